@@ -1,0 +1,124 @@
+# Every target prepares what it needs on a fresh machine (Python >= 3.11 with venv, make, a C++20 compiler) and
+# does nothing twice. Settings, each as `make NAME=value target`:
+#   VENV    the virtual environment to make and use        PYTHON     the python that makes it
+#   TORCH   what pip installs as torch, where none is there yet; by default the release in constraints.txt
+#   JOBS    compilers and test workers at a time           VENV_ARGS  e.g. --system-site-packages
+#   RANKS, DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS              passed on to what runs
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+TORCH ?= torch
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+RANKS ?= 2
+
+override VENV := $(abspath $(VENV))
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.zero
+LOG := $(VENV)/setup.log
+ENGINE := $(wildcard csrc/bindings.cc csrc/src/*.cc csrc/include/zero/*.h csrc/src/*.h)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MAX_JOBS := $(JOBS)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo bench test check lint types cpp-test pytest clean distclean
+help:
+	@echo "make demo       train a small model on $(RANKS) ranks"
+	@echo "make check      lint, types and quick tests"
+	@echo "make test       everything: lint, types, C++ tests, all Python tests"
+	@echo "make bench      the benchmarks"
+	@echo "make cpp-test   the engine's own tests: plain, ASan and TSan builds"
+	@echo "make setup      only the set-up that the others share"
+	@echo "make clean      remove build outputs and caches (make distclean: and $(VENV))"
+
+# --- set-up -----------------------------------------------------------------------------------------------------
+# $(call quietly,COMMAND): runs it with its output in the log; where it fails, shows what the log says, and its path.
+quietly = $(1) > $(LOG) 2>&1 || { code=$$?; tail -n 20 $(LOG); echo; grep -E ' (fatal )?error: ' $(LOG) | head -n 20 || true; \
+  echo "set-up failed; the whole log: $(LOG)" >&2; exit $$code; }
+
+setup: $(STAMPS)/package
+
+$(STAMPS)/venv:
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }; \
+	  echo "[1/3] making $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv $(VENV_ARGS) $(VENV); \
+	fi
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch comes first, alone and by the constraints file; later pip steps are held to whatever torch is there.
+$(STAMPS)/tools: constraints.txt | $(STAMPS)/venv
+	@if ! $(PY) -c 'import torch' >/dev/null 2>&1 || [ "$(TORCH)" != torch ]; then \
+	  echo "[2/3] installing $(TORCH) (can be a large download; progress: tail -f $(LOG))"; \
+	  if [ "$(TORCH)" = torch ]; then held="-c constraints.txt"; else held=""; fi; \
+	  $(call quietly,$(PY) -m pip install $$held $(TORCH)); \
+	fi
+	@{ grep -v '^torch==' constraints.txt; $(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))'; } \
+	  > $(STAMPS)/constraints.txt
+	@echo "[2/3] installing build tools"
+	@$(call quietly,$(PY) -m pip install -c $(STAMPS)/constraints.txt setuptools pybind11 ninja numpy)
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml setup.py $(ENGINE) | $(STAMPS)/tools
+	@echo "[3/3] compiling the engine and installing the package, editable, with development tools (log: $(LOG))"
+	@start=$$SECONDS; \
+	$(call quietly,$(PY) -m pip install -c $(STAMPS)/constraints.txt --no-build-isolation -e '.[dev]'); \
+	echo "      ready after $$((SECONDS - start)) s"
+	@mkdir -p build && echo $(VENV) > build/installed-by
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/tools
+# The engine is built into the tree: another environment used there since means building it again.
+ifneq ($(shell cat build/installed-by 2>/dev/null),$(VENV))
+$(STAMPS)/package: again
+.PHONY: again
+again:
+endif
+
+# --- running ----------------------------------------------------------------------------------------------------
+demo: setup
+	$(PY) examples/demo.py --ranks $(RANKS) $(DEMO_ARGS)
+
+bench: setup
+	$(PY) benchmarks/bench.py $(BENCH_ARGS)
+
+# --- checking ---------------------------------------------------------------------------------------------------
+check: lint types
+	$(PY) -m pytest -q -n $(JOBS) -m "not slow" tests/null $(PYTEST_ARGS)
+
+test: lint types cpp-test pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+# mypy gets the packages laid out as they are imported; messages name the files of the tree.
+types: setup
+	@rm -rf build/types && mkdir -p build/types/zero_compiler
+	@ln -s $(CURDIR)/zero_compiler/* $(CURDIR)/passes $(CURDIR)/runtime build/types/zero_compiler/
+	cd build/types && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
+	  -p zero_compiler | sed -E 's#^zero_compiler/(passes|runtime)/#\1/#'
+
+cpp-test: setup
+	$(MAKE) -C csrc test PYTHON=$(PY) JOBS=$(JOBS)
+
+# Graph tests run side by side; tests that start ranks of their own run one after another.
+RANKED := $(sort $(dir $(wildcard tests/dist/test_*.py tests/gpu/test_*.py)))
+pytest: setup
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup tests/null $(PYTEST_ARGS)
+	$(if $(RANKED),$(PY) -m pytest $(RANKED) $(PYTEST_ARGS))
+
+clean:
+	rm -rf build dist *.egg-info runtime/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)
+	find zero_compiler passes runtime tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@if [ -f csrc/Makefile ]; then $(MAKE) -C csrc clean; fi
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,85 @@
+"""Compile time against depth, each mode and depth in a fresh process with empty caches.
+
+    python benchmarks/compile_time.py --layers 4,8,16,32,64,96
+
+Compile time is the time of the first two steps less that of two later ones. GPT blocks of width 256, sequence 64,
+batch 2, one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import common
+import modes
+from bench import _list
+from models import Spec, gpt
+
+MODES = ["local-compiled", "fsdp2-compiled", "zero3"]
+
+
+def main() -> None:
+    call = common.called()
+    if call is not None:
+        common.answer(call, measure(call))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", type=_list, default=MODES)
+    parser.add_argument("--layers", type=_list, default=["4", "8", "16", "32", "64", "96"])
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    m = common.machine()
+    print(common.machine_text(m), flush=True)
+    rows: list[dict[str, Any]] = []
+    for layers in map(int, args.layers):
+        for mode in args.modes:
+            with tempfile.TemporaryDirectory(prefix="zero-compile-") as cache:
+                env = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+                call = {"mode": mode, "layers": layers}
+                (row,) = common.run_ranks(os.path.abspath(__file__), call, 1, "default", env)
+            rows.append({"mode": mode, "layers": layers, **row})
+            print(f"  {layers} layers, {mode}: {row['compile_s']:.1f} s", flush=True)
+    head = ["layers", *args.modes, "in our passes", "share", "segments", "compiled"]
+    table = []
+    for layers in map(int, args.layers):
+        of = {r["mode"]: r for r in rows if r["layers"] == layers}
+        ours = next((r for k, r in of.items() if k.startswith("zero")), None)
+        extra: list[str] = []
+        if ours:
+            share = f"{ours['passes_s'] / ours['compile_s']:.1%}"
+            extra = [f"{ours['passes_s']:.2f}", share, str(ours["segments"]), str(ours["compiled"])]
+        table.append([layers, *(f"{of[k]['compile_s']:.1f}" for k in args.modes), *extra])
+    common.print_table("Compile time, seconds", head, table)
+    if args.json:
+        text = f"# Compile time\n\n{common.machine_text(m)}\n\n{common.table('Compile time, seconds', head, table)}"
+        common.save(args.json, {"machine": m, "arguments": vars(args), "rows": rows}, text)
+
+
+def measure(call: dict[str, Any]) -> dict[str, Any]:
+    common.init_group()
+    spec = Spec("", lambda: gpt(call["layers"], 256, 512, 64), 512, 64, 2)
+    trainer = modes.build(call["mode"], spec, "fp32")
+    seconds = []
+    for i in range(7):
+        batch = spec.data(i, 0)
+        start = time.perf_counter()
+        trainer.step(*batch)
+        seconds.append(time.perf_counter() - start)
+    steady = statistics.median(seconds[2:])
+    row = {"compile_s": sum(seconds[:2]) - 2 * steady, "step_s": steady}
+    if call["mode"].startswith("zero"):
+        policy = trainer.model._zero.policy
+        row["passes_s"] = sum(f.trace.seconds for f in policy.frames)
+        row["segments"] = sum(len(p.structures) for f in policy.frames for p in f.programs.values())
+        row["compiled"] = sum(c.compiled for c in policy.compilers.values())
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Peak memory of every way to train, one mode in fresh processes at a time.
+
+    python benchmarks/memory.py --model gpt-6x512 --modes ddp,fsdp2,zero2,zero3 --json out.json
+
+Three figures a mode, each of the rank with the most:
+  at rest   live bytes of torch's CPU allocator between steps (weights, optimizer states, what a mode keeps)
+  peak      the largest number of live bytes in steps after warm-up
+  RSS peak  growth of resident memory over that of the process with its libraries loaded, in the same steps
+
+The first two are exact counts of bytes asked for, by a meter in the allocator; memory that a library takes past
+torch's allocator (gloo's buffers, DeepSpeed's pinned ones) shows in the third alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import common
+import modes
+from bench import TOLERANCE, _list
+from models import MODELS
+
+SETTINGS = ("default", "keep")
+
+
+def main() -> None:
+    call = common.called()
+    if call is not None:
+        common.answer(call, measure(call))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=_list, default=[n for n in MODELS if not n.startswith("tiny")])
+    parser.add_argument("--modes", type=_list, default=modes.DEFAULT)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--dtype", choices=TOLERANCE, default="fp32")
+    parser.add_argument("--allocator", choices=SETTINGS, default="default", help="matters to RSS alone")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    m = common.machine()
+    print(common.machine_text(m), flush=True)
+    result: dict[str, Any] = {"machine": m, "arguments": vars(args), "runs": []}
+    pages = []
+    for name in args.model:
+        rows, skipped = {}, {}
+        for mode in args.modes:
+            call = {
+                "model": name,
+                "mode": mode,
+                "dtype": args.dtype,
+                "steps": args.steps,
+                "warmup": args.warmup,
+            }
+            found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, args.allocator)
+            if "skipped" in found[0]:
+                skipped[mode] = found[0]["skipped"]
+                continue
+            rows[mode] = {k: max(f[k] for f in found) for k in found[0] if found[0][k] is not None}
+            peak = rows[mode]["peak"] / 2**20
+            print(f"  {name} {mode}: peak {peak:.0f} MiB", flush=True)
+        result["runs"].append({"model": name, "modes": rows, "skipped": skipped})
+        pages.append(report(name, args, rows, skipped))
+        if args.json:
+            text = f"# Peak memory\n\n{common.machine_text(m)}\n\n" + "\n".join(pages)
+            common.save(args.json, result, text)
+
+
+def measure(call: dict[str, Any]) -> dict[str, Any]:
+    rank, _ = common.init_group()
+    spec = MODELS[call["model"]]
+    from zero_compiler.runtime import _C
+
+    gc.collect()
+    base = status("VmRSS")
+    _C.meter_install()
+    try:
+        trainer = modes.build(call["mode"], spec, call["dtype"])
+    except modes.Skip as skip:
+        return {"skipped": str(skip)}
+    built = _C.meter_peak()
+    for i in range(call["warmup"]):
+        trainer.step(*spec.data(i, rank))
+    gc.collect()
+    at_rest = _C.meter_current()
+    _C.meter_reset_peak()
+    clear_peak_rss()
+    for i in range(call["steps"]):
+        trainer.step(*spec.data(call["warmup"] + i, rank))
+    peak, rss = _C.meter_peak(), status("VmHWM") - base
+    plan = None
+    if call["mode"].startswith("zero"):
+        import zero_compiler as zero
+
+        plan = zero.inspect(trainer.model).to_dict()["memory"]["peak_bytes"]
+    return {
+        "at_rest": at_rest,
+        "peak": peak,
+        "rss_peak": rss,
+        "while_building": built,
+        "predicted_peak": plan,
+    }
+
+
+def status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def clear_peak_rss() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def report(
+    name: str, args: argparse.Namespace, rows: dict[str, dict[str, int]], skipped: dict[str, str]
+) -> str:
+    fsdp = min((r["peak"] for m, r in rows.items() if m.startswith("fsdp2")), default=None)
+    head = [
+        "mode",
+        "at rest MiB",
+        "peak MiB",
+        "/ FSDP2 best",
+        "RSS peak MiB",
+        "while building MiB",
+        "predicted peak MiB",
+    ]
+    table = []
+    for mode, r in rows.items():
+        mib = {k: f"{v / 2**20:.1f}" for k, v in r.items()}
+        share = f"{r['peak'] / fsdp:.2f}" if fsdp else ""
+        cells = [
+            mib["at_rest"],
+            mib["peak"],
+            share,
+            mib["rss_peak"],
+            mib["while_building"],
+            mib.get("predicted_peak", ""),
+        ]
+        table.append([mode, *cells])
+    title = f"{name}: {MODELS[name].about}; {args.dtype}, {args.ranks} ranks, allocator {args.allocator}"
+    common.print_table(title, head, table)
+    notes = [f"- Skipped {m}: {why}." for m, why in skipped.items()]
+    print("\n".join(notes), flush=True)
+    return common.table(title, head, table) + "\n".join(notes) + "\n"
+
+
+if __name__ == "__main__":
+    main()

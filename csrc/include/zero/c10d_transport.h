@@ -1,0 +1,21 @@
+// The transport over torch.distributed: any backend, any device.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+
+#include "zero/transport.h"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace zero {
+
+// Shares ownership of the group. Timeouts are the group's own. Thread safety,
+// blocking and streams as in transport.h.
+std::unique_ptr<Transport> make_c10d_transport(
+    c10::intrusive_ptr<::c10d::ProcessGroup> group);
+
+}  // namespace zero

@@ -1,0 +1,66 @@
+// Status and Result: how the engine reports failure.
+//
+// The engine throws nothing across its own interfaces; the bindings turn a
+// failed Status into a Python exception. Both types are plain values: copy and
+// move them freely, share them between threads as you would a std::string.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace zero {
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;  // success
+  static Status error(std::string message) {
+    Status status;
+    status.message_ = std::move(message);
+    return status;
+  }
+
+  bool ok() const {
+    return !message_.has_value();
+  }
+  // The reason. Empty on success.
+  std::string message() const {
+    return message_.value_or(std::string());
+  }
+
+ private:
+  std::optional<std::string> message_;
+};
+
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : value_(std::move(value)) {}
+  Result(Status status) : status_(std::move(status)) {}
+
+  bool ok() const {
+    return status_.ok();
+  }
+  const Status& status() const {
+    return status_;
+  }
+  // Only when ok().
+  T& value() {
+    return *value_;
+  }
+
+ private:
+  Status status_;
+  std::optional<T> value_;
+};
+
+}  // namespace zero
+
+// Leaves the enclosing function with the failed Status of `expression`.
+#define ZERO_RETURN_IF_ERROR(expression)               \
+  do {                                                 \
+    if (::zero::Status zero_status_ = (expression);    \
+        !zero_status_.ok()) {                          \
+      return zero_status_;                             \
+    }                                                  \
+  } while (false)

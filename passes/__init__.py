@@ -1,0 +1,48 @@
+"""The pipeline: every pass, in order, on one screen.
+
+The joint graph (forward and backward together, with markers) is rewritten first; the partitioner cuts it;
+then each phase is lowered and scheduled.
+"""
+
+from .base import Context, ParamPlan, Pass, Trace, run_passes
+from .bucket_transfers import BucketTransfers
+from .clone_escapes import CloneEscapes
+from .lower_markers import LowerMarkers
+from .merge_markers import MergeMarkers
+from .place_transfers import InsertReleases, PlaceStarts
+from .tag_recompute import TagRecompute
+from .units import assign_units, gathered_in_backward, order_of_use
+
+# (pass, level of lowering that the verifier proves after it)
+JOINT: list[tuple[Pass, str]] = [
+    (MergeMarkers(), "merged"),
+    (TagRecompute(), "merged"),
+]
+PHASE: list[tuple[Pass, str]] = [
+    (MergeMarkers(), "merged"),
+    (LowerMarkers(), "captured"),
+    (CloneEscapes(), "lowered"),
+    (BucketTransfers(), "lowered"),
+    (PlaceStarts(), "lowered"),
+    (InsertReleases(), "scheduled"),
+]
+
+__all__ = [
+    "JOINT",
+    "PHASE",
+    "BucketTransfers",
+    "CloneEscapes",
+    "Context",
+    "InsertReleases",
+    "LowerMarkers",
+    "MergeMarkers",
+    "ParamPlan",
+    "Pass",
+    "PlaceStarts",
+    "TagRecompute",
+    "Trace",
+    "assign_units",
+    "gathered_in_backward",
+    "order_of_use",
+    "run_passes",
+]

@@ -1,0 +1,125 @@
+"""What a pass is, what it may read, and the manager that runs passes in order."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from zero_compiler.ir import dump, spec
+from zero_compiler.ir.facts import ParamRef
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """What a pass may know of a managed parameter. Nothing in it depends on the rank."""
+
+    ref: ParamRef
+    shape: tuple[int, ...]
+    dtype: Any
+    gather_dtype: Any
+    reduce_dtype: Any
+    cut: bool
+    world: int
+    stage: int
+    kept: bool = False
+    shared: bool = False  # between ranks that read each other's memory
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def gather_bytes(self) -> int:
+        return self.numel * self.gather_dtype.itemsize
+
+    @property
+    def home(self) -> bool:
+        """Read where it lies at rest: every rank's rows are in memory that all share, in the dtype of the gather."""
+        return self.shared and self.cut and self.gather_dtype == self.dtype
+
+    @property
+    def released(self) -> bool:
+        """Stage 3 releases a weight after its last use of a phase, unless a memory budget has room to keep it; the
+        other stages keep every weight until the shards change."""
+        return self.stage == 3 and not self.kept
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything outside the graph that a pass may read: equal contexts and graphs give equal results.
+
+    Args:
+        params: plan of every managed parameter of the frame.
+        phase: "joint", "forward", "backward" or "inference".
+        bucket_bytes: transfers smaller than this share a bucket, in bytes of full tensors.
+        units: unit of every parameter, in the canonical order of transfers: that of first use in the joint
+            graph. Sizes of activations cannot change it.
+        reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
+        gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
+    """
+
+    params: Mapping[ParamRef, ParamPlan]
+    phase: str
+    bucket_bytes: int
+    units: Mapping[ParamRef, str] = field(default_factory=dict)
+    gathered: frozenset[ParamRef] | None = None
+    reduced: frozenset[ParamRef] | None = None
+
+
+class Pass(Protocol):
+    """A named, immutable rewrite of a graph in place."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None: ...
+
+
+@dataclass
+class Trace:
+    """What the manager saw: seconds and node count after each pass."""
+
+    rows: list[tuple[str, float, int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(row[1] for row in self.rows)
+
+
+def run_passes(
+    graph: fx.Graph,
+    passes: Sequence[tuple[Pass, str]],
+    ctx: Context,
+    trace: Trace | None = None,
+    dump_dir: str | None = None,
+) -> Trace:
+    """Run ``passes`` in order; after each one lint, verify at its level of lowering, time, count and dump."""
+    trace = trace or Trace()
+    if dump_dir:
+        _write(dump_dir, 0, ctx.phase, "captured", graph)
+    reduced = ctx.reduced if ctx.reduced is not None else spec.reduced_by(graph)
+    for i, (p, level) in enumerate(passes):
+        start = time.perf_counter()
+        p.run(graph, ctx)
+        seconds = time.perf_counter() - start
+        graph.lint()
+        spec.verify(graph, level, ctx.params, reduced)
+        trace.rows.append((f"{ctx.phase}/{p.name}", seconds, len(graph.nodes)))
+        if dump_dir:
+            _write(dump_dir, i + 1, ctx.phase, p.name, graph)
+    return trace
+
+
+def _write(directory: str, index: int, phase: str, name: str, graph: fx.Graph) -> None:
+    path = os.path.join(directory, phase)
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, f"{index:02d}-{name}.txt"), "w") as f:
+        f.write(dump.text(graph))

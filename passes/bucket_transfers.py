@@ -1,0 +1,254 @@
+"""Forward or backward graph: transfers of a unit move together, small ones in shared buckets."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zero_compiler.ir import facts, ops
+from zero_compiler.ir.facts import ParamRef
+
+from .base import Context
+
+
+@dataclass(frozen=True)
+class BucketTransfers:
+    """Gather a unit's weights before its first use and reduce its gradients after its last one.
+
+    Small weights of one dtype share a bucket; a large one goes alone, since alone it needs no copy. Buckets
+    and their order come from the canonical order of units, forward as it is and backward reversed.
+
+    Before (``w1`` and ``b1`` belong to one unit)::
+
+        %s1 = zero.gather [w1]    ...    %s2 = zero.gather [b1]   ...
+        %t1 = zero.wait %s1              %t2 = zero.wait %s2
+
+    After::
+
+        %s = zero.gather [w1, b1]
+        %t = zero.wait %s
+        %w1 = getitem %t, 0
+        %b1 = getitem %t, 1
+
+    Refuses: nothing.
+    """
+
+    name: str = "bucket-transfers"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        _sink_derived(graph)
+        _bucket_gathers(graph, ctx)
+        _bucket_reductions(graph, ctx)
+
+
+def _sink_derived(graph: fx.Graph) -> None:
+    """Move what derives from weights alone (views, casts) down to its first reader.
+
+    A partitioner puts what it recomputes at the top of the backward graph, where it would call for every
+    weight at once.
+    """
+    derived: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if facts.is_weight(node) or (
+            facts.is_compute(node) and inputs and all(i in derived for i in inputs) and facts.is_pure(node)
+        ):
+            derived.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in derived and not facts.is_weight(node) and node.users:
+            min(node.users).prepend(node)  # nodes compare by their place in the graph
+
+
+def buckets(refs: Iterable[ParamRef], ctx: Context, key: Callable[[ParamRef], Any]) -> list[list[ParamRef]]:
+    """Cut ``refs`` into buckets: one key each, large members alone, order kept among the small ones."""
+    out: list[list[ParamRef]] = []
+    open_: dict[Any, tuple[list[ParamRef], int]] = {}
+    for ref in refs:
+        size = ctx.params[ref].gather_bytes
+        if size >= ctx.bucket_bytes:
+            out.append([ref])
+            continue
+        k = key(ref)
+        bucket, filled = open_.get(k, ([], 0))
+        if not bucket or filled + size > ctx.bucket_bytes:
+            bucket, filled = [], 0
+            out.append(bucket)
+        bucket.append(ref)
+        open_[k] = (bucket, filled + size)
+    return out
+
+
+def _by_unit(refs: Iterable[ParamRef], ctx: Context) -> list[tuple[str, list[ParamRef]]]:
+    present = set(refs)
+    units: dict[str, list[ParamRef]] = {}
+    for ref, unit in ctx.units.items():
+        if ref in present:
+            units.setdefault(unit, []).append(ref)
+    out = list(units.items())
+    return out[::-1] if ctx.phase == "backward" else out
+
+
+def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
+    old: dict[ParamRef, fx.Node] = {}
+    device: Any = None
+    for node in graph.find_nodes(op="call_function", target=ops.gather):
+        (ref,) = facts.params(node)
+        (wait,) = node.users
+        (element,) = wait.users
+        old[ref], device = element, node.args[4]
+    wanted = set(old) | {r for r in ctx.gathered or () if ctx.params[r].cut}
+    if not wanted:
+        return
+    if device is None:
+        device = _device(graph)
+    first_use = {ref: _first_use(element) for ref, element in old.items()}
+    (output,) = graph.find_nodes(op="output")
+    at: fx.Node | None = None
+    for unit, refs in reversed(_by_unit(wanted, ctx)):
+        # Transfers keep the canonical order: a unit never waits after the next one does.
+        uses = [first_use[r] for r in refs if r in first_use]
+        if at is not None:
+            uses.append(at)
+        if not uses:
+            uses = [output]  # nothing reads this unit, nor any unit after it
+        point = min(uses)
+        started: list[fx.Node] = []
+        with graph.inserting_before(point):
+            for bucket in buckets(
+                refs, ctx, lambda r: (ctx.params[r].gather_dtype, r.owner, ctx.params[r].released)
+            ):
+                elements = emit_gather(graph, bucket, unit, ctx, device)
+                started.append(elements[0].args[0].args[0])
+                for ref, element in zip(bucket, elements, strict=True):
+                    if ref in old:
+                        old[ref].replace_all_uses_with(element)
+        at = started[0]
+    for element in old.values():
+        wait = element.args[0]
+        start = wait.args[0]
+        for node in (element, wait, start):
+            graph.erase_node(node)
+
+
+def _device(graph: fx.Graph) -> Any:
+    values = (facts.value(n) for n in graph.find_nodes(op="placeholder"))
+    return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+
+
+def _first_use(element: fx.Node) -> fx.Node:
+    """The first node that computes with a weight, looking through views of it."""
+    best: fx.Node | None = None
+    todo = [element]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if node in facts.aliased_inputs(user):
+                todo.append(user)
+            # A view must itself stand after the wait, so it counts as a use too.
+            if best is None or user < best:
+                best = user
+    return best if best is not None else element
+
+
+def emit_gather(
+    graph: fx.Graph, refs: Sequence[ParamRef], unit: str, ctx: Context, device: Any
+) -> list[fx.Node]:
+    """A gather, its wait and its elements, at the graph's point of insertion."""
+    plans = [ctx.params[r] for r in refs]
+    sizes, dims = ops.flat_sizes([p.shape for p in plans])
+    args = ([r.name for r in refs], sizes, dims, plans[0].gather_dtype, device)
+    vals = [_empty(p.shape, p.gather_dtype, device, graph) for p in plans]
+    return _emit(graph, ops.gather, args, refs, unit, vals)
+
+
+def _emit(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    refs: Sequence[ParamRef],
+    unit: str,
+    vals: Sequence[Any],
+) -> list[fx.Node]:
+    start = graph.call_function(target, args)
+    facts.set_params(start, refs)
+    facts.set_unit(start, unit)
+    facts.set_value(start, list(vals))
+    wait = graph.call_function(ops.wait, (start,))
+    facts.set_unit(wait, unit)
+    facts.set_value(wait, list(vals))
+    elements = []
+    for i, val in enumerate(vals):
+        element = graph.call_function(operator.getitem, (wait, i))
+        facts.set_value(element, val)
+        elements.append(element)
+    return elements
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, device: Any, graph: fx.Graph) -> Any:
+    return facts.fake_empty(graph, shape, dtype, device)
+
+
+def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
+    old: dict[ParamRef, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=ops.reduce):
+        (ref,) = facts.params(node)
+        (wait,) = node.users
+        (element,) = wait.users
+        old[ref] = element
+    if not old:
+        return
+    start_of = {ref: e.args[0].args[0] for ref, e in old.items()}
+    waits = [
+        n for n in graph.find_nodes(op="call_function", target=ops.wait) if n.args[0].target is ops.gather
+    ]
+    boundaries = _unit_starts(waits)
+    (output,) = graph.find_nodes(op="output")
+    units = _by_unit(old, ctx)
+    ends: list[fx.Node] = []
+    for _, refs in units:
+        grads = [start_of[r].args[0][0] for r in refs]
+        ends.append(max([*grads, *ends[-1:]]))
+    # All points first: what is inserted at one must not move the next.
+    points: list[fx.Node] = []
+    for i, end in enumerate(ends):
+        # At the next unit's wait, where a segment ends anyway; but not behind the next reduction.
+        k = bisect_right(boundaries, end)
+        if k < len(boundaries) and (i + 1 == len(ends) or not ends[i + 1] < boundaries[k]):
+            points.append(boundaries[k])
+        else:
+            points.append(end.next if i + 1 < len(ends) else output)
+    for point, (unit, refs) in zip(points, units, strict=True):
+        with graph.inserting_before(point):
+            for bucket in buckets(refs, ctx, lambda r: (_reduce_key(ctx, r), r.owner)):
+                sizes, dims = ops.flat_sizes([facts.value(old[r]).shape for r in bucket])
+                plan = ctx.params[bucket[0]]
+                grads = [start_of[r].args[0][0] for r in bucket]
+                args = (grads, sizes, dims, plan.dtype, not plan.cut)
+                elements = _emit(graph, ops.reduce, args, bucket, unit, [facts.value(old[r]) for r in bucket])
+                for ref, element in zip(bucket, elements, strict=True):
+                    old[ref].replace_all_uses_with(element)
+    for element in old.values():
+        wait = element.args[0]
+        for node in (element, wait, wait.args[0]):
+            graph.erase_node(node)
+
+
+def _reduce_key(ctx: Context, ref: ParamRef) -> Any:
+    plan = ctx.params[ref]
+    return (plan.dtype, plan.reduce_dtype, plan.cut)
+
+
+def _unit_starts(waits: list[fx.Node]) -> list[fx.Node]:
+    """The first gather of each unit's group of gathers."""
+    out, seen = [], set()
+    for wait in waits:
+        if facts.unit(wait) not in seen:
+            seen.add(facts.unit(wait))
+            out.append(wait.args[0])
+    return out

@@ -1,0 +1,175 @@
+"""Forward or backward graph: transfers start early, end late, and weights are released."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zero_compiler.ir import facts, ops
+
+from .base import Context
+
+
+@dataclass(frozen=True)
+class PlaceStarts:
+    """Start the gathers of a unit while the unit before it computes; wait for reductions as late as is useful.
+
+    Before::
+
+        %s1 = zero.gather [w1]
+        %t1 = zero.wait %s1
+        ...
+        %s2 = zero.gather [w2]
+        %t2 = zero.wait %s2
+
+    After::
+
+        %s1 = zero.gather [w1]
+        %t1 = zero.wait %s1
+        %s2 = zero.gather [w2]
+        ...
+        %t2 = zero.wait %s2
+
+    The first unit's gathers start at the top. A reduction's wait moves to the start of the second reduction group
+    after it: two groups are in flight.
+
+    Refuses: nothing.
+    """
+
+    name: str = "place-starts"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        groups = unit_groups(graph, ops.gather)
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        anchors = [max((_wait(g) for g in group), key=order.__getitem__) for group in groups]
+        for i in range(len(groups) - 1, 0, -1):
+            # Behind the last wait of the unit before: its own weights come first on the lane.
+            anchor = last_element(anchors[i - 1])
+            for gather in reversed(groups[i]):
+                anchor.append(gather)
+        if groups:
+            # Nothing to wait behind: the first unit's weights travel while whatever reads none computes.
+            top = next(n for n in graph.nodes if n.op != "placeholder")
+            for gather in groups[0]:
+                if gather is top:
+                    top = top.next
+                else:
+                    top.prepend(gather)
+        # Waits of a group stand together, after all of its starts.
+        for group in groups:
+            _together(group)
+        reductions = unit_groups(graph, ops.reduce)
+        (output,) = graph.find_nodes(op="output")
+        for i, group in enumerate(reductions):
+            point = reductions[i + 2][0] if i + 2 < len(reductions) else output
+            for start in group:
+                wait = _wait(start)
+                elements = sorted(wait.users, key=lambda e: e.args[1])
+                for node in (wait, *elements):
+                    point.prepend(node)
+
+
+@dataclass(frozen=True)
+class InsertReleases:
+    """Release each gathered weight after the last use of its storage, at the end of the segment that uses it.
+
+    Before::
+
+        %y = aten.mm %x, %w
+        %t2 = zero.wait %s2
+
+    After::
+
+        %y = aten.mm %x, %w
+             zero.release %w
+        %t2 = zero.wait %s2
+
+    Weights of stages 1 and 2 are kept until the shards change, and get no release.
+
+    Refuses: nothing.
+    """
+
+    name: str = "insert-releases"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        roots = facts.alias_roots(graph)
+        last: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            for used in node.all_input_nodes:
+                for root in roots[used]:
+                    if facts.is_weight(root):
+                        last[root] = node
+        ends = _segment_ends(graph, order)
+        at_end: dict[fx.Node, list[list[fx.Node]]] = {}
+        for gather in graph.find_nodes(op="call_function", target=ops.gather):
+            if not ctx.params[facts.params(gather)[0]].released:
+                continue
+            # A bucket is one slot in the plan: it is released when the last of its weights is dead.
+            elements = sorted(_wait(gather).users, key=lambda e: e.args[1])
+            end = max((ends[last.get(e, e)] for e in elements), key=order.__getitem__)
+            at_end.setdefault(end, []).append(elements)
+        for end, buckets in at_end.items():
+            with graph.inserting_before(end):
+                for elements in buckets:
+                    graph.call_function(ops.release, (elements,))
+
+
+def _segment_ends(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """For each node, the transfer (or output) before which its segment ends."""
+    out: dict[fx.Node, fx.Node] = {}
+    end: fx.Node | None = None
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node.target in ops.TRANSFERS:
+            end = node
+        assert end is not None
+        out[node] = end
+    # A transfer's own "segment" (a release of a weight nobody reads) ends at the transfer after its elements.
+    for node in graph.nodes:
+        if facts.is_element(node) or node.target in ops.TRANSFERS:
+            after = node.next
+            while facts.is_element(after):
+                after = after.next
+            out[node] = after
+    return out
+
+
+def _wait(start: fx.Node) -> fx.Node:
+    (wait,) = start.users
+    return wait
+
+
+def last_element(wait: fx.Node) -> fx.Node:
+    """The last of the elements that follow a wait, else the wait."""
+    node = wait
+    while facts.is_element(node.next) and node.next.args[0] is wait:
+        node = node.next
+    return node
+
+
+def unit_groups(graph: fx.Graph, target: object) -> list[list[fx.Node]]:
+    """Starts of ``target`` in order, those of one unit that follow each other together."""
+    groups: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        if node.target is target:
+            if groups and facts.unit(groups[-1][-1]) == facts.unit(node):
+                groups[-1].append(node)
+            else:
+                groups.append([node])
+    return groups
+
+
+def _together(group: list[fx.Node]) -> None:
+    anchor = group[0]
+    for start in group[1:]:
+        anchor.append(start)
+        anchor = start
+    first = _wait(group[0])
+    anchor = last_element(first)
+    for start in group[1:]:
+        wait = _wait(start)
+        elements = sorted(wait.users, key=lambda e: e.args[1])
+        for node in (wait, *elements):
+            anchor.append(node)
+            anchor = node

@@ -1,0 +1,99 @@
+"""Joint graph: no full weight crosses from forward to backward."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zero_compiler.ir import facts
+
+from .base import Context
+
+# Above every id that torch.utils.checkpoint gives a region: partitioners compare ids, and save what a
+# higher region reads from a lower one.
+_REGION = 1 << 40
+
+_aten = torch.ops.aten
+# Partitioners do not recompute these; said here so that it does not depend on their settings.
+_COSTLY = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.addbmm.default,
+        _aten._grouped_mm.default if hasattr(_aten, "_grouped_mm") else _aten.mm.default,
+        _aten.convolution.default,
+        _aten.embedding.default,
+        _aten._embedding_bag.default,
+        _aten.mkldnn_rnn_layer.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class TagRecompute:
+    """Mark gathers, and all that derives from weights alone, to be made again in backward.
+
+    Before::
+
+        %w = zero.unshard %p [w]
+        %t = aten.t %w
+        %c = aten._to_copy %w, dtype=bfloat16
+
+    After: the same nodes, each tagged ``MUST_RECOMPUTE``. With only the markers tagged, a partitioner may
+    save views and casts of all full weights (under autocast it does).
+
+    Weights that backward needs for autograd's own formulas may be used there by recomputed values too, and so
+    may small ones. The readers of the others (large; or whose reader is an operator that is too costly to run
+    twice) are saved and not recomputed: so which weights backward gathers does not depend on the sizes of
+    activations, which ranks may legally disagree about.
+
+    Refuses: nothing.
+    """
+
+    name: str = "tag-recompute"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        backward = _depends_on_tangents(graph)
+        derived = facts.made_of_weights(graph)
+        allowed = regathered(graph, ctx.bucket_bytes)
+        for node in derived:
+            facts.tag_recompute(node, CheckpointPolicy.MUST_RECOMPUTE, _REGION)
+        for node, marks in derived.items():
+            for user in _forward_readers(node, derived, backward):
+                if (user.target in _COSTLY or not marks <= allowed) and not facts.user_region(user):
+                    facts.tag_recompute(user, CheckpointPolicy.MUST_SAVE, 0)
+
+
+def regathered(graph: fx.Graph, small_bytes: int) -> set[fx.Node]:
+    """Markers of the weights that backward gathers: see :class:`TagRecompute`."""
+    backward = _depends_on_tangents(graph)
+    out: set[fx.Node] = set()
+    derived = facts.made_of_weights(graph)
+    for node, marks in derived.items():
+        if any(u in backward for u in node.users):
+            out |= marks
+        elif any(u.target not in _COSTLY for u in _forward_readers(node, derived, backward)):
+            out |= {m for m in marks if facts.bytes_of(facts.value(m)) < small_bytes}
+    return out
+
+
+def _forward_readers(
+    node: fx.Node, derived: Container[fx.Node], backward: Container[fx.Node]
+) -> list[fx.Node]:
+    return [u for u in node.users if u not in derived and u not in backward and u.op == "call_function"]
+
+
+def _depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    out: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            out.add(node)
+        elif any(i in out for i in node.all_input_nodes):
+            out.add(node)
+    return out

@@ -1,0 +1,102 @@
+"""What all Programs of one sharded model share at run time: the engine, the arenas and the kept weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zero_compiler import eager
+from zero_compiler.errors import ShardError
+from zero_compiler.runtime import _C
+
+
+class ModelRuntime:
+    """Runtime state of one policy; made at its first compile and dropped with it.
+
+    Not safe for two threads at once, as a forward of one module is not.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        group = policy.group
+        self._policy = weakref.ref(policy)
+        self._views: dict[Any, list[torch.Tensor]] = {}
+        segment = policy.transport.segment
+        self.shared = segment is not None
+        self.engine = _C.Engine(
+            group.pg, group.rank, group.world, shared=None if segment is None else segment.for_engine()
+        )
+        self.transient = self.engine.add_arena(0, group.device)
+        # Shared: gather buffers are the same memory on every rank; staging of reductions is read by peers.
+        self.slots = self.own = self.transient
+        if segment is None:
+            self.kept = self.engine.add_arena(0, group.device)
+        else:
+            self.kept = self.engine.add_shared_arena(0, "kept")
+            self.slots = self.engine.add_shared_arena(0, "slots")
+            self.own = self.engine.add_shared_arena(0, "own")
+        self.kept_offsets: dict[str, int] = {}
+        self.fresh: set[str] = set()
+        self._chunks: dict[str, tuple[int, torch.Tensor]] = {}
+
+        # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
+        weakref.finalize(policy, _free, self.engine, self._chunks, self._views).atexit = False
+
+    @property
+    def policy(self) -> Any:
+        policy = self._policy()
+        if policy is None:
+            raise ShardError("the sharded model of this call no longer exists")
+        return policy
+
+    def kept_views(self, what: Any) -> list[torch.Tensor]:
+        """The kept weights of the gather ``what``, from call to call: one list for all Programs with that gather.
+
+        A rank that compiles a Program again, alone, thus finds what its peers find.
+        """
+        return self._views.setdefault(what, [])
+
+    def home_views(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Full weights where they lie at rest, in memory that all ranks share: one list for all Programs."""
+        views = self._views.setdefault(names, [])
+        if not views:
+            segment = self.policy.transport.segment
+            views[:] = [segment.fulls[n] for n in names]
+        return views
+
+    def bring_home(self, names: Iterable[str]) -> None:
+        """Copy chunks whose storage was replaced (``assign=True``, ``.data =``) to where peers read them.
+
+        Only while no peer reads: before a call begins.
+        """
+        policy = self.policy
+        homes = policy.transport.segment.chunks
+        for name in names:
+            home = homes[name]
+            if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
+                home.copy_(self.chunk(name))
+
+    def chunk(self, name: str) -> torch.Tensor:
+        """The flat padded chunk of a parameter, as it lies at rest."""
+        local = self.policy.param(name)._local_tensor
+        at = local.data_ptr()
+        known = self._chunks.get(name)
+        # The cached view holds the storage, so the address cannot have been given to another one.
+        if known is not None and known[0] == at and at != 0:
+            return known[1]
+        flat = eager.flat_chunk(self.policy.params[name].layout, local)
+        if flat.data_ptr() == at:
+            self._chunks[name] = (at, flat)
+        return flat
+
+    def close(self) -> None:
+        _free(self.engine, self._chunks, self._views)
+
+
+def _free(engine: _C.Engine, chunks: dict[str, Any], views: dict[Any, list[torch.Tensor]]) -> None:
+    chunks.clear()
+    for held in views.values():
+        held.clear()
+    engine.close()

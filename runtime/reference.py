@@ -1,0 +1,338 @@
+"""The reference executor: one Program, N ranks in one process, in lock step. The oracle that tests hold the engine to.
+
+No engine, no process group, no concurrency, and every hazard in the open: arenas are byte buffers with the
+planned offsets, so overlapping slots give wrong numbers; a transfer fills its buffers with NaN when it
+starts, and writes them when it is waited for; a release fills the weight with NaN, so a late read shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_compiler.errors import TransferError
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.layout import Layout
+from zero_compiler.program import (
+    Compute,
+    Gather,
+    GatherDesc,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Release,
+    WaitGather,
+)
+
+# All bits set: NaN in every floating dtype, and no likely value in the others.
+_POISON = 0xFF
+
+
+class _Freed:
+    """Stands in the value table for what the Program said is read no more."""
+
+
+_FREED = _Freed()
+
+
+class Rank:
+    """What one simulated rank holds: its chunks at rest and its arenas.
+
+    Args:
+        chunks: the flat padded chunk of every parameter, as it lies at rest.
+    """
+
+    def __init__(self, chunks: Mapping[ParamRef, torch.Tensor]) -> None:
+        self.chunks = dict(chunks)
+        self._arenas: dict[str, torch.Tensor] = {}
+
+    def arena(self, pool: str, nbytes: int) -> torch.Tensor:
+        """Bytes of a pool ("transient" or "kept"), at least ``nbytes`` of them."""
+        have = self._arenas.get(pool)
+        if have is None or have.numel() < nbytes:
+            new = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+            if have is not None:
+                new[: have.numel()] = have
+            self._arenas[pool] = have = new
+        return have
+
+
+class Reference:
+    """One loaded Program.
+
+    Args:
+        program: what to run.
+        segments: callable of each ``Compute.segment``; takes a list that it may empty.
+        layouts: layout of every parameter that the Program moves.
+        ranks: the ranks, which keep their arenas from one Program to the next.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        segments: Sequence[Callable[[list[Any]], Sequence[Any]]],
+        layouts: Mapping[ParamRef, Layout],
+        ranks: Sequence[Rank],
+    ) -> None:
+        self.program = program
+        self.segments = list(segments)
+        self.layouts = layouts
+        self.ranks = list(ranks)
+        self.world = len(self.ranks)
+        if any(g.shared for g in program.gathers) or any(r.shared for r in program.reduces):
+            raise TransferError("the reference runs Programs over collectives, not over shared memory")
+
+    def run(self, inputs: Sequence[list[Any]]) -> list[list[Any]]:
+        """Outputs of every rank for the inputs of every rank; each list of inputs is emptied."""
+        p = self.program
+        envs = [list(given) + [None] * (p.num_values - p.num_inputs) for given in inputs]
+        for given in inputs:
+            given.clear()
+        started: dict[tuple[str, int], Any] = {}
+        for instr in p.instrs:
+            if isinstance(instr, Compute):
+                for env in envs:
+                    args = [_read(env, i) for i in instr.ins]
+                    _free(env, instr.free)
+                    for i, value in zip(instr.outs, self.segments[instr.segment](args), strict=True):
+                        env[i] = value
+            elif isinstance(instr, Gather):
+                self._start(started, "gather", instr.index, self._gather_start(p.gathers[instr.index]))
+            elif isinstance(instr, WaitGather):
+                inputs_of = started.pop(("gather", instr.index))
+                for rank, env in zip(self.ranks, envs, strict=True):
+                    _write(env, instr.outs, self._gather_end(rank, p.gathers[instr.index], inputs_of))
+            elif isinstance(instr, Release):
+                for rank, env in zip(self.ranks, envs, strict=True):
+                    for slot in self._slots(rank, p.gathers[instr.index]):
+                        slot.fill_(_POISON)
+                    _free(env, instr.values)
+            elif isinstance(instr, Reduce):
+                r = p.reduces[instr.index]
+                given = [[_read(env, i) for i in instr.ins] for env in envs]
+                self._start(
+                    started, "reduce", instr.index, [self._reduce_start(k, r, g) for k, g in enumerate(given)]
+                )
+                for env in envs:
+                    _free(env, instr.free)
+            else:
+                r = p.reduces[instr.index]
+                inputs_of = started.pop(("reduce", instr.index))
+                ends = [self._reduce_end(k, r, inputs_of) for k in range(self.world)]
+                for rank, env, end in zip(self.ranks, envs, ends, strict=True):
+                    if r.staging >= 0:
+                        self._staging(rank, r).fill_(_POISON)
+                    _write(env, instr.outs, end)
+        if started:
+            raise TransferError(f"the Program ends with transfers that nothing waited for: {sorted(started)}")
+        return [[None if v is None else _read(env, v) for v in p.outputs] for env in envs]
+
+    @staticmethod
+    def _start(started: dict[tuple[str, int], Any], kind: str, index: int, given: Any) -> None:
+        if (kind, index) in started:
+            raise TransferError(f"{kind} {index} is started again before its wait")
+        started[kind, index] = given
+
+    # Gathers -----------------------------------------------------------------------------------------------
+
+    def _slots(self, rank: Rank, g: GatherDesc) -> list[torch.Tensor]:
+        """Bytes of the full weights of a gather in the arena of a rank, padding included."""
+        item = _dtype(g.dtype).itemsize
+        sizes = [c * self.world * item for c in g.chunk_numels]
+        ends = max((o + s for o, s in zip(g.offsets, sizes, strict=True)), default=0)
+        arena = rank.arena("kept " + g.owner if g.kept else "transient", max(ends, self._need(g)))
+        return [arena[o : o + s] for o, s in zip(g.offsets, sizes, strict=True)]
+
+    def _need(self, g: GatherDesc) -> int:
+        return 0 if g.kept else self.program.transient_bytes
+
+    def _chunks_staged(self, rank: Rank, g: GatherDesc) -> torch.Tensor | None:
+        """Staging of the rank's own chunks, or None where they are sent from where they lie."""
+        if g.staging < 0:
+            return None
+        nbytes = sum(g.chunk_numels) * _dtype(g.dtype).itemsize
+        return rank.arena("transient", self.program.transient_bytes)[g.staging : g.staging + nbytes]
+
+    def _gather_start(self, g: GatherDesc) -> list[torch.Tensor]:
+        """For each rank, its chunks one after the other in the dtype of the gather."""
+        sent = []
+        for rank in self.ranks:
+            for slot in self._slots(rank, g):
+                slot.fill_(_POISON)
+            chunks = [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
+            for name, chunk, numel in zip(g.names, chunks, g.chunk_numels, strict=True):
+                if chunk.numel() != numel:
+                    raise TransferError(
+                        f"{g.label}: the chunk of {name!r} has {chunk.numel()} elements, not {numel}"
+                    )
+            flat = torch.cat([c.to(_dtype(g.dtype)) for c in chunks])
+            staged = self._chunks_staged(rank, g)
+            if staged is not None:
+                if len(g.names) > 1:
+                    arena = rank.arena("transient", self.program.transient_bytes)
+                    arena[g.staging : g.staging + staged.numel() * (self.world + 1)].fill_(_POISON)
+                flat = staged.view(flat.dtype).copy_(flat)
+            sent.append(flat)
+        return sent
+
+    def _gather_end(self, rank: Rank, g: GatherDesc, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        out, at = [], 0
+        for slot, numel, shape in zip(self._slots(rank, g), g.chunk_numels, g.shapes, strict=True):
+            full = slot.view(_dtype(g.dtype))
+            full.copy_(torch.cat([s[at : at + numel] for s in sent]))
+            out.append(full[: _numel(shape)].view(shape))
+            at += numel
+        return out
+
+    # Reductions --------------------------------------------------------------------------------------------
+
+    def _staging(self, rank: Rank, r: ReduceDesc) -> torch.Tensor:
+        """Bytes of the staged gradients of a reduction: rank-major chunks, or the whole where replicated."""
+        item = _dtype(r.dtype).itemsize
+        nbytes = sum(r.chunk_numels) * item * (1 if r.replicated else self.world)
+        return rank.arena("transient", self.program.transient_bytes)[r.staging : r.staging + nbytes]
+
+    def _reduce_start(self, k: int, r: ReduceDesc, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        dtype = _dtype(r.dtype)
+        for name, grad, shape in zip(r.names, given, r.shapes, strict=True):
+            if tuple(grad.shape) != shape and not r.replicated:
+                raise TransferError(
+                    f"{r.label}: the gradient of {name!r} has shape {tuple(grad.shape)}, not {shape}"
+                )
+        whole = [g.reshape(-1).to(dtype) for g in given]
+        if r.replicated:
+            flat = torch.cat(whole)
+        else:
+            first, lone = given[0], len(given) == 1
+            if (
+                lone
+                and first.is_contiguous()
+                and first.dtype == dtype
+                and first.numel() == self.world * r.chunk_numels[0]
+            ):
+                return first.view(
+                    -1
+                )  # sent from where it lies: whoever writes to it before the wait spoils it
+            rows = []
+            for owner in range(self.world):
+                for grad, numel in zip(whole, r.chunk_numels, strict=True):
+                    part = grad[owner * numel : (owner + 1) * numel]
+                    rows.append(torch.nn.functional.pad(part, (0, numel - part.numel())))
+            flat = torch.cat(rows)
+        if r.staging < 0:
+            raise TransferError(
+                f"{r.label}: the plan has no staging, but this gradient cannot be sent as it lies"
+            )
+        return self._staging(self.ranks[k], r).view(dtype).copy_(flat)
+
+    def _reduce_end(self, k: int, r: ReduceDesc, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        total = sum(r.chunk_numels)
+        low = 0 if r.replicated else k * total
+        mean = sent[0][low : low + total].clone()
+        for other in sent[1:]:
+            mean += other[low : low + total]
+        if self.world > 1:
+            mean /= self.world
+        out, at = [], 0
+        for name, numel, shape in zip(r.names, r.chunk_numels, r.shapes, strict=True):
+            part = mean[at : at + numel].to(_dtype(r.out_dtype), copy=True)
+            layout = self.layouts[ParamRef(r.owner, name)]
+            rows = layout.local_shape(k) if layout.cut else shape
+            out.append(part[: _numel(rows)].view(rows))
+            at += numel
+        return out
+
+
+def _read(env: list[Any], i: int) -> Any:
+    if env[i] is _FREED:
+        raise TransferError(f"value {i} is read after the instruction that freed it")
+    return env[i]
+
+
+def _free(env: list[Any], values: Sequence[int]) -> None:
+    for i in values:
+        if i >= 0:
+            env[i] = _FREED
+
+
+def _write(env: list[Any], outs: Sequence[int], values: Sequence[Any]) -> None:
+    for i, value in zip(outs, values, strict=True):
+        if i >= 0:
+            env[i] = value
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+class Lockstep:
+    """Runs a function once a rank, each in a thread of its own, that meet wherever they run a Program.
+
+    So the caller of a Program may be anything that calls it once a rank: autograd, AOTAutograd's wrappers, a
+    compiled module. At a meeting one thread computes for all, in the order of the ranks. The other ranks start
+    when the first has come to its first meeting, so that what it compiles on the way is compiled once.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._here = threading.local()
+        self._meeting: list[Any] = [None] * world
+        self._barrier = threading.Barrier(world)
+        self._first = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        """Rank of the running thread."""
+        return self._here.rank
+
+    def map(self, fn: Callable[[int], Any]) -> list[Any]:
+        """``fn(rank)`` on every rank; raises the error of the lowest rank that has one of its own."""
+        results: list[Any] = [None] * self.world
+        errors: list[BaseException | None] = [None] * self.world
+
+        def body(rank: int) -> None:
+            self._here.rank = rank
+            try:
+                results[rank] = fn(rank)
+            except BaseException as error:
+                errors[rank] = error
+                self._barrier.abort()
+            finally:
+                self._first.set()
+
+        self._first.clear()
+        threads = [threading.Thread(target=body, args=(k,)) for k in range(self.world)]
+        for t in threads:
+            t.start()
+            self._first.wait()
+        for t in threads:
+            t.join()
+        self._barrier.reset()
+        own = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+        if own or any(errors):
+            raise own[0] if own else next(e for e in errors if e is not None)
+        return results
+
+    def together(self, given: Any, fn: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Every rank brings ``given``; one of them calls ``fn`` on all of it; each gets its own result."""
+        self._meeting[self.rank] = given
+        self._first.set()
+        if self._barrier.wait(timeout=120.0) == 0:
+            try:
+                self._meeting[:] = list(fn(list(self._meeting)))
+            except BaseException:
+                self._barrier.abort()
+                raise
+        self._barrier.wait(timeout=120.0)
+        mine, self._meeting[self.rank] = self._meeting[self.rank], None
+        return mine

@@ -1,0 +1,304 @@
+"""Runs a Program: walks its instructions, owns the lifetimes of values, decides nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zero_compiler import grads
+from zero_compiler.group import meet, short_digest
+from zero_compiler.program import (
+    Compute,
+    Gather,
+    GatherDesc,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Release,
+    WaitGather,
+)
+
+from .model import ModelRuntime
+
+_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME = range(7)
+
+
+def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether ``local``, cast to the dtype of ``kept``, equals it. After an optimizer's step the first block tells."""
+    kept, local = kept.reshape(-1), local.reshape(-1)
+    at, size = 0, 1 << 12
+    while at < local.numel():
+        if not torch.equal(kept[at : at + size], local[at : at + size].to(kept.dtype)):
+            return False
+        at, size = at + size, 1 << 18
+    return True
+
+
+class Session:
+    """One loaded Program.
+
+    Args:
+        program: what to run.
+        segments: callable of each ``Compute.segment``; takes a list that it may empty.
+        runtimes: runtime of each owner that the Program names; ``first`` is the one that agrees with other ranks.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        segments: Sequence[Any],
+        runtimes: dict[str, ModelRuntime],
+        first: ModelRuntime | None,
+    ) -> None:
+        self.program = program
+        self.segments = list(segments)
+        self.runtimes = runtimes
+        self.first = first
+        self._sequence = program.collectives()
+        self._digests: dict[bool, bytes] = {}
+        for runtime in runtimes.values():
+            runtime.engine.grow_arena(runtime.transient, program.transient_bytes)
+            if runtime.shared:
+                runtime.engine.grow_arena(runtime.slots, program.slots_bytes)
+                runtime.engine.grow_arena(runtime.own, program.own_bytes)
+        self._gathers = [self._add_gather(g) for g in program.gathers]
+        self._reduces = [self._add_reduce(r) for r in program.reduces]
+        self._code = [self._encode(i) for i in program.instrs if not self._at_rest(i)]
+        self._at_home: dict[ModelRuntime, list[str]] = {}
+        for g in program.gathers:
+            if g.home:
+                self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
+        self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
+        moves = bool(program.gathers or program.reduces)
+        self._talks = first is not None and first.policy.group.world > 1 and moves
+
+    # Loading -----------------------------------------------------------------------------------------------
+
+    def _add_gather(self, g: GatherDesc) -> tuple[ModelRuntime, int, GatherDesc, list[Any]]:
+        runtime = self.runtimes[g.owner]
+        if g.home:
+            return runtime, -1, g, runtime.home_views(g.names)
+        arena = runtime.kept if g.kept else runtime.slots if g.shared else runtime.transient
+        if g.kept:
+            item = runtime.policy.group.world * getattr(torch, g.dtype).itemsize
+            if runtime.engine.grow_arena(
+                arena, max(o + c * item for o, c in zip(g.offsets, g.chunk_numels, strict=True))
+            ):
+                runtime.fresh.clear()
+
+        params = list(zip(g.chunk_numels, map(list, g.shapes), g.offsets, strict=True))
+        index = runtime.engine.add_gather(
+            arena, getattr(torch, g.dtype), g.label, params, g.staging, staging_arena=runtime.transient
+        )
+        views = runtime.kept_views((g.names, g.dtype, g.offsets)) if g.kept else []
+        return runtime, index, g, views
+
+    def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc]:
+        runtime = self.runtimes[r.owner]
+        world = runtime.policy.group.world
+        index = runtime.engine.add_reduce(
+            runtime.own if r.shared else runtime.transient,
+            getattr(torch, r.dtype),
+            r.label,
+            list(zip(r.chunk_numels, map(list, r.shapes), strict=True)),
+            r.staging,
+            r.replicated,
+            getattr(torch, r.out_dtype),
+            float(world),
+        )
+        return runtime, index, r
+
+    def _at_rest(self, instr: Any) -> bool:
+        """Nothing to do: a weight that is read where it lies at rest is neither fetched nor let go of."""
+        return isinstance(instr, (Gather, Release)) and self.program.gathers[instr.index].home
+
+    def _encode(self, instr: Any) -> tuple[int, Any, Any, Any, Any]:
+        # A tuple with a small number in front is what the loop below reads fastest.
+        if isinstance(instr, Gather):
+            return (_GATHER, instr.index, None, None, None)
+        if isinstance(instr, WaitGather):
+            if self.program.gathers[instr.index].home:
+                return (_READ_HOME, self._gathers[instr.index][3], instr.outs, None, None)
+            return (_WAIT_GATHER, instr.index, instr.outs, None, None)
+        if isinstance(instr, Release):
+            return (_RELEASE, instr.index, instr.values, None, None)
+        if isinstance(instr, Compute):
+            return (_COMPUTE, self.segments[instr.segment], instr.ins, instr.outs, instr.free)
+        if isinstance(instr, Reduce):
+            return (_REDUCE, instr.index, instr.ins, instr.free, None)
+        return (_WAIT_REDUCE, instr.index, instr.outs, None, None)
+
+    # Agreement ---------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Before the first collective of a call: every rank is about to run the same sequence.
+
+        What may differ is which kept weights a rank found changed: then all gather anew.
+        """
+        first = self.first
+        assert first is not None
+        for runtime in self.runtimes.values():
+            runtime.policy.check_whole()
+        reduces = self._reduces_now()
+        doing = self._digests.get(reduces)
+        if doing is None:
+            doing = self._digests[reduces] = short_digest(self._text())
+        what = f"call of the model ({self.program.phase})"
+        # What peers read from here on is in place before they are told that this rank is in the call.
+        for runtime, names in self._at_home.items():
+            runtime.bring_home(names)
+        stale = meet(first.policy.group, doing, self._text, what, self._stale_kept())
+        if any(s != stale[0] for s in stale):
+            for runtime in self.runtimes.values():
+                runtime.fresh.clear()
+
+    def _reduces_now(self) -> bool:
+        return all(r.policy.sync for r in self.runtimes.values()) or not self.program.reduces
+
+    def _text(self) -> str:
+        """What this call is: the first line in which it differs from a peer's is what a message shows."""
+        policies = [r.policy for r in self.runtimes.values()]
+        title = ", ".join(p.title() for p in policies)
+        head = f"phase {self.program.phase}{'' if self._reduces_now() else ' under zero.no_sync'}"
+        return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
+
+    def _stale_kept(self) -> bytes:
+        """Forget kept weights whose shards have changed; a digest of what is left to gather.
+
+        Shards are written outside the runtime (optimizers, ``load_state_dict``, averages through ``.data``), and
+        no counter sees all of that; this rank's rows inside the kept copy do.
+        """
+        seen = hashlib.blake2b(digest_size=16)
+        for runtime, _, g, views in self._gathers:
+            if not g.kept or g.home:
+                continue
+            for name, view in zip(g.names, views or [None] * len(g.names), strict=True):
+                if (
+                    name in runtime.fresh
+                    and self.program.phase != "backward"
+                    and not self._unchanged(runtime, name, view)
+                ):
+                    runtime.fresh.discard(name)
+                seen.update(b"\1" if views and name in runtime.fresh else b"\0")
+        return seen.digest()
+
+    def _unchanged(self, runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> bool:
+        if view is None:
+            return False
+        group = runtime.policy.group
+        layout = runtime.policy.params[name].layout
+        rows = layout.rows(group.rank)
+        local = runtime.policy.param(name)._local_tensor.detach()
+        if local.shape[:1] != (rows,):
+            return False
+        return _equal(view.narrow(0, layout.start(group.rank), rows), local)
+
+    # Running -----------------------------------------------------------------------------------------------
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
+        env = inputs + self._empty
+        inputs.clear()
+        if self._talks:
+            self._agree()
+        try:
+            self._walk(env)
+            if self._talks:
+                self._leave()
+        except BaseException as error:
+            # Transfers in flight hold buffers of the arena: end them before anything else uses it.
+            for runtime in self.runtimes.values():
+                runtime.engine.abandon(f"{type(error).__name__}: {error}")
+                runtime.policy.break_off(f"{type(error).__name__}: {error}")
+                runtime.fresh.clear()
+            raise
+        return [None if v is None else env[v] for v in self.program.outputs]
+
+    def _leave(self) -> None:
+        """The end of a call: no peer reads this rank's memory any more, so the caller may write to it."""
+        for runtime in self.runtimes.values():
+            if runtime.shared:
+                runtime.engine.leave()
+
+    def _walk(self, env: list[Any]) -> None:
+        for op, a, b, c, d in self._code:
+            if op == _COMPUTE:
+                args = [env[i] for i in b]
+                for i in d:
+                    env[i] = None
+                for i, value in zip(c, a(args), strict=True):
+                    env[i] = value
+            elif op == _GATHER:
+                self._gather(a)
+            elif op == _WAIT_GATHER:
+                for i, value in zip(b, self._wait_gather(a), strict=True):
+                    if i >= 0:
+                        env[i] = value
+            elif op == _RELEASE:
+                for i in b:
+                    env[i] = None
+                runtime, index, _, _ = self._gathers[a]
+                runtime.engine.release(index)
+            elif op == _READ_HOME:
+                for i, value in zip(b, a, strict=True):
+                    if i >= 0:
+                        env[i] = value
+            elif op == _REDUCE:
+                self._reduce(a, [env[i] for i in b])
+                for i in c:
+                    env[i] = None
+            else:
+                for i, value in zip(b, self._wait_reduce(a), strict=True):
+                    if i >= 0:
+                        env[i] = value
+
+    def _gather(self, which: int) -> None:
+        runtime, index, g, views = self._gathers[which]
+        if g.kept and views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
+            return
+        if g.kept:
+            runtime.fresh.difference_update(g.names)
+        runtime.engine.gather_start(index, [runtime.chunk(n) for n in g.names])
+
+    def _wait_gather(self, which: int) -> Sequence[torch.Tensor]:
+        runtime, index, g, views = self._gathers[which]
+        if not g.kept:
+            return runtime.engine.gather_wait(index)
+        if views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
+            return views
+        views[:] = runtime.engine.gather_wait(index)
+        runtime.engine.release(index)
+        runtime.fresh.update(g.names)
+        return views
+
+    def _reduce(self, which: int, given: list[torch.Tensor]) -> None:
+        runtime, index, r = self._reduces[which]
+        policy = runtime.policy
+        params = [policy.param(n) for n in r.names]
+        if not policy.sync:
+            for param, grad, name in zip(params, given, r.names, strict=True):
+                grads.keep_pending(param, grad.to(policy.params[name].reduce_dtype))
+            return
+        grads.flush_at_end(policy)
+        for k, param in enumerate(params):
+            if isinstance(param.grad, grads.PendingGrad):
+                given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
+        runtime.engine.reduce_start(index, given)
+
+    def _wait_reduce(self, which: int) -> Sequence[Any]:
+        runtime, index, r = self._reduces[which]
+        policy = runtime.policy
+        if not policy.sync:
+            return [None] * len(r.names)
+        rank = policy.group.rank
+        out = []
+        for name, flat in zip(r.names, runtime.engine.reduce_wait(index), strict=True):
+            layout = policy.params[name].layout
+            shape = layout.local_shape(rank)
+            out.append(
+                flat[: layout.rows(rank) * layout.row_numel].view(shape) if layout.cut else flat.view(shape)
+            )
+        return out

@@ -1,0 +1,39 @@
+"""The link between autograd and a compiled frame: parameters in, local rows out, gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zero_compiler import grads
+
+
+class LocalRows(torch.autograd.Function):
+    """Plain aliases of the local rows of sharded parameters; backward turns their gradients into DTensors.
+
+    One node for all parameters of a frame. The aliases share storage with the parameters, and autograd sees
+    the parameters themselves: hooks, ``autograd.grad`` and ``backward(inputs=)`` mean what they always do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, names: Sequence[str], owners: Sequence[Any], *params: Any
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.params, ctx.names, ctx.owners = params, names, owners
+        ctx.versions = [p._version for p in params]
+        ctx.set_materialize_grads(False)
+        rows = tuple(p._local_tensor.detach() for p in params)
+        ctx.mark_non_differentiable(*(r for r, p in zip(rows, params, strict=True) if not p.requires_grad))
+        return rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        out: list[Any] = [None, None]
+        for name, param, version, grad in zip(ctx.names, ctx.params, ctx.versions, given, strict=True):
+            if grad is not None and param._version != version:
+                grads.modified(name)
+            out.append(None if grad is None else grads.as_dtensor(param, grad))
+        return tuple(out)

@@ -1,0 +1,211 @@
+"""Comparison of a sharded model with plain PyTorch, tensor by tensor.
+
+The reference is plain PyTorch on each rank's own part of the batch, its gradients averaged over the ranks by hand.
+Differences are collected as sentences and not raised: ranks must stay in step, and one run shows all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+TOL = 1e-5
+# Some gradients are zero in exact arithmetic (the bias of a key: softmax does not see it), so that what stands in
+# them is rounding of terms as large as other gradients: that much of the whole gradient's norm is allowed.
+ZERO = 1e-7
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def whole(t: Any) -> torch.Tensor:
+    """The whole of a tensor, copied; collective for DTensors."""
+    if isinstance(t, DTensor):
+        t = t.full_tensor() if world() > 1 else t._local_tensor
+    return t.detach().clone()
+
+
+def part(plain: torch.Tensor, like: Any) -> torch.Tensor:
+    """The rows of ``plain`` that stand on this rank where ``like`` is cut: comparing them needs no collective."""
+    if not isinstance(like, DTensor) or not like.placements[0].is_shard():
+        return plain.detach()
+    rows = -(-plain.shape[0] // world())
+    return plain.detach()[rows * rank() : rows * (rank() + 1)]
+
+
+def local(t: Any) -> torch.Tensor:
+    return t._local_tensor.detach() if isinstance(t, DTensor) else t.detach()
+
+
+def average_gradients(model: nn.Module) -> None:
+    """The mean over ranks of plain gradients; one that only some ranks have counts as zero on the others."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    if world() == 1 or not params:
+        return
+    used = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    todo = [p for p, flag in zip(params, used.tolist(), strict=True) if flag]
+    for dtype in sorted({p.dtype for p in todo}, key=str):
+        group = [p for p in todo if p.dtype == dtype]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in group])
+        dist.all_reduce(flat)
+        flat.div_(world())
+        for p, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
+            p.grad = grad.view(p.shape).clone()
+
+
+class Twin:
+    """A plain model and its sharded copy, stepped side by side.
+
+    Args:
+        build: makes the model; called under one seed on every rank, for either copy.
+        shard: what makes the sharded model of a plain one (and compiles it).
+        optimizer: makes an optimizer of a model's parameters.
+        reference: what becomes of the plain copy (another compiler, say); gradients are averaged in any case.
+        where: begins every sentence.
+        tol: relative tolerance of losses, gradients and parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shard: Callable[[nn.Module], nn.Module],
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        reference: Callable[[nn.Module], nn.Module] = lambda m: m,
+        where: str = "",
+        tol: float = TOL,
+    ) -> None:
+        self.plain = copy.deepcopy(model)
+        self.plain_call = reference(self.plain)
+        self.call = shard(model)
+        self.model = getattr(self.call, "_orig_mod", self.call)
+        optimizer = optimizer or (lambda ps: torch.optim.SGD(ps, lr=0.1))
+        self.plain_opt = optimizer(self.plain.parameters())
+        self.opt = optimizer(self.model.parameters())
+        self.errors: list[str] = []
+        self.where = where
+        self.tol = tol
+
+    def say(self, what: str) -> None:
+        self.errors.append(f"{self.where}: {what}")
+
+    def close(self, what: str, ours: Any, theirs: Any, tol: float | None = None, floor: float = 0.0) -> None:
+        """Relative to the norm of the reference, plus ``floor``; of DTensors, the rows on this rank."""
+        tol = self.tol if tol is None else tol
+        a, b = local(ours).double(), part(theirs, ours).double()
+        if a.shape != b.shape:
+            self.say(f"{what}: shape {tuple(a.shape)}, expected {tuple(b.shape)}")
+            return
+        error, size = float((a - b).norm()), float(theirs.detach().double().norm())
+        if not error <= tol * size + floor:  # NaN is an error too
+            self.say(f"{what}: off by {error:.2e} of {size:.2e} ({error / max(size, 1e-30):.1e} relative)")
+
+    def same(self, what: str, ours: Any, theirs: Any) -> None:
+        """Bit for bit."""
+        a, b = local(ours), part(theirs, ours)
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            self.say(f"{what}: differs by {float((a.double() - b.double()).abs().max()):.2e}")
+
+    def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        ours, theirs = dict(self.model.named_parameters()), dict(self.plain.named_parameters())
+        if list(ours) != list(theirs):
+            self.say(f"parameter names {list(ours)}, expected {list(theirs)}")
+        for name, param in theirs.items():
+            if name in ours:
+                yield name, ours[name], param
+
+    def check_gradients(self, exact: bool = False) -> None:
+        pairs = list(self.pairs())
+        square, reference = 0.0, 0.0
+        size = float(sum(p.grad.double().norm() ** 2 for _, _, p in pairs if p.grad is not None)) ** 0.5
+        for name, p, q in pairs:
+            if (p.grad is None) != (q.grad is None):
+                self.say(
+                    f"gradient of {name} is {'missing' if p.grad is None else 'there'}, unlike plain PyTorch's"
+                )
+                continue
+            if p.grad is None:
+                continue
+            if (
+                not isinstance(p.grad, DTensor)
+                or p.grad.placements != p.placements
+                or p.grad.dtype != p.dtype
+            ):
+                self.say(f"gradient of {name} is {type(p.grad).__name__} {getattr(p.grad, 'placements', '')}")
+            if exact:
+                self.same(f"gradient of {name}", p.grad, q.grad)
+            else:
+                self.close(f"gradient of {name}", p.grad, q.grad, None, ZERO * size)
+            share = world() if isinstance(p.grad, DTensor) and not p.placements[0].is_shard() else 1
+            square += float(local(p.grad).double().norm()) ** 2 / share
+            reference += float(q.grad.double().norm()) ** 2
+        if world() > 1:
+            total = torch.tensor(square, dtype=torch.float64)
+            dist.all_reduce(total)
+            square = float(total)
+        if not exact:
+            self.close("gradient norm", torch.tensor(square**0.5), torch.tensor(reference**0.5))
+
+    def check_parameters(self, exact: bool = False) -> None:
+        for name, p, q in self.pairs():
+            if exact:
+                self.same(f"parameter {name}", p, q)
+            elif p.is_floating_point():
+                self.close(f"parameter {name}", p, q)
+            else:
+                self.same(f"parameter {name}", p, q)
+
+    def check_buffers(self, exact: bool = False) -> None:
+        """Buffers are local: each rank's are those of its own plain copy."""
+        theirs = dict(self.plain.named_buffers())
+        for name, b in self.model.named_buffers():
+            if exact or not b.is_floating_point():
+                self.same(f"buffer {name}", b, theirs[name])
+            else:
+                self.close(f"buffer {name}", b, theirs[name])
+
+    def backward(
+        self, loss: Callable[[nn.Module], torch.Tensor], exact: bool = False, average: bool = True
+    ) -> None:
+        """Forward and backward of both under one seed, and the reference's mean."""
+        state = torch.get_rng_state()
+        theirs = loss(self.plain_call)
+        theirs.backward()
+        torch.set_rng_state(state)
+        ours = loss(self.call)
+        ours.backward()
+        if average:
+            average_gradients(self.plain)
+        if exact:
+            self.same("loss", ours, theirs)
+        else:
+            self.close("loss", ours, theirs)
+
+    def step(self) -> None:
+        for opt in (self.opt, self.plain_opt):
+            opt.step()
+            opt.zero_grad()
+
+    def train(self, loss: Callable[[nn.Module, int], torch.Tensor], steps: int, exact: bool = False) -> None:
+        """``steps`` steps with every check."""
+        where = self.where
+        for i in range(steps):
+            self.where = f"{where} step {i}"
+            self.backward(lambda m, i=i: loss(m, i), exact=exact)
+            self.check_gradients(exact=exact)
+            self.step()
+        self.where = f"{where} after {steps} steps"
+        self.check_parameters(exact=exact)
+        self.check_buffers(exact=exact)
+        self.where = where

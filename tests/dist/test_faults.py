@@ -1,0 +1,561 @@
+"""Faults between ranks: an error on every rank, never a hang; and what is no fault.
+
+A group's timeout is 20 s here, far above what any step takes: an error that comes sooner was found by the ranks'
+agreement, and not by waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.spawn import RankFailed, run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zero_compiler as zero
+from zero_compiler.errors import RankMismatchError, ShardError, TransferError
+
+pytestmark = pytest.mark.dist
+
+ATEN = {"compute": "aten"}
+GROUP_TIMEOUT = 20.0
+
+
+def ranks(fn, world, *args, **kwargs):
+    return run_ranks(fn, world, *args, timeout=240, group_timeout=GROUP_TIMEOUT, **kwargs)
+
+
+class Net(nn.Module):
+    """`branch` chooses what runs: batch-dependent graphs."""
+
+    def __init__(self, width=6) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(width, 3)
+        self.other = nn.Linear(width, 3)
+
+    def forward(self, x, branch=0):
+        h = torch.relu(self.first(x))
+        return (self.other(h) if branch else self.second(h)).square().mean()
+
+
+def net(*args, seed=0):
+    torch.manual_seed(seed)
+    return Net(*args)
+
+
+def batch(rows=5, seed=1):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def use(model, how):
+    return torch.compile(model, backend="zero", options=ATEN) if how == "compiled" else model
+
+
+def expect(kind, fn, *parts):
+    """The text of the error that `fn` raises, and the seconds until it came."""
+    start = time.monotonic()
+    try:
+        fn()
+    except kind as error:
+        text = str(error)
+        for part in parts:
+            assert part in text, text
+        return text, time.monotonic() - start
+    raise AssertionError(f"no {kind.__name__}")
+
+
+# --- ranks that disagree about the model -------------------------------------------------------------------------
+
+
+def disagree_at_shard(rank, world):
+    out = {}
+    out["width"] = expect(
+        RankMismatchError,
+        lambda: zero.shard(net(6 + rank)),
+        "the model given to zero.shard",
+        "parameter first.weight: [6, 4]",
+        "parameter first.weight: [7, 4]",
+        f"on rank 0 of {world}",
+        f"on rank 1 of {world}",
+    )
+    out["stage"] = expect(
+        RankMismatchError,
+        lambda: zero.shard(net(), stage=2 + min(rank, 1)),
+        "'stage = 2' on rank 0",
+        "'stage = 3' on rank 1",
+    )
+    out["config"] = expect(
+        RankMismatchError,
+        lambda: zero.shard(net(), param_dtype="bf16" if rank else None),
+        "param_dtype = None",
+        "param_dtype = bfloat16",
+    )
+    dtype = torch.float64 if rank == world - 1 else torch.float32
+    out["dtype"] = expect(
+        RankMismatchError, lambda: zero.shard(net().to(dtype)), "torch.float64", f"rank {world - 1}"
+    )
+
+    def longer():
+        model = net()
+        if rank == 1:
+            model.extra = nn.Parameter(torch.ones(2))
+        zero.shard(model)
+
+    out["more"] = expect(RankMismatchError, longer, "extra")
+    # Nothing is left behind: the next model is fine.
+    model = zero.shard(net())
+    use(model, "compiled")(batch()).backward()
+    assert isinstance(model.first.weight.grad, DTensor)
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_different_models_or_configs(world):
+    results = ranks(disagree_at_shard, world)
+    for case in results[0]:
+        texts = {r[case][0] for r in results}
+        assert len(texts) == 1, texts  # all ranks say the same
+        assert all(r[case][1] < GROUP_TIMEOUT / 2 for r in results)
+
+
+# --- ranks in different calls ------------------------------------------------------------------------------------
+
+
+def other_call(rank, world, how, stage):
+    torch._dynamo.reset()
+    out = {}
+
+    # another branch
+    model = zero.shard(net(), stage=stage)
+    call = use(model, how)
+    call(batch()).backward()
+    out["branch"] = expect(
+        RankMismatchError, lambda: call(batch(), rank % 2), "ranks are in different calls", "other."
+    )
+
+    # one evaluates while its peer trains
+    model = zero.shard(net(), stage=stage)
+    call = use(model, how)
+
+    def evaluate_or_train():
+        for _ in range(2):
+            if rank == 0:
+                with torch.no_grad():
+                    call(batch())
+            else:
+                call(batch()).backward()
+
+    out["evaluates"] = expect(RankMismatchError, evaluate_or_train, "ranks are in different calls")
+
+    # one leaves out a backward
+    model = zero.shard(net(), stage=stage)
+    call = use(model, how)
+
+    def skip_a_backward():
+        loss = call(batch())
+        if rank == 0:
+            loss.backward()
+        call(batch())
+
+    out["backward"] = expect(RankMismatchError, skip_a_backward, "ranks are in different calls")
+
+    # one runs a backward under no_sync
+    model = zero.shard(net(), stage=stage)
+    call = use(model, how)
+
+    def one_under_no_sync():
+        if rank == 0:
+            with zero.no_sync(model):
+                call(batch()).backward()
+        else:
+            call(batch()).backward()
+        call(batch())
+
+    out["no_sync"] = expect(RankMismatchError, one_under_no_sync, "ranks are in different calls")
+
+    # one enters gathered
+    model = zero.shard(net(), stage=stage)
+    call = use(model, how)
+
+    def one_gathers():
+        if rank == 0:
+            with zero.gathered(model):
+                pass
+        else:
+            call(batch())
+
+    out["gathered"] = expect(RankMismatchError, one_gathers, "zero.gathered")
+
+    # two models of the same kind, called in another order
+    actor, critic = zero.shard(net(seed=1), stage=stage), zero.shard(net(seed=2), stage=stage)
+    calls = [use(actor, how), use(critic, how)]
+    for c in calls:
+        c(batch()).backward()
+    losses = [c(batch()) for c in calls]  # interleaved, and in one order: fine
+    for loss in losses:
+        loss.backward()
+    order = calls if rank == 0 else calls[::-1]
+
+    def in_another_order():
+        for c in order:
+            c(batch()).backward()
+
+    out["order"] = expect(RankMismatchError, in_another_order, "ranks are in different calls", "'model ")
+    losses = [c(batch()) for c in calls]
+
+    def backwards_in_another_order():
+        for loss in losses if rank == 0 else losses[::-1]:
+            loss.backward()
+
+    out["backward order"] = expect(
+        RankMismatchError, backwards_in_another_order, "ranks are in different calls"
+    )
+    return out
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), (2, 1), (3, 3)])
+def test_ranks_in_different_calls(how, world, stage):
+    results = ranks(other_call, world, how, stage)
+    for case in results[0]:
+        texts = {r[case][0] for r in results}
+        assert len(texts) == 1, texts
+        assert all(r[case][1] < GROUP_TIMEOUT for r in results), (case, [r[case][1] for r in results])
+
+
+def eager_and_compiled(rank, world):
+    model = zero.shard(net())
+    call = use(model, "compiled")
+    return expect(
+        RankMismatchError,
+        lambda: (call if rank else model)(batch()),
+        "eager gather of first.weight",
+        "phase forward",
+    )
+
+
+def test_one_rank_compiles_and_another_does_not():
+    first, second = ranks(eager_and_compiled, 2)
+    assert first[0] == second[0]
+
+
+# --- what is no fault --------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.mix = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 11)
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        h = h + torch.softmax(h @ h.transpose(-1, -2), -1) @ self.mix(h)
+        return self.head(h).logsumexp(-1).mean()
+
+
+def own_lengths(rank, world, stage):
+    """Ranks see their own lengths; one of them recompiles alone, more than once."""
+    torch.manual_seed(0)
+    plain = Tokens()
+    torch.manual_seed(0)
+    model = zero.shard(Tokens(), stage=stage)
+    call = use(model, "compiled")
+    lengths = [5, 5, 5, 5] if rank == 0 else [4, 9, 3, 7]
+    extra = torch.compile(lambda x: x * 2, backend="zero", options=ATEN)
+    for step, n in enumerate(lengths):
+        ids = torch.randint(11, (2, n), generator=torch.Generator().manual_seed(10 * step + rank))
+        if rank == 1:
+            extra(torch.ones(step + 1))  # frames that the other rank does not have
+        call(ids).backward()
+        plain(ids).backward()
+    for p in plain.parameters():
+        dist.all_reduce(p.grad)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad / world, msg=name, rtol=1e-5, atol=1e-6)
+    return len(model._zero.policy.frames)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_with_their_own_lengths_and_recompiles(stage):
+    frames = ranks(own_lengths, 2, stage)
+    assert frames[0] < frames[1]  # so one did compile alone
+
+
+def a_copy_on_one_rank(rank, world):
+    import copy
+
+    model = zero.shard(net())
+    if rank == 0:
+        copy.deepcopy(model)  # e.g. kept for a checkpoint; no collective
+    after = zero.shard(net())
+    for m in (model, after):
+        use(m, "compiled")(batch()).backward()
+        m(batch()).backward()
+    twin = copy.deepcopy(after)
+    use(twin, "compiled")(batch()).backward()
+    return True
+
+
+def test_a_copy_made_on_one_rank_disturbs_no_other_model():
+    assert ranks(a_copy_on_one_rank, 2) == [True, True]
+
+
+# --- gathered(write=True) ----------------------------------------------------------------------------------------
+
+
+def writes(rank, world):
+    model = zero.shard(net(), stage=3)
+    before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+
+    def differ():
+        with zero.gathered(model, write=True):
+            model.first.weight.fill_(1)
+            model.second.bias.fill_(rank)
+
+    text, _seconds = expect(RankMismatchError, differ, "'second.bias'", "nothing was written")
+    for name, p in model.named_parameters():
+        assert torch.equal(p.to_local(), before[name]), name
+    use(model, "compiled")(batch()).backward()
+    with zero.gathered(model, write=True):
+        torch.manual_seed(5)
+        for p in model.parameters():
+            p.normal_()
+    torch.manual_seed(5)
+    for p in model.parameters():
+        assert torch.equal(p.full_tensor(), torch.empty(p.shape).normal_())
+
+    # An exception on every rank keeps what was written.
+    try:
+        with zero.gathered(model, write=True):
+            model.first.bias.fill_(3)
+            raise KeyError("in the body")
+    except KeyError:
+        pass
+    assert torch.equal(model.first.bias.full_tensor(), torch.full((6,), 3.0))
+    return text
+
+
+def test_gathered_with_different_values():
+    texts = ranks(writes, 3)
+    assert len(set(texts)) == 1
+
+
+# --- a rank that dies or fails -----------------------------------------------------------------------------------
+
+
+def die_in_mid_step(rank, world, how):
+    model = zero.shard(net())
+    call = use(model, how)
+    call(batch()).backward()
+    loss = call(batch())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text, seconds = expect(TransferError, loss.backward)
+    again, soon = expect(TransferError, lambda: call(batch()))
+    return text, seconds, again, soon
+
+
+@pytest.mark.parametrize(("how", "world"), [("compiled", 2), ("compiled", 3), ("eager", 2)])
+def test_a_rank_is_killed_in_mid_step(how, world):
+    results = ranks(die_in_mid_step, world, how, may_die={1})
+    for rank, result in enumerate(results):
+        if rank == 1:
+            assert result is None
+            continue
+        text, seconds, _again, soon = result
+        assert f"rank {rank} of {world}" in text or "rank 1 of" in text, text
+        assert "backward" in text or "reduction of the gradient" in text, text
+        assert seconds < GROUP_TIMEOUT + 10
+        assert soon < GROUP_TIMEOUT + 10
+
+
+@torch.library.custom_op("zero_test::fragile", mutates_args=())
+def fragile(x: torch.Tensor) -> torch.Tensor:
+    if x.abs().max() > 100:
+        raise ValueError("fragile broke")
+    return x.clone()
+
+
+@fragile.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+fragile.register_autograd(lambda ctx, grad: grad)
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(fragile(self.first(x))).square().mean()
+
+
+def raise_in_a_program(rank, world):
+    torch.manual_seed(0)
+    model = zero.shard(Fragile())
+    call = use(model, "compiled")
+    call(batch()).backward()
+    before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+    expect(ValueError, lambda: call(batch() * 1e4), "fragile broke")
+    for name, p in model.named_parameters():
+        assert torch.equal(p.to_local(), before[name])
+    if world == 1:
+        call(batch()).backward()  # goes on as if nothing had been
+        return None
+    # Peers may stand anywhere in the sequence: the model says so at every later call, and at once.
+    text, seconds = expect(
+        TransferError,
+        lambda: call(batch()),
+        "an earlier call of the model broke off on rank",
+        "ValueError: fragile broke",
+    )
+    assert seconds < GROUP_TIMEOUT / 2
+    expect(TransferError, lambda: model(batch()), "an earlier call of the model broke off")
+    # Another model of the same process is not touched.
+    use(zero.shard(net()), "compiled")(batch()).backward()
+    return text
+
+
+def test_an_exception_in_the_middle_of_a_program():
+    texts = ranks(raise_in_a_program, 2)
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} of 2" in text
+
+
+def test_an_exception_in_the_middle_of_a_program_of_one_rank():
+    assert ranks(raise_in_a_program, 1, group=False) == [None]
+
+
+SCRIPT = """
+    import os, sys, time, torch, torch.distributed as dist
+    from datetime import timedelta
+    import zero_compiler as zero
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    torch.manual_seed(0)
+    model = zero.shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = dist.get_rank()
+    for step in range(100000):
+        call(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        if step == 3:
+            if "exception" in sys.argv and rank == 1:
+                raise RuntimeError("the loop of rank 1 broke")
+            print(f"pid {os.getpid()} running", flush=True)
+        time.sleep(0.01)
+"""
+
+
+def launch(tmp_path, *args):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *args,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def gone(pid, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_an_exception_in_the_loop_of_one_rank_ends_all(tmp_path):
+    job = launch(tmp_path, "exception")
+    try:
+        output, _ = job.communicate(timeout=150)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode != 0
+    assert "the loop of rank 1 broke" in output
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    job = launch(tmp_path)
+    pids = []
+    try:
+        for line in job.stdout:
+            if line.startswith("pid "):
+                pids.append(int(line.split()[1]))
+            if len(pids) == 2:
+                break
+        assert len(pids) == 2
+        os.killpg(job.pid, signal.SIGINT)  # what a terminal sends to the whole process group
+        job.communicate(timeout=60)
+        assert all(gone(pid) for pid in pids)
+        assert job.returncode != 0
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def raise_on_one_rank(rank, world):
+    model = zero.shard(net())
+    use(model, "compiled")(batch()).backward()
+    if rank == 1:
+        raise KeyError("rank 1 fails")
+    use(model, "compiled")(batch()).backward()
+
+
+def test_run_ranks_names_the_rank_that_failed():
+    with pytest.raises(RankFailed, match="rank 1"):
+        ranks(raise_on_one_rank, 2)
+
+
+def no_group_yet(rank, world):
+    """A model sharded before its process group was made."""
+    os.environ.pop("WORLD_SIZE", None)
+    model = zero.shard(net())
+    model(batch()).backward()
+    import tempfile
+
+    file = os.path.join(tempfile.gettempdir(), f"zero-late-{os.getppid()}")
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    texts = [
+        expect(ShardError, lambda c=c: c(batch()), "made after zero.shard")[0]
+        for c in (model, use(model, "compiled"))
+    ]
+    dist.barrier()
+    if rank == 0 and os.path.exists(file):
+        os.unlink(file)
+    return texts
+
+
+def test_a_real_group_made_after_sharding():
+    for texts in ranks(no_group_yet, 2, group=False):
+        assert len(texts) == 2

@@ -1,0 +1,138 @@
+"""Plain models as stage 0 on two ranks, beside DistributedDataParallel: the gradients are the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.spawn import run_ranks
+from torch import nn
+
+import zero_compiler as zero
+
+pytestmark = pytest.mark.dist
+
+
+class Mixed(nn.Module):
+    """An LSTM and a graph break: some parameters are used by eager frames only, some by one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 6)
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.out = nn.Linear(5, 2)
+        self.rare = nn.Linear(5, 2)
+        self.eager = nn.Parameter(torch.randn(2))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, rare):
+        h = torch.relu(self.inp(x))
+        h, _ = self.lstm(h)
+        torch._dynamo.graph_break()
+        y = self.out(h)
+        if rare:
+            y = y + self.rare(h)
+        return self.scaled(y).square().mean()
+
+    @torch._dynamo.disable
+    def scaled(self, y):
+        return y * self.eager
+
+
+def batches(rank, n):
+    return [torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(10 * i + rank)) for i in range(n)]
+
+
+def beside_ddp(rank, world):
+    torch.manual_seed(0)
+    ours = Mixed()
+    reference = nn.parallel.DistributedDataParallel(copy.deepcopy(ours), find_unused_parameters=True)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, reference)]
+
+    def compare(where):
+        for (name, p), q in zip(ours.named_parameters(), reference.module.parameters(), strict=True):
+            if q.grad is None:
+                assert p.grad is None, (where, name)
+            else:
+                torch.testing.assert_close(
+                    p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{where} {n}: {m}"
+                )
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+    rare = rank == 1  # `rare` is used on one rank only
+    for step in range(3):
+        xs = batches(rank, 3)
+        # a plain step
+        call(xs[0], rare).backward()
+        reference(xs[0], rare).backward()
+        compare(f"step {step}, one backward")
+        # accumulation with communication
+        call(xs[1], rare).backward()
+        reference(xs[1], rare).backward()
+        compare(f"step {step}, two backwards")
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=step != 1)
+        # accumulation without
+        with zero.no_sync(call), reference.no_sync():
+            call(xs[0], rare).backward()
+            reference(xs[0], rare).backward()
+        call(xs[2], rare).backward()
+        reference(xs[2], rare).backward()
+        compare(f"step {step}, no_sync")
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(call(xs[0], rare), reference.module(xs[0], rare))
+    assert ours.never.grad is None
+    dist.barrier()
+    return True
+
+
+def test_gradients_are_those_of_ddp():
+    assert run_ranks(beside_ddp, 2, timeout=200) == [True, True]
+
+
+def no_sync_first(rank, world):
+    """zero.no_sync before the first call, on the module and on what compile returns."""
+    for form in ("module", "compiled"):
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        twin = copy.deepcopy(ours)
+        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+        xs = [torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * i + rank)) for i in range(2)]
+        with zero.no_sync(ours if form == "module" else call):
+            call(xs[0]).sum().backward()
+        local = ours[0].weight.grad.clone()
+        twin(xs[0]).sum().backward()
+        torch.testing.assert_close(local, twin[0].weight.grad)  # no communication yet
+        call(xs[1]).sum().backward()
+        twin(xs[1]).sum().backward()
+        for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            torch.testing.assert_close(p.grad, q.grad / world)
+    return True
+
+
+def test_no_sync_before_the_first_call():
+    assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
+
+
+def group_made_late(rank, world, path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    step(torch.ones(1, 3)).sum().backward()
+    model.zero_grad()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    step(torch.full((1, 3), float(rank))).sum().backward()
+    return model.weight.grad.tolist()
+
+
+def test_a_process_group_made_after_the_first_call(tmp_path):
+    first, second = run_ranks(group_made_late, 2, str(tmp_path / "store"), group=False)
+    assert first == second == [[0.5] * 3] * 2

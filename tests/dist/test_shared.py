@@ -1,0 +1,419 @@
+"""The shared-memory transport on CPU ranks of one host: equal to c10d, right in any timing, and gone without a trace."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from dist.spawn import run_ranks
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler import transport
+from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, TransferError
+from zero_compiler.shard import policies_of
+
+pytestmark = pytest.mark.dist
+
+
+class Odd(nn.Module):
+    """Uneven rows, fewer rows than ranks, a tied weight, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 9)
+        self.one = nn.Linear(9, 1)
+        self.down = nn.Linear(9, 6)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        h = torch.tanh(self.up(self.embed(ids)))
+        h = self.down(h) * self.scale + self.one(h)
+        return self.head(h)
+
+
+def make(kind, stage=3, seed=0, **fields):
+    torch.manual_seed(seed)
+    model = zero.shard(Odd(), stage=stage, transport=kind, **fields)
+    return model, torch.compile(model, backend="zero", options={"compute": "aten"})
+
+
+def batch(rank, step):
+    ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(7 * step + rank))
+    return ids
+
+
+def loss_of(compiled, ids):
+    return nn.functional.cross_entropy(compiled(ids).float().flatten(0, 1), ids.flatten())
+
+
+def rows(model):
+    return [p._local_tensor.detach().clone() for p in model.parameters()]
+
+
+def train(kind, rank, steps=3, around=lambda where: None, **fields):
+    """Losses, and this rank's rows at the end."""
+    model, compiled = make(kind, **fields)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        with torch.no_grad():
+            losses.append(loss_of(compiled, batch(rank, 50 + step)).item())
+        around("evaluated")
+        with zero.no_sync(model):
+            loss_of(compiled, batch(rank, 20 + step)).backward()
+        loss = loss_of(compiled, batch(rank, step))
+        loss.backward()
+        around("before the step")
+        opt.step()
+        around("after the step")
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses, rows(model)
+
+
+def same(a, b):
+    assert a[0] == b[0]
+    assert all(map(torch.equal, a[1], b[1])), [float((x - y).abs().max()) for x, y in zip(a[1], b[1])]
+
+
+def equals_c10d(rank, world):
+    for stage in (0, 1, 2, 3):
+        for fields in (
+            {},
+            {"param_dtype": torch.bfloat16},
+            {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+        ):
+            ours, theirs = (train(kind, rank, stage=stage, **fields) for kind in ("shared", "c10d"))
+            if world == 2 or fields == {}:
+                same_or_close(ours, theirs, exact=world == 2)
+
+
+def same_or_close(ours, theirs, exact):
+    if exact:
+        same(ours, theirs)
+    else:
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_equals_c10d(world):
+    run_ranks(equals_c10d, world, timeout=240.0)
+
+
+def timings(rank, world, late):
+    want = train("c10d", rank)
+    for where in ("evaluated", "before the step", "after the step"):
+
+        def around(here, where=where):
+            if here == where and rank == late:
+                time.sleep(0.1)
+
+        same(train("shared", rank, around=around), want)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_either_rank_late(late):
+    run_ranks(timings, 2, late, timeout=240.0)
+
+
+class Slow(nn.Module):
+    """Compute in the middle that takes longer on one rank."""
+
+    def __init__(self, repeats):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.repeats = repeats
+
+    def forward(self, x):
+        x = self.a(x)
+        for _ in range(self.repeats):
+            x = torch.tanh(x)
+        return self.b(x)
+
+
+def writes_after_evaluation(rank, world):
+    # The fast rank writes its rows in place as soon as its own call returned. What the slow one computes must not
+    # show it.
+    torch.manual_seed(0)
+    model = zero.shard(Slow(400 if rank == 1 else 1), stage=3, transport="shared")
+    compiled = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x = torch.ones(256, 64)
+    for step in range(20):
+        with zero.gathered(model):
+            a, b = (m.weight.clone() for m in (model.a, model.b))
+            bias_a, bias_b = model.a.bias.clone(), model.b.bias.clone()
+        with torch.no_grad():
+            got = compiled(x)
+            for p in model.parameters():
+                p.data.add_(1.0 + step) if rank == 0 else p.data.mul_(0.5)
+            want = nn.functional.linear(x, a, bias_a)
+            for _ in range(model.repeats):
+                want = torch.tanh(want)
+            want = nn.functional.linear(want, b, bias_b)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    return policies_of(model)[0].transport.name
+
+
+def test_in_place_write_after_evaluation_while_the_peer_is_slow():
+    assert run_ranks(writes_after_evaluation, 2, timeout=120.0) == ["shared"] * 2
+
+
+def kept_weights(rank, world):
+    for kind in ("shared", "c10d"):
+        for fields in ({}, {"param_dtype": torch.bfloat16}):
+            model, compiled = make(kind, stage=2, **fields)
+            ids = batch(0, 0)
+            with torch.no_grad():
+                first = compiled(ids)
+                model.up.weight._local_tensor.mul_(2.0 if rank == 1 else 1.0)  # one rank alone
+                second = compiled(ids)
+                with zero.gathered(model):
+                    full = [p.detach().clone() for p in model.parameters()]
+            assert not torch.equal(first, second)
+            plain = Odd()
+            with torch.no_grad():
+                for p, value in zip(plain.parameters(), full, strict=True):
+                    p.copy_(value)
+                if fields:
+                    plain = plain.to(torch.bfloat16)
+                torch.testing.assert_close(
+                    second, plain(ids), rtol=2e-2 if fields else 1e-5, atol=2e-2 if fields else 1e-6
+                )
+
+
+def test_kept_weights_after_in_place_writes():
+    run_ranks(kept_weights, 2, timeout=120.0)
+
+
+def replaced_storage(rank, world):
+    for how in ("assign", "data", "local"):
+        results = []
+        for kind in ("c10d", "shared"):
+            model, compiled = make(kind)
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss_of(compiled, batch(rank, 0)).backward()
+            opt.step()
+            opt.zero_grad()
+            if how == "assign":
+                state = {k: v.clone() * 1.5 for k, v in model.state_dict().items()}
+                model.load_state_dict(state, assign=True)
+                model.head.weight = model.embed.weight  # assigning unties them, as in plain PyTorch
+                opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            elif how == "data":
+                for p in model.parameters():
+                    p.data = p.data * 1.5
+            else:
+                for p in model.parameters():
+                    p._local_tensor = p._local_tensor.detach() * 1.5
+            losses = []
+            for step in range(2):
+                loss = loss_of(compiled, batch(rank, 1 + step))
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(loss.item())
+            results.append((losses, rows(model)))
+        same(*results)
+
+
+def test_replaced_storage_is_published_again():
+    run_ranks(replaced_storage, 2, timeout=120.0)
+
+
+def several_models(rank, world):
+    pairs = {}
+    for kind in ("shared", "c10d"):
+        made = [make(kind, seed=seed) for seed in (1, 2)]
+        opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m, _ in made]
+        losses = []
+        for step in range(2):
+            total = sum(loss_of(c, batch(rank, step)) for _, c in made)
+            total.backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+            losses.append(total.item())
+        pairs[kind] = (losses, [r for m, _ in made for r in rows(m)])
+    same(pairs["shared"], pairs["c10d"])
+    # Nested shards, each with a segment of its own.
+    results = []
+    for kind in ("shared", "c10d"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 6), zero.shard(nn.Linear(6, 6), stage=2, transport=kind))
+        model = zero.shard(model, transport=kind)
+        compiled = torch.compile(model, backend="zero", options={"compute": "aten"})
+        out = compiled(torch.ones(2, 6) * (rank + 1)).square().mean()
+        out.backward()
+        results.append(([out.item()], [p.grad._local_tensor.clone() for p in model.parameters()]))
+    same(*results)
+
+
+def test_several_models_in_one_process():
+    run_ranks(several_models, 2, timeout=120.0)
+
+
+def mappings():
+    with open("/proc/self/maps") as f:
+        return sum("zero-segment" in line for line in f)
+
+
+def descriptors():
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += "zero-segment" in os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+    return found
+
+
+def no_leak(rank, world):
+    before = set(os.listdir("/dev/shm"))
+    for _ in range(3):
+        train("shared", rank, steps=1)
+        never_called = make("shared")
+        del never_called
+        torch._dynamo.reset()
+        gc.collect()
+    assert mappings() == 0, mappings()
+    assert descriptors() == 0, descriptors()
+    assert [n for n in set(os.listdir("/dev/shm")) - before if "zero" in n] == []
+    return True
+
+
+def test_nothing_is_left_of_a_dropped_model():
+    assert run_ranks(no_leak, 2, timeout=120.0) == [True] * 2
+
+
+def killed(rank, world):
+    model, compiled = make("shared")
+    loss_of(compiled, batch(rank, 0)).backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="rank 1"):
+        loss_of(compiled, batch(rank, 1))
+    with pytest.raises(TransferError, match="rank 1"):
+        loss_of(compiled, batch(rank, 2))
+    return time.monotonic() - begin
+
+
+def test_a_killed_rank_is_named():
+    before = set(os.listdir("/dev/shm"))
+    (seconds, _) = run_ranks(killed, 2, timeout=60.0, may_die={1})
+    assert seconds < 5.0
+    assert {n for n in set(os.listdir("/dev/shm")) - before if "zero" in n} == set()
+
+
+def gives_up(rank, world):
+    model, compiled = make("shared")
+    loss_of(compiled, batch(rank, 0)).backward()
+    if rank == 1:
+        policies_of(model)[0].runtime.engine.abandon("Stop: no more")
+    with pytest.raises(TransferError, match="Stop: no more"):
+        loss_of(compiled, batch(rank, 1)).backward()
+    return True
+
+
+def test_a_rank_that_breaks_off_tells_why():
+    assert run_ranks(gives_up, 2, timeout=60.0) == [True] * 2
+
+
+def different_calls(rank, world):
+    model, compiled = make("shared")
+    loss_of(compiled, batch(rank, 0)).backward()
+    with torch.no_grad():
+        compiled(batch(rank, 0))
+    with pytest.raises(RankMismatchError, match="different calls"):
+        if rank == 0:
+            with torch.no_grad():
+                compiled(batch(rank, 1))
+        else:
+            compiled(batch(rank, 1))
+    return True
+
+
+def test_different_calls_are_told():
+    assert run_ranks(different_calls, 2, timeout=60.0) == [True] * 2
+
+
+def chosen(rank, world):
+    model, compiled = make("auto")
+    report = json.loads(json.dumps(zero.inspect(model).to_dict()))
+    names = {report["transport"]}
+    assert "CPU ranks of one host" in str(zero.inspect(model)), str(zero.inspect(model))
+
+    # One rank cannot: all take c10d, and say whose fault it is.
+    honest = transport._host
+    if rank == 1:
+        transport._host = lambda: {"boot": "another", "name": "elsewhere"}
+    model, compiled = make("auto")
+    found = policies_of(model)[0].transport
+    assert found.name == "c10d"
+    assert "rank 1" in found.reason and "another host" in found.reason, found.reason
+    loss_of(compiled, batch(rank, 0)).backward()
+    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 1: it runs on'):
+        make("shared")
+    transport._host = honest
+    # Nor is there room.
+    transport._available_bytes = lambda: 10
+    model, _ = make("auto")
+    assert "bytes of shared memory" in policies_of(model)[0].transport.reason
+    return names
+
+
+def test_the_choice_is_made_together_and_shown():
+    assert run_ranks(chosen, 2, timeout=60.0) == [{"shared"}] * 2
+
+
+def counters(rank, world):
+    model, compiled = make("shared")
+    for step in range(3):
+        loss_of(compiled, batch(rank, step)).backward()
+    engine = policies_of(model)[0].runtime.engine
+    now = engine.counters()
+    assert now["arena_bytes"] == 0  # nothing but what ranks share
+    assert now["shared_bytes"] > 0
+    assert now["gathers"] == 0  # read in place
+    warm = now["allocations"]
+    for p in model.parameters():
+        p.grad = None
+    for step in range(3):
+        loss_of(compiled, batch(rank, step)).backward()
+        for p in model.parameters():
+            p.grad = None
+    assert engine.counters()["allocations"] == warm
+    return True
+
+
+def test_counters():
+    assert run_ranks(counters, 2, timeout=60.0) == [True] * 2
+
+
+def test_a_wrong_name_is_refused():
+    with pytest.raises(ConfigError, match="transport must be one of"):
+        zero.Config(transport="tcp")
+
+
+def late_forever(rank, world):
+    model, compiled = make("shared")
+    if rank == 1:
+        time.sleep(4.0)
+        return None
+    with pytest.raises(TransferError, match="rank 1"):
+        loss_of(compiled, batch(rank, 0))
+    return True
+
+
+def test_a_rank_that_never_comes_is_named():
+    assert run_ranks(late_forever, 2, timeout=60.0, group_timeout=1.5)[0] is True

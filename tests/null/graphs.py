@@ -1,0 +1,190 @@
+"""Small graphs by hand, with markers, for tests of passes; and what they compute on N ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from zero_compiler.emit import emit
+from zero_compiler.ir import dump, facts, ops
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.layout import Layout
+from zero_compiler.passes import PHASE, Context, ParamPlan, assign_units, order_of_use, run_passes
+from zero_compiler.program import Program
+from zero_compiler.runtime.reference import Rank, Reference
+from zero_compiler.segments import _aten
+
+aten = torch.ops.aten
+OWNER = "m"
+
+
+class Build:
+    """A graph under construction.
+
+    Args:
+        params: full shape of each managed parameter; a scalar ``()`` is held whole by every rank.
+    """
+
+    def __init__(
+        self, world: int = 2, stage: int = 3, *, gather_dtype=None, **params: tuple[int, ...]
+    ) -> None:
+        self.world = world
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+        self.plans: dict[ParamRef, ParamPlan] = {}
+        self.inputs: list[tuple[int, ...]] = []
+        self.shards: dict[str, fx.Node] = {}
+        dtype = gather_dtype or torch.float32
+        for name, shape in params.items():
+            ref = ParamRef(OWNER, name.replace("__", "."))
+            cut = bool(shape) and stage > 0
+            self.plans[ref] = ParamPlan(ref, shape, torch.float32, dtype, dtype, cut, world, stage)
+            node = self.graph.placeholder(f"{name}_shard")
+            facts.set_value(node, self._fake(self.layout(ref).local_shape(0)))
+            self.shards[ref.name] = node
+
+    def layout(self, ref: ParamRef) -> Layout:
+        plan = self.plans[ref]
+        return Layout(plan.shape, plan.dtype, plan.world, plan.cut)
+
+    def _fake(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def input(self, name: str, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(name)
+        facts.set_value(node, self._fake(shape))
+        self.inputs.append(shape)
+        return node
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        given = tree_map(lambda a: facts.value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
+        with self.mode:
+            facts.set_value(node, target(*given[0], **given[1]))
+        return node
+
+    def weight(self, name: str) -> fx.Node:
+        """A marker that reads the full weight."""
+        plan = self.plans[ParamRef(OWNER, name)]
+        args = (self.shards[name], list(plan.shape), plan.gather_dtype, OWNER, name)
+        node = self.graph.create_node(
+            "call_function", ops.unshard, args, name=f"{name.replace('.', '_')}_full"
+        )
+        facts.set_value(node, self._fake(plan.shape, plan.gather_dtype))
+        return node
+
+    def reduced(self, name: str, grad: fx.Node) -> fx.Node:
+        """A marker that reduces a gradient."""
+        ref = ParamRef(OWNER, name)
+        local = self.layout(ref).local_shape(0)
+        node = self.graph.call_function(ops.reduce_grad, (grad, list(local), torch.float32, OWNER, name))
+        facts.set_value(node, self._fake(local))
+        return node
+
+    def done(self, *outputs: fx.Node | None) -> fx.Graph:
+        self.graph.output(tuple(outputs))
+        return self.graph
+
+    def context(self, phase: str = "forward", bucket_bytes: int = 1 << 20, **fields: Any) -> Context:
+        # The joint graph gives a backward its units: here, the order in which parameters were declared.
+        order = list(self.plans) if phase == "backward" else order_of_use(self.graph)
+        units = assign_units(order, self.plans, bucket_bytes)
+        for ref in self.plans:
+            units.setdefault(ref, f"{OWNER}:{ref.name.rpartition('.')[0]}")
+        return Context(self.plans, phase, bucket_bytes, units, **fields)
+
+    # Values ------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        gen = torch.Generator().manual_seed(7)
+        return {ref.name: torch.randn(plan.shape, generator=gen) for ref, plan in self.plans.items()}
+
+    def batches(self) -> list[list[torch.Tensor]]:
+        gen = torch.Generator().manual_seed(11)
+        return [[torch.randn(s, generator=gen) for s in self.inputs] for _ in range(self.world)]
+
+    def by_markers(self, graph: fx.Graph) -> list[list[Any]]:
+        """What a graph with markers computes on every rank, by what markers mean."""
+        full, given = self.weights(), self.batches()
+        envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
+        results: list[list[Any]] = []
+        takes = [iter(batch) for batch in given]
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                name = str(node.target)
+                for env, take in zip(envs, takes, strict=True):
+                    env[node] = None if name.endswith("_shard") else next(take).clone()
+            elif node.op == "output":
+                results = [[None if n is None else env[n] for n in node.args[0]] for env in envs]
+            elif node.target is ops.unshard:
+                for env in envs:
+                    env[node] = full[node.args[4]].to(node.args[2])
+            elif node.target is ops.reduce_grad:
+                plan = self.plans[ParamRef(OWNER, node.args[4])]
+                layout = self.layout(plan.ref)
+                mean = sum(env[node.args[0]].to(plan.reduce_dtype) for env in envs) / self.world
+                for k, env in enumerate(envs):
+                    start = layout.start(k)
+                    env[node] = (mean[start : start + layout.rows(k)] if plan.cut else mean).to(plan.dtype)
+            else:
+                for env in envs:
+                    args, kwargs = tree_map(
+                        lambda a, env=env: env[a] if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
+                    )
+                    env[node] = node.target(*args, **kwargs)
+        return results
+
+    def program(self, graph: fx.Graph, phase: str) -> tuple[Program, Any]:
+        kept: dict[str, dict[str, int]] = {OWNER: {}}
+        emitted = emit(fx.GraphModule(torch.nn.Module(), graph), self.plans, phase, kept)
+        return emitted.program, emitted
+
+    def by_reference(self, graph: fx.Graph, phase: str) -> list[list[Any]]:
+        """What a scheduled graph computes on every rank, through its Program."""
+        program, emitted = self.program(graph, phase)
+        full = self.weights()
+        layouts = {ref: self.layout(ref) for ref in self.plans}
+        ranks = [
+            Rank({ref: lay.cut_rows(full[ref.name], k).view(-1) for ref, lay in layouts.items()})
+            for k in range(self.world)
+        ]
+        inputs = []
+        for k, batch in enumerate(self.batches()):
+            # Shards come first: they are placeholders before the inputs.
+            rows = [
+                lay.cut_rows(full[ref.name], k)[: lay.rows(k)] if lay.cut else full[ref.name]
+                for ref, lay in layouts.items()
+            ]
+            inputs.append([*rows, *batch])
+        return Reference(program, [_aten(s) for s in emitted.segments], layouts, ranks).run(inputs)
+
+
+def lower(build: Build, phase: str, upto: str | None = None, **fields: Any) -> fx.Graph:
+    """Run the passes of a phase, through the one named ``upto``; the verifier runs after each."""
+    names = [p.name for p, _ in PHASE]
+    last = len(PHASE) if upto is None else names.index(upto) + 1
+    run_passes(build.graph, PHASE[:last], build.context(phase, **fields))
+    return build.graph
+
+
+def check_numbers(build: Build, phase: str, **fields: Any) -> None:
+    """The graph means the same on every rank before and after all passes."""
+    want = build.by_markers(build.graph)
+    got = build.by_reference(lower(build, phase, **fields), phase)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def names_of(graph: fx.Graph) -> list[str]:
+    """Operators in order, without placeholders and elements."""
+    out = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            out.append(dump.target_text(node))
+    return out

@@ -1,0 +1,308 @@
+"""Bad input in one process: one clear sentence each, of the right type, in eager and compiled use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.errors import ConfigError, ShardError, ZeroError
+
+ATEN = {"compute": "aten"}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def batch():
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def use(model, how, **options):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="zero", options={**ATEN, **options}) if how == "compiled" else model
+
+
+both = pytest.mark.parametrize("how", ["eager", "compiled"])
+
+
+# --- what zero.shard takes ---------------------------------------------------------------------------------------
+
+
+def test_sharding_twice():
+    model = zero.shard(net())
+    with pytest.raises(ShardError, match="Sequential is sharded already; zero.shard may be called once"):
+        zero.shard(model)
+
+
+def test_sharding_a_part_of_a_sharded_model():
+    model = zero.shard(net())
+    with pytest.raises(ShardError, match="this Linear belongs to a model that is sharded already"):
+        zero.shard(model[0])
+
+
+def test_an_inner_shard_first_is_fine():
+    model = net()
+    zero.shard(model[0], stage=1)
+    zero.shard(model, stage=3)
+    use(model, "compiled")(batch()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sharding_a_compiled_model():
+    with pytest.raises(ShardError, match="takes the plain model: shard first, then torch.compile"):
+        zero.shard(torch.compile(net(), backend="zero"))
+
+
+@pytest.mark.parametrize("thing", [nn.Linear, net, None, {"a": 1}, nn.Parameter(torch.ones(2))])
+def test_sharding_what_is_no_module(thing):
+    with pytest.raises(ShardError, match=r"zero\.shard takes an nn\.Module, not "):
+        zero.shard(thing)
+
+
+def test_sharding_a_lazy_module():
+    with pytest.raises(ShardError, match=r"parameter 0\.weight is lazy; run one forward before zero\.shard"):
+        zero.shard(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_sharding_what_is_a_dtensor_already():
+    sharded = zero.shard(nn.Linear(4, 3))
+    other = nn.Linear(4, 3)
+    other.weight = sharded.weight
+    with pytest.raises(ShardError, match="parameter weight is a DTensor already"):
+        zero.shard(other)
+
+
+def test_a_failed_shard_leaves_the_model_as_it_was():
+    model = net()
+    with pytest.raises(ConfigError):
+        zero.shard(model, stage=7)
+    lazy = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(3))
+    with pytest.raises(ShardError):
+        zero.shard(lazy)
+    assert type(model[0]) is nn.Linear
+    assert type(lazy[0]) is nn.Linear
+    assert type(lazy[0].weight) is nn.Parameter
+    zero.shard(model)
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [-1, 4, True, False, "3", 2.0, None, [3]])
+def test_a_stage_out_of_range(stage):
+    with pytest.raises(ConfigError, match="stage must be 0, 1, 2 or 3, not "):
+        zero.shard(net(), stage=stage)
+    with pytest.raises(ConfigError, match="stage must be 0, 1, 2 or 3, not "):
+        zero.Config(stage=stage)
+
+
+def test_an_unknown_option_names_the_nearest():
+    with pytest.raises(ConfigError, match="unknown option 'param_dtypes'; did you mean 'param_dtype'?"):
+        zero.shard(net(), param_dtypes="bf16")
+    with pytest.raises(ConfigError, match="unknown option 'quux'; known options: .*stage"):
+        zero.shard(net(), quux=1)
+    with pytest.raises(ConfigError, match="unknown option 'bucket_byte'; did you mean 'bucket_bytes'?"):
+        use(zero.shard(net()), "compiled", bucket_byte=1)(batch())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("param_dtype", "int8", "param_dtype must be a floating torch.dtype or one of"),
+        ("param_dtype", torch.int32, "param_dtype must be a floating torch.dtype or one of"),
+        ("reduce_dtype", 32, "reduce_dtype must be a floating torch.dtype or one of"),
+        ("offload_params", "disk", "offload_params must be one of none, host, nvme, not 'disk'"),
+        ("compute", "cuda", "compute must be one of inductor, aten, not 'cuda'"),
+        ("bucket_bytes", -1, "bucket_bytes must be a number of bytes"),
+        ("bucket_bytes", True, "bucket_bytes must be a number of bytes"),
+        ("bucket_bytes", "4M", "bucket_bytes must be a number of bytes"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take(field, value, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        zero.shard(net(), **{field: value})
+
+
+def test_an_nvme_dir_that_does_not_exist(tmp_path):
+    with pytest.raises(ConfigError, match=r"nvme_dir must be an existing directory; '.*nowhere' is not one"):
+        zero.shard(net(), nvme_dir=str(tmp_path / "nowhere"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="nvme_dir must be an existing directory"):
+        zero.shard(net(), nvme_dir=str(tmp_path / "file"))
+
+
+def test_a_field_given_twice_must_agree():
+    assert zero.inspect(zero.shard(net(), stage=2, config=zero.Config(stage=2))).stage == 2
+    assert zero.inspect(zero.shard(net(), config=zero.Config(stage=1))).stage == 1
+    with pytest.raises(ConfigError, match="stage was given twice: 1 and 2; give it once"):
+        zero.shard(net(), stage=2, config=zero.Config(stage=1))
+    with pytest.raises(ConfigError, match="config must be a zero.Config, not dict"):
+        zero.shard(net(), config={"stage": 1})
+
+
+def test_a_default_that_was_given_counts_as_given():
+    with pytest.raises(ConfigError, match="stage was given twice: 3 and 2"):
+        zero.shard(net(), stage=2, config=zero.Config(stage=3))
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, {"param_dtype": "bf16"}, {"reduce_dtype": "float64"}])
+def test_a_backend_option_that_contradicts_the_shard(options):
+    name = next(iter(options))
+    call = use(zero.shard(net(), stage=3), "compiled", **options)
+    for _ in range(2):  # the second call is not another error
+        with pytest.raises(ConfigError, match=rf"the model was sharded with {name}=.*give it to zero\.shard"):
+            call(batch())
+
+
+def test_a_backend_option_that_agrees_with_the_shard():
+    model = zero.shard(net(), stage=2, param_dtype="bf16")
+    assert use(model, "compiled", stage=2, param_dtype=torch.bfloat16)(batch()).dtype == torch.bfloat16
+
+
+def test_a_mode_is_refused():
+    model = zero.shard(net())
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=r"mode='max-autotune'\) is not an option of backend \"zero\""):
+        torch.compile(model, backend="zero", mode="max-autotune")(batch())
+
+
+def test_a_mesh_of_two_dimensions():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [[0]], _init_backend=False, _rank=0)
+    with pytest.raises(ShardError, match="mesh must have one dimension in this version, not 2"):
+        zero.shard(net(), mesh=mesh)
+
+
+# --- optimizers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_made_before_the_shard(kind):
+    model = net()
+    opt = kind(model.parameters(), lr=0.1)
+    zero.shard(model)
+    model(batch()).sum().backward()
+    for _ in range(2):
+        with pytest.raises(
+            ShardError, match=f"{kind.__name__} was made before zero.shard.*'0.weight'.*make the optimizer"
+        ):
+            opt.step()
+
+
+def test_a_param_group_that_is_added_later_is_looked_at_too():
+    model, other = net(), net()
+    stale = list(other.parameters())
+    zero.shard(model)
+    zero.shard(other)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).sum().backward()
+    opt.step()
+    opt.add_param_group({"params": stale})
+    with pytest.raises(ShardError, match="was made before zero.shard"):
+        opt.step()
+
+
+def test_an_optimizer_of_another_model_is_left_alone():
+    zero.shard(net())
+    other = net()
+    opt = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(batch()).sum().backward()
+    before = other[0].weight.detach().clone()
+    opt.step()
+    assert not torch.equal(other[0].weight, before)
+
+
+# --- changed after sharding --------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
+def test_a_dtype_changed_after_sharding(how, change):
+    model = zero.shard(net())
+    call = use(model, how)
+    getattr(model, change)()
+    with pytest.raises(
+        ShardError,
+        match=r"parameter '0\.weight' was sharded as torch\.float32 on cpu, and is torch\.\w+ on cpu now",
+    ):
+        call(batch())
+    model.float()
+    call(batch()).sum().backward()
+
+
+@both
+def test_a_device_changed_after_sharding(how):
+    model = zero.shard(net())
+    call = use(model, how)
+    model.to("meta")
+    with pytest.raises(
+        ShardError, match=r"parameter '0\.weight' was sharded as .* and is torch\.float32 on meta now"
+    ):
+        call(batch())
+
+
+@both
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_parameter_replaced_by_a_plain_one(how, called_before):
+    model = zero.shard(net())
+    call = use(model, how)
+    if called_before:
+        call(batch()).sum().backward()
+    model[2].weight = nn.Parameter(torch.zeros(3, 6))
+    for _ in range(2):
+        with pytest.raises(
+            ShardError, match=r"parameter '2\.weight' was replaced by a plain tensor after zero\.shard"
+        ):
+            call(batch())
+    with (
+        pytest.raises(ShardError, match=r"parameter '2\.weight' was deleted or replaced"),
+        zero.gathered(model),
+    ):
+        pass
+    assert model[0].weight is dict(model.named_parameters())["0.weight"]
+    assert zero.inspect(model).stage == 3
+
+
+@both
+def test_a_sharded_parameter_of_another_shape_in_its_place(how):
+    model, other = zero.shard(net()), zero.shard(nn.Linear(6, 7))
+    call = use(model, how)
+    model[2].weight = other.weight
+    with pytest.raises(
+        ShardError, match=r"'2\.weight' was sharded with shape \[3, 6\], and a sharded .* \[7, 6\]"
+    ):
+        call(batch())
+
+
+@both
+def test_a_deleted_parameter_is_an_attribute_error_as_in_torch(how):
+    model = zero.shard(net())
+    call = use(model, how)
+    del model[2].bias
+    with pytest.raises(AttributeError, match="object has no attribute 'bias'"):
+        call(batch())
+
+
+@both
+def test_a_model_goes_on_after_an_error_in_its_forward(how):
+    plain, model = net(), zero.shard(net())
+    call = use(model, how)
+    with pytest.raises(Exception, match="shapes cannot be multiplied|must have same reduction dim"):
+        call(torch.randn(2, 9))
+    torch.testing.assert_close(call(batch()), plain(batch()))
+    assert isinstance(model[0].weight.grad, type(None))
+
+
+@both
+def test_a_gradient_of_another_kind(how):
+    model = zero.shard(net())
+    call = use(model, how)
+    with pytest.raises((ZeroError, RuntimeError, TypeError)):
+        model[0].weight.grad = torch.zeros(2, 2)
+    call(batch()).sum().backward()
+    assert model[0].weight.grad.shape == model[0].weight.shape

@@ -1,0 +1,56 @@
+"""All passes, the verifier and emission take time near-linear in the size of the graph."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from null.graphs import Build, aten, lower
+
+
+def layered(layers: int) -> tuple[Build, Build]:
+    """Forward and backward of ``layers`` layers, about 11 and 14 nodes each."""
+    shapes = {f"h__{i}__{n}": s for i in range(layers) for n, s in (("w", (8, 8)), ("b", (8,)))}
+    f = Build(**shapes)
+    x = f.input("x", 2, 8)
+    saved = []
+    for i in range(layers):
+        saved.append(x)
+        y = f.op(aten.addmm.default, f.weight(f"h.{i}.b"), x, f.op(aten.t.default, f.weight(f"h.{i}.w")))
+        for _ in range(5):
+            y = f.op(aten.tanh.default, y)
+        x = f.op(aten.add.Tensor, x, y)
+    f.done(x, *saved[1:])
+    b = Build(**shapes)
+    acts = [b.input(f"act_{i}", 2, 8) for i in range(layers)]
+    g = b.input("tangents_1", 2, 8)
+    grads = []
+    for i in reversed(range(layers)):
+        d = g
+        for _ in range(5):
+            d = b.op(aten.mul.Tensor, d, acts[i])
+        grads.append(b.reduced(f"h.{i}.w", b.op(aten.mm.default, b.op(aten.t.default, d), acts[i])))
+        grads.append(b.reduced(f"h.{i}.b", b.op(aten.sum.dim_IntList, d, [0])))
+        g = b.op(aten.add.Tensor, g, b.op(aten.mm.default, d, b.weight(f"h.{i}.w")))
+    b.done(*grads)
+    return f, b
+
+
+def seconds(layers: int) -> tuple[int, float]:
+    f, b = layered(layers)
+    nodes = len(f.graph.nodes) + len(b.graph.nodes)
+    start = time.process_time()
+    for build, phase in ((f, "forward"), (b, "backward")):
+        build.program(lower(build, phase, bucket_bytes=256), phase)
+    return nodes, time.process_time() - start
+
+
+@pytest.mark.slow
+def test_time_grows_with_the_graph():
+    (n0, t0), (n1, t1), (n2, t2) = (seconds(layers) for layers in (125, 400, 1200))
+    assert n0 > 2500
+    assert n2 > 25000
+    # Ten times the nodes are 3.3 doublings. A quadratic step would show as 100 times; 1.6 times the node ratio
+    # leaves room for sorting, caches and a busy machine.
+    assert t2 / t0 < 1.6 * n2 / n0, (t0, t1, t2)
+    assert t2 / t1 < 1.6 * n2 / n1, (t0, t1, t2)

@@ -1,0 +1,179 @@
+"""Imports run one way: errors, config -> ir -> cost, layout, shard -> passes -> program -> runtime.
+
+A file may import what ranks below it or beside it. ``TOP`` is the front door: it sees all. Imports inside
+functions and under TYPE_CHECKING count too.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TOP = 100
+RANKS = {
+    "_tree": 0,
+    "errors": 0,
+    "config": 1,
+    "ir": 2,
+    "guards": 4,
+    "windows": TOP,
+    "calibrate": TOP,
+    "hardware": 2,
+    "arena": 3,
+    "cost": 3,
+    "layout": 3,
+    "group": 3,
+    "eager": 4,
+    "grads": 4,
+    "plain": 4,
+    "shard": 4,
+    "transport": 4,
+    "openings": 4,
+    "building": 5,
+    "load": 5,
+    "capture": 5,
+    "passes": 6,
+    "emit": 7,
+    "program": 7,
+    "report": 7,
+    "segments": 7,
+    "verify": 7,
+    "budget": 7,
+    "simulate": 7,
+    "runtime": 8,
+    "__init__": TOP,
+    "__main__": TOP,
+    "backend": TOP,
+    "cli": TOP,
+    "construct": TOP,
+    "inspect": TOP,
+    "planning": TOP,
+}
+# What a rank alone does not forbid.
+NEVER = {("runtime", "passes"), ("passes", "runtime")}
+
+
+def unit_of(module: str) -> str:
+    """The row of RANKS for a dotted name: zero_compiler.ir.ops -> ir, zero_compiler -> __init__."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def is_module(name: str) -> bool:
+    folder = ROOT / "zero_compiler"
+    return name in RANKS or (folder / f"{name}.py").exists() or (folder / name).is_dir()
+
+
+def imports_of(module: str, source: str, is_package: bool) -> list[tuple[int, str]]:
+    """Line and row of RANKS of everything that a file imports from this project. ``from zero_compiler import x``
+    means the module x where there is one, else the public name x of zero_compiler itself."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                package = package[: len(package) - (node.level - 1)]
+                base = ".".join([*package, base] if base else package)
+            if base == "zero_compiler":
+                targets = [base + "." + a.name if is_module(a.name) else base for a in node.names]
+            else:
+                targets = [base]
+        else:
+            continue
+        for target in targets:
+            head = target.split(".")[0]
+            if head in ("passes", "runtime"):
+                found.append((node.lineno, f"the top-level name {head}"))
+            elif head == "zero_compiler":
+                found.append((node.lineno, unit_of(target)))
+    return found
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    here = unit_of(module)
+    if here not in RANKS:
+        return [
+            f"{module}: unknown module: add {here!r} to RANKS in tests/null/test_layers.py, at the rank where it belongs"
+        ]
+    wrong = []
+    for line, there in imports_of(module, source, is_package):
+        if there.startswith("the top-level name"):
+            wrong.append(
+                f"{module}:{line} imports {there}, which only exists in a checkout's root: use zero_compiler.*"
+            )
+        elif there not in RANKS:
+            wrong.append(
+                f"{module}:{line} imports zero_compiler.{there}, which is not in RANKS in tests/null/test_layers.py"
+            )
+        elif RANKS[there] > RANKS[here] or (here, there) in NEVER:
+            wrong.append(f"{module}:{line} imports {there}, but {here} may not see it")
+    return wrong
+
+
+def files() -> list[tuple[str, Path]]:
+    found = []
+    for folder, package in (
+        ("zero_compiler", "zero_compiler"),
+        ("passes", "zero_compiler.passes"),
+        ("runtime", "zero_compiler.runtime"),
+    ):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            found.append((".".join([package, *parts]), path))
+    return found
+
+
+def test_imports_run_one_way():
+    found = files()
+    assert {"zero_compiler", "zero_compiler.passes", "zero_compiler.runtime"} <= {
+        module for module, _ in found
+    }
+    wrong = [
+        line
+        for module, path in found
+        for line in violations(module, path.read_text(), path.name == "__init__.py")
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zero_compiler.ir.ops", "from zero_compiler.cost import CostModel"),
+        ("zero_compiler.ir.ops", "from zero_compiler import cost"),
+        ("zero_compiler.ir.ops", "from ..passes import base"),
+        ("zero_compiler.ir.ops", "import zero_compiler"),
+        ("zero_compiler.ir.ops", "from zero_compiler import Config"),
+        ("zero_compiler.cost", "def f():\n    from zero_compiler.shard import x"),
+        ("zero_compiler.passes.tile", "import zero_compiler.runtime.session"),
+        ("zero_compiler.runtime.session", "from zero_compiler.passes import base"),
+        ("zero_compiler.runtime.session", "from zero_compiler import backend"),
+        ("zero_compiler.backend", "from passes.base import Pass"),
+        ("zero_compiler.surprise", ""),
+    ],
+)
+def test_upward_import_is_found(module, source):
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zero_compiler.ir.dump", "from . import facts\nfrom .ops import x\nfrom ..errors import ZeroError"),
+        (
+            "zero_compiler.passes.tile",
+            "from zero_compiler.passes.base import Pass\nfrom zero_compiler import cost, ir",
+        ),
+        ("zero_compiler.runtime.session", "import torch\nfrom zero_compiler.program import Program"),
+        ("zero_compiler.backend", "from zero_compiler import passes, runtime\nfrom zero_compiler import cli"),
+    ],
+)
+def test_downward_import_passes(module, source):
+    assert violations(module, source) == []

@@ -1,0 +1,107 @@
+"""The plan's live bytes against a simulation that allocates: small graphs, by brute force."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from null.graphs import OWNER, Build, lower
+from null.test_passes import two_layers, two_layers_backward
+from torch import fx
+
+from zero_compiler.program import Compute, Gather, GatherDesc, Program, Reduce, Release, WaitGather
+
+
+class Allocations:
+    """Bytes of the storages that are alive, each counted once."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def seen(self, value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            weakref.finalize(storage, self.live.pop, key, None)
+        self.peak = max(self.peak, self.now)
+        return value
+
+    @property
+    def now(self) -> int:
+        return sum(self.live.values())
+
+
+class Watching(fx.Interpreter):
+    """Runs a segment node by node, dropping values after their last use."""
+
+    def __init__(self, gm: fx.GraphModule, allocations: Allocations, given: set[int]) -> None:
+        super().__init__(gm)
+        self.allocations, self.given = allocations, given
+
+    def run_node(self, n: fx.Node):
+        out = super().run_node(n)
+        if n.op == "call_function" and isinstance(out, torch.Tensor):
+            storage = out.untyped_storage()
+            if storage._cdata not in self.given:
+                self.allocations.seen(out)
+        return out
+
+
+def simulate(program: Program, emitted, inputs: list, weights: dict[str, torch.Tensor]) -> list[int]:
+    """Most bytes alive during each instruction, with the arena and without inputs and weights."""
+    allocations = Allocations()
+    env: dict[int, torch.Tensor] = dict(enumerate(inputs))
+    given = {t.untyped_storage()._cdata for t in (*inputs, *weights.values())}
+    rows = []
+    in_flight: dict[int, list] = {}
+
+    def take(desc: GatherDesc) -> list[torch.Tensor]:
+        return [weights[n] for n in desc.names]
+
+    for instr in program.instrs:
+        allocations.peak = allocations.now
+        if isinstance(instr, Compute):
+            args = [env[i] for i in instr.ins]
+            for i in instr.free:
+                env.pop(i, None)
+            outs = Watching(emitted.segments[instr.segment].gm, allocations, given).run(*args)
+            del args
+            env |= dict(zip(instr.outs, outs, strict=True))
+            del outs
+        elif isinstance(instr, WaitGather):
+            env |= dict(zip(instr.outs, take(program.gathers[instr.index]), strict=True))
+        elif isinstance(instr, Reduce):
+            # The engine reads a lone gradient where it lies; a bucket is copied into the arena.
+            in_flight[instr.index] = [env[i] for i in instr.ins] if len(instr.ins) == 1 else []
+            for i in instr.free:
+                env.pop(i, None)
+        elif not isinstance(instr, (Gather, Release)):
+            r = program.reduces[instr.index]
+            for v, numel in zip(instr.outs, r.chunk_numels, strict=True):
+                env[v] = allocations.seen(torch.zeros(numel))
+            in_flight.pop(instr.index)
+        rows.append(program.transient_bytes + max(allocations.peak, allocations.now))
+    return rows
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(("build", "phase"), [(two_layers, "forward"), (two_layers_backward, "backward")])
+def test_live_bytes_bound_what_a_run_allocates(build, phase, bucket_bytes):
+    b: Build = build()
+    program, emitted = b.program(lower(b, phase, bucket_bytes=bucket_bytes), phase)
+    weights = b.weights()
+    assert {g.owner for g in program.gathers} == {OWNER}
+    shards = [torch.zeros(1) for _ in b.plans]
+    measured = simulate(program, emitted, [*shards, *b.batches()[0]], weights)
+    saved = 0
+    if phase == "backward":  # what forward saved counts; here all inputs stand for it
+        saved = sum(t.nbytes for t in b.batches()[0]) + sum(
+            b.layout(ref).cut_rows(weights[ref.name], 0).nbytes for ref in b.plans
+        )
+    for line, planned, real in zip(program.text().splitlines(), program.live, measured, strict=True):
+        assert real <= planned, f"{line}: a run has {real}"
+    # And it is no wild guess: the worst instant is met within what the batch and saved values add.
+    assert max(program.live) <= max(measured) + saved + 64, (program.live, measured)

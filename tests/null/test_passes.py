@@ -1,0 +1,389 @@
+"""Each pass: a golden graph, its numbers on N simulated ranks, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import TestCase
+from null.graphs import OWNER, Build, aten, check_numbers, lower, names_of
+
+from zero_compiler.errors import PassRefused
+from zero_compiler.ir import dump, facts, ops
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.passes import JOINT, PHASE, MergeMarkers, TagRecompute, gathered_in_backward, run_passes
+
+
+def two_layers(**kw) -> Build:
+    """Forward of two layers; the first has a bias."""
+    b = Build(h__0__w=(4, 4), h__0__b=(4,), h__1__w=(5, 4), **kw)
+    x = b.input("x", 3, 4)
+    first = b.op(aten.addmm.default, b.weight("h.0.b"), x, b.op(aten.t.default, b.weight("h.0.w")))
+    act = b.op(aten.relu.default, first)
+    out = b.op(aten.mm.default, act, b.op(aten.t.default, b.weight("h.1.w")))
+    b.done(out, act)
+    return b
+
+
+def two_layers_backward(**kw) -> Build:
+    """Backward of two layers: activations and tangents come in, gradients go out."""
+    b = Build(h__0__w=(4, 4), h__0__b=(4,), h__1__w=(5, 4), **kw)
+    x, act, tangent = b.input("x", 3, 4), b.input("act", 3, 4), b.input("tangents_1", 3, 5)
+    w1 = b.weight("h.1.w")
+    grad1 = b.op(aten.mm.default, b.op(aten.t.default, tangent), act)
+    back = b.op(aten.mm.default, tangent, w1)
+    grad0 = b.op(aten.mm.default, b.op(aten.t.default, back), x)
+    bias0 = b.op(aten.sum.dim_IntList, back, [0])
+    b.done(b.reduced("h.0.w", grad0), b.reduced("h.0.b", bias0), b.reduced("h.1.w", grad1))
+    return b
+
+
+def tied(adds: int = 1) -> Build:
+    """A weight read twice, with a gradient for each use that are summed afterwards."""
+    b = Build(w=(4, 4))
+    x, tangent = b.input("x", 3, 4), b.input("tangents_1", 3, 4)
+    first, second = b.weight("w"), b.weight("w")
+    y = b.op(aten.mm.default, b.op(aten.mm.default, x, first), second)
+    grads = [b.op(aten.mm.default, b.op(aten.t.default, x), tangent) for _ in range(adds + 1)]
+    total = b.reduced("w", grads[0])
+    for g in grads[1:]:
+        total = b.op(aten.add.Tensor, total, b.reduced("w", g))
+    b.done(y, total)
+    return b
+
+
+class Goldens(TestCase):
+    def test_merge_markers(self):
+        b = tied()
+        run_passes(b.graph, JOINT[:1], b.context("joint"))
+        self.assertExpectedInline(
+            dump.text(b.graph),
+            """\
+%w.shard = input                                                         f32[2,4]                        +32  live 32
+%x = input                                                               f32[3,4]                        +48  live 80
+%tangents_1 = input                                                      f32[3,4]                        +48  live 128
+%w_full = zero.unshard %w.shard [w]                                      f32[4,4]                        +64  live 160
+%mm_default = aten.mm %x, %w_full                                        f32[3,4]                        +48  live 208
+%mm_default_1 = aten.mm %mm_default, %w_full                             f32[3,4]                        +48  live 144
+%t_default = aten.t %x                                                   f32[4,3]                             live 144
+%mm_default_2 = aten.mm %t_default, %tangents_1                          f32[4,4]                        +64  live 208
+%t_default_1 = aten.t %x                                                 f32[4,3]                             live 208
+%mm_default_3 = aten.mm %t_default_1, %tangents_1                        f32[4,4]                        +64  live 176
+%add_tensor_1 = aten.add.Tensor %mm_default_2, %mm_default_3             f32[4,4]                        +64  live 112
+%reduce_grad_default_2 = zero.reduce_grad %add_tensor_1 [w]              f32[2,4]                        +32  live 80
+return %mm_default_1, %reduce_grad_default_2
+""",
+        )
+
+    def test_tag_recompute(self):
+        b = two_layers()
+        TagRecompute().run(b.graph, b.context("joint"))
+        rows = [
+            f"{n.name}: {n.meta['recompute'].name}" if "recompute" in n.meta else f"{n.name}: -"
+            for n in b.graph.nodes
+            if n.op == "call_function"
+        ]
+        self.assertExpectedInline(
+            "\n".join(rows),
+            """\
+h_0_b_full: MUST_RECOMPUTE
+h_0_w_full: MUST_RECOMPUTE
+t_default: MUST_RECOMPUTE
+addmm_default: MUST_SAVE
+relu_default: -
+h_1_w_full: MUST_RECOMPUTE
+t_default_1: MUST_RECOMPUTE
+mm_default: MUST_SAVE""",
+        )
+
+    def test_lower_markers(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers_backward(), "backward", "lower-markers")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%act = input                                                             f32[3,4]                        +48  live 96
+%tangents_1 = input                                                      f32[3,5]                        +60  live 156
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 236
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 236
+%t_default = aten.t %tangents_1                                          f32[5,3]                             live 236
+%mm_default = aten.mm %t_default, %act                                   f32[5,4]                        +80  live 268
+%mm_default_1 = aten.mm %tangents_1, %h.1.w                              f32[3,4]                        +48  live 176
+%t_default_1 = aten.t %mm_default_1                                      f32[4,3]                             live 176
+%mm_default_2 = aten.mm %t_default_1, %x                                 f32[4,4]                        +64  live 192
+%sum_dim_int_list = aten.sum.dim_IntList %mm_default_1, [0]              f32[4]                          +16  live 160
+%h.0.w.sum = zero.reduce %mm_default_2                                   (f32[2,4])                      +32  live 128
+%h.0.w.grad = zero.wait %h.0.w.sum                                       (f32[2,4])                           live 128
+%h.0.b.sum = zero.reduce %sum_dim_int_list                               (f32[2])                         +8  live 120
+%h.0.b.grad = zero.wait %h.0.b.sum                                       (f32[2])                             live 120
+%h.1.w.sum = zero.reduce %mm_default                                     (f32[3,4])                      +48  live 88
+%h.1.w.grad = zero.wait %h.1.w.sum                                       (f32[3,4])                           live 88
+return %h.0.w.grad, %h.0.b.grad, %h.1.w.grad
+""",
+        )
+
+    def test_clone_escapes(self):
+        b = Build(w=(4, 4))
+        x = b.input("x", 3, 4)
+        w = b.weight("w")
+        view = b.op(aten.slice.Tensor, w, 0, 0, 2)
+        b.done(b.op(aten.mm.default, x, w), view)
+        self.assertExpectedInline(
+            dump.text(lower(b, "forward", "clone-escapes")),
+            """\
+%w_shard = input                                                         f32[2,4]                        +32  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%w.full = zero.gather [w]                                                (f32[4,4])                      +64  live 112
+%w = zero.wait %w.full                                                   (f32[4,4])                           live 112
+%slice_tensor = aten.slice.Tensor %w, 0, 0, 2                            f32[2,4]                             live 112
+%mm_default = aten.mm %x, %w                                             f32[3,4]                        +48  live 112
+%clone_default = aten.clone %slice_tensor, memory_format=torch.preserve_format f32[2,4]                        +32  live 80
+return %mm_default, %clone_default
+""",
+        )
+
+    def test_bucket_transfers(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers_backward(), "backward", "bucket-transfers")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%act = input                                                             f32[3,4]                        +48  live 96
+%tangents_1 = input                                                      f32[3,5]                        +60  live 156
+%t_default = aten.t %tangents_1                                          f32[5,3]                             live 156
+%mm_default = aten.mm %t_default, %act                                   f32[5,4]                        +80  live 188
+%h.1.w.sum = zero.reduce %mm_default                                     (f32[3,4])                      +48  live 156
+%h.1.w.grad = zero.wait %h.1.w.sum                                       (f32[3,4])                           live 156
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 236
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 236
+%mm_default_1 = aten.mm %tangents_1, %h.1.w                              f32[3,4]                        +48  live 144
+%t_default_1 = aten.t %mm_default_1                                      f32[4,3]                             live 144
+%mm_default_2 = aten.mm %t_default_1, %x                                 f32[4,4]                        +64  live 160
+%sum_dim_int_list = aten.sum.dim_IntList %mm_default_1, [0]              f32[4]                          +16  live 128
+%h.0.w..h.0.b.sum = zero.reduce %mm_default_2, %sum_dim_int_list         (f32[2,4], f32[2])              +40  live 88
+%h.0.w.grad, %h.0.b.grad = zero.wait %h.0.w..h.0.b.sum                   (f32[2,4], f32[2])                   live 88
+return %h.0.w.grad, %h.0.b.grad, %h.1.w.grad
+""",
+        )
+
+    def test_place_starts(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers(), "forward", "place-starts")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%h.0.b..h.0.w.full = zero.gather [h.0.b, h.0.w]                          (f32[4], f32[4,4])              +80  live 128
+%h.0.b, %h.0.w = zero.wait %h.0.b..h.0.w.full                            (f32[4], f32[4,4])                   live 128
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 208
+%t_default = aten.t %h.0.w                                               f32[4,4]                             live 208
+%addmm_default = aten.addmm %h.0.b, %x, %t_default                       f32[3,4]                        +48  live 128
+%relu_default = aten.relu %addmm_default                                 f32[3,4]                        +48  live 128
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 128
+%t_default_1 = aten.t %h.1.w                                             f32[4,5]                             live 128
+%mm_default = aten.mm %relu_default, %t_default_1                        f32[3,5]                        +60  live 108
+return %mm_default, %relu_default
+""",
+        )
+
+    def test_insert_releases(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers(), "forward", "insert-releases")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%h.0.b..h.0.w.full = zero.gather [h.0.b, h.0.w]                          (f32[4], f32[4,4])              +80  live 128
+%h.0.b, %h.0.w = zero.wait %h.0.b..h.0.w.full                            (f32[4], f32[4,4])                   live 128
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 208
+%t_default = aten.t %h.0.w                                               f32[4,4]                             live 208
+%addmm_default = aten.addmm %h.0.b, %x, %t_default                       f32[3,4]                        +48  live 208
+%relu_default = aten.relu %addmm_default                                 f32[3,4]                        +48  live 208
+zero.release %h.0.b, %h.0.w                                                                              -80  live 128
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 128
+%t_default_1 = aten.t %h.1.w                                             f32[4,5]                             live 128
+%mm_default = aten.mm %relu_default, %t_default_1                        f32[3,5]                        +60  live 188
+zero.release %h.1.w                                                                                      -80  live 108
+return %mm_default, %relu_default
+""",
+        )
+
+
+def test_every_pass_has_a_golden():
+    tested = {
+        name.removeprefix("test_").replace("_", "-") for name in vars(Goldens) if name.startswith("test_")
+    }
+    assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested
+
+
+# Numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 70, 1 << 20])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 3), (3, 3), (4, 2), (2, 0)])
+def test_passes_of_a_phase_keep_the_numbers(world, stage, bucket_bytes):
+    check_numbers(two_layers(world=world, stage=stage), "forward", bucket_bytes=bucket_bytes)
+    check_numbers(two_layers_backward(world=world, stage=stage), "backward", bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("adds", [1, 3])
+def test_merge_markers_keeps_the_numbers(adds):
+    b = tied(adds)
+    want = b.by_markers(b.graph)
+    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    torch.testing.assert_close(b.by_markers(b.graph), want)
+
+
+def test_sums_of_sums_become_one_reduction():
+    b = Build(w=(4,))
+    grads = [b.input(f"tangents_{i}", 4) for i in range(4)]
+    r = [b.reduced("w", g) for g in grads]
+    left, right = b.op(aten.add.Tensor, r[0], r[1]), b.op(aten.add.Tensor, r[3], r[2])
+    b.done(b.op(aten.add.Tensor, left, right))
+    want = b.by_markers(b.graph)
+    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    assert names_of(b.graph) == ["aten.add.Tensor"] * 3 + ["zero.reduce_grad"]
+    torch.testing.assert_close(b.by_markers(b.graph), want)
+
+
+def test_a_view_that_leaves_is_a_copy():
+    b = Build(w=(4, 4))
+    x = b.input("x", 3, 4)
+    w = b.weight("w")
+    b.done(b.op(aten.mm.default, x, w), b.op(aten.t.default, w), w)
+    check_numbers(b, "forward")
+    notes = [facts.note(n) for n in b.graph.nodes if facts.note(n)]
+    assert notes == ["a view of a gathered weight leaves the program: copied"] * 2
+
+
+def test_a_frozen_weight_gets_no_reduction():
+    b = Build(w=(4, 4), frozen=(4, 4))
+    act, tangent = b.input("act", 3, 4), b.input("tangents_1", 3, 4)
+    back = b.op(aten.mm.default, tangent, b.weight("frozen"))
+    b.done(b.reduced("w", b.op(aten.mm.default, b.op(aten.t.default, act), back)), None)
+    program, _ = b.program(lower(b, "backward"), "backward")
+    assert [r.names for r in program.reduces] == [("w",)]
+    assert [g.names for g in program.gathers] == [("frozen",)]
+
+
+# Order -----------------------------------------------------------------------------------------------------
+
+
+def test_waits_of_the_first_unit_come_after_all_of_its_starts():
+    # A large weight goes alone, its bias in a bucket of its own: two gathers in one unit.
+    b = two_layers()
+    assert names_of(lower(b, "forward", "place-starts", bucket_bytes=20))[:4] == [
+        "zero.gather",
+        "zero.gather",
+        "zero.wait",
+        "zero.wait",
+    ]
+
+
+def test_gathers_start_before_what_reads_no_weight():
+    b = Build(w=(4, 4))
+    x = b.op(aten.relu.default, b.input("x", 3, 4))
+    b.done(b.op(aten.mm.default, x, b.weight("w")))
+    assert names_of(lower(b, "forward")) == [
+        "zero.gather",
+        "aten.relu",
+        "zero.wait",
+        "aten.mm",
+        "zero.release",
+    ]
+
+
+def test_units_keep_their_order_where_one_operator_reads_several():
+    b = Build(h__0__w=(4, 4), h__1__w=(4, 4), h__2__w=(4, 4))
+    x = b.input("x", 4, 4)
+    w = [b.weight(f"h.{i}.w") for i in range(3)]
+    y = b.op(aten.addcmul.default, w[0], w[2], w[1])
+    b.done(b.op(aten.mm.default, x, y))
+    program, _ = b.program(lower(b, "forward"), "forward")
+    assert [g.names for g in program.gathers] == [("h.0.w",), ("h.1.w",), ("h.2.w",)]
+
+
+def test_reductions_keep_their_order_where_gradients_come_at_once():
+    # The gradients of both units are ready together, before anything else is.
+    b = Build(h__0__w=(4,), h__1__w=(4,), h__2__w=(4,))
+    t = b.input("tangents_1", 4)
+    early = b.op(aten.neg.default, t)
+    late = b.op(aten.relu.default, early)
+    grads = {"h.0.w": late, "h.1.w": early, "h.2.w": late}
+    b.done(*(b.reduced(n, g) for n, g in grads.items()))
+    lower(b, "backward")
+    order = [facts.params(n)[0].name for n in b.graph.nodes if n.target is ops.reduce]
+    assert order == ["h.2.w", "h.1.w", "h.0.w"]
+
+
+def test_a_derived_weight_stays_before_all_of_its_readers():
+    # `cast` is read by its own view and by the operator that reads both.
+    b = Build(w=(4, 4))
+    x = b.input("x", 4, 4)
+    cast = b.op(aten.neg.default, b.weight("w"))
+    view = b.op(aten.t.default, cast)
+    mask = b.op(aten.gt.Scalar, x, 0.0)
+    out = b.op(aten.where.self, mask, cast, view)
+    b.done(out)
+    # As a partitioner may leave it: the later reader is listed first.
+    users = cast.users
+    users[view] = users.pop(view)
+    check_numbers(b, "forward")
+
+
+def test_a_phase_gathers_what_it_must_even_if_its_graph_reads_nothing():
+    b = Build(w=(4, 4))
+    tangent = b.input("tangents_1", 4, 4)
+    b.done(b.reduced("w", b.op(aten.neg.default, tangent)))
+    ref = ParamRef(OWNER, "w")
+    program, _ = b.program(lower(b, "backward", gathered=frozenset({ref})), "backward")
+    assert [g.names for g in program.gathers] == [("w",)]
+
+
+def test_regathered_weights_do_not_depend_on_activations():
+    seen = set()
+    for rows in (1, 4096):
+        b = Build(w=(64, 64), scale=(64,))
+        x, tangent = b.input("x", rows, 64), b.input("tangents_1", rows, 64)
+        scaled = b.op(aten.mul.Tensor, x, b.weight("scale"))
+        out = b.op(aten.mm.default, scaled, b.weight("w"))
+        b.done(out, b.reduced("scale", b.op(aten.sum.dim_IntList, b.op(aten.mul.Tensor, tangent, x), [0])))
+        seen.add(gathered_in_backward(b.graph, b.plans, 1 << 20))
+    assert len(seen) == 1
+
+
+# Refusals --------------------------------------------------------------------------------------------------
+
+
+def test_merge_refuses_a_weight_from_two_inputs():
+    b = Build(w=(4, 4))
+    other = b.input("other", 2, 4)
+    first, second = b.weight("w"), b.weight("w")
+    second.args = (other, *second.args[1:])
+    b.done(b.op(aten.mm.default, first, second))
+    with pytest.raises(
+        PassRefused, match="weight 'w' is read from two different inputs, %w_shard and %other"
+    ):
+        MergeMarkers().run(b.graph, b.context("joint"))
+
+
+@pytest.mark.parametrize("kind", ["returned apart", "multiplied", "scaled sum"])
+def test_merge_refuses_what_is_no_sum(kind):
+    b = Build(w=(4,))
+    t = b.input("tangents_1", 4)
+    one, two = b.reduced("w", t), b.reduced("w", b.op(aten.neg.default, t))
+    if kind == "returned apart":
+        b.done(one, two)
+    elif kind == "multiplied":
+        b.done(b.op(aten.mul.Tensor, one, two))
+    else:
+        b.done(b.op(aten.add.Tensor, one, two, alpha=2))
+    with pytest.raises(
+        PassRefused, match="the gradient of 'w' is reduced 2 times and the results are not only summed"
+    ):
+        MergeMarkers().run(b.graph, b.context("joint"))

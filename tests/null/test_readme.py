@@ -1,0 +1,85 @@
+"""What README.md and docs/ say is there, is there; and the code in README.md runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zero_compiler as zero
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text()
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading."""
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+@by_page
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    missing = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert not missing
+
+
+@by_page
+def test_files_that_are_named_exist(page):
+    named = re.findall(
+        r"\b((?:zero_compiler|passes|runtime|examples|docs|tests)/[\w/]+\.\w+)", page.read_text()
+    )
+    missing = sorted({x for x in named if not (ROOT / x).exists() and "/NN-" not in x})
+    assert not missing
+
+
+@by_page
+def test_make_targets_exist(page):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:`|^)make (?:\w+=\S+ )*([a-z][\w-]*)", page.read_text(), flags=re.M))
+    assert {t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.M)} == set()
+
+
+def test_surface_is_whole():
+    listed = "\n".join(row[0] for row in table("The surface"))
+    assert [name for name in zero.__all__ if f"zero.{name}" not in listed] == []
+    assert [n for n in re.findall(r"zero\.(\w+)", listed) if not hasattr(zero, n)] == []
+
+
+def test_options_are_options():
+    named = [name for row in table("Options") for name in re.findall(r"`(\w+)`", row[0])]
+    fields = {f.name for f in dataclasses.fields(zero.Config)}
+    assert set(named) - fields == {"mesh", "device"}
+    defaults = {f.name: f.default for f in dataclasses.fields(zero.Config)}
+    assert ("stage", "3") in [(row[0].strip("`"), row[1]) for row in table("Options")]
+    assert defaults["stage"] == 3
+    assert defaults["compute"] == "inductor"
+
+
+@pytest.mark.slow
+def test_code_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    assert blocks
+    for i, block in enumerate(blocks):
+        script = tmp_path / f"block{i}.py"
+        script.write_text(block)
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            timeout=250,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "predicted peak" in done.stdout
+        assert "Warning" not in done.stderr

@@ -1,0 +1,429 @@
+"""The verifier: each fact has a broken graph, or a broken Program, that it catches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from null.graphs import OWNER, Build, aten, lower
+from null.test_passes import two_layers, two_layers_backward
+
+from zero_compiler import arena
+from zero_compiler import emit as emit_module
+from zero_compiler.errors import VerifyError
+from zero_compiler.ir import facts, ops, spec
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.passes import JOINT, Context, run_passes
+from zero_compiler.program import Compute, Gather, Program, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.verify import verify_program
+
+
+def forward(**kw) -> Build:
+    b = two_layers(**kw)
+    lower(b, "forward", bucket_bytes=20)
+    spec.verify(b.graph, "scheduled", b.plans)
+    return b
+
+
+def backward(**kw) -> Build:
+    b = two_layers_backward(**kw)
+    lower(b, "backward")
+    spec.verify(b.graph, "scheduled", b.plans)
+    return b
+
+
+def find(b: Build, target, k: int = 0):
+    return list(b.graph.find_nodes(op="call_function", target=target))[k]
+
+
+def broken(b: Build, fact: str, level: str = "scheduled", **kw) -> None:
+    b.graph.lint()
+    with pytest.raises(VerifyError, match=fact):
+        spec.verify(b.graph, level, b.plans, **kw)
+
+
+# Markers ---------------------------------------------------------------------------------------------------
+
+
+def test_two_markers_for_one_weight():
+    b = Build(w=(4, 4))
+    b.done(b.op(aten.mm.default, b.weight("w"), b.weight("w")))
+    broken(b, "parameter 'w' is gathered more than once", "merged")
+
+
+def test_two_markers_for_one_gradient():
+    b = Build(w=(4,))
+    t = b.input("tangents_1", 4)
+    b.done(b.op(aten.add.Tensor, b.reduced("w", t), b.reduced("w", t)))
+    broken(b, "parameter 'w' is reduced more than once", "merged")
+
+
+def test_markers_left():
+    broken(two_layers(), "a marker is left after lowering", "lowered")
+
+
+# Transfers -------------------------------------------------------------------------------------------------
+
+
+def test_a_gather_of_another_shape():
+    b = forward()
+    gather = find(b, ops.gather)
+    facts.set_value(gather, [b._fake((4, 5))])
+    broken(b, r"gathers h.0.\w as \(4, 5\) torch.float32, its plan says")
+
+
+def test_a_gather_of_another_dtype():
+    b = forward()
+    gather = find(b, ops.gather)
+    facts.set_value(gather, [v.to(torch.bfloat16) for v in facts.value(gather)])
+    broken(b, "torch.bfloat16, its plan says")
+
+
+def test_a_gather_with_too_few_values():
+    b = forward()
+    facts.set_value(find(b, ops.gather), [])
+    broken(b, "moves 1 parameters but has 0 values")
+
+
+def test_a_gather_of_what_every_rank_holds():
+    b = forward()
+    ref = facts.params(find(b, ops.gather))[0]
+    b.plans[ref] = dataclasses.replace(b.plans[ref], cut=False)
+    broken(b, "which every rank holds whole")
+
+
+def test_a_gradient_of_another_shape():
+    b = backward()
+    reduction = find(b, ops.reduce)
+    grad = reduction.args[0][0]
+    facts.set_value(grad, b._fake((7, 7)))
+    broken(b, r"gradient of h.1.w has shape \(7, 7\)")
+
+
+def test_a_missing_wait():
+    b = forward()
+    gather = find(b, ops.gather)
+    with b.graph.inserting_before(b.graph.output_node()):
+        early = b.graph.call_function(aten.relu.default, (gather,))
+    facts.set_value(early, facts.value(gather)[0])
+    broken(b, "a transfer has exactly one wait and no other reader")
+
+
+def test_two_waits():
+    b = forward()
+    gather = find(b, ops.gather)
+    with b.graph.inserting_after(find(b, ops.wait)):
+        b.graph.call_function(ops.wait, (gather,))
+    broken(b, "a transfer has exactly one wait")
+
+
+def test_a_wait_that_is_read_as_a_whole():
+    b = forward()
+    with b.graph.inserting_before(b.graph.output_node()):
+        b.graph.call_function(aten.relu.default, (find(b, ops.wait),))
+    broken(b, "reads a wait as a whole")
+
+
+# Gradients -------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_reduced_twice():
+    b = backward()
+    reduction = find(b, ops.reduce)
+    with b.graph.inserting_after(reduction):
+        again = b.graph.call_function(ops.reduce, reduction.args)
+    facts.set_params(again, facts.params(reduction))
+    facts.set_value(again, facts.value(reduction))
+    with b.graph.inserting_after(again):
+        facts.set_value(b.graph.call_function(ops.wait, (again,)), facts.value(again))
+    broken(b, "gradient of h.1.w is reduced twice")
+
+
+def test_a_reduced_gradient_that_is_dropped():
+    b = backward()
+    (output,) = b.graph.find_nodes(op="output")
+    output.args = ((None, *output.args[0][1:]),)
+    broken(b, "the reduced gradient of h.0.w is not returned")
+
+
+def test_a_gradient_that_reaches_no_reduction():
+    b = two_layers_backward()
+    want = spec.reduced_by(b.graph)
+    (output,) = b.graph.find_nodes(op="output")
+    marker = output.args[0][0]
+    output.args = ((None, *output.args[0][1:]),)
+    b.graph.erase_node(marker)
+    broken(b, "the gradient of h.0.w reaches no reduction", "captured", reduced=want)
+
+
+def test_a_pass_that_loses_a_gradient_is_caught():
+    @dataclasses.dataclass(frozen=True)
+    class Careless:
+        name: str = "careless"
+
+        def run(self, graph, ctx: Context) -> None:
+            (output,) = graph.find_nodes(op="output")
+            marker = output.args[0][2]
+            marker.replace_all_uses_with(marker.args[0])
+            graph.erase_node(marker)
+
+    b = two_layers_backward()
+    with pytest.raises(VerifyError, match=r"the gradient of h.1.w reaches no reduction"):
+        run_passes(b.graph, [(Careless(), "captured")], b.context("backward"))
+
+
+def test_a_gradient_that_nobody_asked_for():
+    b = backward()
+    broken(b, "the gradient of h.0.b is reduced, and was not before", reduced=spec.reduced_by(b.graph) - {
+        ParamRef(OWNER, "h.0.b")
+    })  # fmt: skip
+
+
+def test_a_gradient_written_while_its_reduction_reads_it():
+    b = backward()
+    reduction = find(b, ops.reduce)
+    grad = reduction.args[0][0]
+    with b.graph.inserting_after(reduction):
+        node = b.graph.call_function(aten.add_.Tensor, (grad, 1.0))
+    facts.set_value(node, facts.value(grad))
+    broken(b, "which %.* still reads")
+
+
+# Lives of weights ------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_returned():
+    b = forward()
+    (output,) = b.graph.find_nodes(op="output")
+    weight = next(n for n in b.graph.nodes if facts.is_weight(n))
+    output.args = ((*output.args[0], weight),)
+    broken(b, "returns storage of the gathered weight", "lowered")
+
+
+def test_a_view_of_a_weight_that_is_returned():
+    b = forward()
+    (output,) = b.graph.find_nodes(op="output")
+    output.args = ((*output.args[0], find(b, aten.t.default)),)
+    broken(b, "returns storage of the gathered weight", "lowered")
+
+
+def test_a_write_to_a_weight():
+    b = forward()
+    weight = next(n for n in b.graph.nodes if facts.is_weight(n))
+    view = find(b, aten.t.default)
+    for target in (weight, view):
+        with b.graph.inserting_after(view):
+            node = b.graph.call_function(aten.mul_.Tensor, (target, 2.0))
+        facts.set_value(node, facts.value(target))
+        broken(b, "writes to the gathered weight", "lowered")
+        b.graph.erase_node(node)
+
+
+def test_a_weight_without_release():
+    b = forward()
+    b.graph.erase_node(find(b, ops.release))
+    broken(b, r"gathered weight h.0.\w is released 0 times, expected 1")
+
+
+def test_a_weight_released_twice():
+    b = forward()
+    with b.graph.inserting_before(b.graph.output_node()):
+        b.graph.call_function(ops.release, find(b, ops.release).args)
+    broken(b, "is released 2 times, expected 1")
+
+
+def test_a_kept_weight_that_is_released():
+    b = forward(stage=2)
+    weight = next(n for n in b.graph.nodes if facts.is_weight(n))
+    with b.graph.inserting_before(b.graph.output_node()):
+        b.graph.call_function(ops.release, ([weight],))
+    broken(b, "is released 1 times, expected 0")
+
+
+def test_a_release_of_something_else():
+    b = forward()
+    x = next(n for n in b.graph.nodes if n.name == "x")
+    release = find(b, ops.release)
+    release.args = ([*release.args[0], x],)
+    broken(b, "is released but is no gathered weight")
+
+
+def test_a_release_across_gathers():
+    b = forward()
+    first, second = (find(b, ops.release, k) for k in (0, 1))
+    assert first.next is second
+    second.args = ([*first.args[0], *second.args[0]],)
+    b.graph.erase_node(first)
+    broken(b, "releases something else than the weights of one gather")
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_a_use_after_release(through_a_view):
+    b = forward()
+    weight = next(n for n in b.graph.nodes if facts.is_weight(n) and facts.value(n).dim() == 2)
+    used = next(u for u in weight.users if u.target is aten.t.default) if through_a_view else weight
+    with b.graph.inserting_before(b.graph.output_node()):
+        late = b.graph.call_function(aten.relu.default, (used,))
+    facts.set_value(late, facts.value(used))
+    broken(b, "uses the gathered weight %.* after its release")
+
+
+def test_a_gathered_weight_that_nothing_names():
+    b = forward()
+    bias = next(n for n in b.graph.nodes if facts.is_weight(n) and facts.value(n).dim() == 1)
+    release = next(u for u in bias.users if u.target is ops.release)
+    other = next(n for n in b.graph.nodes if n.name == "x")
+    bias.replace_all_uses_with(other)
+    b.graph.erase_node(release)
+    b.graph.erase_node(bias)
+    broken(b, "is gathered, but nothing names or releases it")
+
+
+def test_a_full_weight_that_is_saved():
+    b = Build(w=(4, 4))
+    x = b.input("x", 3, 4)
+    w = b.weight("w")
+    cast = b.op(aten._to_copy.default, b.op(aten.t.default, w), dtype=torch.bfloat16)
+    out = b.op(aten.mm.default, x, w)
+    b.done(out, x, cast)
+    spec.verify_partition(b.graph, 3)  # the user's own output may be one
+    with pytest.raises(VerifyError, match="is saved for backward, but is nothing but the full weight 'w'"):
+        spec.verify_partition(b.graph, 1)
+
+
+def test_levels_hold_where_they_should():
+    b = two_layers()
+    spec.verify(b.graph, "captured", b.plans)
+    run_passes(b.graph, JOINT[:1], b.context("joint"))
+
+
+# Programs --------------------------------------------------------------------------------------------------
+
+
+def program(phase: str = "forward", **kw) -> Program:
+    b = (two_layers if phase == "forward" else two_layers_backward)(**kw)
+    return b.program(lower(b, phase), phase)[0]
+
+
+def bad(p: Program, fact: str) -> None:
+    with pytest.raises(VerifyError, match=fact):
+        verify_program(p, {OWNER: 2})
+
+
+def at(p: Program, kind: type, k: int = 0) -> int:
+    return [i for i, instr in enumerate(p.instrs) if isinstance(instr, kind)][k]
+
+
+def test_a_value_read_before_it_is_written():
+    p = program()
+    i, j = at(p, Compute, 0), at(p, Compute, 1)
+    p.instrs[i], p.instrs[j] = p.instrs[j], p.instrs[i]
+    bad(p, "is read before anything writes it")
+
+
+def test_a_value_read_after_it_was_freed():
+    p = program()
+    i = at(p, Compute, 0)
+    j = at(p, Compute, 1)
+    gone = p.instrs[i].ins[0]
+    assert gone in p.instrs[i].free
+    p.instrs[j] = dataclasses.replace(p.instrs[j], ins=(*p.instrs[j].ins, gone))
+    bad(p, "is read after it was freed")
+
+
+def test_a_value_written_twice():
+    p = program()
+    i = at(p, Compute, 1)
+    p.instrs[i] = dataclasses.replace(p.instrs[i], outs=p.instrs[at(p, Compute, 0)].outs[:1])
+    bad(p, "is written twice")
+
+
+def test_an_output_that_was_freed():
+    p = program()
+    i = at(p, Compute, 1)
+    p.instrs[i] = dataclasses.replace(p.instrs[i], free=(p.outputs[1],))
+    bad(p, "was never written, or was freed")
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "fact"),
+    [
+        ("forward", Gather, "gather 0 is idle, must be started"),
+        ("forward", WaitGather, "is read before anything writes it"),
+        ("forward", Release, "ends ready, must end released"),
+        ("backward", Reduce, "reduce 0 is idle, must be started"),
+        ("backward", WaitReduce, "was never written"),
+    ],
+)
+def test_a_missing_step_of_a_transfer(phase, kind, fact):
+    p = program(phase)
+    del p.instrs[at(p, kind)]
+    bad(p, fact)
+
+
+def test_a_kept_gather_that_is_released():
+    p = program(stage=2)
+    p.instrs.append(Release(0, p.instrs[at(p, WaitGather)].outs))
+    bad(p, "ends released, must end ready")
+
+
+def test_a_release_of_other_values():
+    p = program()
+    i = at(p, Release)
+    p.instrs[i] = dataclasses.replace(p.instrs[i], values=p.instrs[i].values[:1])
+    bad(p, "releases values")
+
+
+def test_two_reductions_of_one_gradient_in_a_program():
+    p = program("backward")
+    p.reduces[1] = dataclasses.replace(p.reduces[1], names=p.reduces[0].names[:1] * len(p.reduces[1].names))
+    bad(p, "is reduced twice")
+
+
+def test_slots_that_overlap():
+    p = program()
+    assert p.gathers[0].offsets[0] != p.gathers[1].offsets[0]
+    p.gathers[1] = dataclasses.replace(p.gathers[1], offsets=(p.gathers[0].offsets[0],))
+    bad(p, "planned memory: slots")
+
+
+def test_a_staging_area_that_overlaps():
+    p = program()
+    p.gathers[0] = dataclasses.replace(p.gathers[0], staging=p.gathers[0].offsets[0])
+    bad(p, "planned memory: slots")
+
+
+def test_a_bucket_without_staging():
+    p = program()
+    p.gathers[0] = dataclasses.replace(p.gathers[0], staging=-1)
+    bad(p, "needs a place in the arena and has none")
+
+
+def test_a_slot_outside_the_arena():
+    p = program()
+    p.transient_bytes = 16
+    bad(p, "planned memory: slot")
+
+
+def test_chunks_that_are_too_small():
+    p = program()
+    p.gathers[1] = dataclasses.replace(p.gathers[1], chunk_numels=(1,))
+    bad(p, "its chunks")
+
+
+def test_kept_weights_that_overlap():
+    p = program(stage=2)
+    p.gathers[0] = dataclasses.replace(p.gathers[0], offsets=(0, 4))
+    bad(p, "kept weights of m overlap")
+
+
+def test_a_planner_that_overlaps_is_caught(monkeypatch):
+    def everything_at_zero(slots):
+        return [0] * len(slots), max(arena.aligned(s.nbytes) for s in slots)
+
+    b = two_layers()
+    lower(b, "forward")
+    monkeypatch.setattr(emit_module, "pack", everything_at_zero)
+    with pytest.raises(VerifyError, match="planned memory"):
+        b.program(b.graph, "forward")

@@ -1,0 +1,5 @@
+"""``python -m zero_compiler``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,45 @@
+"""Makes a checkout importable from its own root.
+
+In the tree, ``passes/`` and ``runtime/`` stand beside ``zero_compiler/``; once installed they lie inside it.
+Python started in the root of a checkout finds the checkout's ``zero_compiler`` before any installed one, and
+there the two packages would be missing, and so would the compiled engine of a plain install, which lies in
+site-packages only. ``install`` adds one import finder, at the end of ``sys.meta_path``, that answers three names:
+
+    zero_compiler.passes       <checkout>/passes
+    zero_compiler.runtime      <checkout>/runtime
+    zero_compiler.runtime._C   the installed engine, where none is built in <checkout>/runtime
+
+In an installed package nothing is added. After a plain install, Python in the root of a checkout thus runs the
+checkout's Python files with the installed engine: whoever edits ``csrc/`` wants an editable install.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = Path(__file__).resolve().parent
+_ROOT = _PACKAGE.parent
+_BESIDE = ("zero_compiler.passes", "zero_compiler.runtime")
+_ENGINE = "zero_compiler.runtime._C"
+
+
+class _TreeFinder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in _BESIDE:
+            return PathFinder.find_spec(name, [str(_ROOT)])
+        if name == _ENGINE:
+            return PathFinder.find_spec(name, [os.path.join(p, "zero_compiler", "runtime") for p in sys.path])
+        return None
+
+
+def install() -> None:
+    """Adds the finder when this file lies in a checkout. Calling it again does nothing."""
+    in_checkout = not (_PACKAGE / "passes").is_dir() and (_ROOT / "passes").is_dir()
+    if in_checkout and not any(isinstance(finder, _TreeFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_TreeFinder())

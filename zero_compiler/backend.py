@@ -1,0 +1,389 @@
+"""The ``torch.compile`` entry: wires the stages of the compiler together and holds no logic of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from . import budget, hardware, passes, plain
+from .capture import Captured, ShardInput, lower_parameters
+from .config import PLACEMENT_FIELDS, Config
+from .cost import CostModel, at_hints, bucket_bytes, hints
+from .emit import emit, kept_bytes
+from .errors import ConfigError, ZeroError
+from .ir import facts, ops, spec
+from .ir.facts import ParamRef
+from .passes import Context, ParamPlan, Trace, run_passes
+from .program import Program
+from .report import Frame
+from .runtime.model import ModelRuntime
+from .runtime.session import Session
+from .runtime.shards import LocalRows
+from .segments import SegmentCompiler
+from .simulate import Timeline, simulate
+
+log = logging.getLogger("zero_compiler")
+_frames = itertools.count()
+
+
+def zero(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: Any = None
+) -> Callable[..., Any]:
+    """Backend ``"zero"`` of ``torch.compile``.
+
+    Args:
+        gm, example_inputs: a captured frame and its inputs, as Dynamo gives them.
+        options: compile fields of :class:`~zero_compiler.Config`; ``torch.compile(options=...)``.
+
+    An error of ours is raised by the call of the frame and not in here, where Dynamo would wrap it in one of
+    its own: the user meets a :class:`~zero_compiler.errors.ConfigError` as such, when an option is unknown,
+    contradicts the shard, or belongs to ``zero.shard``.
+    """
+    try:
+        return _compile(gm, example_inputs, options, mode)
+    except ZeroError as error:
+        return _raiser(error)
+
+
+def _raiser(error: ZeroError) -> Callable[..., Any]:
+    kind, args = type(error), error.args  # not the error itself, whose traceback holds the graph
+
+    @torch._dynamo.disable(reason="a frame that did not compile")
+    def call(*_: Any) -> Any:
+        raise kind(*args)
+
+    return call
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, mode: Any
+) -> Callable[..., Any]:
+    if mode is not None:
+        raise ConfigError(
+            f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
+        )
+    compiled, captured, _ = compile_frame(gm, example_inputs, options, EngineLoader())
+    if not captured.shards:
+        return plain.watched(compiled, example_inputs)
+    return _entry(compiled, captured)
+
+
+class Loader(Protocol):
+    """Where Programs go: what runs them, and the table of weights that they keep."""
+
+    def prepare(self, policies: Sequence[Any]) -> None:
+        """Called once a frame, before anything is compiled."""
+
+    def kept_offsets(self) -> Mapping[str, dict[str, int]]:
+        """The tables that :func:`emit` grows, one an owner."""
+
+    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        """A callable that runs ``program`` on a list of inputs, which it may empty."""
+
+
+class EngineLoader:
+    """Runs Programs through the engine, over the process group of the model."""
+
+    def __init__(self) -> None:
+        self.runtimes: dict[str, ModelRuntime] = {}
+        self.first: ModelRuntime | None = None
+
+    def prepare(self, policies: Sequence[Any]) -> None:
+        for policy in policies:
+            policy.group.check_still_valid()
+            if policy.runtime is None:
+                policy.runtime = ModelRuntime(policy)
+            self.runtimes[policy.key] = policy.runtime
+        self.first = policies[0].runtime if policies else None
+
+    def kept_offsets(self) -> Mapping[str, dict[str, int]]:
+        return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
+
+    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        return Session(program, segments, self.runtimes, self.first).run
+
+
+def compile_frame(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
+) -> tuple[Callable[..., Any], Captured, Frame]:
+    """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
+    captured = lower_parameters(gm, example_inputs)
+    compiler = _FrameCompiler(captured, options, loader)
+    with _backward_ahead():
+        compiled = aot_autograd(
+            fw_compiler=compiler.forward,
+            bw_compiler=compiler.backward,
+            inference_compiler=compiler.inference,
+            partition_fn=compiler.partition,
+            decompositions=compiler.decompositions(),
+            keep_inference_input_mutations=True,
+        )(captured.gm, captured.inputs)
+    compiler.check_budget()
+    return compiled, captured, compiler.frame
+
+
+def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
+    """Compile the backward with the forward: its plan is known before step 1."""
+    config = torch._functorch.config
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        return config.patch(force_non_lazy_backward_lowering=True)
+    return contextlib.nullcontext()  # older torch does so by itself
+
+
+def _entry(compiled: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
+    shards, keep = captured.shards, captured.keep
+    names = [s.ref.name for s in shards]
+    owners = {s.ref.owner for s in shards}
+    shard_args = [s.arg for s in shards]
+    # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
+    sources: list[tuple[bool, int]] = []
+    at = {s.at: k for k, s in enumerate(shards)}
+    rest = iter(keep)
+    for i in range(len(shards) + len(keep)):
+        sources.append((True, at[i]) if i in at else (False, next(rest)))
+
+    @torch._dynamo.disable(reason="entry of a compiled frame")
+    def call(*args: Any) -> Any:
+        params = [args[i] for i in shard_args]
+        if torch.is_grad_enabled():
+            # The graph of autograd keeps the models that its backward needs.
+            rows = LocalRows.apply(names, [ops.owner_of(key) for key in owners], *params)
+        else:
+            rows = [p._local_tensor for p in params]
+        return compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+
+    return call
+
+
+class _FrameCompiler:
+    """Compiles the phases of one frame; AOTAutograd calls its methods."""
+
+    def __init__(self, captured: Captured, options: Any, loader: Loader) -> None:
+        self.loader = loader
+        self.index = next(_frames)
+        owners = {s.ref.owner: ops.owner_of(s.ref.owner) for s in captured.shards}
+        # Weak: Dynamo keeps a frame, and what compiled it, for as long as the code of the model's class lives.
+        self._owners = [
+            (key, weakref.ref(p)) for key, p in sorted(owners.items(), key=lambda kv: kv[1].serial)
+        ]
+        self.config = self._config(options)
+        loader.prepare(list(self.policies.values()))
+        self.bucket_bytes = self._bucket_bytes()
+        self.captured = captured
+        self.params = {s.ref: self._plan(s) for s in captured.shards}
+        self.segments = self._segment_compiler()
+        self.trace = Trace()
+        self.frame = Frame(self.index, self.config, self.params, self.trace)
+        if self.first is not None:
+            self.first.frames.append(self.frame)
+        self.units: dict[ParamRef, str] = {}
+        self.backward_params: frozenset[ParamRef] | None = None
+        self.reduced: frozenset[ParamRef] | None = None
+
+    @property
+    def policies(self) -> dict[str, Any]:
+        """The sharded models of this frame, by key, in the order in which they were made."""
+        return {key: policy for key, ref in self._owners if (policy := ref()) is not None}
+
+    @property
+    def first(self) -> Any:
+        return next(iter(self.policies.values()), None)
+
+    def _bucket_bytes(self) -> int:
+        if self.config.bucket_bytes is not None:
+            return self.config.bucket_bytes
+        return bucket_bytes(self.first.hardware, self.first.group.world) if self.first is not None else 0
+
+    def _config(self, options: Any) -> Config:
+        if not self.policies:
+            given = Config.make(None, options or {})
+            for name in options or {}:
+                if name in PLACEMENT_FIELDS and not (name == "stage" and given.stage == 0):
+                    raise ConfigError(
+                        f"torch.compile(options={{{name!r}: ...}}): nothing in this model is sharded, and {name} is a "
+                        "placement; call zero.shard(model, stage=...) before torch.compile"
+                    )
+            return given
+        return next(iter(self.policies.values())).config.with_options(options)
+
+    def _segment_compiler(self) -> SegmentCompiler:
+        if self.first is None:
+            return SegmentCompiler(self.config.compute)
+        # Frames of one model share artifacts: a graph break or another phase does not compile a layer again.
+        known = self.first.compilers
+        return known.setdefault(self.config.compute, SegmentCompiler(self.config.compute))
+
+    def _plan(self, shard: ShardInput) -> ParamPlan:
+        policy = self.policies[shard.ref.owner]
+        info = policy.params[shard.ref.name]
+        return ParamPlan(
+            ref=shard.ref,
+            shape=info.layout.shape,
+            dtype=info.layout.dtype,
+            gather_dtype=info.gather_dtype,
+            reduce_dtype=info.reduce_dtype,
+            cut=info.layout.cut,
+            world=info.layout.world,
+            stage=policy.config.stage,
+            kept=policy.kept.get(shard.ref.name, False),
+            shared=policy.transport.shared,
+        )
+
+    def decompositions(self) -> Any:
+        if self.config.compute == "inductor":
+            from torch._inductor.decomposition import select_decomp_table
+
+            return select_decomp_table()
+        return None
+
+    def _dump_dir(self) -> str | None:
+        base = os.environ.get("ZERO_DUMP")
+        if not base or (self.first is not None and self.first.group.rank != 0):
+            return None
+        return os.path.join(base, f"frame{self.index}")
+
+    def _context(self, phase: str, gathered: frozenset[ParamRef] | None = None) -> Context:
+        reduced = self.reduced if phase == "backward" else None
+        return Context(self.params, phase, self.bucket_bytes, self.units, gathered, reduced)
+
+    def _joint(self, gm: fx.GraphModule) -> None:
+        run_passes(gm.graph, passes.JOINT, self._context("joint"), self.trace, self._dump_dir())
+        self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
+
+    # Called by AOTAutograd -----------------------------------------------------------------------------------
+
+    def partition(
+        self, gm: fx.GraphModule, inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Rewrite the joint graph and cut it into forward and backward."""
+        if self.config.compute == "inductor":
+            _inductor_joint_passes(gm, inputs)
+        self._joint(gm)
+        self.backward_params = passes.gathered_in_backward(gm.graph, self.params, self.bucket_bytes)
+        self.reduced = spec.reduced_by(gm.graph)
+        forward, backward = min_cut_rematerialization_partition(gm, inputs, **kwargs)
+        spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"])
+        if self.config.memory_budget_bytes is not None and self.policies:
+            self._spend_budget(forward, backward, self.config.memory_budget_bytes)
+        return forward, backward
+
+    def _spend_budget(self, forward: fx.GraphModule, backward: fx.GraphModule, budget_bytes: int) -> None:
+        """Plan both phases with every weight released, and keep what fits in the room that is left."""
+        programs = []
+        for gm, phase, gathered in (
+            (forward, "forward", None),
+            (backward, "backward", self.backward_params),
+        ):
+            trial = facts.copy_module(gm)
+            run_passes(trial.graph, passes.PHASE, self._context(phase, gathered), Trace())
+            programs.append(emit(trial, self.params, phase, self.loader.kept_offsets()).program)
+        policies = list(self.policies.values())
+        kept_now = kept_bytes(self.loader.kept_offsets())
+        memory = budget.memory_of(policies, programs, kept_now)
+        budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
+        budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
+        self.params = {s.ref: self._plan(s) for s in self.captured.shards}
+
+    def check_budget(self) -> None:
+        """What was compiled fits the budget.
+
+        Raises:
+            MemoryBudgetError: it does not.
+        """
+        if self.config.memory_budget_bytes is None or not self.policies:
+            return
+        policies, programs = list(self.policies.values()), list(self.frame.programs.values())
+        memory = budget.memory_of(policies, programs, self.frame.kept_bytes)
+        budget.check(
+            memory, self.config.memory_budget_bytes, budget.peak_at(programs), policies[0].group.world
+        )
+
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._phase(gm, "forward", None)
+
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _nothing_donated()
+        return self._phase(gm, "backward", self.backward_params)
+
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.config.compute == "inductor":
+            _inductor_joint_passes(gm, inputs)
+        self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
+        return self._phase(gm, "inference", None)
+
+    def _phase(
+        self, gm: fx.GraphModule, phase: str, gathered: frozenset[ParamRef] | None
+    ) -> Callable[..., Any]:
+        run_passes(gm.graph, passes.PHASE, self._context(phase, gathered), self.trace, self._dump_dir())
+        kept = self.loader.kept_offsets()
+        emitted = emit(gm, self.params, phase, kept)
+        program = emitted.program
+        fns = self._compile_segments(program, emitted.segments, phase)
+        self.frame.add(program, kept_bytes(kept), self._simulated(program, emitted.segments, gm.graph))
+        directory = self._dump_dir()
+        if directory:
+            with open(os.path.join(directory, phase, "program.txt"), "w") as f:
+                f.write(program.text() + "\n")
+        return _boxed(self.loader.load(program, fns))
+
+    def _simulated(self, program: Program, segments: Sequence[Any], graph: fx.Graph) -> Timeline:
+        """Predicted time of every segment, and the timeline that follows."""
+        machine = self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
+        cost, fused = CostModel(machine), self.config.compute == "inductor"
+        known = hints(graph)
+        program.segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in segments]
+        return simulate(program, machine, self.first.group.world if self.first is not None else 1)
+
+    def _compile_segments(self, program: Program, segments: Sequence[Any], phase: str) -> list[Any]:
+        keys: dict[str, int] = {}
+        fns = []
+        for seg in segments:
+            key, fn = self.segments.compile(seg, phase == "inference", phase == "backward")
+            fns.append(fn)
+            if key not in keys:
+                keys[key] = len(keys)
+                program.segments.append(seg.gm.print_readable(print_output=False))
+            program.structures.append(keys[key])
+        return fns
+
+
+def _nothing_donated() -> None:
+    # AOTAutograd lists inputs of the whole backward that its compiler may overwrite. Inductor would take the
+    # numbers for those of a segment's inputs, where they name gathered weights and what later segments read.
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    device = next(
+        (t.device for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)), None
+    )
+    # Its patterns of random operators make fake values.
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+        joint_graph_passes(gm, device)
+
+
+def _boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def run(args: list[Any]) -> Any:
+        return fn(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,178 @@
+"""What a memory budget buys: which gathered weights stay, and whether a plan fits at all.
+
+Between stage 3 (every weight released after its last use) and stage 2 (every weight kept until the shards
+change) lies a choice for each weight: keeping it costs its bytes and saves its gather in backward. That is a
+0/1 knapsack, solved here by dynamic programming over bytes in steps of a 4096th of the room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .arena import aligned
+from .errors import MemoryBudgetError
+from .group import decide
+from .ir.facts import ParamRef
+from .program import Compute, Program, WaitReduce
+from .report import ASSUMED_STATE_BYTES, Memory
+
+_STEPS = 4096
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A weight that could be kept: ``nbytes`` of memory save ``saved_us`` a step."""
+
+    name: str
+    nbytes: int
+    saved_us: float
+
+
+def choose(candidates: Sequence[Candidate], room_bytes: int) -> frozenset[str]:
+    """Names of the candidates to keep within ``room_bytes``; the time saved is largest, up to the step of bytes.
+
+    Sizes are rounded up to steps, so what is chosen always fits. The loss against the exact solution is at
+    most what ``len(candidates)`` steps of bytes would have saved. Ties go to the earlier candidate.
+    """
+    useful = [c for c in candidates if c.saved_us > 0 and c.nbytes <= room_bytes]
+    if sum(c.nbytes for c in useful) <= room_bytes:
+        return frozenset(c.name for c in useful)
+    # With fewer bytes than steps a step is one byte, and the solution is exact.
+    step = max(1, -(-room_bytes // _STEPS))
+    width = room_bytes // step
+    best = np.zeros(width + 1)
+    taken = np.zeros((len(useful), width + 1), dtype=bool)
+    for i, c in enumerate(useful):
+        need = -(-c.nbytes // step)
+        if need > width:
+            continue
+        with_it = best[: width + 1 - need] + c.saved_us
+        better = with_it > best[need:]
+        taken[i, need:] = better
+        best[need:] = np.where(better, with_it, best[need:])
+    keep, left = [], width
+    for i in range(len(useful) - 1, -1, -1):
+        if taken[i, left]:
+            keep.append(useful[i].name)
+            left -= -(-useful[i].nbytes // step)
+    return frozenset(keep)
+
+
+def keep(
+    policies: Sequence[Any], params: Mapping[ParamRef, Any], gathered: Iterable[ParamRef], room_bytes: int
+) -> None:
+    """Decide which weights of stage 3 stay gathered from forward to backward; noted in each ``policy.kept``.
+
+    Decided once for a weight, by rank 0 for all: room depends on the sizes of activations, which ranks may
+    legally disagree about, and collectives must not.
+    """
+    by_key = {p.key: p for p in policies}
+    wanted = set(gathered)
+    open_ = [
+        plan
+        for ref, plan in params.items()
+        if plan.cut and plan.stage == 3 and ref.name not in by_key[ref.owner].kept
+    ]
+    if not open_:
+        return
+    candidates = []
+    for plan in open_:
+        if plan.ref in wanted and plan.world > 1 and not plan.home:
+            policy = by_key[plan.ref.owner]
+            rows = -(-plan.shape[0] // plan.world) * plan.world
+            nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
+            us = policy.hardware.collective("all_gather", plan.world).us(nbytes)
+            candidates.append(Candidate(f"{policy.serial} {plan.ref.name}", nbytes, us))
+    first = policies[0]
+    names = [f"{by_key[p.ref.owner].serial} {p.ref.name}" for p in open_]
+    key = f"kept/{first.serial}/{len(first.kept)}"
+    chosen = set(decide(first.group, key, "\n".join(sorted(choose(candidates, room_bytes)))).split("\n"))
+    for plan, name in zip(open_, names, strict=True):
+        by_key[plan.ref.owner].kept[plan.ref.name] = name in chosen
+
+
+def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
+    """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
+    parameters = gradients = optimizer = 0
+    for policy in policies:
+        for name, info in policy.params.items():
+            local = info.layout.bytes_local()
+            parameters += local
+            param = policy.find(name)
+            if param is not None and param.requires_grad:
+                gradients += local
+                optimizer += info.layout.chunk_numel * ASSUMED_STATE_BYTES
+    largest = max((_most(p) for p in programs), default=0)
+    # One rank gathers nothing: its weights are views of the shards, unless they are cast.
+    moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
+    arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
+    return Memory(parameters, gradients, optimizer, kept_bytes if moves else 0, arena, largest)
+
+
+def _most(program: Program) -> int:
+    """Most bytes that a Program holds beside its arena and the gradients that it returns.
+
+    Those lie in storages that the engine keeps from step to step, which count among what is at rest.
+    """
+    most = returned = 0
+    for instr, live in zip(program.instrs, program.live, strict=True):
+        if isinstance(instr, WaitReduce):
+            r = program.reduces[instr.index]
+            returned += sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
+        most = max(most, live - program.buffer_bytes - returned)
+    return most
+
+
+def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:
+    """A plan must fit.
+
+    Args:
+        where: the instruction at which memory peaks, for the message.
+
+    Raises:
+        MemoryBudgetError: by how much it does not fit, where the peak is, and which option would help most.
+    """
+    if memory.peak <= budget_bytes:
+        return
+    over = memory.peak - budget_bytes
+    raise MemoryBudgetError(
+        f"memory_budget_bytes={budget_bytes:,} is {over:,} bytes too small for this rank: the predicted peak is "
+        f"{memory.peak:,} bytes, at {where}; {memory.at_rest:,} of them are at rest (parameters "
+        f"{memory.parameters:,}, gradients {memory.gradients:,}, optimizer states {memory.optimizer:,}, kept "
+        f"weights {memory.kept:,}, arena {memory.arena:,}) and {memory.programs:,} are activations and full "
+        f"gradients of the call; {_advice(memory, world)}"
+    )
+
+
+def _advice(memory: Memory, world: int) -> str:
+    parts = {
+        "programs": memory.programs,
+        "optimizer": memory.optimizer + memory.parameters + memory.gradients,
+        "kept": memory.kept,
+        "arena": memory.arena,
+    }
+    largest = max(parts, key=parts.__getitem__)
+    if largest == "programs":
+        return "a smaller batch, or torch.utils.checkpoint on the repeated blocks, would help most"
+    if largest == "kept":
+        return "stage=3, which releases gathered weights, would help most"
+    if largest == "arena":
+        return "param_dtype=torch.bfloat16, which halves gathered weights, would help most"
+    return f"more ranks than {world} would help most: these bytes are divided by their number"
+
+
+def peak_at(programs: Sequence[Program]) -> str:
+    """The instruction after which most bytes are live, in words."""
+    best, where = -1, "rest"
+    for program in programs:
+        for live, instr in zip(program.live, program.instrs, strict=True):
+            if live > best:
+                best = live
+                what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
+                where = f"{what} of the {program.phase}"
+    return where

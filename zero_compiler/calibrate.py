@@ -1,0 +1,203 @@
+"""Measures this machine once and keeps the result: ``zero-compiler calibrate``.
+
+Medians of repeated runs; nothing here is called by compilation.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .eager import all_gather_flat, reduce_scatter_flat
+from .hardware import Collective, HardwareSpec, Link
+
+_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
+
+
+def calibrate(
+    worlds: list[int], directory: str | None, say: Callable[[str], None] = lambda _: None
+) -> HardwareSpec:
+    """Measure matrix products, memory, collectives, host-device copies and the disk under ``directory``.
+
+    Args:
+        worlds: numbers of ranks to measure collectives with; each runs as processes of this machine.
+        directory: where to write test files of 256 MiB; None: the disk is not measured and takes the preset's
+            numbers.
+        say: called with a line before each measurement.
+    """
+    from .hardware import load
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+    preset = load("laptop")
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # a rank's share where ranks take a core each
+    try:
+        say("matrix products")
+        matmul = {str(d).removeprefix("torch."): _matmul(device, d) for d in _dtypes(device)}
+        say("memory")
+        memory = _memory(device)
+        kernel = _kernel_us(device)
+        say("host to device")
+        copy = _copy(device)
+    finally:
+        torch.set_num_threads(threads)
+    collectives: list[Collective] = []
+    for world in worlds:
+        say(f"collectives over {world} ranks")
+        collectives += _collectives(world)
+    read, write = preset.nvme_read, preset.nvme_write
+    if directory is not None:
+        say(f"files in {directory}")
+        read, write = _disk(Path(directory))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
+    return HardwareSpec(
+        name=f"{device.type}, {os.cpu_count()} cores",
+        source=f"zero-compiler calibrate, torch {torch.__version__}, one thread a rank",
+        date=datetime.date.today().isoformat(),
+        matmul_flops_per_us=matmul,
+        memory_bytes_per_us=memory,
+        kernel_us=kernel,
+        memory_bytes=on_device,
+        host_memory_bytes=total // max(worlds),
+        collectives=tuple(collectives),
+        host_device=copy,
+        nvme_read=read,
+        nvme_write=write,
+        shared=(("compute", "device-device", "host-device"),) if device.type == "cpu" else (),
+    )
+
+
+def _median_us(fn: Callable[[], Any], device: torch.device, repeat: int = 7) -> float:
+    fn()
+    times = []
+    for _ in range(repeat):
+        _sync(device)
+        start = time.perf_counter()
+        fn()
+        _sync(device)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def _sync(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> float:
+    n = 512 if device.type == "cpu" else 8192
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    return 2 * n**3 / _median_us(lambda: torch.mm(a, a, out=out), device)
+
+
+def _memory(device: torch.device) -> float:
+    n = 1 << (25 if device.type == "cpu" else 29)
+    a, b = torch.ones(n, device=device), torch.ones(n, device=device)
+    return 2 * a.nbytes / _median_us(lambda: b.copy_(a), device)
+
+
+def _kernel_us(device: torch.device) -> float:
+    a = torch.ones(8, device=device)
+
+    def many() -> None:
+        for _ in range(200):
+            a.add_(1)
+
+    return _median_us(many, device) / 200
+
+
+def _copy(device: torch.device) -> Link:
+    times = []
+    for size in (1 << 12, 1 << 26):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        times.append(_median_us(partial(there.copy_, host, non_blocking=True), device))
+    return _fit([1 << 12, 1 << 26], times)
+
+
+def _fit(sizes: list[int], times: list[float]) -> Link:
+    """Latency and bandwidth of the line through the smallest and the largest size."""
+    rate = (sizes[-1] - sizes[0]) / max(times[-1] - times[0], 1e-3)
+    return Link(max(times[0] - sizes[0] / rate, 0.1), rate)
+
+
+def _collectives(world: int) -> list[Collective]:
+    if world < 2:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_collective_rank, (world, folder), nprocs=world)
+        rows = torch.load(os.path.join(folder, "rows"))
+    return [Collective(kind, "c10d", world, _fit(list(_SIZES), times)) for kind, times in rows.items()]
+
+
+def _collective_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "gloo"
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    rows: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
+    for size in _SIZES:
+        full = torch.ones(size // 4, device=device)
+        part = full[: full.numel() // world].clone()
+        out = torch.empty(part.numel() * world, device=device)
+        for kind, call, given in (
+            ("all_gather", all_gather_flat, (out, part)),
+            ("reduce_scatter", reduce_scatter_flat, (part, out)),
+            ("all_reduce", dist.all_reduce, (full,)),
+        ):
+            dist.barrier()
+            rows[kind].append(_median_us(partial(call, *given), device))
+    if rank == 0:
+        torch.save(rows, os.path.join(folder, "rows"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _disk(directory: Path) -> tuple[Link, Link]:
+    """Sequential bandwidth past the page cache where the file system allows it."""
+    size, block = 256 << 20, 4 << 20
+    direct = getattr(os, "O_DIRECT", 0)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="zero-calibrate-") as file:
+        try:
+            fd = os.open(file.name, os.O_RDWR | direct)
+        except OSError:
+            fd = os.open(file.name, os.O_RDWR)
+        try:
+            import mmap
+
+            buffer = mmap.mmap(-1, block)  # page aligned, as O_DIRECT wants
+
+            def write() -> None:
+                for at in range(0, size, block):
+                    os.pwrite(fd, buffer, at)
+                os.fsync(fd)
+
+            def read() -> None:
+                for at in range(0, size, block):
+                    os.preadv(fd, [buffer], at)
+
+            host = torch.device("cpu")
+            written, got = _median_us(write, host, 3), _median_us(read, host, 3)
+        finally:
+            os.close(fd)
+    return Link(100.0, size / got), Link(100.0, size / written)

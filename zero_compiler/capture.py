@@ -1,0 +1,223 @@
+"""From Dynamo's graph to AOTAutograd: sharded parameters enter as their plain local rows.
+
+Dynamo sees ``zero.unshard(param.to_local(), ...)`` with the DTensor parameter as a graph input. AOTAutograd
+would flatten that subclass at every call. Instead the graph is given the local rows as plain leaf inputs,
+and the runtime links them to the parameters (`runtime/shards.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from .errors import CaptureError
+from .ir import ops
+from .ir.facts import ParamRef
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """A managed parameter among the inputs of a captured frame.
+
+    ``arg`` is its position among Dynamo's arguments, ``at`` the position of its local rows among those of
+    the rewritten graph.
+    """
+
+    arg: int
+    at: int
+    ref: ParamRef
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    shards: list[ShardInput]
+    keep: list[int]
+
+
+def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows.
+
+    Raises:
+        CaptureError: a marker reads something that is not a parameter of this frame.
+    """
+    mode = torch._guards.detect_fake_mode(list(example_inputs))
+    if mode is None:
+        context = torch._guards.TracingContext.try_get()
+        mode = context.fake_mode if context is not None else None
+    if mode is None:
+        mode = torch._subclasses.fake_tensor.FakeTensorMode(
+            shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
+        )
+    gm = _copy(gm)
+    _hoist_reads(gm)
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    inputs: list[Any] = []
+    shards: list[ShardInput] = []
+    keep: list[int] = []
+    for arg, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        if isinstance(example, DTensor):
+            refs = _lower_one(gm, node, example)
+            if refs is not None:
+                local_node, ref = refs
+                if node.users:
+                    keep.append(arg)
+                    inputs.append(example)
+                    node.append(local_node)
+                else:
+                    gm.graph.erase_node(node)
+                shards.append(ShardInput(arg, len(inputs), ref))
+                inputs.append(_fake_local(mode, example))
+                continue
+        keep.append(arg)
+        inputs.append(example)
+    for name, region in _reads_inside(gm):
+        raise CaptureError(
+            f"weight {name!r} is read inside {region}, whose operands the compiler does not follow; read it before, "
+            "and pass it in"
+        )
+    for node in gm.graph.find_nodes(op="call_function", target=ops.unshard):
+        if node.args[0].op != "placeholder":
+            raise CaptureError(
+                f"weight {node.args[4]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
+            )
+    gm.recompile()
+    return Captured(gm, inputs, shards, keep)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    # Dynamo reads its own graph again after the backend has returned.
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        if hasattr(node, "_dynamo_source"):
+            env[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+    return copy
+
+
+def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, fx.GraphModule]]:
+    """Graphs that a higher-order operator is given, as a region of ``torch.utils.checkpoint``."""
+    out = []
+    for arg in node.args:
+        if isinstance(arg, fx.Node) and arg.op == "get_attr":
+            body = getattr(gm, str(arg.target), None)
+            if isinstance(body, fx.GraphModule):
+                out.append((arg, body))
+    return out
+
+
+def _hoist_reads(gm: fx.GraphModule) -> None:
+    """Move reads of weights out of regions with one body: the region is given the full weight instead.
+
+    A checkpointed region is made again in backward; the gather before it is, too, as that of any weight.
+    """
+    for k, node in enumerate(list(gm.graph.nodes)):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        found = _bodies(gm, node)
+        if len(found) != 1 or node.args[0] is not found[0][0]:
+            continue
+        attribute, body = found[0]
+        body = _copy(body)
+        _hoist_reads(body)
+        placeholders = list(body.graph.find_nodes(op="placeholder"))
+        args = list(node.args[1:])
+        if len(placeholders) != len(args):
+            continue
+        for i, inner in enumerate(placeholders):
+            markers = [m for local in _locals_of(inner) for m in _markers_of(local)]
+            if not markers:
+                continue
+            with gm.graph.inserting_before(node):
+                local = gm.graph.call_method("to_local", (args[i],))
+                full = gm.graph.call_function(ops.unshard, (local, *markers[0].args[1:]))
+            for copied, source in ((local, markers[0].args[0]), (full, markers[0])):
+                copied.meta = dict(source.meta)
+            with body.graph.inserting_after(placeholders[-1]):
+                given = body.graph.placeholder(f"{inner.name}_full")
+            given.meta = dict(markers[0].meta)
+            placeholders.append(given)
+            args.append(full)
+            for marker in markers:
+                method = marker.args[0]
+                marker.replace_all_uses_with(given)
+                body.graph.erase_node(marker)
+                if not method.users:
+                    body.graph.erase_node(method)
+        # Operands that nothing reads any more, so that the frame need not be given the parameter itself.
+        for i in reversed(range(len(args))):
+            if not placeholders[i].users and isinstance(args[i], fx.Node) and i < len(node.args) - 1:
+                body.graph.erase_node(placeholders[i])
+                del args[i]
+        body.recompile()
+        name = f"{attribute.target}_zero_{k}"
+        setattr(gm, name, body)
+        with gm.graph.inserting_before(node):
+            fresh = gm.graph.get_attr(name)
+        node.args = (fresh, *args)
+        if not attribute.users:
+            gm.graph.erase_node(attribute)
+
+
+def _locals_of(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if u.op == "call_method" and u.target == "to_local"]
+
+
+def _markers_of(local: fx.Node) -> list[fx.Node]:
+    return [u for u in local.users if u.target in (ops.unshard, torch.ops.zero.unshard)]
+
+
+def _reads_inside(gm: fx.GraphModule) -> list[tuple[str, str]]:
+    """Weights that regions still read, each with the name of its region."""
+    out = []
+    for node in gm.graph.nodes:
+        for _, body in _bodies(gm, node) if node.op == "call_function" else ():
+            region = getattr(node.target, "__name__", str(node.target))
+            for inner in body.graph.nodes:
+                if inner.target in (ops.unshard, torch.ops.zero.unshard):
+                    out.append((str(inner.args[4]), region))
+            out += _reads_inside(body)
+    return out
+
+
+def _lower_one(gm: fx.GraphModule, node: fx.Node, example: Any) -> tuple[fx.Node, ParamRef] | None:
+    """Give the readers of the local rows of ``node`` a placeholder of their own; None where nothing is gathered."""
+    marked = [(local, marker) for local in _locals_of(node) for marker in _markers_of(local)]
+    if not marked:
+        return None
+    refs = {ParamRef(str(m.args[3]), str(m.args[4])) for _, m in marked}
+    with gm.graph.inserting_before(node):
+        local = gm.graph.placeholder(f"{node.name}_local")
+    local._dynamo_source = None
+    for method in {m for m, _ in marked}:
+        method.replace_all_uses_with(local)
+        gm.graph.erase_node(method)
+    ref = min(refs)
+    for _, marker in marked:
+        # A parameter that was tied after zero.shard is read under two names: one will do.
+        marker.target = ops.unshard
+        marker.args = (*marker.args[:3], ref.owner, ref.name)
+    return local, ref
+
+
+def _fake_local(mode: Any, param: Any) -> torch.Tensor:
+    local = param._local_tensor
+    if isinstance(local, FakeTensor):
+        return local.detach().requires_grad_(param.requires_grad)
+    with torch.no_grad():
+        fake = mode.from_tensor(local.detach(), static_shapes=True)
+    return fake.requires_grad_(param.requires_grad and local.dtype.is_floating_point)

@@ -1,0 +1,157 @@
+"""The command line: ``zero-compiler`` (also ``python -m zero_compiler``)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import hardware
+from .errors import ZeroError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="ZeRO as an ahead-of-time compiler for PyTorch."
+)
+console = Console(soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what of this installation works, and what a run would use."""
+    rows: list[tuple[str, str, bool]] = []
+
+    def row(what: str, found: str, good: bool = True) -> None:
+        rows.append((what, found, good))
+
+    row("python", platform.python_version(), sys.version_info >= (3, 11))
+    row(
+        "torch",
+        torch.__version__,
+        (2, 11) <= tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 14),
+    )
+    try:
+        from .runtime import _C
+
+        _C.Engine(None, 0, 1).close()
+        row("engine", "loads and runs")
+    except Exception as error:  # any failure to load is the answer to the question that was asked
+        row("engine", f"does not load: {error}; install again with --no-build-isolation", False)
+    named = "zero" in torch._dynamo.list_backends(exclude_tags=())
+    row('backend "zero"', "found by entry point" if named else "not found; is the package installed?", named)
+    row("process groups", ", ".join(b for b in ("gloo", "nccl", "mpi") if _has(b)) or "none", _has("gloo"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    row("accelerator", str(accelerator) if accelerator is not None else "none: compute runs on the CPU")
+    spec = hardware.load()
+    row("hardware", f"{spec.name} of {spec.date}" + ("" if hardware.cache_path().is_file() else " (preset)"))
+    table = Table(box=None, show_header=False)
+    for what, found, good in rows:
+        table.add_row(what, "ok" if good else "WRONG", found)
+    console.print(table)
+    if not all(good for _, _, good in rows):
+        raise typer.Exit(1)
+
+
+def _has(backend: str) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_backend_available(backend)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="module:function that returns (model, example_inputs)")],
+    world: Annotated[int, typer.Option(min=1, help="number of ranks to plan for")] = 1,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 3,
+    option: Annotated[
+        list[str] | None, typer.Option("--set", help="another Config field, as name=value")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the plan here")] = None,
+    brief: Annotated[bool, typer.Option(help="bytes only, no instructions")] = False,
+) -> None:
+    """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated."""
+    from .planning import report
+
+    fields: dict[str, Any] = {"stage": stage}
+    for item in option or []:
+        name, sep, value = item.partition("=")
+        if not sep:
+            raise typer.BadParameter(f"{item!r} is not name=value", param_hint="--set")
+        try:
+            fields[name] = json.loads(value)
+        except json.JSONDecodeError:
+            fields[name] = value
+    with torch.device("meta"):
+        module, inputs = _factory(model)()
+    made = report(module, inputs, world=world, **fields)
+    console.print(made.summary() if brief else str(made), highlight=False, markup=False)
+    if json_path is not None:
+        made.save_json(str(json_path))
+        console.print(f"written: {json_path}")
+
+
+@app.command()
+def calibrate(
+    world: Annotated[
+        list[int] | None, typer.Option(help="numbers of ranks to measure collectives with")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option(help="measure the disk under this directory")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="write here instead of this machine's cache file")
+    ] = None,
+) -> None:
+    """Measure this machine once; later compiles plan with the result."""
+    from .calibrate import calibrate as measure
+
+    with console.status("measuring") as status:
+        spec = measure(world or [2], str(directory) if directory else None, lambda what: status.update(what))
+    path = output or hardware.cache_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(spec.to_json() + "\n")
+    table = Table(box=None, show_header=False)
+    for dtype, rate in spec.matmul_flops_per_us.items():
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e3:,.1f} GFLOP/s")
+    table.add_row("memory", f"{spec.memory_bytes_per_us / 1e3:,.1f} GB/s")
+    table.add_row("one kernel", f"{spec.kernel_us:,.1f} us")
+    for c in spec.collectives:
+        table.add_row(
+            f"{c.kind}, {c.world} ranks, {c.transport}",
+            f"{c.link.latency_us:,.0f} us + {c.link.bytes_per_us / 1e3:,.2f} GB/s",
+        )
+    table.add_row("host to device", f"{spec.host_device.bytes_per_us / 1e3:,.1f} GB/s")
+    if directory:
+        table.add_row("file read", f"{spec.nvme_read.bytes_per_us / 1e3:,.2f} GB/s")
+        table.add_row("file write", f"{spec.nvme_write.bytes_per_us / 1e3:,.2f} GB/s")
+    console.print(table)
+    console.print(f"kept in {path}")
+
+
+def _factory(path: str) -> Any:
+    name, sep, function = path.partition(":")
+    if not sep:
+        raise typer.BadParameter(f"{path!r} is not module:function", param_hint="MODEL")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+
+
+def main() -> None:
+    """Entry point: errors of this project are printed as one sentence."""
+    try:
+        app()
+    except ZeroError as error:
+        console.print(f"error: {error}", style="bold red")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

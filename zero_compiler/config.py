@@ -1,0 +1,202 @@
+"""The one configuration object: frozen, serialisable, with units in the names.
+
+Placement fields belong to ``zero.shard``; compile fields may also be given as
+``torch.compile(options=...)``. A field that is given twice must agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import ConfigError
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
+_TIERS = ("none", "host", "nvme")
+_COMPUTE = ("inductor", "aten")
+_TRANSPORTS = ("auto", "c10d", "shared")
+
+TIER_FIELDS = ("offload_params", "offload_grads", "offload_optimizer", "offload_activations")
+PLACEMENT_FIELDS = frozenset(
+    {
+        "stage",
+        "param_dtype",
+        "reduce_dtype",
+        "offload_params",
+        "offload_grads",
+        "offload_optimizer",
+        "offload_activations",
+        "nvme_dir",
+        "hardware",
+        "transport",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a sharded model.
+
+    Args:
+        stage: ZeRO stage. 0 replicates everything; 1 partitions optimizer state, 2 gradients too, 3
+            parameters too (ZeRO, Rajbhandari et al. 2020, section 5).
+        param_dtype: dtype in which weights are gathered and computed with; None keeps the parameter's own.
+            Floating inputs of the root module are cast to it, as FSDP2's MixedPrecisionPolicy does.
+        reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
+            (``param_dtype`` if given).
+        offload_params, offload_grads, offload_optimizer, offload_activations: tier at rest: "none" (the
+            compute device), "host" or "nvme".
+        nvme_dir: directory for files of the NVMe tier.
+        transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
+            share; "auto" takes "shared" where it is possible on every rank. ``zero.inspect`` says which, and why.
+        compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
+        hardware: description of the machine that plans are made for: a preset or a JSON file. None: what
+            ``zero-compiler calibrate`` found on this one, else the preset "laptop".
+        memory_budget_bytes: bytes of the compute device that one rank may use; what it covers is in
+            docs/semantics.md. A plan that does not fit is an error before step 1; room that is left keeps
+            gathered weights from forward to backward. None: no limit, and weights are released as ``stage`` says.
+        bucket_bytes: gathers and reductions smaller than this share a collective, in bytes of the full
+            tensors. None: derived by the cost model from latency times bandwidth.
+
+    Raises:
+        ConfigError: a value is out of range or not of its type.
+    """
+
+    stage: int = 3
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload_params: str = "none"
+    offload_grads: str = "none"
+    offload_optimizer: str = "none"
+    offload_activations: str = "none"
+    nvme_dir: str | None = None
+    transport: str = "auto"
+    compute: str = "inductor"
+    hardware: str | None = None
+    memory_budget_bytes: int | None = None
+    bucket_bytes: int | None = None
+
+    def __new__(cls, *args: Any, **fields: Any) -> Config:
+        """Notes which fields the user gave. All of them at once is a copy: then those that are no default."""
+        self = object.__new__(cls)
+        known = [f.name for f in dataclasses.fields(cls)]
+        given = {*known[: len(args)], *fields}
+        if len(given) == len(known):
+            given = {f.name for f in dataclasses.fields(cls) if fields.get(f.name, f) != f.default}
+        self.__dict__["given"] = frozenset(given)
+        return self
+
+    @property
+    def _given(self) -> frozenset[str]:
+        return self.__dict__["given"]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stage, int) or isinstance(self.stage, bool) or not 0 <= self.stage <= 3:
+            raise ConfigError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
+        for name in ("param_dtype", "reduce_dtype"):
+            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
+        for name in TIER_FIELDS:
+            tier = getattr(self, name)
+            if tier not in _TIERS:
+                raise ConfigError(f"{name} must be one of {', '.join(_TIERS)}, not {tier!r}")
+            if tier == "nvme":
+                raise ConfigError(f'{name}="nvme" is not available in this version; use "none" or "host"')
+        if self.nvme_dir is not None and not os.path.isdir(self.nvme_dir):
+            raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
+        if self.transport not in _TRANSPORTS:
+            raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
+        if self.compute not in _COMPUTE:
+            raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
+        for name in ("bucket_bytes", "memory_budget_bytes"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+                raise ConfigError(f"{name} must be a number of bytes >= 0 or None, not {size!r}")
+
+    @staticmethod
+    def make(base: Config | None = None, fields: Mapping[str, Any] | None = None) -> Config:
+        """``base`` with ``fields`` laid over it; a field given in both must agree.
+
+        Raises:
+            ConfigError: an unknown field, or two values for one field.
+        """
+        fields = dict(fields or {})
+        known = {f.name for f in dataclasses.fields(Config)}
+        for name in fields:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
+                )
+                raise ConfigError(f"unknown option {name!r}{hint}")
+        if base is None:
+            return Config(**fields)
+        if not isinstance(base, Config):
+            raise ConfigError(f"config must be a zero.Config, not {type(base).__name__}")
+        merged = Config(**{name: getattr(base, name) for name in known} | fields)
+        merged.__dict__["given"] = base._given | frozenset(fields)
+        for name in fields:
+            if name in base._given and getattr(merged, name) != getattr(base, name):
+                raise ConfigError(
+                    f"{name} was given twice: {getattr(base, name)!r} and {getattr(merged, name)!r}; give it once"
+                )
+        return merged
+
+    def with_options(self, options: Mapping[str, Any] | None) -> Config:
+        """The configuration of one compile: this one with ``torch.compile(options=...)`` laid over it.
+
+        Raises:
+            ConfigError: an option contradicts the shard, or is a placement and so belongs to ``zero.shard``.
+        """
+        if not options:
+            return self
+        merged = Config.make(None, options)
+        for name in options:
+            if name in PLACEMENT_FIELDS and getattr(merged, name) != getattr(self, name):
+                raise ConfigError(
+                    f"torch.compile(options={{{name!r}: ...}}) asks for {getattr(merged, name)!r}, but the model was "
+                    f"sharded with {name}={getattr(self, name)!r}; {name} is a placement: give it to zero.shard"
+                )
+        return Config.make(self, options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; dtypes by name."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            out[f.name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        return out
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Config:
+        """Inverse of :meth:`to_dict`."""
+        return Config.make(None, data)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value in _DTYPES:
+        value = _DTYPES[value]
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise ConfigError(
+            f"{name} must be a floating torch.dtype or one of {', '.join(_DTYPES)}, not {value!r}"
+        )
+    return value

@@ -1,0 +1,145 @@
+"""CostModel: bytes and FLOPs of operators and transfers, and the time they take on a given machine.
+
+Works on the fake values of a graph. Where a size is symbolic the result is a sympy expression in the same
+symbols; ``at_hints`` turns it into a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from .hardware import HardwareSpec
+from .ir import facts
+
+# Transfers shorter than this many latencies share a bucket: latency is then at most an eighth of the time.
+_LATENCIES = 8
+
+
+def bucket_bytes(spec: HardwareSpec, world: int, transport: str = "c10d") -> int:
+    """Bytes of full tensors below which a transfer shares a bucket: latency times bandwidth, times eight."""
+    if world == 1:
+        return 1 << 20
+    link = spec.collective("all_gather", world, transport)
+    return int(_LATENCIES * link.latency_us * link.bytes_per_us)
+
+
+def expr(size: Any) -> Any:
+    """A size as a number, or as a sympy expression where it is symbolic."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def hints(graph: fx.Graph) -> dict[Any, int]:
+    """The values that the capture saw for the symbols in the sizes of a graph."""
+    known: dict[Any, int] = {}
+    for node in graph.nodes:
+        for leaf in tree_leaves(facts.value(node)):
+            for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                    known[size.node.expr] = facts.hint(size)
+    return known
+
+
+def at_hints(cost: Any, known: Mapping[Any, int]) -> float:
+    """A number for a cost that may be symbolic."""
+    return float(cost.subs(known)) if isinstance(cost, sympy.Expr) else float(cost)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs on one machine; equal specs and graphs give equal costs.
+
+    A kernel takes the longer of its arithmetic and its memory traffic (roofline: Williams, Waterman and
+    Patterson, 2009), plus the time to launch it.
+    """
+
+    spec: HardwareSpec
+
+    def flops(self, node: fx.Node) -> Any:
+        """Floating-point operations of a matrix-like operator; 0 for the others, which memory bounds."""
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in flop_registry:
+            return 0
+        args, kwargs = tree_map(
+            lambda a: _shaped(facts.value(a)) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
+        )
+        return expr(flop_registry[packet](*args, **kwargs, out_val=_shaped(facts.value(node))))
+
+    def moved_bytes(self, node: fx.Node) -> Any:
+        """Bytes that the operator reads and writes when it runs by itself; 0 for a view."""
+        if facts.aliased_inputs(node) and not _mutates(node):
+            return 0
+        return sum(tensor_bytes(facts.value(n)) for n in (node, *node.all_input_nodes))
+
+    def node_us(self, node: fx.Node) -> Any:
+        """Time of one operator that runs by itself."""
+        moved = self.moved_bytes(node)
+        if moved == 0:
+            return 0.0
+        return _longer(self._arithmetic_us(node), moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
+
+    def region_us(self, graph: fx.Graph, fused: bool) -> Any:
+        """Time of a compute segment.
+
+        With ``fused`` its element-wise parts cost one pass over what enters and leaves them: matrix products
+        and their operands count by themselves, and of the rest only what crosses between the two, or the
+        border of the segment.
+        """
+        nodes = [n for n in graph.nodes if facts.is_compute(n)]
+        if not fused:
+            return sum(self.node_us(n) for n in nodes)
+        heavy = {n for n in nodes if getattr(n.target, "overloadpacket", None) in flop_registry}
+        total = sum(self.node_us(n) for n in heavy)
+        light = [n for n in nodes if n not in heavy and self.moved_bytes(n) != 0]
+        if not light:
+            return total
+        inside = set(light)
+        border = {i for n in light for i in n.all_input_nodes if i not in inside} | {
+            n for n in light if any(u not in inside for u in n.users)
+        }
+        moved = sum(tensor_bytes(facts.value(n)) for n in border)
+        return total + moved / self.spec.memory_bytes_per_us + self.spec.kernel_us
+
+    def transfer_us(self, kind: str, nbytes: Any, world: int, transport: str = "c10d") -> Any:
+        """Time of a collective that moves ``nbytes`` of full tensors over ``world`` ranks."""
+        return 0.0 if world == 1 else self.spec.collective(kind, world, transport).us(nbytes)
+
+    def _arithmetic_us(self, node: fx.Node) -> Any:
+        flops = self.flops(node)
+        if flops == 0:
+            return 0.0
+        dtype = next((t.dtype for t in tree_leaves(facts.value(node)) if isinstance(t, torch.Tensor)), None)
+        rates = self.spec.matmul_flops_per_us
+        rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
+        return flops / rate
+
+
+def tensor_bytes(val: Any) -> Any:
+    """Bytes of the tensors in a fake value; symbolic where their sizes are."""
+    total: Any = 0
+    for t in tree_leaves(val):
+        if isinstance(t, torch.Tensor):
+            total = total + expr(t.numel()) * t.element_size()
+    return total
+
+
+def _shaped(val: Any) -> Any:
+    return tree_map(lambda t: t.shape if isinstance(t, torch.Tensor) else t, val)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _longer(a: Any, b: Any) -> Any:
+    if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
+        return sympy.Max(a, b)
+    return max(a, b)

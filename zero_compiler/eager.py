@@ -1,0 +1,114 @@
+"""Blocking gathers and reductions: the meaning of a marker outside a compiled region.
+
+Right for any code (graph breaks, skipped frames, no compile at all), and slower than a Program: nothing
+overlaps, and a gathered weight that autograd saves lives until backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import grads
+from .group import Group
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from .shard import Policy
+
+
+# torch 2.13 renamed both and warns of the old names.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def flat_chunk(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    """The flat padded chunk that ``local`` (this rank's rows) is a prefix of; a padded copy where it is not."""
+    numel = layout.chunk_numel
+    local = local.detach()
+    if local.is_contiguous():
+        if local.numel() == numel:
+            return local.view(-1)
+        storage = local.untyped_storage().nbytes() // max(local.element_size(), 1)
+        if storage >= local.storage_offset() + numel:
+            return local.as_strided((numel,), (1,))
+    chunk = torch.zeros(numel, dtype=local.dtype, device=local.device)
+    chunk[: local.numel()].copy_(local.reshape(-1))
+    return chunk
+
+
+def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The full weight in ``dtype``, newly allocated where there is more than one rank."""
+    if not layout.cut or group.world == 1:
+        return local.detach().to(dtype).view(layout.shape) if layout.cut else local.detach().to(dtype)
+    chunk = flat_chunk(layout, local).to(dtype)
+    out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=chunk.device)
+    all_gather_flat(out, chunk, group=group.pg)
+    return out[: layout.numel].view(layout.shape)
+
+
+def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows of the mean over ranks of ``grad``, in the dtype of the parameter."""
+    grad = grad.detach().to(reduce_dtype)
+    if group.world == 1:
+        return grad.to(layout.dtype, copy=True)  # autograd may have given this tensor to others as well
+    if not layout.cut:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group.pg)
+        return total.div_(group.world).to(layout.dtype)
+    padded = torch.zeros(group.world * layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
+    padded[: layout.numel].copy_(grad.reshape(-1))
+    out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
+    reduce_scatter_flat(out, padded, group=group.pg)
+    shape = layout.local_shape(group.rank)
+    return out.div_(group.world).to(layout.dtype)[: layout.rows(group.rank) * layout.row_numel].view(shape)
+
+
+def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
+    """This rank's padded chunk of rank 0's ``full``, on the compute device."""
+    if full.is_meta or isinstance(full, FakeTensor):
+        return full.detach().new_empty(layout.padded_shape)
+    full = full.detach().to(group.device)
+    if group.world == 1 or group.pg is None:
+        return layout.cut_rows(full, group.rank)
+    first = dist.get_global_rank(group.pg, 0)
+    if not layout.cut:
+        whole = full.clone(memory_format=torch.contiguous_format)
+        if whole.numel():
+            dist.broadcast(whole, first, group=group.pg)
+        return whole
+    chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
+    chunks = [layout.cut_rows(full, r) for r in range(group.world)] if group.rank == 0 else None
+    dist.scatter(chunk, chunks, src=first, group=group.pg)
+    return chunk
+
+
+class Unshard(torch.autograd.Function):
+    """Full weight of a sharded parameter, with the reduction of its gradient as backward."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
+        ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
+        info = policy.params[name]
+        policy.meet(f"eager gather of {name}")
+        return gather(policy.group, info.layout, param._local_tensor, info.gather_dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        policy, name = ctx.policy, ctx.name
+        info = policy.params[name]
+        param = ctx.param
+        if param._version != ctx.version:
+            grads.modified(name)
+        if not policy.sync:
+            grads.keep_pending(param, grad.to(info.reduce_dtype))
+            return None, None, None
+        grad = grads.take_pending(param, grad.to(info.reduce_dtype))
+        grads.flush_at_end(policy)
+        policy.meet(f"eager reduction of the gradient of {name}")
+        local = reduce(policy.group, info.layout, grad, info.reduce_dtype)
+        return grads.as_dtensor(param, local), None, None

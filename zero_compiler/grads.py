@@ -1,0 +1,206 @@
+"""Gradients at rest: publishing ``p.grad``, and full gradients that wait for their reduction.
+
+Under ``zero.no_sync`` a backward adds its full local gradient to ``p.grad`` as a :class:`PendingGrad`. That
+object *is* the state: setting ``p.grad`` to None drops it, as it drops any gradient, and an optimizer or a
+clipping function that touches it is told what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .errors import GradientError, ShardError
+
+if TYPE_CHECKING:
+    from .shard import Policy
+
+
+class PendingGrad(torch.Tensor):
+    """Gradient of a sharded parameter that holds contributions not reduced over the ranks yet.
+
+    ``full`` is the sum of the local full gradients (in ``reduce_dtype``); ``base`` is the gradient that had
+    been reduced before them, or None.
+    """
+
+    full: torch.Tensor
+    base: Any
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, full: torch.Tensor, base: DTensor | None) -> PendingGrad:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        self.full, self.base = full, base
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PendingGrad(shape={tuple(self.shape)}, not reduced yet)"
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        raise _not_reduced()
+
+    to_local = redistribute = full_tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        own = bool(args) and isinstance(args[0], PendingGrad)
+        if name in ("__get__", "__set__") or (own and name in _HARMLESS):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name == "_foreach_zero_":
+            for grad in args[0]:
+                grad.zero_()
+            return None
+        raise _not_reduced()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, PendingGrad):
+            if func is torch.ops.aten.detach.default or func is torch.ops.aten.detach_.default:
+                return first
+            if func is torch.ops.aten.zero_.default:
+                # zero_grad(set_to_none=False): the contributions are dropped, the buffer is kept.
+                first.full.zero_()
+                first.base = None
+                return first
+            if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and isinstance(
+                args[1], DTensor
+            ):
+                # autograd adds a gradient that did not pass through a gathered weight: it is reduced already.
+                first.base = args[1] if first.base is None else first.base + args[1]
+                return first
+        raise _not_reduced()
+
+
+# What zero_grad and autograd do to any gradient, and what only asks for its form.
+_HARMLESS = frozenset(
+    "__repr__ __hash__ detach detach_ requires_grad_ zero_ add add_ size stride dim numel storage_offset "
+    "is_floating_point is_complex is_contiguous is_conj is_neg is_inference _is_view _is_zerotensor "
+    "untyped_storage".split()
+)
+
+
+def check_reduced(params: Iterable[Any]) -> None:
+    """Raise where a gradient of ``params`` waits for its reduction.
+
+    Raises:
+        GradientError: before any of them was touched.
+    """
+    for param in params:
+        if type(param.grad) is PendingGrad:
+            raise _not_reduced()
+
+
+def _not_reduced() -> GradientError:
+    return GradientError(
+        "these gradients are not reduced yet: they were accumulated under zero.no_sync; run a backward outside "
+        "it before clipping, stepping or reading .grad"
+    )
+
+
+def as_dtensor(param: Any, local: torch.Tensor) -> DTensor:
+    """``local`` rows as a DTensor with the placement of ``param``; no communication, no check."""
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+def keep_pending(param: Any, full: torch.Tensor) -> None:
+    """Add a full local gradient to what waits for the next synchronising backward."""
+    grad = param.grad
+    if isinstance(grad, PendingGrad):
+        grad.full.add_(full)
+    else:
+        # A private copy: the caller's gradient may lie in a buffer that is used again.
+        param.grad = PendingGrad(param, full.detach().clone(), grad)
+
+
+def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
+    """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
+    grad = param.grad
+    if not isinstance(grad, PendingGrad):
+        return full
+    param.grad = grad.base
+    return grad.full.add_(full)
+
+
+def publish(param: Any, local: torch.Tensor) -> None:
+    """Add this rank's reduced rows to ``param.grad``, as autograd's accumulation would."""
+    grad = param.grad
+    if grad is None:
+        param.grad = as_dtensor(param, local)
+    elif isinstance(grad, DTensor):
+        grad._local_tensor.add_(local)
+    else:
+        raise ShardError(
+            f"the gradient of a sharded parameter must be a DTensor, not {type(grad).__name__}; "
+            "set p.grad to None or to a DTensor with the placement of p"
+        )
+
+
+def flush_at_end(policy: Policy) -> None:
+    """When the running backward ends, reduce what still waits: weights that it did not use."""
+    if getattr(policy, "_flush_queued", None) == torch._C._current_graph_task_id():
+        return
+    policy._flush_queued = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+
+    def flush() -> None:
+        from . import eager
+
+        policy._flush_queued = None  # type: ignore[attr-defined]
+        for name, info in policy.params.items():
+            param = policy.find(name)
+            grad = getattr(param, "grad", None)
+            if isinstance(grad, PendingGrad):
+                policy.meet(f"eager reduction of the gradient of {name}")
+                param.grad = grad.base
+                publish(param, eager.reduce(policy.group, info.layout, grad.full, info.reduce_dtype))
+
+    torch.autograd.Variable._execution_engine.queue_callback(flush)
+
+
+def replaced(attribute: str, names: dict[str, str]) -> NoReturn:
+    """Raise: a plain tensor stands where a sharded parameter was."""
+    raise ShardError(
+        f"parameter {names.get(attribute, attribute)!r} was replaced by a plain tensor after zero.shard; write new "
+        "values inside zero.gathered(model, write=True), or shard a model that holds them"
+    )
+
+
+def modified(name: str) -> NoReturn:
+    """Raise: a weight is not what the forward of this backward used."""
+    raise ShardError(
+        f"parameter {name!r} was modified in place between forward and backward; step the optimizer after backward"
+    )
+
+
+def missing(name: str, opened: bool) -> NoReturn:
+    """Raise: a call needs a sharded parameter that does not stand in its module."""
+    if opened:
+        raise ShardError(
+            f"parameter {name!r} is whole inside zero.gathered: run the backward of a forward that came before it "
+            "outside of it"
+        )
+    raise ShardError(
+        f"parameter {name!r} was deleted or replaced by a plain tensor after zero.shard; write new values inside "
+        "zero.gathered(model, write=True), or shard a model that holds them"
+    )
+
+
+def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> NoReturn:
+    """Raise: ``.to()``, ``.half()`` or the like changed a sharded parameter, or another one was put in its place."""
+    if tuple(param.shape) != info.layout.shape:
+        raise ShardError(
+            f"parameter {name!r} was sharded with shape {list(info.layout.shape)}, and a sharded parameter of shape "
+            f"{list(param.shape)} stands in its place now; a shape can only change before zero.shard"
+        )
+    raise ShardError(
+        f"parameter {name!r} was sharded as {info.layout.dtype} on {device}, and is {param.dtype} on {param.device} "
+        "now: call .to() before zero.shard, or give zero.shard a device or param_dtype"
+    )

@@ -1,0 +1,296 @@
+"""The ranks over which a model is partitioned: mesh, process group and the agreement between ranks.
+
+Agreement goes through the process group's store and never through a collective, so that ranks that
+disagree find out before the first collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import RankMismatchError, ShardError, TransferError
+
+
+@dataclass(frozen=True)
+class Group:
+    """A one-dimensional mesh and what is needed to talk over it.
+
+    ``pg`` is None at world size 1 without a process group; ``dist.is_initialized()`` then stays False.
+    """
+
+    mesh: DeviceMesh
+    pg: Any
+    rank: int
+    world: int
+    device: torch.device
+
+    def check_still_valid(self) -> None:
+        if self.pg is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ShardError(
+                "a process group was made after zero.shard, which had sharded for one process; "
+                "call dist.init_process_group before zero.shard"
+            )
+
+    def name_of(self, rank: int) -> str:
+        """A rank of this group, for messages; with its number in the job where that is another one."""
+        if self.pg is not None and dist.is_initialized():
+            everywhere = dist.get_global_rank(self.pg, rank)
+            if everywhere != rank:
+                return f"rank {rank} of {self.world} (rank {everywhere} of the job)"
+        return f"rank {rank} of {self.world}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # ranks and links are not part of a model's value
+
+
+def default_device() -> torch.device:
+    """The current accelerator, else CPU; with an index where the device has one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Group:
+    """Group of ``mesh``; by default one dimension over the default process group, or one rank without one.
+
+    Raises:
+        ShardError: the mesh has more than one dimension, or needs a process group that does not exist.
+    """
+    if device is None:
+        dev = default_device()
+        if mesh is not None and mesh.device_type != dev.type:
+            dev = torch.device(mesh.device_type)
+        if mesh is None and dev.type != "cpu" and dist.is_initialized() and not _backend_serves(dev.type):
+            dev = torch.device("cpu")
+    else:
+        dev = torch.device(device)
+        if dev.type != "cpu" and dev.index is None:
+            dev = torch.device(dev.type, torch.accelerator.current_device_index())
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ShardError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group; "
+                    "call torch.distributed.init_process_group before zero.shard"
+                )
+            mesh = DeviceMesh(dev.type, [0], _init_backend=False, _rank=0)
+            # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
+            if not hasattr(mesh, "_dim_group_names"):
+                mesh._dim_group_names = []
+            return Group(mesh, None, 0, 1, dev)
+        mesh = _default_mesh(dev.type)
+    if mesh.ndim != 1:
+        raise ShardError(
+            f"mesh must have one dimension in this version, not {mesh.ndim}; pass mesh['name'] of the dimension "
+            "to shard over"
+        )
+    pg = mesh.get_group()
+    return Group(mesh, pg, mesh.get_local_rank(), mesh.size(), dev)
+
+
+def _backend_serves(device_type: str) -> bool:
+    config = dist.get_backend_config()
+    return device_type in str(config)
+
+
+def _default_mesh(device_type: str) -> DeviceMesh:
+    # from_group makes no new communicator: the mesh is the default group itself.
+    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
+
+
+def digest(text: str) -> bytes:
+    """32 bytes that stand for ``text`` in the agreement between ranks."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def store_of(group: Group) -> Any:
+    """The store that the group's ranks share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def post_text(group: Group, key: str, text: str) -> None:
+    """Lay ``text`` where the other ranks of the group can read it."""
+    store_of(group).set(f"zero/{_group_name(group)}/{key}/{group.rank}", text)
+
+
+def read_texts(
+    group: Group, key: str, timeout_s: float, ranks: Iterable[int] | None = None
+) -> dict[int, str]:
+    """Texts that the ranks (default: all) posted under ``key``; a rank that posted none in time is left out."""
+    store = store_of(group)
+    out: dict[int, str] = {}
+    for rank in range(group.world) if ranks is None else ranks:
+        name = f"zero/{_group_name(group)}/{key}/{rank}"
+        try:
+            store.wait([name], timedelta(seconds=timeout_s))
+            out[rank] = store.get(name).decode()
+        except (RuntimeError, dist.DistStoreError):
+            continue
+    return out
+
+
+def _group_name(group: Group) -> str:
+    return str(getattr(group.pg, "group_name", "0"))
+
+
+def first_difference(a_text: str, b_text: str, a_name: str, b_name: str) -> str:
+    """The first line in which two descriptions differ, and who said what."""
+    a, b = a_text.splitlines(), b_text.splitlines()
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            return f"{left.strip()!r} on {a_name}, {right.strip()!r} on {b_name}"
+    if len(a) == len(b):
+        return "nothing in their text"
+    longer, who = (a, a_name) if len(a) > len(b) else (b, b_name)
+    return f"{longer[min(len(a), len(b))].strip()!r} only on {who}"
+
+
+def agree(group: Group, key: str, what: str, text: str) -> None:
+    """Every rank must say the same ``text`` under ``key``; blocks until all have spoken.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first difference.
+        ShardError: a rank did not speak within the process group's timeout.
+    """
+    if group.pg is None or group.world == 1:
+        return
+    post_text(group, key, text)
+    timeout_s = group_timeout_s(group)
+    texts = read_texts(group, key, timeout_s)
+    missing = [r for r in range(group.world) if r not in texts]
+    if missing:
+        raise RankMismatchError(
+            f"{what}: {group.name_of(missing[0])} did not arrive within {timeout_s:.0f} s"
+        )
+    # The same two ranks on every rank, so that all say the same.
+    for rank in range(1, group.world):
+        if texts[rank] != texts[0]:
+            found = first_difference(texts[0], texts[rank], group.name_of(0), group.name_of(rank))
+            raise RankMismatchError(f"ranks disagree about {what}: first difference: {found}")
+
+
+# Headers -------------------------------------------------------------------------------------------------------
+
+HEADER_BYTES = 32
+_DIGEST_BYTES = 16
+# Far from the small tags that people choose for their own messages, and not one of the engine's. One tag for all
+# headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
+_HEADER_TAG = 0x59000000
+
+
+def short_digest(text: str) -> bytes:
+    """The first half of a header: what a rank is about to do."""
+    return digest(text)[:_DIGEST_BYTES]
+
+
+def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: bytes = b"") -> list[bytes]:
+    """Exchange headers before the first collective of a call; each rank's ``more``.
+
+    A header has the same size whatever a rank is up to, so that ranks in different calls find out here, and
+    not in collectives that do not fit together.
+
+    Args:
+        doing: :func:`short_digest` of ``text``, the description that ranks must share.
+        what: the call, for messages.
+        more: at most 16 bytes that may differ.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first difference.
+        TransferError: a peer did not answer.
+    """
+    headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
+    if any(h[:_DIGEST_BYTES] != doing for h in headers):
+        _explain(group, [h[:_DIGEST_BYTES] for h in headers], text())
+    return [h[_DIGEST_BYTES:] for h in headers]
+
+
+def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
+    peer: int | None = None
+    try:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if not _has_gloo(group):
+            out = torch.empty(group.world * len(mine), dtype=torch.uint8, device=group.device)
+            dist.all_gather_into_tensor(out, sent.to(group.device), group=group.pg)
+            return [bytes(row) for row in out.view(group.world, -1).tolist()]
+        got = torch.empty(group.world, len(mine), dtype=torch.uint8)
+        got[group.rank] = sent
+        others = [r for r in range(group.world) if r != group.rank]
+        receives = []
+        sends = []
+        for peer in others:
+            receives.append(group.pg.recv([got[peer]], peer, _HEADER_TAG))
+        for peer in others:
+            sends.append(group.pg.send([sent], peer, _HEADER_TAG))
+        for whom, work in zip([*others, *others], [*receives, *sends], strict=True):
+            peer = whom
+            work.wait()
+        return [row.numpy().tobytes() for row in got]
+    except RuntimeError as error:
+        who = "its peers" if peer is None else group.name_of(peer)
+        reason = str(error).splitlines()[0]
+        raise TransferError(
+            f"{what}: {group.name_of(group.rank)} got no answer from {who}: {reason}"
+        ) from error
+
+
+def _has_gloo(group: Group) -> bool:
+    try:
+        return group.pg._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
+
+
+def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
+    store, prefix = store_of(group), f"zero/{_group_name(group)}/call"
+    store.set(f"{prefix}/{digests[group.rank].hex()}", text)
+    # The same two ranks on every rank, so that all say the same.
+    other = next(r for r, d in enumerate(digests) if d != digests[0])
+    texts = []
+    for rank in (0, other):
+        try:
+            name = f"{prefix}/{digests[rank].hex()}"
+            store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
+            texts.append(store.get(name).decode())
+        except (RuntimeError, dist.DistStoreError):
+            texts.append("a call that it does not describe")
+    found = first_difference(texts[0], texts[1], group.name_of(0), group.name_of(other))
+    raise RankMismatchError(f"ranks are in different calls; first difference: {found}")
+
+
+def decide(group: Group, key: str, text: str) -> str:
+    """Rank 0's ``text``, for all ranks: a choice that may depend on local sizes is made once.
+
+    Raises:
+        RankMismatchError: rank 0 did not speak within the process group's timeout.
+    """
+    if group.pg is None or group.world == 1:
+        return text
+    if group.rank == 0:
+        post_text(group, key, text)
+        return text
+    timeout_s = group_timeout_s(group)
+    name = f"zero/{_group_name(group)}/{key}/0"
+    try:
+        store_of(group).wait([name], timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistStoreError):
+        raise RankMismatchError(f"{key}: rank 0 did not decide within {timeout_s:.0f} s") from None
+    return store_of(group).get(name).decode()
+
+
+def group_timeout_s(group: Group) -> float:
+    try:
+        return float(group.pg._get_backend(torch.device(group.device.type)).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 1800.0

@@ -1,0 +1,91 @@
+"""What stands between an optimizer and sharded parameters: checks before its steps, and help for Adafactor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .errors import ShardError
+from .grads import check_reduced
+
+_CHECKED = "_zero_checked"
+_installed = False
+
+
+def guard_optimizers() -> None:
+    """Have torch call :func:`check` before steps; once a process. Optimizers of other models cost one look."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(check)
+        register_optimizer_step_pre_hook(_lend_norms)
+        register_optimizer_step_post_hook(_take_back)
+
+
+def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise at a step whose gradients wait for their reduction, and at the first step of an optimizer whose
+    parameters are not those of the sharded model.
+
+    Raises:
+        ShardError: naming the first stale parameter.
+        GradientError: before anything was written.
+    """
+    for group in optimizer.param_groups:
+        check_reduced(group["params"])
+    count = sum(len(g["params"]) for g in optimizer.param_groups)
+    if optimizer.__dict__.get(_CHECKED) == count:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = getattr(param, "_zero_stale", None)
+            if name is not None:
+                raise ShardError(
+                    f"{type(optimizer).__name__} was made before zero.shard and holds the parameter {name!r} that "
+                    "sharding replaced; make the optimizer after zero.shard, from model.parameters()"
+                )
+    optimizer.__dict__[_CHECKED] = count
+
+
+class _WholeNorms(DTensor):
+    """A DTensor whose norms are summed over the ranks at once, as those of what is computed from it.
+
+    Adafactor squares a norm in place, and reads others with ``.item()``. DTensor refuses the first where the sum is
+    still in parts, and gives each rank its own part for the second (torch 2.13).
+    """
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            if type(out) is DTensor:
+                if getattr(func, "__name__", "") == "norm" and any(p.is_partial() for p in out.placements):
+                    out = out.redistribute(placements=[Replicate()] * len(out.placements))
+                out.__class__ = cls
+            return out
+
+
+def _adafactor_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(optimizer, torch.optim.Adafactor):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
+                    if isinstance(tensor, DTensor):
+                        yield tensor
+
+
+def _lend_norms(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for tensor in list(_adafactor_tensors(optimizer)):
+        if type(tensor) is DTensor:
+            tensor.__class__ = _WholeNorms
+
+
+def _take_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for tensor in list(_adafactor_tensors(optimizer)):
+        if type(tensor) is _WholeNorms:
+            tensor.__class__ = DTensor  # type: ignore[assignment]

@@ -1,0 +1,98 @@
+"""``zero.inspect``: the plan of a model, before or after its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .budget import memory_of
+from .errors import ShardError
+from .report import Frame, Report
+from .shard import Policy, policies_of
+
+
+class _Planned(Exception):
+    """Ends a capture once the first frame is planned."""
+
+
+def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
+    """The programs, bytes and peaks of a sharded model.
+
+    Args:
+        model: a sharded module, compiled or not.
+        example_inputs: a tuple of positional arguments or a dict of keyword arguments; with them the plan is
+            made without running or allocating anything. Without them the frames compiled so far are shown.
+
+    Raises:
+        ShardError: nothing in ``model`` is sharded.
+    """
+    policies = policies_of(model)
+    if not policies:
+        raise ShardError("zero.inspect: nothing in this model is sharded; call zero.shard(model) first")
+    if example_inputs is not None:
+        frames = _plan(getattr(model, "_orig_mod", model), example_inputs, policies)
+    else:
+        frames = [f for p in policies for f in p.frames]
+    return report_of(policies, frames, planned_only=example_inputs is not None)
+
+
+def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: bool) -> Report:
+    """The report of one sharded model from its frames."""
+    first = policies[0]
+    programs = [p for f in frames for p in f.programs.values()]
+    return Report(
+        rank=first.group.rank,
+        world=first.group.world,
+        stage=first.config.stage,
+        memory=memory_of(policies, programs, max((f.kept_bytes for f in frames), default=0)),
+        params=[row for p in policies for row in _rows(p)],
+        frames=frames,
+        planned_only=planned_only,
+        transport=first.transport.name,
+        transport_reason=first.transport.reason,
+    )
+
+
+def _rows(policy: Policy) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": info.name,
+            "shape": list(info.layout.shape),
+            "dtype": str(info.layout.dtype).removeprefix("torch."),
+            "placement": "Shard(0)" if info.layout.cut else "Replicate()",
+            "local_bytes": info.layout.bytes_local(),
+            "gather_dtype": str(info.gather_dtype).removeprefix("torch."),
+        }
+        for info in policy.params.values()
+    ]
+
+
+def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> list[Frame]:
+    from .backend import zero
+
+    known = {id(p): len(p.frames) for p in policies}
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        # Planning compiles no kernel: segments are only cut.
+        zero(gm, inputs, options={"compute": "aten"})
+        raise _Planned
+
+    args, kwargs = (), {}
+    if isinstance(example_inputs, dict):
+        kwargs = example_inputs
+    else:
+        args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    try:
+        compiled(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _Planned):
+            raise
+    frames: list[Frame] = []
+    for policy in policies:
+        frames += policy.frames[known[id(policy)] :]
+        del policy.frames[known[id(policy)] :]
+    return frames

@@ -1,0 +1,231 @@
+"""The only reader and writer of ``node.meta`` keys, and the questions that passes ask of a node.
+
+Sizes are in elements or bytes as the name says; symbolic sizes are taken at their hints.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._pytree import tree_leaves
+
+from . import ops
+
+_PARAMS = "zero_params"
+_UNIT = "zero_unit"
+_NOTE = "zero_note"
+
+
+class ParamRef(NamedTuple):
+    """A managed parameter: key of the sharded model that owns it, and its qualified name there."""
+
+    owner: str
+    name: str
+
+
+def value(node: fx.Node) -> Any:
+    """Fake value of a node: a tensor, a symbolic number, or a list of them; None where there is none."""
+    return node.meta.get("val")
+
+
+def set_value(node: fx.Node, val: Any) -> None:
+    node.meta["val"] = val
+
+
+def params(node: fx.Node) -> tuple[ParamRef, ...]:
+    """Parameters that a transfer moves, in order."""
+    return node.meta[_PARAMS]
+
+
+def set_params(node: fx.Node, refs: Iterable[ParamRef]) -> None:
+    node.meta[_PARAMS] = tuple(refs)
+
+
+def unit(node: fx.Node) -> str:
+    """Name of the unit (the repeated block, as ``h.3``) that a transfer serves."""
+    return node.meta.get(_UNIT, "")
+
+
+def set_unit(node: fx.Node, name: str) -> None:
+    node.meta[_UNIT] = name
+
+
+def note(node: fx.Node) -> str | None:
+    """A sentence for the report."""
+    return node.meta.get(_NOTE)
+
+
+def set_note(node: fx.Node, text: str) -> None:
+    node.meta[_NOTE] = text
+
+
+def tag_recompute(node: fx.Node, policy: Any, graph_id: int) -> None:
+    """Tell the partitioner what to do with a forward value that backward needs."""
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = graph_id
+
+
+def user_region(node: fx.Node) -> bool:
+    """True inside a ``torch.utils.checkpoint`` region of the user."""
+    return "recompute" in node.meta
+
+
+def module_path(node: fx.Node) -> str:
+    """Qualified name of the innermost module that the node came from, or ''."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    return path.removeprefix("L['self'].").removeprefix("L['self']")
+
+
+def is_compute(node: fx.Node) -> bool:
+    """True for a node that runs on the compute device, as against a transfer or the graph's frame."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return False
+    if node.target in ops.TRANSFERS:
+        return False
+    return not is_element(node)
+
+
+def is_element(node: fx.Node) -> bool:
+    """True for ``getitem`` of a transfer: a name for one of its tensors, no work."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].target in ops.TRANSFERS
+    )
+
+
+def is_weight(node: fx.Node) -> bool:
+    """True for a gathered full weight: an element of the wait of a gather."""
+    if not is_element(node):
+        return False
+    waited = node.args[0]
+    return waited.target is ops.wait and waited.args[0].target is ops.gather
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True where running the node twice, or later, is running it once: no mutation, no draw of random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Markers of weights, and nodes computed from weights alone, each with the markers behind it.
+
+    What depends on gradients is not among them.
+    """
+    backward: set[fx.Node] = set()
+    made: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            backward.add(node)
+        elif any(i in backward for i in inputs):
+            backward.add(node)
+        elif node.target is ops.unshard:
+            made[node] = {node}
+        elif node.op == "call_function" and inputs and all(i in made for i in inputs) and is_pure(node):
+            made[node] = set().union(*(made[i] for i in inputs))
+    return made
+
+
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs that the node writes to, by the operator's schema."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or not schema.is_mutable:
+        return []
+    out: list[fx.Node] = []
+    for i, arg in enumerate(schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+            out.extend(n for n in tree_leaves(given) if isinstance(n, fx.Node))
+    return out
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose storage the node's result may share, by the operator's schema."""
+    if node.op != "call_function":
+        return []
+    if node.target is operator.getitem:
+        return [node.args[0]] if not is_element(node) else []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return list(node.all_input_nodes)  # a higher-order operator may return anything that it was given
+    out: list[fx.Node] = []
+    for i, arg in enumerate(schema.arguments):
+        # reshape and its kin alias only sometimes, and say so with no annotation: they are composite and
+        # do not stand in lowered graphs. `contiguous`-like no-ops do not stand there either.
+        if arg.alias_info is None:
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+        out.extend(n for n in tree_leaves(given) if isinstance(n, fx.Node))
+    return out
+
+
+def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For every node, the nodes whose storage its result may share (itself where it allocates)."""
+    roots: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        shared = aliased_inputs(node)
+        if shared and node.op == "call_function":
+            roots[node] = frozenset().union(*(roots[s] for s in shared))
+        else:
+            roots[node] = frozenset((node,))
+    return roots
+
+
+def bytes_of(val: Any) -> int:
+    """Bytes of the tensors in a fake value, at hints; views count as if they were whole."""
+    return sum(_tensor_bytes(t) for t in tree_leaves(val) if isinstance(t, torch.Tensor))
+
+
+def _tensor_bytes(t: torch.Tensor) -> int:
+    return hint(t.numel()) * t.element_size()
+
+
+def hint(size: Any) -> int:
+    """A number for a size that may be symbolic."""
+    if isinstance(size, torch.SymInt):
+        given = size.node.hint
+        # Data-dependent sizes have no hint; the plan then counts one row.
+        return 1 if given is None else int(given)
+    return int(size)
+
+
+def symbols_of(val: Any) -> set[Any]:
+    """Free symbols in the sizes and strides of a fake value."""
+    out: set[Any] = set()
+    for leaf in tree_leaves(val):
+        if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            out |= set(free_symbols(leaf))
+    return out
+
+
+def fake_empty(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """A fake contiguous tensor in the fake mode of the graph; on meta where the graph has none."""
+    mode = getattr(graph, "_zero_fake_mode", None)
+    if mode is None:
+        mode = torch._guards.detect_fake_mode([value(n) for n in graph.nodes])
+        graph._zero_fake_mode = mode
+    if mode is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    with mode:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph module whose graph can be rewritten; attributes are shared."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    return fx.GraphModule(gm, graph)

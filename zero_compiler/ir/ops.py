@@ -1,0 +1,134 @@
+"""Schemas, fakes and eager meaning of the graph operators.
+
+Two *markers* stand in captured graphs: ``zero.unshard`` where a full weight is read and
+``zero.reduce_grad`` where a full gradient is born. Passes lower them to *transfers*: ``zero.gather`` and
+``zero.reduce`` start one, ``zero.wait`` ends it, and ``zero.release`` ends the life of gathered weights.
+
+Markers have an eager meaning, given by the owner that registers itself with :func:`bind_owner`: so a
+marker in a graph that another backend runs is right too, only slower. Transfers run in Programs alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ShardError
+
+
+class Owner(Protocol):
+    """What a marker needs of the sharded model that it belongs to."""
+
+    def gather_now(self, name: str, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor: ...
+
+
+# Markers carry their owner by name, since a graph can hold no Python object. Weak: a name dies with its model.
+_owners: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def bind_owner(key: str, owner: Owner) -> None:
+    _owners[key] = owner
+
+
+def owner_of(key: str) -> Any:
+    owner = _owners.get(key)
+    if owner is None:
+        raise ShardError(f"the sharded model {key!r} of this graph no longer exists")
+    return owner
+
+
+_lib = torch.library.Library("zero", "DEF")
+_lib.define("unshard(Tensor shard, SymInt[] size, ScalarType dtype, str owner, str name) -> Tensor")
+_lib.define("reduce_grad(Tensor grad, SymInt[] size, ScalarType dtype, str owner, str name) -> Tensor")
+# dims[i] is the number of entries of `sizes` that belong to tensor i: schemas have no list of lists.
+# A gather names the parameters at rest, as a load names memory: shards on other tiers are no graph inputs.
+_lib.define("gather(str[] names, int[] sizes, int[] dims, ScalarType dtype, Device device) -> Tensor[]")
+_lib.define("reduce(Tensor[] grads, int[] sizes, int[] dims, ScalarType dtype, bool replicated) -> Tensor[]")
+_lib.define("wait(Tensor[] pending) -> Tensor[]")
+_lib.define("release(Tensor(a!)[] fulls) -> ()")
+
+unshard = torch.ops.zero.unshard.default
+reduce_grad = torch.ops.zero.reduce_grad.default
+gather = torch.ops.zero.gather.default
+reduce = torch.ops.zero.reduce.default
+wait = torch.ops.zero.wait.default
+release = torch.ops.zero.release.default
+
+TRANSFERS = frozenset({gather, reduce, wait, release})
+
+
+def flat_sizes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """``(sizes, dims)`` as the transfer schemas take them."""
+    return [int(n) for shape in shapes for n in shape], [len(shape) for shape in shapes]
+
+
+def unflat_sizes(sizes: Sequence[int], dims: Sequence[int]) -> list[tuple[int, ...]]:
+    out, at = [], 0
+    for d in dims:
+        out.append(tuple(sizes[at : at + d]))
+        at += d
+    return out
+
+
+@torch.library.register_fake("zero::unshard", lib=_lib)
+def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=shard.device)
+
+
+@torch.library.register_fake("zero::reduce_grad", lib=_lib)
+def _(grad: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=grad.device)
+
+
+@torch.library.register_fake("zero::gather", lib=_lib)
+def _(names: Any, sizes: Any, dims: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    return [torch.empty(s, dtype=dtype, device=device) for s in unflat_sizes(sizes, dims)]
+
+
+@torch.library.register_fake("zero::reduce", lib=_lib)
+def _(grads: Any, sizes: Any, dims: Any, dtype: torch.dtype, replicated: bool) -> Any:
+    return [torch.empty(s, dtype=dtype, device=grads[0].device) for s in unflat_sizes(sizes, dims)]
+
+
+@torch.library.register_fake("zero::wait", lib=_lib)
+def _(pending: Any) -> Any:
+    return list(pending)
+
+
+@torch.library.register_fake("zero::release", lib=_lib)
+def _(fulls: Any) -> None:
+    return None
+
+
+@torch.library.impl(_lib, "unshard", "CompositeExplicitAutograd")
+def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+    return _fresh(owner_of(owner).gather_now(name, shard, dtype), shard)
+
+
+@torch.library.impl(_lib, "reduce_grad", "CompositeExplicitAutograd")
+def _(grad: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+    return _fresh(owner_of(owner).reduce_now(name, grad), grad)
+
+
+def _fresh(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """A functional operator returns no alias of its input: a compiler may write over either of them."""
+    shared = out.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return out.clone() if shared and out.numel() else out
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    shard, _, _, ctx.owner, ctx.name = inputs
+    ctx.local_size, ctx.local_dtype = tuple(shard.shape), shard.dtype
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> Any:
+    local = torch.ops.zero.reduce_grad(grad, ctx.local_size, ctx.local_dtype, ctx.owner, ctx.name)
+    return local, None, None, None, None
+
+
+torch.library.register_autograd("zero::unshard", _backward, setup_context=_save, lib=_lib)

@@ -1,0 +1,230 @@
+"""The verifier: what must be true of a graph at each level of lowering. A break is a bug in a pass.
+
+Levels, in order: ``captured`` (markers as traced), ``merged`` (one marker per weight and gradient),
+``lowered`` (transfers in place of markers), ``scheduled`` (releases placed; final order).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Set
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from ..errors import VerifyError
+from . import facts, ops
+from .facts import ParamRef
+
+LEVELS = ("captured", "merged", "lowered", "scheduled")
+
+
+def verify(
+    graph: fx.Graph, level: str, params: Mapping[ParamRef, Any], reduced: Set[ParamRef] | None = None
+) -> None:
+    """Prove the facts of ``level``.
+
+    Args:
+        params: plan of every managed parameter.
+        reduced: parameters whose gradient the graph must reduce (see :func:`reduced_by`); None: not checked.
+
+    Raises:
+        VerifyError: naming the node and the fact that it breaks.
+    """
+    at = LEVELS.index(level)
+    if reduced is not None:
+        _none_lost(graph, reduced)
+    if at == LEVELS.index("merged"):
+        _one_marker_each(graph)
+    if at >= LEVELS.index("lowered"):
+        _no_markers(graph)
+        _transfers_match_plan(graph, params)
+        _waited_once(graph)
+        _one_reduction_each(graph)
+        _weights_do_not_leave(graph)
+        _storage_in_use_is_not_written(graph)
+    if at >= LEVELS.index("scheduled"):
+        _released_once(graph, params)
+        _released_together(graph)
+        _uses_inside_life(graph)
+
+
+def verify_partition(forward: fx.Graph, num_outputs: int) -> None:
+    """Prove that no full weight crosses from forward to backward.
+
+    Args:
+        forward: the forward graph of a partition, with markers.
+        num_outputs: how many of its outputs come before the values that it saves for backward.
+
+    Raises:
+        VerifyError: a saved value is a full weight, or was made of full weights alone.
+    """
+    (output,) = forward.find_nodes(op="output")
+    saved = {n for n in output.args[0][num_outputs:] if isinstance(n, fx.Node)}
+    for node, weights in facts.made_of_weights(forward).items():
+        if node in saved:
+            (first, *_) = sorted(str(w.args[4]) for w in weights)
+            _fail(node, f"is saved for backward, but is nothing but the full weight {first!r}")
+
+
+def reduced_by(graph: fx.Graph) -> frozenset[ParamRef]:
+    """Parameters whose gradient the graph reduces, by markers or by transfers."""
+    refs: set[ParamRef] = set()
+    for node in graph.find_nodes(op="call_function", target=ops.reduce_grad):
+        refs.add(ParamRef(node.args[3], node.args[4]))
+    for node in graph.find_nodes(op="call_function", target=ops.reduce):
+        refs.update(facts.params(node))
+    return frozenset(refs)
+
+
+def _none_lost(graph: fx.Graph, want: Set[ParamRef]) -> None:
+    have = reduced_by(graph)
+    for ref in sorted(want - have):
+        _fail(None, f"the gradient of {ref.name} reaches no reduction")
+    for ref in sorted(have - want):
+        _fail(None, f"the gradient of {ref.name} is reduced, and was not before")
+
+
+def _fail(node: fx.Node | None, fact: str) -> NoReturn:
+    where = f"%{node.name} ({node.target})" if node is not None else "the graph"
+    raise VerifyError(f"{where}: {fact}")
+
+
+def _one_marker_each(graph: fx.Graph) -> None:
+    for target, what in ((ops.unshard, "gathered"), (ops.reduce_grad, "reduced")):
+        nodes = list(graph.find_nodes(op="call_function", target=target))
+        counts = Counter((n.args[3], n.args[4]) for n in nodes)
+        for node in nodes:
+            if counts[(node.args[3], node.args[4])] > 1:
+                _fail(node, f"parameter {node.args[4]!r} is {what} more than once")
+
+
+def _no_markers(graph: fx.Graph) -> None:
+    for target in (ops.unshard, ops.reduce_grad):
+        for node in graph.find_nodes(op="call_function", target=target):
+            _fail(node, "a marker is left after lowering")
+
+
+def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> None:
+    for node in graph.nodes:
+        if node.target not in (ops.gather, ops.reduce):
+            continue
+        refs, vals = facts.params(node), facts.value(node)
+        shapes = ops.unflat_sizes(node.args[1], node.args[2])
+        if not len(refs) == len(vals) == len(shapes):
+            _fail(node, f"moves {len(refs)} parameters but has {len(vals)} values and {len(shapes)} shapes")
+        for ref, val in zip(refs, vals, strict=True):
+            plan = params[ref]
+            if node.target is ops.gather:
+                if tuple(val.shape) != plan.shape or val.dtype != plan.gather_dtype:
+                    _fail(
+                        node,
+                        f"gathers {ref.name} as {dumped(val)}, its plan says {plan.shape} {plan.gather_dtype}",
+                    )
+                if not plan.cut:
+                    _fail(node, f"gathers {ref.name}, which every rank holds whole")
+        if node.target is ops.reduce:
+            for grad, ref in zip(node.args[0], refs, strict=True):
+                if tuple(facts.value(grad).shape) != params[ref].shape:
+                    _fail(node, f"gradient of {ref.name} has shape {tuple(facts.value(grad).shape)}")
+
+
+def dumped(val: Any) -> str:
+    return f"{tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else str(val)
+
+
+def _waited_once(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in (ops.gather, ops.reduce):
+            users = list(node.users)
+            if len(users) != 1 or users[0].target is not ops.wait:
+                _fail(
+                    node,
+                    f"a transfer has exactly one wait and no other reader, found {[u.name for u in users]}",
+                )
+        if node.target is ops.wait:
+            for user in node.users:
+                if not facts.is_element(user):
+                    _fail(user, "reads a wait as a whole")
+
+
+def _one_reduction_each(graph: fx.Graph) -> None:
+    seen: dict[ParamRef, fx.Node] = {}
+    returned = {n for out in graph.find_nodes(op="output") for n in out.all_input_nodes}
+    for node in graph.find_nodes(op="call_function", target=ops.reduce):
+        for ref in facts.params(node):
+            if ref in seen:
+                _fail(node, f"gradient of {ref.name} is reduced twice, first by %{seen[ref].name}")
+            seen[ref] = node
+        (wait,) = node.users
+        elements = {u.args[1] for u in wait.users if u in returned}
+        for i, ref in enumerate(facts.params(node)):
+            if i not in elements:
+                _fail(node, f"the reduced gradient of {ref.name} is not returned")
+
+
+def _weights_do_not_leave(graph: fx.Graph) -> None:
+    roots = facts.alias_roots(graph)
+    for out in graph.find_nodes(op="output"):
+        for node in out.all_input_nodes:
+            for root in roots[node]:
+                if facts.is_weight(root):
+                    _fail(node, f"returns storage of the gathered weight %{root.name}")
+
+
+def _storage_in_use_is_not_written(graph: fx.Graph) -> None:
+    """Nothing writes to a gathered weight, nor to a gradient between the start and the wait of its reduction."""
+    roots = facts.alias_roots(graph)
+    in_flight: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is ops.reduce:
+            in_flight |= {root: node for grad in node.args[0] for root in roots[grad]}
+        elif node.target is ops.wait and node.args[0].target is ops.reduce:
+            in_flight = {root: start for root, start in in_flight.items() if start is not node.args[0]}
+        elif node.target is not ops.release:
+            for written in facts.written_inputs(node):
+                for root in roots[written]:
+                    if facts.is_weight(root):
+                        _fail(node, f"writes to the gathered weight %{root.name}")
+                    if root in in_flight:
+                        _fail(node, f"writes to %{root.name}, which %{in_flight[root].name} still reads")
+
+
+def _released_together(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=ops.release):
+        waits = {w.args[0] for w in node.args[0]}
+        if len(waits) != 1 or set(node.args[0]) != set(next(iter(waits)).users):
+            _fail(node, "releases something else than the weights of one gather")
+
+
+def _released_once(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> None:
+    released = Counter(n for r in graph.find_nodes(op="call_function", target=ops.release) for n in r.args[0])
+    for node in graph.nodes:
+        if not facts.is_weight(node):
+            if node in released:
+                _fail(node, "is released but is no gathered weight")
+            continue
+        ref = facts.params(node.args[0].args[0])[node.args[1]]
+        want = 1 if params[ref].released else 0
+        if released[node] != want:
+            _fail(node, f"gathered weight {ref.name} is released {released[node]} times, expected {want}")
+    for gather in graph.find_nodes(op="call_function", target=ops.gather):
+        (wait,) = gather.users
+        named = {u.args[1] for u in wait.users}
+        for i, ref in enumerate(facts.params(gather)):
+            if i not in named and params[ref].released:
+                _fail(gather, f"{ref.name} is gathered, but nothing names or releases it")
+
+
+def _uses_inside_life(graph: fx.Graph) -> None:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    end = {n: order[r] for r in graph.find_nodes(op="call_function", target=ops.release) for n in r.args[0]}
+    roots = facts.alias_roots(graph)
+    for node in graph.nodes:
+        if node.target is ops.release:
+            continue
+        for used in node.all_input_nodes:
+            for root in roots[used]:
+                if root in end and order[node] > end[root]:
+                    _fail(node, f"uses the gathered weight %{root.name} after its release")

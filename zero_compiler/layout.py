@@ -1,0 +1,87 @@
+"""How one parameter is cut over the ranks: FSDP2's layout, so that DTensor, DCP and torch.optim fit.
+
+A parameter of shape ``[n, ...]`` is cut along dimension 0 into ``world`` chunks of ``ceil(n / world)``
+rows. The rank-major concatenation of the padded chunks has the full tensor as its first elements: a
+single weight is gathered straight into place, with no copy before or after.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of one parameter.
+
+    Args:
+        shape: full shape.
+        dtype: dtype at rest.
+        world: number of ranks that hold a part.
+        cut: True for ``Shard(0)``; False for ``Replicate()`` (scalars, zero-sized tensors, stage 0).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    world: int
+    cut: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of one padded chunk."""
+        return -(-self.shape[0] // self.world) if self.cut else 0
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of one padded chunk; of the whole tensor where it is replicated."""
+        return self.chunk_rows * self.row_numel if self.cut else self.numel
+
+    def start(self, rank: int) -> int:
+        """First row that ``rank`` holds."""
+        return min(rank * self.chunk_rows, self.shape[0])
+
+    def rows(self, rank: int) -> int:
+        """Rows that ``rank`` holds, without padding; may be 0."""
+        return min((rank + 1) * self.chunk_rows, self.shape[0]) - self.start(rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return (self.rows(rank), *self.shape[1:]) if self.cut else self.shape
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        return (self.chunk_rows, *self.shape[1:]) if self.cut else self.shape
+
+    def bytes_full(self, dtype: torch.dtype | None = None) -> int:
+        return self.numel * (dtype or self.dtype).itemsize
+
+    def bytes_local(self) -> int:
+        """Bytes at rest on one rank, padding included."""
+        return self.chunk_numel * self.dtype.itemsize
+
+    def cut_rows(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """The padded chunk of ``rank``, newly allocated: its unpadded rows are a prefix of its storage."""
+        if not self.cut:
+            return full.detach().clone(memory_format=torch.contiguous_format)
+        chunk = torch.empty(self.padded_shape, dtype=full.dtype, device=full.device)
+        rows = self.rows(rank)
+        with torch.no_grad():
+            chunk[:rows].copy_(full.detach()[self.start(rank) : self.start(rank) + rows])
+            chunk[rows:].zero_()
+        return chunk
+
+
+def layout_of(tensor: torch.Tensor, world: int, stage: int) -> Layout:
+    """The layout that ``zero.shard`` gives a parameter: cut where there are rows to cut."""
+    cut = stage > 0 and tensor.dim() > 0 and tensor.numel() > 0
+    return Layout(tuple(tensor.shape), tensor.dtype, world, cut)

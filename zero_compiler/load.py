@@ -1,0 +1,184 @@
+"""Pretrained weights from safetensors files, shard by shard: each rank reads its own rows and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .errors import ShardError
+from .shard import ModuleState, sharded_parameter, state_of
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class IncompatibleKeys(NamedTuple):
+    """What :func:`load_safetensors` did not match, as ``load_state_dict`` says it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass
+class _Slot:
+    """Where a tensor of the model lives: a parameter or a buffer of ``module``."""
+
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    state: ModuleState | None
+
+
+def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> IncompatibleKeys:
+    """Copy the weights of safetensors files into ``model``, in place.
+
+    Of a partitioned parameter each rank reads its own rows; buffers, and parameters of a model that is not
+    sharded, are read whole. Values are converted to the dtype of the parameter. Of tied names one in the files is
+    enough. Parameters and buffers on the meta device get storage on the device that the model was sharded for, so
+    a model made under ``torch.device("meta")`` and sharded needs no ``to_empty``; buffers that are not in the
+    files (``persistent=False``) stay on meta and are the model's to fill. Nothing is written before all names and
+    shapes are checked. No communication: every rank calls it, with the same files.
+
+    Args:
+        model: a sharded (or plain) module; names are those of ``model.state_dict()``.
+        paths: a ``.safetensors`` file, several of them, an index (``model.safetensors.index.json``), or a
+            directory that holds the one or the other.
+        strict: raise where names are missing or unexpected, instead of returning them.
+
+    Raises:
+        ShardError: a file that is missing or damaged, a shape that differs, or (``strict``) names that differ.
+    """
+    model = getattr(model, "_orig_mod", model)
+    slots = _slots(model)
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for file in _files(paths):
+            try:
+                reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ShardError(
+                    f"zero.load_safetensors: {file} cannot be read as safetensors: {error}"
+                ) from None
+            where.update({key: reader for key in reader.keys()})
+        found = {name for name in slots if name in where}
+        tied: dict[int, list[str]] = {}
+        for name, slot in slots.items():
+            tied.setdefault(id(slot.tensor), []).append(name)
+        missing = [n for names in tied.values() if not found.intersection(names) for n in names]
+        unexpected = [key for key in where if key not in slots]
+        if strict and (missing or unexpected):
+            raise ShardError(
+                f"zero.load_safetensors into {type(model).__name__}: "
+                + "; ".join(
+                    f"{len(names)} {kind} (first: {', '.join(names[:3])})"
+                    for kind, names in (
+                        ("missing from the files", missing),
+                        ("in the files but not in the model", unexpected),
+                    )
+                    if names
+                )
+                + "; pass strict=False to load what fits"
+            )
+        for name in sorted(found):
+            shape = list(where[name].get_slice(name).get_shape())
+            expected = list(slots[name].tensor.shape)
+            if shape != expected:
+                raise ShardError(
+                    f"zero.load_safetensors: {name} has shape {shape} in the files and {expected} in the model"
+                )
+        for names in tied.values():
+            # Where several tied names are in the files the last one counts, as with load_state_dict.
+            present = [n for n in names if n in found]
+            if present:
+                _load(present[-1], where[present[-1]], [slots[n] for n in names])
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _files(paths: Paths) -> list[str]:
+    if not isinstance(paths, (str, os.PathLike)):
+        return [file for path in paths for file in _files(path)]
+    path = os.fspath(paths)
+    if os.path.isdir(path):
+        for name in ("model.safetensors.index.json", "model.safetensors"):
+            if os.path.exists(os.path.join(path, name)):
+                return _files(os.path.join(path, name))
+        raise ShardError(
+            f"zero.load_safetensors: directory {path!r} holds neither model.safetensors nor "
+            "model.safetensors.index.json; name the files"
+        )
+    if not os.path.exists(path):
+        raise ShardError(f"zero.load_safetensors: there is no file {path!r}")
+    if not path.endswith(".json"):
+        return [path]
+    with open(path) as file:
+        try:
+            parts = sorted(set(json.load(file)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ShardError(f"zero.load_safetensors: {path!r} is no index with a weight_map") from None
+    return [file for part in parts for file in _files(os.path.join(os.path.dirname(path), part))]
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """Tensors by the names of ``model.state_dict()``, tied ones under each of their names."""
+
+    def all_of() -> Iterator[tuple[str, _Slot]]:
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            state = state_of(module)
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    yield dot + attribute, _Slot(module, attribute, param, state)
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                    yield dot + attribute, _Slot(module, attribute, buffer, state)
+
+    return dict(all_of())
+
+
+@torch.no_grad()
+def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
+    """Read one tensor into the place that all of ``slots`` share."""
+    first = slots[0]
+    old = first.tensor
+    if not isinstance(old, DTensor) or first.state is None:
+        value = reader.get_tensor(name)
+        if not old.is_meta:
+            old.copy_(value)
+            return
+        device = first.state.policy.group.device if first.state is not None else torch.device("cpu")
+        new: torch.Tensor = value.to(device, old.dtype)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        _replace(slots, new)
+        return
+    policy = first.state.policy
+    layout = policy.params[first.state.names[first.attribute]].layout
+    rank = policy.group.rank
+    local = old._local_tensor
+    if local.is_meta:
+        chunk = policy.place(first.state.names[first.attribute])
+        local = chunk[: layout.rows(rank)] if layout.cut else chunk
+        _replace(slots, sharded_parameter(policy.group, layout, local, old.requires_grad))
+    if not layout.cut:
+        local.copy_(reader.get_tensor(name))
+    elif rows := layout.rows(rank):
+        start = layout.start(rank)
+        local.copy_(reader.get_slice(name)[start : start + rows])
+
+
+def _replace(slots: Sequence[_Slot], new: torch.Tensor) -> None:
+    for slot in slots:
+        for key, value in slot.tensor.__dict__.items():
+            new.__dict__.setdefault(key, value)
+        if isinstance(new, nn.Parameter):
+            slot.module._parameters[slot.attribute] = new
+        else:
+            slot.module._buffers[slot.attribute] = new

@@ -1,0 +1,154 @@
+"""Plans without ranks: the Programs of a model at any world size, from one process, with nothing allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from .backend import compile_frame
+from .config import PLACEMENT_FIELDS, Config
+from .errors import ShardError
+from .group import Group
+from .inspect import report_of
+from .program import Program
+from .report import Frame, Report
+from .shard import Policy, policies_of, shard_over
+
+
+def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0) -> Group:
+    """A group of ``world`` ranks that only plans: no process group behind it, nothing can be sent."""
+    device = torch.device(device)
+    mesh_device = "cpu" if device.type == "meta" else device.type
+    mesh = DeviceMesh(mesh_device, list(range(world)), _init_backend=False, _rank=rank)
+    # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
+    if not hasattr(mesh, "_dim_group_names"):
+        mesh._dim_group_names = []
+    return Group(mesh, None, rank, world, device)
+
+
+class PlanLoader:
+    """Takes Programs and runs none."""
+
+    def __init__(self) -> None:
+        self._kept: defaultdict[str, dict[str, int]] = defaultdict(dict)
+
+    def prepare(self, policies: Sequence[Any]) -> None:
+        pass
+
+    def kept_offsets(self) -> Mapping[str, dict[str, int]]:
+        return self._kept
+
+    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        def run(inputs: list[Any]) -> list[Any]:
+            raise ShardError("this Program was only planned and cannot run")
+
+        return run
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    world: int = 1,
+    *,
+    rank: int = 0,
+    device: torch.device | str = "cpu",
+    dynamic: bool = False,
+    **fields: Any,
+) -> list[Frame]:
+    """The plan of every frame of ``model`` on ``world`` ranks, as ``zero.shard(model, **fields)`` would give it.
+
+    ``model`` stays as it is; its parameters may be on the meta device. The forward runs on fake tensors, through
+    graph breaks too, as long as it asks for no value.
+
+    Args:
+        model: a plain module.
+        example_inputs: a tuple of positional arguments or a dict of keyword arguments; tensors may be on meta.
+        world: number of ranks.
+        rank: the rank to plan for; every rank has the same plan.
+        device: the compute device, which decides which operators are captured.
+        fields: fields of :class:`~zero_compiler.Config`, placement and compile fields alike.
+
+    Raises:
+        ConfigError: an unknown or contradictory field.
+        ShardError: ``model`` is sharded already.
+    """
+    return _planned(model, example_inputs, world, rank, device, dynamic, fields)[0]
+
+
+def report(model: nn.Module, example_inputs: Any, world: int = 1, **fields: Any) -> Report:
+    """The plan of ``model`` on ``world`` ranks as :func:`zero_compiler.inspect` would show it; see :func:`plan`."""
+    frames, policies = _planned(model, example_inputs, world, 0, "cpu", False, fields)
+    return report_of(policies, frames, planned_only=True)
+
+
+def _planned(
+    model: nn.Module,
+    example_inputs: Any,
+    world: int,
+    rank: int,
+    device: torch.device | str,
+    dynamic: bool,
+    fields: dict[str, Any],
+) -> tuple[list[Frame], list[Policy]]:
+    if policies_of(model):
+        raise ShardError("planning takes a plain model, not one that is sharded already")
+    config = Config.make(None, fields)
+    # Planning compiles no kernel: segments are only cut.
+    options = {k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS} | {"compute": "aten"}
+    config = Config.make(None, {k: v for k, v in config.to_dict().items() if k in PLACEMENT_FIELDS})
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    device = torch.device(device)
+    model = _fake_model(model, mode, device)
+    args, kwargs = (), {}
+    if isinstance(example_inputs, dict):
+        kwargs = example_inputs
+    else:
+        args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(mode, t, device), (args, kwargs))
+    frames: list[Frame] = []
+    loader = PlanLoader()
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        frames.append(compile_frame(gm, inputs, options, loader)[2])
+        return gm.forward  # on fake tensors, to reach what stands behind a graph break
+
+    group = planned_group(world, device, rank)  # a mesh is made of real numbers, outside of the mode
+    with mode:
+        shard_over(model, group, config)
+        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    return frames, policies_of(model)
+
+
+def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of ``model`` on fake tensors; parameters that are tied stay tied."""
+    with FakeCopyMode(mode):
+        model = copy.deepcopy(model)
+    seen: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if id(param) not in seen:
+                    new = nn.Parameter(_fake(mode, param.detach(), device), requires_grad=param.requires_grad)
+                    for key, value in param.__dict__.items():
+                        new.__dict__.setdefault(key, value)  # marks of the user's; a fake tensor has its own
+                    seen[id(param)] = seen[id(new)] = (new, param)  # both stay alive, and so do their ids
+                module._parameters[name] = seen[id(param)][0]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _fake(mode, buffer, device)
+    return model
+
+
+def _fake(mode: FakeTensorMode, t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with mode:
+        out = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return out.requires_grad_(t.requires_grad)

@@ -1,0 +1,277 @@
+"""The Program: the flat, versioned, serialisable instruction list that the runtime executes.
+
+Values are numbered; an instruction reads and writes numbers. Transfers are described once, in tables, with
+their planned byte offsets in the arenas, and instructions name them by index. Nothing in a Program depends
+on the rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .ir.facts import ParamRef
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class GatherDesc:
+    """One bucket of weights gathered by one collective.
+
+    ``offsets`` are those of the full weights in the arena of their pool ("transient", or "kept" for weights
+    that stay until the shards change); ``staging`` is -1 where none is needed.
+
+    With ``shared`` that arena is memory that all ranks share, and each writes its own rows there. With ``home``
+    nothing is written and there are no offsets (-1): the weights are read where they lie at rest.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunk_numels: tuple[int, ...]
+    dtype: str
+    kept: bool
+    offsets: tuple[int, ...]
+    staging: int
+    unit: str
+    home: bool = False
+    shared: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"gather of {_few(self.names)}"
+
+
+@dataclass(frozen=True)
+class ReduceDesc:
+    """One bucket of gradients reduced by one collective; ``dtype`` is that of the arithmetic.
+
+    With ``shared``, ``staging`` is where this rank lays its gradients, one after the other, for its peers to read.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunk_numels: tuple[int, ...]
+    dtype: str
+    out_dtype: str
+    replicated: bool
+    staging: int
+    unit: str
+    shared: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"reduction of the gradients of {_few(self.names)}"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# Instructions. `op` names the kind; JSON keeps the fields in order.
+@dataclass(frozen=True)
+class Gather:
+    """Start gather ``index``."""
+
+    index: int
+    op: str = "gather"
+
+
+@dataclass(frozen=True)
+class WaitGather:
+    """Wait for gather ``index``; ``outs`` are its weights (-1: not read)."""
+
+    index: int
+    outs: tuple[int, ...]
+    op: str = "wait_gather"
+
+
+@dataclass(frozen=True)
+class Release:
+    """The weights of gather ``index`` are dead: their slots may be used again."""
+
+    index: int
+    values: tuple[int, ...]
+    op: str = "release"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run ``segment`` on the values ``ins``; values in ``free`` are read here for the last time."""
+
+    segment: int
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    free: tuple[int, ...]
+    op: str = "compute"
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Start reduction ``index`` of the gradients ``ins``."""
+
+    index: int
+    ins: tuple[int, ...]
+    free: tuple[int, ...]
+    op: str = "reduce"
+
+
+@dataclass(frozen=True)
+class WaitReduce:
+    """Wait for reduction ``index``; ``outs`` are this rank's rows of the mean gradients."""
+
+    index: int
+    outs: tuple[int, ...]
+    op: str = "wait_reduce"
+
+
+Instr = Gather | WaitGather | Release | Compute | Reduce | WaitReduce
+_KINDS: dict[str, type] = {
+    "gather": Gather,
+    "wait_gather": WaitGather,
+    "release": Release,
+    "compute": Compute,
+    "reduce": Reduce,
+    "wait_reduce": WaitReduce,
+}
+
+
+@dataclass
+class Program:
+    """One phase of one captured frame.
+
+    Args:
+        phase: "forward", "backward" or "inference".
+        num_values: size of the value table; inputs are values 0 to ``num_inputs`` - 1.
+        outputs: value of each output; None for an output that is None, or a constant in ``constants``.
+        segments: text of each distinct compute segment.
+        structures: for each ``Compute.segment``, the index of its text in ``segments``.
+        segment_us: predicted time of each ``Compute.segment``.
+        modules: for each ``Compute.segment``, the modules of the model that it computes.
+        transient_bytes: size of the arena that gather buffers and staging of this Program share.
+        slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
+        own_bytes: size of this rank's staging that its peers read.
+        live: for each instruction, predicted bytes live after it on the compute device, with the arena and
+            without what is at rest.
+    """
+
+    phase: str
+    num_inputs: int
+    num_values: int
+    instrs: list[Instr]
+    outputs: list[int | None]
+    gathers: list[GatherDesc]
+    reduces: list[ReduceDesc]
+    segments: list[str]
+    transient_bytes: int
+    structures: list[int] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    segment_us: list[float] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    slots_bytes: int = 0
+    slots_ranks: int = 1
+    own_bytes: int = 0
+    version: int = VERSION
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all arenas of this Program, with this rank's part of what ranks share."""
+        return self.transient_bytes + self.own_bytes + -(-self.slots_bytes // self.slots_ranks)
+
+    def collectives(self) -> str:
+        """The sequence of collectives, one line each: what ranks must agree on before the first of them.
+
+        Only parameters, order, placement and world size are in it; never sizes of activations.
+        """
+        lines = [f"phase {self.phase}"]
+        for instr in self.instrs:
+            if isinstance(instr, Gather):
+                g = self.gathers[instr.index]
+                where = " kept" if g.kept else ""
+                if g.home:
+                    where += " in place"
+                elif g.shared:  # every rank writes into the same slots
+                    where += f" at bytes {', '.join(map(str, g.offsets))}"
+                lines.append(
+                    f"gather {', '.join(g.names)} {g.dtype} {sum(g.chunk_numels)} elements a rank{where}"
+                )
+            elif isinstance(instr, Reduce):
+                r = self.reduces[instr.index]
+                how = "all-reduce" if r.replicated else "reduce-scatter"
+                lines.append(f"{how} {', '.join(r.names)} {r.dtype} {sum(r.chunk_numels)} elements a rank")
+        return "\n".join(lines)
+
+    def params(self) -> list[ParamRef]:
+        """Parameters that the Program moves, without repeats."""
+        out: dict[ParamRef, None] = {}
+        descs: list[GatherDesc | ReduceDesc] = [*self.gathers, *self.reduces]
+        for desc in descs:
+            for name in desc.names:
+                out[ParamRef(desc.owner, name)] = None
+        return list(out)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        out = asdict(self)
+        out["instrs"] = [asdict(i) for i in self.instrs]
+        return out
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Program:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: another version of the format.
+        """
+        if data.get("version") != VERSION:
+            raise ValueError(f"Program version must be {VERSION}, found {data.get('version')!r}")
+        data = dict(data)
+        data["instrs"] = [_KINDS[i["op"]](**_tuples(i)) for i in data["instrs"]]
+        data["gathers"] = [GatherDesc(**_tuples(g)) for g in data["gathers"]]
+        data["reduces"] = [ReduceDesc(**_tuples(r)) for r in data["reduces"]]
+        return Program(**data)
+
+    def text(self, live: bool = True) -> str:
+        """One line an instruction."""
+        lines = []
+        for i, instr in enumerate(self.instrs):
+            tail = f"live {self.live[i]:,}" if live and i < len(self.live) else ""
+            lines.append(f"{self._line(instr):<88} {tail}".rstrip())
+        return "\n".join(lines)
+
+    def _line(self, instr: Instr) -> str:
+        if isinstance(instr, Gather):
+            g = self.gathers[instr.index]
+            return f"{'in place' if g.home else 'gather':<15} {_sized(g.names, g.shapes, g.dtype)}"
+        if isinstance(instr, WaitGather):
+            return f"wait            {_few(self.gathers[instr.index].names)}"
+        if isinstance(instr, Release):
+            return f"release         {_few(self.gathers[instr.index].names)}"
+        if isinstance(instr, Compute):
+            of = f": {self.modules[instr.segment]}" if instr.segment < len(self.modules) else ""
+            return f"compute         segment {instr.segment}{of}"
+        r = self.reduces[instr.index]
+        if isinstance(instr, Reduce):
+            return f"{'all-reduce' if r.replicated else 'reduce-scatter':<15} {_sized(r.names, r.shapes, r.dtype)}"
+        return f"wait            gradients of {_few(r.names)}"
+
+
+def _sized(names: Iterable[str], shapes: Iterable[tuple[int, ...]], dtype: str) -> str:
+    pairs = [f"{n} {dtype}{list(s)}" for n, s in zip(names, shapes, strict=True)]
+    return ", ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(v) for v in value)
+    return value

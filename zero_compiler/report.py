@@ -1,0 +1,160 @@
+"""What ``zero.inspect`` shows: the programs of a model, with bytes at rest and peaks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import Config
+from .ir.facts import ParamRef
+from .program import Program
+from .simulate import Timeline
+
+# What the plan counts for optimizer states: two fp32 values a parameter, as Adam keeps.
+ASSUMED_STATE_BYTES = 8
+
+
+@dataclass
+class Frame:
+    """One captured frame: its programs by phase, and the time of the passes."""
+
+    index: int
+    config: Config
+    params: Mapping[ParamRef, Any]
+    trace: Any
+    programs: dict[str, Program] = field(default_factory=dict)
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+    kept_bytes: int = 0
+
+    def add(self, program: Program, kept_bytes: int, timeline: Timeline) -> None:
+        self.programs[program.phase] = program
+        self.timelines[program.phase] = timeline
+        self.kept_bytes = max(self.kept_bytes, kept_bytes)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes of one rank on the compute device.
+
+    ``parameters``, ``gradients``, ``optimizer``, ``kept`` (gathered weights that stay: stages 1 and 2) and
+    ``arena`` (gather buffers and staging) lie there between steps; ``programs`` is the largest number of bytes
+    that a Program holds beside its arena.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    arena: int
+    programs: int
+
+    @property
+    def at_rest(self) -> int:
+        """After ``optimizer.step()``, before ``zero_grad()``."""
+        return self.parameters + self.gradients + self.optimizer + self.kept + self.arena
+
+    @property
+    def peak(self) -> int:
+        """Of a step. Gradients count throughout: the engine keeps their storages from step to step. One that adds
+        to gradients holds ``gradients`` once more."""
+        return self.at_rest + self.programs
+
+
+@dataclass(frozen=True)
+class Report:
+    """The plan of one model, as text (``print``) and as JSON."""
+
+    rank: int
+    world: int
+    stage: int
+    memory: Memory
+    params: list[dict[str, Any]]
+    frames: list[Frame]
+    planned_only: bool
+    transport: str = "local"
+    transport_reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "rank": self.rank,
+            "world": self.world,
+            "stage": self.stage,
+            "planned_only": self.planned_only,
+            "transport": self.transport,
+            "transport_reason": self.transport_reason,
+            "memory": {
+                "parameters_bytes": self.memory.parameters,
+                "gradients_bytes": self.memory.gradients,
+                "optimizer_bytes": self.memory.optimizer,
+                "optimizer_assumed_bytes_per_element": ASSUMED_STATE_BYTES,
+                "kept_bytes": self.memory.kept,
+                "arena_bytes": self.memory.arena,
+                "programs_bytes": self.memory.programs,
+                "at_rest_bytes": self.memory.at_rest,
+                "peak_bytes": self.memory.peak,
+            },
+            "parameters": self.params,
+            "frames": [
+                {
+                    "index": f.index,
+                    "config": f.config.to_dict(),
+                    "passes": [{"name": n, "seconds": s, "nodes": k} for n, s, k in f.trace.rows],
+                    "programs": {phase: p.to_dict() for phase, p in f.programs.items()},
+                }
+                for f in self.frames
+            ],
+        }
+
+    def save_json(self, path: str) -> None:
+        with open(path, "w") as f:
+            json.dump(self.to_dict(), f, indent=1, sort_keys=True)
+
+    def __str__(self) -> str:
+        return self._text(instructions=True)
+
+    def summary(self) -> str:
+        """The text without the instructions of the Programs."""
+        return self._text(instructions=False)
+
+    def _text(self, instructions: bool) -> str:
+        m = self.memory
+        lines = [
+            f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters",
+            f"transport between ranks: {self.transport} ({self.transport_reason})",
+            "",
+            "bytes of this rank on the compute device",
+            f"  parameters at rest        {m.parameters:>16,}",
+            f"  gradients                 {m.gradients:>16,}",
+            f"  optimizer states          {m.optimizer:>16,}   assumed: two fp32 values a parameter",
+            f"  weights kept gathered     {m.kept:>16,}",
+            f"  arena for transfers       {m.arena:>16,}",
+            f"  at rest, sum of these     {m.at_rest:>16,}",
+            f"  most that a Program adds  {m.programs:>16,}   activations, and full gradients as they arise",
+            f"  predicted peak            {m.peak:>16,}   a step that adds to gradients: {m.gradients:,} more",
+        ]
+        if self.planned_only:
+            lines.append(
+                "planned from example inputs: nothing was run; frames behind a graph break are not in it"
+            )
+        if not self.frames:
+            lines += [
+                "",
+                "not compiled yet: call the model, or pass example_inputs=(...) to plan without running",
+            ]
+        for frame in self.frames:
+            for phase, program in frame.programs.items():
+                peak = max(program.live, default=0)
+                lines += [
+                    "",
+                    f"frame {frame.index}, {phase}: {len(program.instrs)} instructions, "
+                    f"{len(program.structures)} segments of {len(program.segments)} structures, "
+                    f"arena {program.buffer_bytes:,} bytes, peak {peak:,} bytes",
+                    frame.timelines[phase].text(),
+                    *([program.text()] if instructions else []),
+                ]
+                lines += [f"note: {n}" for n in program.notes]
+            lines.append(f"passes took {frame.trace.seconds:.3f} s")
+        return "\n".join(lines)

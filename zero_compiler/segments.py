@@ -1,0 +1,140 @@
+"""Compute segments: compiled once per distinct structure.
+
+Two segments are equal when their graphs are, with names taken out: operators, constants, and the sizes,
+strides, dtypes, devices and aliasing of their inputs. The layers of a transformer share one artifact, so
+compile time does not grow with depth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from .emit import SegmentGraph
+from .ir import dump, facts
+
+log = logging.getLogger("zero_compiler")
+
+# Takes the list of inputs and empties it (so that the callee may free them early); returns a sequence.
+SegmentFn = Callable[[list[Any]], Sequence[Any]]
+
+
+def structure(seg: SegmentGraph) -> str:
+    """Text that is equal for segments that one artifact serves."""
+    names: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    roots = facts.alias_roots(seg.gm.graph)
+
+    def ref(a: Any) -> Any:
+        return names[a] if isinstance(a, fx.Node) else _constant(a)
+
+    for i, node in enumerate(seg.gm.graph.nodes):
+        names[node] = f"%{i}"
+        if node.op == "placeholder":
+            lines.append(f"in {_meta(facts.value(node))}")
+        elif node.op == "get_attr":
+            lines.append(f"const {id(_attribute(seg.gm, node.target))}")
+        else:
+            args = tree_map(ref, (node.args, node.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
+            shares = sorted(names[r] for r in roots[node])
+            lines.append(f"{dump.target_text(node)} {args} {_meta(facts.value(node))} {shares}")
+    return "\n".join(lines)
+
+
+def _constant(a: Any) -> Any:
+    return f"{type(a).__name__}:{a}"
+
+
+def _attribute(gm: fx.GraphModule, target: Any) -> Any:
+    obj: Any = gm
+    for part in str(target).split("."):
+        obj = getattr(obj, part)
+    return obj
+
+
+def _meta(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        strides = ",".join(str(s) for s in val.stride()) if val.layout is torch.strided else str(val.layout)
+        return f"{val.dtype}[{','.join(str(s) for s in val.shape)}]({strides})+{val.storage_offset()}{val.device}"
+    if isinstance(val, (list, tuple)):
+        return "(" + ",".join(_meta(v) for v in val) + ")"
+    return str(val)
+
+
+class SegmentCompiler:
+    """Compiles segments and remembers them by structure; one a model."""
+
+    def __init__(self, compute: str) -> None:
+        self.compute = compute
+        self._done: dict[tuple[str, bool], SegmentFn] = {}
+        self.compiled = 0
+
+    def compile(self, seg: SegmentGraph, is_inference: bool, is_backward: bool) -> tuple[str, SegmentFn]:
+        """Digest of the structure, and the callable."""
+        text = structure(seg)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        fn = self._done.get((key, is_inference))
+        if fn is None:
+            self.compiled += 1
+            fn = _inductor(seg, is_inference, is_backward) if self.compute == "inductor" else _aten(seg)
+            self._done[(key, is_inference)] = fn
+        return key, fn
+
+
+def _aten(seg: SegmentGraph) -> SegmentFn:
+    gm = seg.gm
+    boxed = getattr(fx.graph, "_BoxedCodeGen", None)
+    gm.graph.set_codegen(fx.graph.CodeGen() if boxed is None else boxed())
+    gm.recompile()
+    forward: Any = gm.forward
+    if boxed is not None:
+        return forward  # takes the list and drops each input after its last use
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        given = tuple(args)
+        args.clear()
+        return forward(*given)
+
+    return run
+
+
+def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> SegmentFn:
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    gm = seg.gm
+    if not any(facts.is_compute(n) for n in gm.graph.nodes):
+        return _aten(seg)
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    # Values between segments keep the strides that the graph promises: the reader was compiled for them.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    output.meta["original_output_strides"] = [
+        n.meta["val"].stride() if isinstance(n.meta.get("val"), torch.Tensor) else None
+        for n in output.args[0]
+    ]
+    gm.recompile()
+    mode = torch._guards.detect_fake_mode(seg.inputs)
+    with V.set_fake_mode(mode), _strides_not_reported():
+        compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
+    return compiled
+
+
+@contextlib.contextmanager
+def _strides_not_reported() -> Iterator[None]:
+    # Inductor reports the strides of a whole forward's outputs here; a segment is not one.
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    saved, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = saved

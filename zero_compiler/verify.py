@@ -1,0 +1,183 @@
+"""The verifier's last word: what must be true of a Program, proved from its instructions alone.
+
+Shares no code with the planner of the arenas: lifetimes are read off the instructions again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch
+
+from .arena import Slot, check
+from .errors import VerifyError
+from .program import Compute, Gather, Instr, Program, Reduce, Release, WaitGather, WaitReduce
+
+
+def verify_program(program: Program, worlds: Mapping[str, int]) -> None:
+    """Prove that the instructions of ``program`` can be run, in order, in the memory that it plans.
+
+    Values are written once, before they are read, and not read after they were freed. A transfer is started
+    once and waited for once; a gathered weight is released once, or kept. No two buffers of an arena overlap
+    while both are in use.
+
+    Args:
+        worlds: number of ranks of each owner.
+
+    Raises:
+        VerifyError: naming the instruction and the fact that it breaks.
+    """
+    _values(program)
+    _transfers(program)
+    _memory(program, worlds)
+
+
+def _fail(i: int, instr: Instr, fact: str) -> NoReturn:
+    raise VerifyError(f"instruction {i} ({instr.op}): {fact}")
+
+
+def _values(program: Program) -> None:
+    written = set(range(program.num_inputs))
+    freed: set[int] = set()
+    for i, instr in enumerate(program.instrs):
+        ins = instr.ins if isinstance(instr, (Compute, Reduce)) else ()
+        # The last reader of a weight drops it from the table; the release then ends the life of its bytes.
+        gone = instr.values if isinstance(instr, Release) else getattr(instr, "free", ())
+        for v in (*ins, *gone):
+            if v >= 0 and v not in written:
+                _fail(i, instr, f"value {v} is read before anything writes it")
+        for v in ins:
+            if v in freed:
+                _fail(i, instr, f"value {v} is read after it was freed")
+        freed.update(gone)
+        for v in getattr(instr, "outs", ()):
+            if v == -1:
+                continue
+            if v in written:
+                _fail(i, instr, f"value {v} is written twice")
+            if not 0 <= v < program.num_values:
+                _fail(i, instr, f"value {v} is outside the table of {program.num_values} values")
+            written.add(v)
+    for v in program.outputs:
+        if v is not None and (v not in written or v in freed):
+            raise VerifyError(f"output {v} was never written, or was freed")
+
+
+def _transfers(program: Program) -> None:
+    state: dict[tuple[str, int], str] = {}
+    # For each instruction: what it moves, the state that it needs, the state that it leaves.
+    steps = {
+        Gather: ("gather", "idle", "started"),
+        WaitGather: ("gather", "started", "ready"),
+        Release: ("gather", "ready", "released"),
+        Reduce: ("reduce", "idle", "started"),
+        WaitReduce: ("reduce", "started", "done"),
+    }
+    given: dict[int, tuple[int, ...]] = {}
+    for i, instr in enumerate(program.instrs):
+        if isinstance(instr, Compute):
+            continue
+        kind, need, leave = steps[type(instr)]
+        have = state.get((kind, instr.index), "idle")
+        if have != need:
+            _fail(i, instr, f"{kind} {instr.index} is {have}, must be {need}")
+        state[kind, instr.index] = leave
+        if isinstance(instr, WaitGather):
+            given[instr.index] = instr.outs
+        if isinstance(instr, Release) and set(instr.values) != {v for v in given[instr.index] if v >= 0}:
+            _fail(
+                i,
+                instr,
+                f"releases values {instr.values}, but gather {instr.index} gave {given[instr.index]}",
+            )
+    for k, gather in enumerate(program.gathers):
+        have, want = state.get(("gather", k), "idle"), "ready" if gather.kept else "released"
+        if have != want:
+            raise VerifyError(f"{gather.label} ends {have}, must end {want}")
+    reduced: set[tuple[str, str]] = set()
+    for k, reduction in enumerate(program.reduces):
+        if state.get(("reduce", k), "idle") != "done":
+            raise VerifyError(f"{reduction.label} is not waited for")
+        for name in reduction.names:
+            if (reduction.owner, name) in reduced:
+                raise VerifyError(f"the gradient of {name} is reduced twice")
+            reduced.add((reduction.owner, name))
+
+
+def _memory(program: Program, worlds: Mapping[str, int]) -> None:
+    at: dict[tuple[type, int], int] = {
+        (type(instr), instr.index): i
+        for i, instr in enumerate(program.instrs)
+        if not isinstance(instr, Compute)
+    }
+    sizes = {"transient": program.transient_bytes, "slots": program.slots_bytes, "own": program.own_bytes}
+    slots: dict[str, list[Slot]] = {pool: [] for pool in sizes}
+    offsets: dict[str, list[int]] = {pool: [] for pool in sizes}
+    labels: dict[str, list[str]] = {pool: [] for pool in sizes}
+    kept: dict[str, dict[int, int]] = {}
+
+    def use(label: str, offset: int, nbytes: int, start: int, end: int, pool: str = "transient") -> None:
+        if offset < 0:
+            raise VerifyError(f"{label} needs a place in the arena and has none")
+        slots[pool].append(Slot(nbytes, start, end))
+        offsets[pool].append(offset)
+        labels[pool].append(label)
+
+    for k, g in enumerate(program.gathers):
+        world, item = worlds[g.owner], _itemsize(g.dtype)
+        start, ready = at[Gather, k], at[WaitGather, k]
+        for name, shape, numel, offset in zip(g.names, g.shapes, g.chunk_numels, g.offsets, strict=True):
+            nbytes = numel * world * item
+            if math.prod(shape) > numel * world:
+                raise VerifyError(
+                    f"{g.label}: {name} has {math.prod(shape)} elements, its chunks {numel * world}"
+                )
+            if g.home:
+                continue
+            if g.kept:
+                kept.setdefault(g.owner, {})[offset] = nbytes
+            else:
+                pool = "slots" if g.shared else "transient"
+                use(f"{g.label}: {name}", offset, nbytes, start, at[Release, k], pool)
+        if g.home or g.shared:
+            continue
+        if len(g.names) > 1:
+            use(
+                f"staging of the {g.label}", g.staging, sum(g.chunk_numels) * (world + 1) * item, start, ready
+            )
+        elif g.staging >= 0:
+            use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
+    for k, r in enumerate(program.reduces):
+        if r.shared:
+            nbytes = sum(math.prod(s) for s in r.shapes) * _itemsize(r.dtype)
+            use(r.label, r.staging, nbytes, at[Reduce, k], at[WaitReduce, k], "own")
+            continue
+        if r.staging < 0:
+            if len(r.names) > 1 or r.replicated or r.dtype != r.out_dtype:
+                raise VerifyError(f"{r.label}: needs a staging area")
+            continue
+        world = 1 if r.replicated else worlds[r.owner]
+        total = sum(r.chunk_numels) * _itemsize(r.dtype)
+        use(
+            r.label,
+            r.staging,
+            total * (world if r.replicated else world + 1),
+            at[Reduce, k],
+            at[WaitReduce, k],
+        )
+    for pool, nbytes in sizes.items():
+        wrong = check(slots[pool], offsets[pool], nbytes)
+        if wrong:
+            raise VerifyError(f"planned memory ({pool}): {wrong} (slots {', '.join(labels[pool][:8])}, ...)")
+    for owner, places in kept.items():
+        end = 0
+        for offset, nbytes in sorted(places.items()):
+            if offset < end:
+                raise VerifyError(f"kept weights of {owner} overlap at byte {offset}")
+            end = offset + nbytes
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize

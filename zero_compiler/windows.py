@@ -1,0 +1,151 @@
+"""Context managers of a sharded model: accumulation without communication, and full weights for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import eager, plain
+from .errors import RankMismatchError, ShardError
+from .shard import Places, Policy, policies_of
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards begun inside accumulate full gradients locally, in ``reduce_dtype``, with no collective.
+
+    The next backward outside reduces the total. ``model`` may be plain, sharded or compiled, before or after
+    its first call. Stepping or clipping while gradients wait is an error.
+    """
+    states: list[Any] = [*policies_of(model)]
+    if not states:
+        states = [plain.plain_model(list(model.parameters()))]
+    before = [s.sync for s in states]
+    for s in states:
+        s.sync = False
+    try:
+        yield
+    finally:
+        for s, sync in zip(states, before, strict=True):
+            s.sync = sync
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
+    """Full weights for a while: generation, surgery, export. Collective: every rank enters and leaves.
+
+    Inside, every managed parameter of ``model`` is a plain full tensor (``state_dict`` too), without gradient.
+    With ``write=True`` every rank must write equal values, which are cut again at exit, also after an
+    exception; names and identities of the parameters stay.
+
+    Raises:
+        RankMismatchError: ranks wrote different values; the shards are then left as they were.
+        ShardError: a parameter has another shape at exit, or the model is gathered already.
+    """
+    policies = policies_of(model)
+    for policy in policies:
+        if policy.opened:
+            raise ShardError("zero.gathered: this model is gathered already; leave the first one before")
+    opened: list[_Opened] = []
+    try:
+        for policy in policies:
+            _open(policy, opened)
+        yield
+    finally:
+        # Shards first, so that the model is whole again whatever the check of the written values says.
+        written = [(o, _close(o)) for o in opened]
+        for policy in policies:
+            policy.opened = False
+        if write:
+            _write(written)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A parameter whose full tensor ``whole`` stands, for a while, wherever its shard ``original`` stood."""
+
+    policy: Policy
+    name: str
+    original: Any
+    whole: nn.Parameter
+    places: Places
+
+
+def _open(policy: Policy, opened: list[_Opened]) -> None:
+    policy.meet("zero.gathered")
+    for name, info in policy.params.items():
+        at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
+        if not at:
+            continue  # deleted, or set to None
+        param = policy.param(name)
+        # What was tied after zero.shard stays tied.
+        whole = next((o.whole for o in opened if o.original is param), None)
+        if whole is None:
+            full = eager.gather(policy.group, info.layout, param._local_tensor, info.layout.dtype)
+            if policy.group.world == 1 or not info.layout.cut:
+                full = full.clone()  # nothing that is written inside reaches the shard by itself
+            whole = nn.Parameter(full, requires_grad=False)
+            whole._zero_full = True  # type: ignore[attr-defined]
+        opened.append(_Opened(policy, name, param, whole, at))
+        for module, attribute in at:
+            module._parameters[attribute] = whole
+    policy.opened = True
+
+
+def _close(o: _Opened) -> torch.Tensor:
+    """Put the shard back; what was written: into the full tensor, or by putting another one in its place."""
+    standing = [m._parameters.get(a) for m, a in o.places]
+    for module, attribute in o.places:
+        module._parameters[attribute] = o.original
+    return next((p for p in standing if p is not None and p is not o.whole), o.whole)
+
+
+def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
+    for o, full in written:
+        shape = o.policy.params[o.name].layout.shape
+        if tuple(full.shape) != shape:
+            raise ShardError(
+                f"zero.gathered(write=True): parameter {o.name!r} has shape {tuple(full.shape)} at exit, expected "
+                f"{shape}; a shape can only change before zero.shard"
+            )
+    for policy in {id(o.policy): o.policy for o, _ in written}.values():
+        _check_equal(policy, [(o.name, full) for o, full in written if o.policy is policy])
+    with torch.no_grad():
+        for o, full in written:
+            layout = o.policy.params[o.name].layout
+            rank = o.policy.group.rank
+            rows = full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.cut else full
+            local = o.original._local_tensor
+            if not torch.equal(local, rows.to(local.dtype)):
+                local.copy_(rows)
+                torch.autograd.graph.increment_version(o.original)  # a backward of an earlier forward is told
+
+
+def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
+    group = policy.group
+    if group.world == 1:
+        return
+    sums = torch.empty(len(fulls), 16, dtype=torch.uint8)
+    for i, (_, full) in enumerate(fulls):
+        raw = full.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+        sums[i] = torch.frombuffer(
+            bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
+        )
+    sums = sums.to(group.device)
+    every = [torch.empty_like(sums) for _ in range(group.world)]
+    policy.meet("end of zero.gathered(write=True)")
+    dist.all_gather(every, sums, group=group.pg)
+    for rank, theirs in enumerate(every):
+        differ = (theirs != every[0]).any(dim=1).nonzero().flatten().tolist()
+        if differ:
+            raise RankMismatchError(
+                f"zero.gathered(write=True): ranks 0 and {rank} wrote different values to {fulls[differ[0]][0]!r}; "
+                "every rank must write the same; nothing was written"
+            )
