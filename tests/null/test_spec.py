@@ -385,13 +385,13 @@ def test_slots_that_overlap():
     p = program()
     assert p.gathers[0].offsets[0] != p.gathers[1].offsets[0]
     p.gathers[1] = dataclasses.replace(p.gathers[1], offsets=(p.gathers[0].offsets[0],))
-    bad(p, "planned memory: slots")
+    bad(p, r"planned memory \(transient\): slots")
 
 
 def test_a_staging_area_that_overlaps():
     p = program()
     p.gathers[0] = dataclasses.replace(p.gathers[0], staging=p.gathers[0].offsets[0])
-    bad(p, "planned memory: slots")
+    bad(p, r"planned memory \(transient\): slots")
 
 
 def test_a_bucket_without_staging():
@@ -403,7 +403,7 @@ def test_a_bucket_without_staging():
 def test_a_slot_outside_the_arena():
     p = program()
     p.transient_bytes = 16
-    bad(p, "planned memory: slot")
+    bad(p, r"planned memory \(transient\): slot")
 
 
 def test_chunks_that_are_too_small():
