@@ -461,7 +461,7 @@ SCRIPT = """
         if step == 3:
             if "exception" in sys.argv and rank == 1:
                 raise RuntimeError("the loop of rank 1 broke")
-            print(f"pid {os.getpid()} running", flush=True)
+            os.write(1, f"pid {os.getpid()} running\\n".encode())  # one write: ranks share the pipe
         time.sleep(0.01)
 """
 
