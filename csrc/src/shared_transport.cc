@@ -47,13 +47,9 @@ enum Fate : uint32_t { kAlive = 0, kGaveUp = 1, kClosed = 2 };
 struct RankWords {
   alignas(64) std::atomic<uint32_t> bell;  // changes with each of the others
   std::atomic<uint32_t> sleepers;  // peers that sleep on the bell
-  alignas(64) std::atomic<int64_t> entered;  // calls
-  std::atomic<int64_t> left;
+  alignas(64) std::atomic<int64_t> left;  // calls
   std::atomic<int64_t> own_bytes;  // size of kOwn
   std::atomic<uint32_t> fate;
-  // Of calls by turns: a peer may still read one when the next is written, but
-  // no longer when the one after that is.
-  Header headers[2];
   char reason[1024];  // valid once fate is kGaveUp
   alignas(64) Transfer transfers[kWindow];
 };
@@ -159,7 +155,7 @@ class SharedPeers final : public PeerMemory {
     control_ = block.value();
     words_ = reinterpret_cast<RankWords*>(
         static_cast<char*>(control_.mutable_data_ptr()) + kPage);
-    if (mine().entered.load() != 0 || mine().fate.load() != kAlive) {
+    if (mine().left.load() != 0 || mine().fate.load() != kAlive) {
       return Status::error("this shared segment has been used already");
     }
     for (const pid_t pid : options_.pids) {
@@ -260,23 +256,6 @@ class SharedPeers final : public PeerMemory {
   Status wait_released(int64_t number, const std::string& label) override {
     return wait_for_all(
         [&](int peer) { return released_by(peer, number); }, label);
-  }
-
-  Result<std::vector<Header>> enter(const Header& mine_now) override {
-    const int64_t call = mine().entered.load(std::memory_order_relaxed) + 1;
-    mine().headers[call % 2] = mine_now;
-    mine().entered.store(call, std::memory_order_release);
-    ring();
-    ZERO_RETURN_IF_ERROR(wait_for_all(
-        [&](int peer) {
-          return words_[peer].entered.load(std::memory_order_acquire) >= call;
-        },
-        "the beginning of a call"));
-    std::vector<Header> all;
-    for (int rank = 0; rank < world_; ++rank) {
-      all.push_back(words_[rank].headers[call % 2]);
-    }
-    return all;
   }
 
   Status leave() override {
