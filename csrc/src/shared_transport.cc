@@ -141,6 +141,7 @@ class SharedPeers final : public PeerMemory {
   SharedPeers(std::shared_ptr<SharedSegment> segment, SharedOptions options)
       : segment_(std::move(segment)),
         options_(std::move(options)),
+        process_(::getpid()),
         rank_(options_.rank),
         world_(static_cast<int>(options_.pids.size())) {}
 
@@ -270,6 +271,9 @@ class SharedPeers final : public PeerMemory {
   }
 
   void give_up(const std::string& reason) override {
+    if (::getpid() != process_) {
+      return;
+    }
     const std::lock_guard lock(mutex_);
     if (words_ == nullptr ||
         mine().fate.load(std::memory_order_relaxed) != kAlive) {
@@ -283,6 +287,9 @@ class SharedPeers final : public PeerMemory {
   }
 
   void close() override {
+    if (::getpid() != process_) {
+      return;
+    }
     const std::lock_guard lock(mutex_);
     if (words_ == nullptr ||
         mine().fate.load(std::memory_order_relaxed) != kAlive) {
@@ -406,6 +413,9 @@ class SharedPeers final : public PeerMemory {
 
   const std::shared_ptr<SharedSegment> segment_;
   const SharedOptions options_;
+  // Only this process speaks for the rank. A forked copy of it (a worker that
+  // loads data) has this object too, and may destroy it at any time.
+  const pid_t process_;
   const int rank_;
   const int world_;
   at::Tensor control_;

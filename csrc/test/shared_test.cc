@@ -286,6 +286,24 @@ TEST(shared_peer_that_is_gone_is_named) {
   });
 }
 
+// A process that loads data for a rank is a forked copy of it, engine and all.
+TEST(shared_forked_copy_speaks_for_nobody) {
+  const auto statuses = on_processes(2, [](Engine& engine, int /*rank*/) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      engine.abandon("the copy ended");
+      engine.close();
+      ::_exit(0);
+    }
+    int status = -1;
+    CHECK_EQ(::waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    CHECK_OK(engine.leave());
+  });
+  CHECK_EQ(statuses[0], 0);
+  CHECK_EQ(statuses[1], 0);
+}
+
 TEST(shared_dead_process_is_named) {
   const auto begin = std::chrono::steady_clock::now();
   const auto statuses = on_processes(3, [](Engine& engine, int rank) {
