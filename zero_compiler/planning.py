@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .backend import compile_frame
 from .config import PLACEMENT_FIELDS, Config
-from .errors import ShardError
+from .errors import ConfigError, ShardError
 from .group import Group
 from .inspect import report_of
 from .program import Program
@@ -78,7 +78,7 @@ def plan(
         fields: fields of :class:`~zero_compiler.Config`, placement and compile fields alike.
 
     Raises:
-        ConfigError: an unknown or contradictory field.
+        ConfigError: an unknown or contradictory field, or a ``device`` that this build of torch does not know.
         ShardError: ``model`` is sharded already.
     """
     return _planned(model, example_inputs, world, rank, device, dynamic, fields)[0]
@@ -107,6 +107,7 @@ def _planned(
     config = Config.make(None, {k: v for k, v in config.to_dict().items() if k in PLACEMENT_FIELDS})
     mode = FakeTensorMode(shape_env=ShapeEnv())
     device = torch.device(device)
+    _check_known(device)
     model = _fake_model(model, mode, device)
     args, kwargs = (), {}
     if isinstance(example_inputs, dict):
@@ -126,6 +127,16 @@ def _planned(
         shard_over(model, group, config)
         torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return frames, policies_of(model)
+
+
+def _check_known(device: torch.device) -> None:
+    """Raise for a device that torch was built without: autograd ends the process there, on fake tensors too."""
+    built = torch.accelerator.current_accelerator()  # of the build, whether or not there is one here
+    if device.type not in ("cpu", "meta", built.type if built is not None else "cpu"):
+        raise ConfigError(
+            f"planning for device {device.type!r} needs a torch that is built for it, which this one is not; plan "
+            "for device='cpu', or install such a torch"
+        )
 
 
 def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

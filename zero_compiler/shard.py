@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ class _Default(int):
 log = logging.getLogger("zero_compiler")
 DEFAULT_STAGE = _Default(3)
 _serial = itertools.count()
+_keys = itertools.count()  # not the serial: copies of a model that was pickled have equal ones
 
 
 class Scope:
@@ -85,7 +85,7 @@ class Policy:
         self._bind()
 
     def _bind(self) -> None:
-        self.key = f"m{uuid.uuid4().hex[:12]}"
+        self.key = f"m{next(_keys)}"
         self._digests: dict[str, bytes] = {}
         ops.bind_owner(self.key, self)
 

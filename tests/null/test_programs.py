@@ -8,12 +8,14 @@ import re
 
 import pytest
 import torch
+from dist.spawn import run_ranks
 from harness import SimulatedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from null.graphs import OWNER, Build, aten, check_numbers, lower
 from torch import nn
 
+from zero_compiler.errors import ConfigError
 from zero_compiler.ir import facts
 from zero_compiler.planning import plan
 from zero_compiler.program import Program
@@ -78,6 +80,22 @@ def sequences(frames) -> dict[str, str]:
 
 def test_equal_inputs_give_equal_programs():
     assert text_of(planned()) == text_of(planned())
+
+
+def plan_as_json(rank, world):
+    (frame,) = planned()
+    return {phase: p.to_json() for phase, p in frame.programs.items()}
+
+
+def test_two_processes_make_the_same_bytes():
+    first, second = (run_ranks(plan_as_json, 1, group=False)[0] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.skipif(torch.accelerator.current_accelerator() is not None, reason="torch is built for a device")
+def test_a_device_that_torch_was_built_without():
+    with pytest.raises(ConfigError, match=r"planning for device 'cuda' needs a torch that is built for it"):
+        planned(device="cuda")
 
 
 def test_nothing_in_a_plan_depends_on_the_rank():
