@@ -67,7 +67,7 @@ class ModelRuntime:
         return views
 
     def bring_home(self, names: Iterable[str]) -> None:
-        """Copy chunks whose storage was replaced (``assign=True``, ``.data =``) to where peers read them.
+        """Copy chunks whose storage was replaced (``load_state_dict(assign=True)``) to where peers read them.
 
         Only while no peer reads: before a call begins.
         """
