@@ -76,20 +76,23 @@ class ModelRuntime:
         for name in names:
             home = homes[name]
             if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
-                home.copy_(self.chunk(name))
+                home.copy_(self.flat_chunks([name])[0])
 
-    def chunk(self, name: str) -> torch.Tensor:
-        """The flat padded chunk of a parameter, as it lies at rest."""
-        local = self.policy.param(name)._local_tensor
-        at = local.data_ptr()
-        known = self._chunks.get(name)
-        # The cached view holds the storage, so the address cannot have been given to another one.
-        if known is not None and known[0] == at and at != 0:
-            return known[1]
-        flat = eager.flat_chunk(self.policy.params[name].layout, local)
-        if flat.data_ptr() == at:
-            self._chunks[name] = (at, flat)
-        return flat
+    def flat_chunks(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """The flat padded chunks of parameters, as they lie at rest."""
+        policy, known = self.policy, self._chunks
+        out = []
+        for name in names:
+            local = policy.param(name)._local_tensor
+            at, flat = known.get(name, (0, local))
+            # The cached view holds the storage, so the address cannot have been given to another one.
+            if at == 0 or local.data_ptr() != at:
+                flat = eager.flat_chunk(policy.params[name].layout, local)
+                at = local.data_ptr()
+                if flat.data_ptr() == at:
+                    known[name] = (at, flat)
+            out.append(flat)
+        return out
 
     def close(self) -> None:
         _free(self.engine, self._chunks, self._views)

@@ -96,7 +96,7 @@ class Session:
         views = runtime.kept_views((g.names, g.dtype, g.offsets)) if g.kept else []
         return runtime, index, g, views
 
-    def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc]:
+    def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc, list[Any]]:
         runtime = self.runtimes[r.owner]
         world = runtime.policy.group.world
         index = runtime.engine.add_reduce(
@@ -109,7 +109,13 @@ class Session:
             getattr(torch, r.out_dtype),
             float(world),
         )
-        return runtime, index, r
+        return runtime, index, r, [self._rows(runtime, name) for name in r.names]
+
+    def _rows(self, runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of this rank's rows, which are the beginning of its chunk."""
+        policy = runtime.policy
+        shape = policy.params[name].layout.local_shape(policy.group.rank)
+        return shape, torch.empty(shape, device="meta").stride()
 
     def _at_rest(self, instr: Any) -> bool:
         """Nothing to do: a weight that is read where it lies at rest is neither fetched nor let go of."""
@@ -261,7 +267,7 @@ class Session:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
-        runtime.engine.gather_start(index, [runtime.chunk(n) for n in g.names])
+        runtime.engine.gather_start(index, runtime.flat_chunks(g.names))
 
     def _wait_gather(self, which: int) -> Sequence[torch.Tensor]:
         runtime, index, g, views = self._gathers[which]
@@ -275,30 +281,26 @@ class Session:
         return views
 
     def _reduce(self, which: int, given: list[torch.Tensor]) -> None:
-        runtime, index, r = self._reduces[which]
+        runtime, index, r, _ = self._reduces[which]
         policy = runtime.policy
         params = [policy.param(n) for n in r.names]
         if not policy.sync:
             for param, grad, name in zip(params, given, r.names, strict=True):
                 grads.keep_pending(param, grad.to(policy.params[name].reduce_dtype))
             return
-        grads.flush_at_end(policy)
-        for k, param in enumerate(params):
-            if isinstance(param.grad, grads.PendingGrad):
-                given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
+        if grads.PendingGrad.ever_made:
+            grads.flush_at_end(policy)
+            for k, param in enumerate(params):
+                if isinstance(param.grad, grads.PendingGrad):
+                    given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)
 
     def _wait_reduce(self, which: int) -> Sequence[Any]:
-        runtime, index, r = self._reduces[which]
-        policy = runtime.policy
-        if not policy.sync:
+        runtime, index, r, rows = self._reduces[which]
+        if not runtime.policy.sync:
             return [None] * len(r.names)
-        rank = policy.group.rank
-        out = []
-        for name, flat in zip(r.names, runtime.engine.reduce_wait(index), strict=True):
-            layout = policy.params[name].layout
-            shape = layout.local_shape(rank)
-            out.append(
-                flat[: layout.rows(rank) * layout.row_numel].view(shape) if layout.cut else flat.view(shape)
-            )
-        return out
+        chunks = runtime.engine.reduce_wait(index)
+        return [
+            chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
+            for chunk, (shape, stride) in zip(chunks, rows, strict=True)
+        ]

@@ -28,9 +28,12 @@ class PendingGrad(torch.Tensor):
 
     full: torch.Tensor
     base: Any
+    # Whether this process has made one: where it has not, no gradient needs to be looked at.
+    ever_made = False
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, full: torch.Tensor, base: DTensor | None) -> PendingGrad:
+        PendingGrad.ever_made = True
         self = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
@@ -94,9 +97,8 @@ def check_reduced(params: Iterable[Any]) -> None:
     Raises:
         GradientError: before any of them was touched.
     """
-    for param in params:
-        if type(param.grad) is PendingGrad:
-            raise _not_reduced()
+    if PendingGrad.ever_made and any(type(param.grad) is PendingGrad for param in params):
+        raise _not_reduced()
 
 
 def _not_reduced() -> GradientError:
@@ -108,7 +110,8 @@ def _not_reduced() -> GradientError:
 
 def as_dtensor(param: Any, local: torch.Tensor) -> DTensor:
     """``local`` rows as a DTensor with the placement of ``param``; no communication, no check."""
-    return DTensor(local, param._spec, requires_grad=False)
+    # Without __init__, which does nothing and costs as much as the rest.
+    return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
 
 
 def keep_pending(param: Any, full: torch.Tensor) -> None:
@@ -146,6 +149,8 @@ def publish(param: Any, local: torch.Tensor) -> None:
 
 def flush_at_end(policy: Policy) -> None:
     """When the running backward ends, reduce what still waits: weights that it did not use."""
+    if not PendingGrad.ever_made:
+        return
     if getattr(policy, "_flush_queued", None) == torch._C._current_graph_task_id():
         return
     policy._flush_queued = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
