@@ -7,6 +7,7 @@ then each phase is lowered and scheduled.
 from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
 from .clone_escapes import CloneEscapes
+from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .place_transfers import InsertReleases, PlaceStarts
@@ -16,6 +17,7 @@ from .units import assign_units, gathered_in_backward, order_of_use
 # (pass, level of lowering that the verifier proves after it)
 JOINT: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
+    (KeepOldValues(), "merged"),
     (TagRecompute(), "merged"),
 ]
 PHASE: list[tuple[Pass, str]] = [
@@ -34,6 +36,7 @@ __all__ = [
     "CloneEscapes",
     "Context",
     "InsertReleases",
+    "KeepOldValues",
     "LowerMarkers",
     "MergeMarkers",
     "ParamPlan",

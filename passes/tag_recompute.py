@@ -59,7 +59,7 @@ class TagRecompute:
     name: str = "tag-recompute"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        backward = _depends_on_tangents(graph)
+        backward = facts.depends_on_tangents(graph)
         derived = facts.made_of_weights(graph)
         allowed = regathered(graph, ctx.bucket_bytes)
         for node in derived:
@@ -72,7 +72,7 @@ class TagRecompute:
 
 def regathered(graph: fx.Graph, small_bytes: int) -> set[fx.Node]:
     """Markers of the weights that backward gathers: see :class:`TagRecompute`."""
-    backward = _depends_on_tangents(graph)
+    backward = facts.depends_on_tangents(graph)
     out: set[fx.Node] = set()
     derived = facts.made_of_weights(graph)
     for node, marks in derived.items():
@@ -87,13 +87,3 @@ def _forward_readers(
     node: fx.Node, derived: Container[fx.Node], backward: Container[fx.Node]
 ) -> list[fx.Node]:
     return [u for u in node.users if u not in derived and u not in backward and u.op == "call_function"]
-
-
-def _depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
-    out: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" and "tangents" in str(node.target):
-            out.add(node)
-        elif any(i in out for i in node.all_input_nodes):
-            out.add(node)
-    return out

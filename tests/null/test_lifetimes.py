@@ -159,6 +159,31 @@ def test_buffers_are_updated_after_their_last_reader(compute):
     model.check(batches(2, (5, 4)), rtol=1e-4, atol=1e-5)
 
 
+class Counted(nn.Module):
+    """Backward needs what forward made of a buffer that forward then writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("scale", torch.full((4,), 1.5))
+
+    def forward(self, x):
+        self.steps.add_(1)
+        old = torch.sin(self.scale.view(2, 2)).view(4)
+        y = self.layer(x) * self.steps * old
+        self.scale.mul_(1.5)
+        return torch.sigmoid(y) * self.scale.cos()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_backward_sees_what_forward_saw_of_a_buffer(compute, stage):
+    model = simulated(Counted(), compute=compute, stage=stage)
+    for _ in range(3):
+        model.check(batches(2, (5, 4)), total, rtol=1e-4, atol=1e-5)
+
+
 class SavedView(nn.Module):
     """Saves views and overlapping slices of activations for backward."""
 

@@ -138,6 +138,17 @@ def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     return made
 
 
+def depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Of a joint graph, what belongs to backward: gradients of outputs, and all that is made of them."""
+    out: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            out.add(node)
+        elif any(i in out for i in node.all_input_nodes):
+            out.add(node)
+    return out
+
+
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs that the node writes to, by the operator's schema."""
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
