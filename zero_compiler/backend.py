@@ -75,9 +75,8 @@ def _compile(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
     compiled, captured, _ = compile_frame(gm, example_inputs, options, EngineLoader())
-    if not captured.shards:
-        return plain.watched(compiled, example_inputs)
-    return _entry(compiled, captured)
+    # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
+    return plain.watched(_entry(compiled, captured) if captured.shards else compiled, example_inputs)
 
 
 class Loader(Protocol):

@@ -1,8 +1,9 @@
-"""Plain models: ``torch.compile(model, backend="zero")`` with nothing sharded trains as stage 0.
+"""Plain parameters: what is not sharded trains as stage 0 under ``torch.compile(model, backend="zero")``.
 
-Parameters stay what they are. When a backward ends, the gradients that it brought, from compiled and eager
-frames alike, are averaged over the ranks in the order of the parameters, as DDP does. A parameter that was
-used on some ranks only counts as zero on the others.
+That is a model of which nothing is sharded, or what stands beside the sharded part of one. Parameters stay what
+they are. When a backward ends, the gradients that it brought, from compiled and eager frames alike, are averaged
+over the ranks in the order of the parameters, as DDP does. A parameter that was used on some ranks only counts as
+zero on the others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .errors import RankMismatchError
+
 log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default
 _ATTRIBUTE = "_zero_plain"
@@ -23,24 +26,26 @@ _SAID = "_zero_said"
 
 
 class PlainModel:
-    """The parameters of one plain model, and gradients on the way to their average.
+    """The plain parameters of one model, and gradients on the way to their average.
 
     Each parameter carries a reference to it, so that it lives and dies with the model.
     """
 
     def __init__(self) -> None:
         self.params: list[nn.Parameter] = []
+        self.names: list[str] = []
         self.known: set[int] = set()
         self.hooked: set[int] = set()
         self.sync = True
         # By index of the parameter: the average of earlier backwards, set aside while new gradients arrive.
         self.averaged: dict[int, torch.Tensor | None] = {}
         self.queued = False
+        self.compared = False  # whether ranks are known to have begun with the same values
 
     def __reduce__(self) -> Any:
         return (PlainModel, ())  # a pickled or copied parameter takes no hooks and no other parameters along
 
-    def add(self, param: nn.Parameter) -> None:
+    def add(self, param: nn.Parameter, name: str) -> None:
         self.known.add(id(param))
         setattr(param, _ATTRIBUTE, self)
         if id(param) in self.hooked or not _several_ranks():
@@ -48,6 +53,7 @@ class PlainModel:
         self.hooked.add(id(param))
         index = len(self.params)
         self.params.append(param)
+        self.names.append(name)
 
         def arriving(grad: torch.Tensor) -> None:
             self._arriving(index)
@@ -70,6 +76,7 @@ class PlainModel:
         params, averaged = self.params, self.averaged
         self.averaged = {}
         if _several_ranks():
+            self._compare()
             device = params[0].device
             used = torch.zeros(len(params), dtype=torch.uint8)
             used[list(averaged)] = 1
@@ -87,6 +94,29 @@ class PlainModel:
             if earlier is not None:
                 new = params[i].grad
                 params[i].grad = earlier if new is None else earlier.add_(new)
+
+    def _compare(self) -> None:
+        """Before the first average: the ranks train one model, and nobody sent its values from one to the others.
+
+        Raises:
+            RankMismatchError: on every rank, naming the first parameter that differs.
+        """
+        if self.compared:
+            return
+        # Sums of bytes: exact, whatever the order in which a machine adds.
+        sums = torch.stack(
+            [p.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in self.params]
+        )
+        most = torch.cat([sums, -sums])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        highest, lowest = most.view(2, -1) * torch.tensor([[1], [-1]], device=most.device)
+        differ = (highest != lowest).nonzero().flatten().tolist()
+        if differ:
+            raise RankMismatchError(
+                f"ranks have different values of parameter {self.names[differ[0]]!r}, which is not sharded: build the "
+                "model under the same seed on every rank, or load the same checkpoint"
+            )
+        self.compared = True
 
 
 def _average(grads: Sequence[Any]) -> None:
@@ -116,11 +146,11 @@ def _average(grads: Sequence[Any]) -> None:
 
 
 def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``compiled``, a frame in which nothing is sharded, for whichever model calls it.
+    """``compiled``, a frame that may read plain parameters, for whichever model calls it.
 
     Dynamo runs a frame for every module of a class that passes its guards, and asks the backend once.
     """
-    at = [i for i, p in enumerate(example_inputs) if type(p) is nn.Parameter]
+    at = [i for i, p in enumerate(example_inputs) if _plain(p)]
     if not at:
         return compiled
     watch(example_inputs)
@@ -132,6 +162,11 @@ def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Call
         return compiled(*args)
 
     return call
+
+
+def _plain(p: Any) -> bool:
+    """A parameter that no shard manages; not the whole of one inside ``zero.gathered``."""
+    return type(p) is nn.Parameter and not hasattr(p, "_zero_full")
 
 
 def _known(param: Any) -> bool:
@@ -147,22 +182,36 @@ def _several_ranks() -> bool:
 
 
 def watch(example_inputs: Sequence[Any]) -> None:
-    """See to it that the model of a frame is averaged: called for a frame in which nothing is sharded."""
-    params = [p for p in example_inputs if type(p) is nn.Parameter and not hasattr(p, "_zero_full")]
+    """See to it that the plain parameters of the model of a frame are averaged."""
+    params = [p for p in example_inputs if _plain(p)]
     if not params:
         return
     model = _model_of(params)
-    members = list(model.parameters()) if model is not None else params
-    state = plain_model(members)
-    if not getattr(state, _SAID, False):
+    if model is not None:
+        members = plain_parameters(model)
+    else:
+        members = {f"number {i}": p for i, p in enumerate(params)}
+    state = plain_model(list(members.values()))
+    trained = sum(p.requires_grad for p in members.values())
+    if trained and not getattr(state, _SAID, False):
         setattr(state, _SAID, True)
+        rest = sum(1 for _ in model.parameters()) - len(members) if model is not None else 0
+        if rest:
+            what = f"{trained} parameters of this model are not sharded, so they train as stage 0"
+        else:
+            what = "nothing in this model is sharded, so it trains as stage 0"
         log.warning(
-            'backend "zero": nothing in this model is sharded, so it trains as stage 0; '
-            "call zero.shard(model, stage=3) before torch.compile to partition it"
+            'backend "zero": %s; call zero.shard(model, stage=3) before torch.compile to partition it', what
         )
-    for param in members:
+    for name, param in members.items():
         if param.requires_grad:
-            state.add(param)
+            state.add(param, name)
+
+
+def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` that no shard manages, by name."""
+    model = getattr(model, "_orig_mod", model)
+    return {n: p for n, p in model.named_parameters() if _plain(p)}
 
 
 def plain_model(params: Sequence[nn.Parameter]) -> PlainModel:

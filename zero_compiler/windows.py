@@ -25,8 +25,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     its first call. Stepping or clipping while gradients wait is an error.
     """
     states: list[Any] = [*policies_of(model)]
-    if not states:
-        states = [plain.plain_model(list(model.parameters()))]
+    unsharded = plain.plain_parameters(model)
+    if unsharded:
+        states.append(plain.plain_model(list(unsharded.values())))
     before = [s.sync for s in states]
     for s in states:
         s.sync = False

@@ -11,6 +11,7 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.errors import RankMismatchError
 
 pytestmark = pytest.mark.dist
 
@@ -120,6 +121,51 @@ def no_sync_first(rank, world):
 
 def test_no_sync_before_the_first_call():
     assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
+
+
+def partly_sharded(rank, world):
+    """One half is sharded, the other is not, as with adapters that are added to a sharded model."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 1))
+    twin = copy.deepcopy(ours)
+    zero.shard(ours[2], stage=3)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, twin)]
+    for step in range(3):
+        quiet, loud = batches(rank, 2)
+        with zero.no_sync(call):
+            call(quiet).square().mean().backward()
+        call(loud).square().mean().backward()
+        for x in (quiet, loud):
+            twin(x).square().mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            q.grad /= world
+            mine = p.grad.full_tensor() if name.startswith("2.") else p.grad
+            torch.testing.assert_close(mine, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{step} {n}: {m}")
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return True
+
+
+def test_what_stands_beside_a_sharded_part_is_averaged():
+    assert run_ranks(partly_sharded, 2, timeout=200) == [True, True]
+
+
+def other_values(rank, world):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
+    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model[0].bias)
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    with pytest.raises(RankMismatchError, match=r"different values of parameter '1\.weight', which is not sharded"):
+        step(torch.ones(1, 3)).sum().backward()
+    return True
+
+
+def test_ranks_that_begin_with_different_values_are_told():
+    assert run_ranks(other_values, 2, timeout=200) == [True, True]
 
 
 def group_made_late(rank, world, path):
