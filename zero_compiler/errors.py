@@ -30,6 +30,14 @@ class TransferError(ZeroError):
     """A collective or another transfer failed; the text holds the operation and its parameters."""
 
 
+class StorageError(ZeroError):
+    """A file of the NVMe tier cannot be made, read or written; the text holds file, offset and what lies there."""
+
+
+class OptimizerError(ZeroError):
+    """An optimizer, or the way it is called, does not fit where its states lie."""
+
+
 class CaptureError(ZeroError):
     """The captured graph has a form that the compiler does not take."""
 

@@ -27,6 +27,7 @@ from .group import Group, agree, make_group, meet, short_digest
 from .guards import guard_optimizers
 from .ir import ops
 from .layout import Layout, layout_of
+from .runtime.stores import Nvme
 from .transport import COPIED, LOCAL, Transport, choose
 
 
@@ -81,6 +82,7 @@ class Policy:
         # that of its original and its own number, so that a rank that makes one alone disturbs no other model.
         self.serial: tuple[int, ...] = (next(_serial),)
         self.copies = 0
+        self._nvme: Nvme | None = None  # made when first needed
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
 
@@ -91,7 +93,7 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport"):
+        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", "_nvme"):
             state.pop(name)
         self.copies += 1
         state["serial"], state["copies"] = (*self.serial, self.copies), 0
@@ -99,7 +101,7 @@ class Policy:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.runtime = None
+        self.runtime = self._nvme = None
         self.frames, self.compilers = [], {}
         self.transport = COPIED if self.group.world > 1 else LOCAL
         self._bind()
@@ -123,6 +125,18 @@ class Policy:
         if segment is not None and name in segment.chunks:
             return segment.chunks[name].zero_().view(layout.padded_shape)
         return torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.group.device)
+
+    def nvme(self) -> Nvme:
+        """The NVMe tier of this model on this rank.
+
+        Raises:
+            ConfigError: the model was sharded without ``nvme_dir``.
+        """
+        if self._nvme is None:
+            if self.config.nvme_dir is None:
+                raise ConfigError("the NVMe tier needs nvme_dir: give it to zero.shard")
+            self._nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+        return self._nvme
 
     def param(self, name: str) -> Any:
         """The sharded parameter called ``name`` as it stands in the module now.

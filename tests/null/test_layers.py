@@ -33,6 +33,7 @@ RANKS = {
     "openings": 4,
     "building": 5,
     "load": 5,
+    "optimizer": TOP,
     "capture": 5,
     "passes": 6,
     "emit": 7,
@@ -43,6 +44,11 @@ RANKS = {
     "budget": 7,
     "simulate": 7,
     "runtime": 8,
+    "runtime.aio": 2,
+    "runtime.stores": 3,
+    "runtime.streaming": 3,
+    "elementwise": 3,
+    "updates": 5,
     "__init__": TOP,
     "__main__": TOP,
     "backend": TOP,
@@ -56,9 +62,12 @@ NEVER = {("runtime", "passes"), ("passes", "runtime")}
 
 
 def unit_of(module: str) -> str:
-    """The row of RANKS for a dotted name: zero_compiler.ir.ops -> ir, zero_compiler -> __init__."""
+    """The row of RANKS for a dotted name: zero_compiler.ir.ops -> ir, zero_compiler -> __init__.
+
+    A module of a package may have a row of its own."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    own = ".".join(parts[1:3])
+    return own if own in RANKS else parts[1] if len(parts) > 1 else "__init__"
 
 
 def is_module(name: str) -> bool:
