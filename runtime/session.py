@@ -66,7 +66,8 @@ class Session:
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
         self._gathers = [self._add_gather(g) for g in program.gathers]
         self._reduces = [self._add_reduce(r) for r in program.reduces]
-        self._code = [self._encode(i) for i in program.instrs if not self._at_rest(i)]
+        self._last_read = _last_reads(program)
+        self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._at_home: dict[ModelRuntime, list[str]] = {}
         for g in program.gathers:
             if g.home:
@@ -115,7 +116,7 @@ class Session:
         """Nothing to do: a weight that is read where it lies at rest is neither fetched nor let go of."""
         return isinstance(instr, (Gather, Release)) and self.program.gathers[instr.index].home
 
-    def _encode(self, instr: Any) -> tuple[int, Any, Any, Any, Any]:
+    def _encode(self, at: int, instr: Any) -> tuple[int, Any, Any, Any, Any]:
         # A tuple with a small number in front is what the loop below reads fastest.
         if isinstance(instr, Gather):
             return (_GATHER, instr.index, None, None, None)
@@ -129,7 +130,10 @@ class Session:
             return (_COMPUTE, self.segments[instr.segment], instr.ins, instr.outs, instr.free)
         if isinstance(instr, Reduce):
             return (_REDUCE, instr.index, instr.ins, instr.free, None)
-        return (_WAIT_REDUCE, instr.index, instr.outs, None, None)
+        # For each gradient, whether nothing reads its weight from here on.
+        r = self.program.reduces[instr.index]
+        final = tuple(self._last_read.get((r.owner, name), -1) < at for name in r.names)
+        return (_WAIT_REDUCE, instr.index, instr.outs, final, None)
 
     # Agreement ---------------------------------------------------------------------------------------------
 
@@ -251,7 +255,7 @@ class Session:
                 for i in c:
                     env[i] = None
             else:
-                for i, value in zip(b, self._wait_reduce(a), strict=True):
+                for i, value in zip(b, self._wait_reduce(a, c), strict=True):
                     if i >= 0:
                         env[i] = value
 
@@ -288,17 +292,42 @@ class Session:
                 given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)
 
-    def _wait_reduce(self, which: int) -> Sequence[Any]:
+    def _wait_reduce(self, which: int, final: Sequence[bool]) -> Sequence[Any]:
         runtime, index, r = self._reduces[which]
         policy = runtime.policy
         if not policy.sync:
             return [None] * len(r.names)
         rank = policy.group.rank
         out = []
-        for name, flat in zip(r.names, runtime.engine.reduce_wait(index), strict=True):
+        for name, flat, last in zip(r.names, runtime.engine.reduce_wait(index), final, strict=True):
             layout = policy.params[name].layout
             shape = layout.local_shape(rank)
-            out.append(
-                flat[: layout.rows(rank) * layout.row_numel].view(shape) if layout.cut else flat.view(shape)
-            )
+            local = flat[: layout.rows(rank) * layout.row_numel].view(shape) if layout.cut else flat.view(shape)
+            sink = policy.sinks.get(name) if policy.sinks else None
+            if sink is not None and sink.land(policy.param(name), local, last and grads.alone(policy, name)):
+                local = None
+            out.append(local)
         return out
+
+
+def _last_reads(program: Program) -> dict[tuple[str, str], float]:
+    """The last instruction of a Program that reads each weight; no update may come before it.
+
+    Without a copy of its own (one rank, or memory that ranks share) a weight is read where it lies at rest, by
+    peers even until the call ends.
+    """
+    weight: dict[int, tuple[str, str]] = {}
+    last: dict[tuple[str, str], float] = {}
+    for at, instr in enumerate(program.instrs):
+        if isinstance(instr, (Gather, WaitGather, Release)):
+            g = program.gathers[instr.index]
+            for k, name in enumerate(g.names):
+                last[g.owner, name] = float("inf") if g.home else at
+                if isinstance(instr, WaitGather) and instr.outs[k] >= 0:
+                    weight[instr.outs[k]] = (g.owner, name)
+        elif isinstance(instr, Compute):
+            for value in instr.ins:
+                if value in weight:
+                    key = weight[value]
+                    last[key] = max(last[key], at)
+    return last

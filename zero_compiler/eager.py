@@ -92,6 +92,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
         ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
+        ctx.call = grads.opened(policy, (name,))
         info = policy.params[name]
         policy.meet(f"eager gather of {name}")
         return gather(policy.group, info.layout, param._local_tensor, info.gather_dtype)
@@ -104,6 +105,7 @@ class Unshard(torch.autograd.Function):
         param = ctx.param
         if param._version != ctx.version:
             grads.modified(name)
+        ctx.call = None
         if not policy.sync:
             grads.keep_pending(param, grad.to(info.reduce_dtype))
             return None, None, None

@@ -6,8 +6,9 @@ back; reads, updates and writes of neighbouring groups overlap (ZeRO-Infinity, R
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch.optim import Optimizer
 
 from .config import TIERS
 from .elementwise import States, declared, states_of
-from .errors import OptimizerError
+from .errors import GradientError, OptimizerError
 from .grads import check_reduced
 from .ir import ops
+from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
 from .runtime.streaming import Stream
-from .updates import OURS, Done, Entry, Unit, like, local_of, options_of, pieces_of
+from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of
 
 # A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
 # write, which nothing overlaps, are a small part of a step.
@@ -72,12 +74,15 @@ def optimizer(
 class StreamedOptimizer(Optimizer, Done):
     """See :func:`optimizer`, which makes it. ``cls`` is the class that it runs."""
 
+    streams = True  # for the guard against plain optimizers
+
     def __init__(
         self, cls: type[Optimizer], params: Any, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
     ) -> None:
         self.cls, self.kw, self.max_grad_norm = cls, kw, max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         self._units: list[Unit] = []
+        self._overlap = Overlap(self) if overlap else None
         self._stores: list[Store] = []
         self._stream: Stream | None = None
         self._broken: str | None = None
@@ -139,11 +144,13 @@ class StreamedOptimizer(Optimizer, Done):
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
             for alike in entries.values()
-            for batch in _batches(alike)
+            for batch in _batches(alike, self._overlap is not None)
         ]
         self._units += new
         if any(unit.states.eager for unit in new):
             self._begin([unit for unit in new if unit.states.eager])
+        if self._overlap is not None:
+            self._overlap.watch(new)
 
     def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
         options = options_of(group)
@@ -178,9 +185,28 @@ class StreamedOptimizer(Optimizer, Done):
                 loss = closure()
         for group in self.param_groups:
             check_reduced(group["params"])
-        factor = self._clip()
-        self._run(self._units, factor)
+        self._run(self._units, self._clip())
+        if self._overlap is not None:
+            self._overlap.finish()
         return loss
+
+    @torch.no_grad()
+    def feed(self, unit: Unit) -> None:
+        """Begin the update of a unit whose gradients are final (``overlap=True``); ``step()`` completes it."""
+        with self._whole():
+            job = unit.job(self.state, self)
+            if job is not None:
+                self._ready().feed(job)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # What torch.amp.GradScaler.step asks first. Gradients that are used up were never unscaled.
+        if self._overlap is not None:
+            raise GradientError(
+                "torch.amp.GradScaler scales gradients until step(), and zero.optimizer(overlap=True) uses them before; "
+                "leave overlap out, or train in bfloat16, which needs no scaling"
+            )
+        return False
 
     def _clip(self) -> torch.Tensor | None:
         """First phase of clipping: the norm; and what gradients are to be multiplied by."""
@@ -196,34 +222,36 @@ class StreamedOptimizer(Optimizer, Done):
             self._run(units, None, begin=True)
 
     def _run(self, units: Iterable[Unit], factor: torch.Tensor | None, begin: bool = False) -> None:
-        self.check_whole()
-        self._settle_states()
-        try:
+        with self._whole():
             stream = self._ready()
+            stream.drain()  # what was fed while backward ran
             for unit in units:
                 job = unit.job(self.state, self, factor, begin)
                 if job is not None:
                     stream.feed(job)
             stream.drain()
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            changed, self._changed = self._changed, []
+        changed, self._changed = self._changed, []
         for group, options in changed:
             group.update(options)
 
-    def check_whole(self) -> None:
-        """Raise where an earlier step broke off.
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What breaks off inside leaves parameters and states of different steps: later calls say so.
 
         Raises:
-            OptimizerError: parameters and states may be of different steps.
+            OptimizerError: an earlier call broke off.
         """
         if self._broken is not None:
             raise OptimizerError(
                 f"an earlier step of this optimizer broke off, and parameters may be half updated ({self._broken}); "
-                "make model and optimizer anew and load a checkpoint"
+                "load the state_dict of model and optimizer from a checkpoint"
             )
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            self._changed.clear()
+            raise
 
     def _ready(self) -> Stream:
         need = max((u.nbytes for u in self._units), default=0)
@@ -245,22 +273,11 @@ class StreamedOptimizer(Optimizer, Done):
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
         for unit in self._units:  # load_state_dict makes new groups
             unit.group = groups[id(unit.pieces[0].entry.param)]
-        self._settle_states()
+            with torch.no_grad():
+                for piece in unit.pieces:
+                    piece.entry.given = None
+                    piece.entry.settle(self.state.get(piece.entry.param, {}), unit.states.tensors)
         self._broken = None
-
-    @torch.no_grad()
-    def _settle_states(self) -> None:
-        """Bring states that were put in place from outside (``load_state_dict``) to where they rest."""
-        for unit in self._units:
-            for piece in unit.pieces:
-                entry = piece.entry
-                held = self.state.get(entry.param)
-                if entry.tier == "none" or not piece.last or not held:
-                    continue
-                for key in unit.states.tensors:
-                    value = held.get(key)
-                    if isinstance(value, torch.Tensor):
-                        entry.settle(held, key, value)
 
 
 def _owners() -> dict[int, tuple[Any, str]]:
@@ -291,17 +308,21 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
     return str(tier)
 
 
-def _batches(entries: list[Entry]) -> Iterable[list[Any]]:
-    """Pieces of ``entries`` together, up to the size of a unit; what rests where it is used takes no room."""
-    batch: list[Any] = []
+def _batches(entries: list[Entry], overlap: bool) -> Iterable[list[Piece]]:
+    """Pieces of ``entries`` together, up to the size of a unit.
+
+    What rests where it is used takes no room, and is updated in one call, unless parts of it are to be updated early.
+    """
+    batch: list[Piece] = []
     nbytes = 0
     for entry in entries:
         for piece in pieces_of(entry, UNIT_BYTES):
-            if batch and nbytes + piece.nbytes > UNIT_BYTES:
+            more = max(piece.nbytes, local_of(entry.param).nbytes if overlap else 0)
+            if batch and nbytes + more > UNIT_BYTES:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(piece)
-            nbytes += piece.nbytes
+            nbytes += more
     if batch:
         yield batch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,8 +84,15 @@ class Policy:
         self.serial: tuple[int, ...] = (next(_serial),)
         self.copies = 0
         self._nvme: Nvme | None = None  # made when first needed
+        self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
+
+    def _fresh(self) -> None:
+        """What belongs to this object alone, and to no copy of it."""
+        # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
+        self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
+        self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
 
     def _bind(self) -> None:
         self.key = f"m{uuid.uuid4().hex[:12]}"
@@ -93,7 +101,7 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", "_nvme"):
+        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", "_nvme", "sinks", "calls"):
             state.pop(name)
         self.copies += 1
         state["serial"], state["copies"] = (*self.serial, self.copies), 0
@@ -102,6 +110,7 @@ class Policy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.runtime = self._nvme = None
+        self._fresh()
         self.frames, self.compilers = [], {}
         self.transport = COPIED if self.group.world > 1 else LOCAL
         self._bind()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class Entry:
         regions: of each state in a file, by key.
         streamed: bytes per element of each operand that passes through a buffer or a copy, by role or key.
         fresh: states at rest of a parameter whose first update is under way.
+        given: a gradient that is taken out of ``.grad`` for the update that is under way.
     """
 
     param: Any
@@ -58,6 +59,21 @@ class Entry:
     regions: dict[str, Region]
     streamed: dict[str, int]
     fresh: dict[str, torch.Tensor] = field(default_factory=dict)
+    given: torch.Tensor | None = None
+
+    def take_grad(self) -> None:
+        """From here on the gradient belongs to the update, and ``.grad`` says so."""
+        if self.grad is not None:
+            self.given = self.grad
+            self.param.grad = grads.AppliedGrad(self.param)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's rows of the gradient that the next update is to use."""
+        grad = self.param.grad
+        if self.given is not None or grad is None or type(grad) is grads.AppliedGrad:
+            return self.given
+        return local_of(grad)
 
     def at_rest(self, key: str, value: torch.Tensor) -> torch.Tensor:
         """Memory for the whole of state ``key``, of the dtype of ``value``."""
@@ -70,14 +86,15 @@ class Entry:
             self.fresh[key] = torch.zeros(local.shape, dtype=value.dtype, device=device, pin_memory=pin)
         return self.fresh[key]
 
-    def settle(self, held: dict[str, Any], key: str, value: torch.Tensor) -> None:
-        """Bring the state ``key`` in ``held`` to where it rests."""
-        local = local_of(value)
-        if self.tier == "none" or (self.tier == "host" and local.device.type == "cpu"):
-            return
-        if key in self.regions and region_of(local) is self.regions[key]:
-            return
-        held[key] = like(self.param, self.at_rest(key, local).copy_(local))
+    def settle(self, held: dict[str, Any], keys: Iterable[str]) -> None:
+        """Bring states that were put in place from outside (``load_state_dict``) to where they rest."""
+        for key in keys if self.tier != "none" and held else ():
+            if not isinstance(value := held.get(key), torch.Tensor):
+                continue
+            local = local_of(value)
+            there = region_of(local) is self.regions[key] if key in self.regions else local.device.type == "cpu"
+            if not there:
+                held[key] = like(self.param, self.at_rest(key, local).copy_(local))
         self.fresh.clear()
 
 
@@ -166,6 +183,10 @@ class Unit:
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.pieces)
 
+    @property
+    def params(self) -> list[Any]:
+        return [p.entry.param for p in self.pieces]
+
     def job(
         self, state: Mapping[Any, dict[str, Any]], done: Done, factor: torch.Tensor | None = None, begin: bool = False
     ) -> Job | None:
@@ -177,9 +198,12 @@ class Unit:
             factor: what gradients are multiplied by first.
             begin: make the states of a class that has them before its first step, and no step.
         """
-        active = [p for p in self.pieces if begin or p.entry.param.grad is not None]
+        active = [p for p in self.pieces if begin or p.entry.grad is not None]
         if not active:
             return None
+        for p in active:
+            if p.whole or p.start == 0:
+                p.entry.settle(state.get(p.entry.param, {}), self.states.tensors)
         layout = _Buffer()
         known = [bool(state.get(p.entry.param)) for p in active]
         tensors = [
@@ -187,7 +211,8 @@ class Unit:
         ]
         params = [layout.place(p, local_of(p.entry.param), True, True) for p in active]
         given = [
-            None if begin else layout.place(p, local_of(p.entry.param.grad), True, False) for p in active
+            layout.place(p, grad, True, False) if (grad := p.entry.grad) is not None and not begin else None
+            for p in active
         ]
         parts = [
             _Part(p, param, grad, states, self._small(p, state[p.entry.param]) if has else None)
@@ -303,7 +328,7 @@ class Unit:
             out[key] = entry.regions[key].tensor if key in entry.regions else entry.fresh.get(key)
             if out[key] is None:
                 out[key] = local_of(state[entry.param][key])
-        if piece.last:
+        if piece.last and (out or state.get(entry.param)):
             entry.fresh.clear()
             kept = state[entry.param]
             for key, value in out.items():
@@ -313,6 +338,8 @@ class Unit:
                         continue
                     value = like(entry.param, value)
                 kept[key] = value
+        if piece.last:
+            entry.given = None
             done.param(entry.param)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import eager, plain
-from .errors import RankMismatchError, ShardError
+from .errors import GradientError, RankMismatchError, ShardError
 from .shard import Places, Policy, policies_of
 
 
@@ -27,6 +27,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     states: list[Any] = [*policies_of(model)]
     if not states:
         states = [plain.plain_model(list(model.parameters()))]
+    if any(getattr(s, "sinks", None) for s in states):
+        raise GradientError(
+            "zero.no_sync accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
+            "overlap out"
+        )
     before = [s.sync for s in states]
     for s in states:
         s.sync = False

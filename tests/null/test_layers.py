@@ -34,6 +34,7 @@ RANKS = {
     "building": 5,
     "load": 5,
     "optimizer": TOP,
+    "overlap": TOP,
     "capture": 5,
     "passes": 6,
     "emit": 7,
