@@ -302,7 +302,9 @@ class Session:
         for name, flat, last in zip(r.names, runtime.engine.reduce_wait(index), final, strict=True):
             layout = policy.params[name].layout
             shape = layout.local_shape(rank)
-            local = flat[: layout.rows(rank) * layout.row_numel].view(shape) if layout.cut else flat.view(shape)
+            local = (
+                flat[: layout.rows(rank) * layout.row_numel].view(shape) if layout.cut else flat.view(shape)
+            )
             sink = policy.sinks.get(name) if policy.sinks else None
             if sink is not None and sink.land(policy.param(name), local, last and grads.alone(policy, name)):
                 local = None

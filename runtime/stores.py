@@ -142,7 +142,9 @@ class Store:
             nbytes *= n
         offset, size = self._end, blocks(max(nbytes, 1))
         if offset + size > self.nbytes:
-            raise StorageError(f"{self.label}: {label} has no room left in {self.path}, of {self.nbytes:,} bytes")
+            raise StorageError(
+                f"{self.label}: {label} has no room left in {self.path}, of {self.nbytes:,} bytes"
+            )
         self._end += size
         mapping = mmap.mmap(self.fd, max(nbytes, 1), offset=offset)
         raw = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]

@@ -74,7 +74,9 @@ def states_of(
     start, given = sample(), [sample() for _ in range(_STEPS)]
     whole = _Trial(cls, kw, options, start, given)
     half = shape[0] // 2
-    parts = [_Trial(cls, kw, options, start[s], [g[s] for g in given]) for s in (slice(half), slice(half, None))]
+    parts = [
+        _Trial(cls, kw, options, start[s], [g[s] for g in given]) for s in (slice(half), slice(half, None))
+    ]
     if not torch.equal(whole.param, torch.cat([p.param for p in parts])):
         raise _refusal(cls, "a step on a tensor differs from steps on its two halves")
     keys: dict[str, torch.dtype] = {}
@@ -133,5 +135,5 @@ def step_of(cls: type[Optimizer]) -> Any:
 def _refusal(cls: type[Optimizer], why: str) -> OptimizerError:
     return OptimizerError(
         f"zero.optimizer streams optimizers that update each element by itself, and {cls.__name__} is none: {why}; "
-        f"use torch.optim's AdamW, SGD or the like here, or {cls.__name__} itself with all tiers at \"none\""
+        f'use torch.optim\'s AdamW, SGD or the like here, or {cls.__name__} itself with all tiers at "none"'
     )

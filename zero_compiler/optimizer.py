@@ -63,7 +63,9 @@ def optimizer(
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise OptimizerError(f"max_grad_norm must be a number above 0 or None, not {max_grad_norm!r}")
     if kw.get("differentiable"):
-        raise OptimizerError("differentiable=True keeps a graph through the step, which zero.optimizer does not; leave it out")
+        raise OptimizerError(
+            "differentiable=True keeps a graph through the step, which zero.optimizer does not; leave it out"
+        )
     declared(cls)
     given: Any = model_or_params_or_groups
     return StreamedOptimizer(
@@ -77,7 +79,12 @@ class StreamedOptimizer(Optimizer, Done):
     streams = True  # for the guard against plain optimizers
 
     def __init__(
-        self, cls: type[Optimizer], params: Any, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
+        self,
+        cls: type[Optimizer],
+        params: Any,
+        overlap: bool,
+        max_grad_norm: float | None,
+        kw: dict[str, Any],
     ) -> None:
         self.cls, self.kw, self.max_grad_norm = cls, kw, max_grad_norm
         self.grad_norm: torch.Tensor | None = None

@@ -31,7 +31,9 @@ class Overlap:
         self._units: list[Unit] = []
         self._of: dict[int, tuple[Entry, list[Unit]]] = {}
         self._task: int | None = None  # autograd's number of the backward that runs
-        self._missing: dict[int, set[int]] = {}  # of each unit that has not run, parameters without a final gradient
+        self._missing: dict[
+            int, set[int]
+        ] = {}  # of each unit that has not run, parameters without a final gradient
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
 
@@ -48,7 +50,8 @@ class Overlap:
             for piece in unit.pieces:
                 param = piece.entry.param
                 if id(param) not in self._of:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(accumulated))
+                    if param.requires_grad:
+                        self._hooks.append(param.register_post_accumulate_grad_hook(accumulated))
                     self._of[id(param)] = (piece.entry, [])
                 self._of[id(param)][1].append(unit)
         for policy in ops.owners():
@@ -70,20 +73,23 @@ class Overlap:
         if any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
             raise grads.used_up()
         self._task = task
-        self._missing = {
-            id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units
-        }
+        self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
-        if not _goes_to_grad(param) or _hooked(param):
+        if not _goes_to_grad(param) or self._hooked(param):
             return False
         self.enter()
         grads.publish(param, local)
         if final:
             self._ready(param)
         return True
+
+    def _hooked(self, param: Any) -> bool:
+        """Whether the user has hooks on the parameter that are to see its gradient."""
+        ours = {hook.id for hook in self._hooks}
+        return bool(param._backward_hooks) or not ours.issuperset(param._post_accumulate_grad_hooks or ())
 
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
@@ -125,11 +131,6 @@ def _goes_to_grad(param: torch.Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[arg-type]
     except RuntimeError:  # of torch.autograd.grad
         return False
-
-
-def _hooked(param: Any) -> bool:
-    """Whether the user has hooks on the parameter that are to see its gradient."""
-    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def _remove(hooks: list[Any]) -> None:

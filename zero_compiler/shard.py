@@ -101,7 +101,17 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", "_nvme", "sinks", "calls"):
+        for name in (
+            "runtime",
+            "key",
+            "frames",
+            "compilers",
+            "_digests",
+            "transport",
+            "_nvme",
+            "sinks",
+            "calls",
+        ):
             state.pop(name)
         self.copies += 1
         state["serial"], state["copies"] = (*self.serial, self.copies), 0

@@ -92,7 +92,9 @@ class Entry:
             if not isinstance(value := held.get(key), torch.Tensor):
                 continue
             local = local_of(value)
-            there = region_of(local) is self.regions[key] if key in self.regions else local.device.type == "cpu"
+            there = (
+                region_of(local) is self.regions[key] if key in self.regions else local.device.type == "cpu"
+            )
             if not there:
                 held[key] = like(self.param, self.at_rest(key, local).copy_(local))
         self.fresh.clear()
@@ -188,7 +190,11 @@ class Unit:
         return [p.entry.param for p in self.pieces]
 
     def job(
-        self, state: Mapping[Any, dict[str, Any]], done: Done, factor: torch.Tensor | None = None, begin: bool = False
+        self,
+        state: Mapping[Any, dict[str, Any]],
+        done: Done,
+        factor: torch.Tensor | None = None,
+        begin: bool = False,
     ) -> Job | None:
         """Update the pieces whose parameters have a gradient; None where there are none.
 
@@ -207,7 +213,8 @@ class Unit:
         layout = _Buffer()
         known = [bool(state.get(p.entry.param)) for p in active]
         tensors = [
-            self._states(p, state.get(p.entry.param, {}), has, layout) for p, has in zip(active, known, strict=True)
+            self._states(p, state.get(p.entry.param, {}), has, layout)
+            for p, has in zip(active, known, strict=True)
         ]
         params = [layout.place(p, local_of(p.entry.param), True, True) for p in active]
         given = [
@@ -236,9 +243,7 @@ class Unit:
 
     def _small(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         small = {
-            k: v
-            for k, v in state.items()
-            if k not in self.states.tensors or not isinstance(v, torch.Tensor)
+            k: v for k, v in state.items() if k not in self.states.tensors or not isinstance(v, torch.Tensor)
         }
         return small if piece.whole else copy.deepcopy(small)  # every piece starts from the same
 
@@ -269,7 +274,8 @@ class Unit:
             self._lend(inner, params, parts, buffer, given)
             step_of(self.cls)(inner)
             done.options(
-                self.group, {k: v for k, v in inner.param_groups[0].items() if k != "params" and v is not given.get(k)}
+                self.group,
+                {k: v for k, v in inner.param_groups[0].items() if k != "params" and v is not given.get(k)},
             )
         for part, param, at in zip(parts, params, staged, strict=True):
             if param.data_ptr() != at.data_ptr():
@@ -277,8 +283,13 @@ class Unit:
             self._take(part, inner.state.get(param, {}), buffer, state, done)
         inner.state.clear()
         inner.param_groups[0]["params"] = []
-        if any(p.entry.tier != "none" and q.device.type != "cpu" for p, q in zip(self.pieces, params, strict=False)):
-            torch.accelerator.current_stream(params[0].device).synchronize()  # the host's copies are read next
+        if any(
+            p.entry.tier != "none" and q.device.type != "cpu"
+            for p, q in zip(self.pieces, params, strict=False)
+        ):
+            torch.accelerator.current_stream(
+                params[0].device
+            ).synchronize()  # the host's copies are read next
 
     def _lend(
         self,
@@ -363,7 +374,7 @@ class _Buffer:
         rows, region = piece.rows(rest), region_of(rest)
         if region is None or rows.numel() == 0:
             return _Operand(rows)
-        begin = (rows.data_ptr() - region.tensor.data_ptr())
+        begin = rows.data_ptr() - region.tensor.data_ptr()
         span = region.span(begin, rows.numel() * rows.element_size(), self.end)
         self.end += span.nbytes
         if read:
