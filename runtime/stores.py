@@ -23,6 +23,9 @@ import torch
 
 from zero_compiler.errors import StorageError
 
+from .aio import Engine
+from .aio import buffer as aio_buffer
+
 BLOCK_BYTES = 4096  # what direct transfers are multiples of, in the file and in memory
 
 
@@ -122,9 +125,7 @@ class Store:
 
     def _coherent(self) -> bool:
         """Whether direct transfers and the mapping see each other's writes on this file system."""
-        from zero_compiler.runtime import aio
-
-        buffer = aio.buffer(BLOCK_BYTES)
+        buffer = aio_buffer(BLOCK_BYTES)
         with mmap.mmap(self.fd, BLOCK_BYTES) as seen:
             seen[:4] = b"mmap"
             self.engine.read(self.file, buffer, 0, label=self.label).wait()
@@ -210,10 +211,8 @@ class Nvme:
     """
 
     def __init__(self, directory: str, rank: int, keep: bool) -> None:
-        from zero_compiler.runtime import aio
-
         self.directory, self.rank, self.keep = directory, rank, keep
-        self.engine = aio.Engine()
+        self.engine = Engine()
         self.stores: weakref.WeakSet[Store] = weakref.WeakSet()
         self._closer = weakref.finalize(self, _close, self.engine, self.stores)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .aio import buffer
 from .stores import Span, merged
 
 
@@ -54,10 +55,8 @@ class Stream:
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
-        from zero_compiler.runtime import aio
-
         self.nbytes = nbytes
-        self._free: deque[torch.Tensor] = deque(aio.buffer(nbytes) for _ in range(count if nbytes else 0))
+        self._free: deque[torch.Tensor] = deque(buffer(nbytes) for _ in range(count if nbytes else 0))
         self._waiting: deque[Job] = deque()
         self._reading: deque[_Turn] = deque()
         self._writing: deque[_Turn] = deque()

@@ -128,7 +128,7 @@ def _goes_to_grad(param: torch.Tensor) -> bool:
     """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
     try:
         node = torch.autograd.graph.get_gradient_edge(param).node
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[arg-type]
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # of torch.autograd.grad
         return False
 
