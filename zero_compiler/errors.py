@@ -30,6 +30,33 @@ class TransferError(ZeroError):
     """A collective or another transfer failed; the text holds the operation and its parameters."""
 
 
+class StorageError(TransferError):
+    """A file could not be made, read, written or flushed.
+
+    Attributes:
+        errno: the operating system's reason, or 0 where there is none (a truncated file, wrong use).
+        path: the file. ``label``: what its bytes are, for instance a parameter's name.
+        offset, nbytes: the range of the failed request; None where it was not about a range.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int = 0,
+        path: str = "",
+        label: str = "",
+        offset: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.path = path
+        self.label = label
+        self.offset = offset
+        self.nbytes = nbytes
+
+
 class CaptureError(ZeroError):
     """The captured graph has a form that the compiler does not take."""
 
