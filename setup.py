@@ -19,7 +19,6 @@ from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
 
-
 def sources_of(folder: str, bindings: str) -> list[str]:
     sources = sorted(glob(f"{folder}/*.cc"))
     if not sources or not os.path.exists(bindings):
@@ -62,6 +61,7 @@ aio = Extension(
     libraries=["uring"] if uring else [],
     language="c++",
 )
+
 
 class BuildEngine(BuildExtension):
     """Keeps the object files in one folder for each Python and torch, so that only edited files are compiled

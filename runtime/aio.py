@@ -1,4 +1,4 @@
-"""Asynchronous file I/O: reads and writes between files and host memory, with O_DIRECT and io_uring where they can be had.
+"""Asynchronous file I/O between files and host memory, with O_DIRECT and io_uring where they can be had.
 
 Usable by itself::
 
@@ -109,7 +109,14 @@ class Request:
     """A read or write under way; made by ``Engine.read`` and ``Engine.write``."""
 
     def __init__(
-        self, engine: Engine, core: _aio.Request, file: File, memory: Any, offset: int, nbytes: int, label: str
+        self,
+        engine: Engine,
+        core: _aio.Request,
+        file: File,
+        memory: Any,
+        offset: int,
+        nbytes: int,
+        label: str,
     ) -> None:
         self._engine = engine
         self._core = core
@@ -231,8 +238,8 @@ class Engine:
         return self._submit(False, file, into, offset, label)
 
     def write(self, file: File, data: Any, offset: int = 0, *, label: str = "") -> Request:
-        """Starts to write ``data``, a contiguous CPU tensor or a buffer, at ``offset`` bytes into the file. It must not be
-        changed before the request is done. ``flush`` makes it durable."""
+        """Starts to write ``data``, a contiguous CPU tensor or a buffer, at ``offset`` bytes into the file. It must not
+        be changed before the request is done. ``flush`` makes it durable."""
         return self._submit(True, file, data, offset, label)
 
     def flush(self, file: File) -> None:
@@ -317,8 +324,8 @@ class Engine:
         if file._wants_direct and not file.direct and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{os.path.dirname(os.path.abspath(file.path))!r} is on a file system without O_DIRECT: file I/O there goes "
-                "through the page cache, which costs a copy and memory",
+                f"{os.path.dirname(os.path.abspath(file.path))!r} is on a file system without O_DIRECT: file I/O there "
+                "goes through the page cache, which costs a copy and memory",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -328,7 +335,9 @@ def _memory(memory: Any, *, into: bool) -> tuple[int, int, Any]:
     """Address, size in bytes, and what must be held for as long as they are used."""
     if isinstance(memory, torch.Tensor):
         if type(memory) not in (torch.Tensor, torch.nn.Parameter):
-            raise StorageError(f"file I/O needs a plain tensor, not a {type(memory).__name__}: pass its local part")
+            raise StorageError(
+                f"file I/O needs a plain tensor, not a {type(memory).__name__}: pass its local part"
+            )
         if memory.device.type != "cpu" or memory.layout != torch.strided or not memory.is_contiguous():
             raise StorageError(
                 f"file I/O needs a contiguous tensor on the CPU, not one of shape {tuple(memory.shape)} with layout "

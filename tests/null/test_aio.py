@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import subprocess
@@ -136,7 +137,7 @@ def test_requests_at_once_do_not_disturb_each_other(cuts, backend, depth, seed):
         aio.Engine(backend=backend, block_bytes=aio.ALIGN, depth=depth) as io,
     ):
         file = io.open(f"{folder}/a", SIZE, create=True)
-        parts = list(zip(bounds, bounds[1:]))
+        parts = list(itertools.pairwise(bounds))
         for one in [io.write(file, data[a:b], a) for a, b in parts]:
             one.wait()
         for one in [io.read(file, back[a:b], a) for a, b in parts]:
@@ -348,12 +349,11 @@ def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
                 io.write(file, aio.buffer(8 << 20))
             raise ZeroDivisionError
 
-    try:
+    with pytest.raises(ZeroDivisionError) as raised:
         loop()
-    except ZeroDivisionError as error:
-        assert error.__traceback__ is not None  # its frames still hold the engine and the file
-        assert settles(threads_now, threads)
-        assert descriptors_now() == descriptors
+    assert raised.tb is not None  # its frames still hold the engine and the file
+    assert settles(threads_now, threads)
+    assert descriptors_now() == descriptors
 
 
 def test_a_program_that_ends_without_closing_ends(backend, tmp_path):
@@ -400,7 +400,11 @@ def test_a_forked_child_gets_a_clear_error_and_makes_its_own(backend, tmp_path):
         sys.exit(os.waitstatus_to_exitcode(status))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)], check=False, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -432,12 +436,18 @@ def test_ctrl_c_ends_the_waiting_and_not_the_request(backend, tmp_path):
         assert request.done()
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)], check=False, timeout=200, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=200,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == "interrupted True False", done.stdout + done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="the filter is for x86-64")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="the filter is for x86-64"
+)
 def test_a_sandbox_that_refuses_io_uring_means_threads_said_once(tmp_path):
     if "uring" not in BACKENDS:
         pytest.skip(f"no io_uring here: {aio.uring_refusal()}")
@@ -465,7 +475,11 @@ def test_a_sandbox_that_refuses_io_uring_means_threads_said_once(tmp_path):
             print(error)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)], check=False, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
     )
     lines = done.stdout.splitlines()
     assert lines == [
@@ -490,7 +504,9 @@ def test_requests_that_do_not_fit(io, tmp_path):
     file = io.open(tmp_path / "a", 10_000, create=True, label="layers.0.wq")
     with pytest.raises(StorageError, match="the file has 10000 bytes") as refused:
         io.write(file, bytes(9000), 2000)
-    assert str(refused.value).startswith(f"write of 9000 bytes at offset 2000 of '{tmp_path}/a' (layers.0.wq) is not")
+    assert str(refused.value).startswith(
+        f"write of 9000 bytes at offset 2000 of '{tmp_path}/a' (layers.0.wq) is not"
+    )
     with pytest.raises(StorageError, match="a read needs writable memory, and this bytes is read-only"):
         io.read(file, bytes(10))
     with pytest.raises(StorageError, match=r"contiguous tensor on the CPU, not one of shape \(3, 2\)"):

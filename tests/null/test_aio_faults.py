@@ -43,6 +43,14 @@ def round_trip(io, path, nbytes=3 * MiB + 5) -> aio.File:
     return file
 
 
+def takes_o_direct(path) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 # --- kinds of file systems ---
 
 
@@ -54,11 +62,8 @@ def test_on_tmpfs(io, tmp_path):
 
 def test_without_o_direct_it_works_and_says_so_once(io, tmp_path):
     with mounted(tmp_path / "m", "-t", "ramfs", "ramfs") as folder:
-        try:
-            os.close(os.open(folder / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+        if takes_o_direct(folder / "probe"):
             pytest.skip("this kernel's ramfs takes O_DIRECT")
-        except OSError as refused:
-            assert refused.errno == errno.EINVAL
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             file = round_trip(io, folder / "a")
@@ -119,7 +124,9 @@ def test_a_read_only_file_system(io, tmp_path):
 
 def test_a_full_disk_shows_when_a_file_is_made(io, tmp_path):
     with small_tmpfs(tmp_path / "m", "4m") as folder:
-        with pytest.raises(StorageError, match=r"\(wq\) could not be given its 8388608 bytes: No space left") as refused:
+        with pytest.raises(
+            StorageError, match=r"\(wq\) could not be given its 8388608 bytes: No space left"
+        ) as refused:
             io.open(folder / "a", 8 * MiB, create=True, label="wq")
         assert "free space there or choose another directory" in str(refused.value)
         assert refused.value.errno == errno.ENOSPC
@@ -159,7 +166,9 @@ def test_a_disk_that_cannot_read_a_block(io, tmp_path):
         image = tmp_path / "m.img"
         os.truncate(image, 64 << 10)
         back = aio.buffer(16 * MiB)
-        with pytest.raises(StorageError, match=r"\(layers.0.wq\) failed at byte \d+: Input/output error") as broken:
+        with pytest.raises(
+            StorageError, match=r"\(layers.0.wq\) failed at byte \d+: Input/output error"
+        ) as broken:
             io.read(file, back, label="layers.0.wq").wait()
         assert broken.value.errno == errno.EIO
         os.truncate(image, 32 * MiB)  # the disk is back: so is the engine
