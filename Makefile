@@ -21,7 +21,7 @@ override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.zero
 LOG := $(VENV)/setup.log
-ENGINE := $(wildcard csrc/bindings.cc csrc/src/*.cc csrc/include/zero/*.h csrc/src/*.h)
+ENGINE := $(wildcard $(addprefix csrc/,*.cc src/*.cc src/*.h src/aio/*.cc src/aio/*.h include/zero/*.h include/zero/aio/*.h))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS := $(JOBS)
@@ -66,7 +66,22 @@ $(STAMPS)/tools: constraints.txt | $(STAMPS)/venv
 	@$(call quietly,$(PY) -m pip install -c $(STAMPS)/constraints.txt setuptools pybind11 ninja numpy)
 	@touch $@
 
-$(STAMPS)/package: pyproject.toml setup.py $(ENGINE) | $(STAMPS)/tools
+# File I/O uses io_uring where liburing is there. Only root can have it installed; without it threads do the same work.
+$(STAMPS)/liburing: | $(STAMPS)/venv
+	@if ! $(CXX) -std=c++20 csrc/probe_liburing.cc -o /dev/null -luring 2>/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && { command -v apt-get || command -v dnf; } >/dev/null; then \
+	    echo "      installing liburing (log: $(LOG))"; \
+	    { if command -v apt-get; then \
+	        export DEBIAN_FRONTEND=noninteractive; \
+	        apt-get install -y liburing-dev || { apt-get update && apt-get install -y liburing-dev; }; \
+	      else dnf install -y liburing-devel; fi; } >> $(LOG) 2>&1 || true; \
+	  fi; \
+	  $(CXX) -std=c++20 csrc/probe_liburing.cc -o /dev/null -luring 2>/dev/null || \
+	    echo "      no liburing (package liburing-dev or liburing-devel, at least 2.2): file I/O will use threads"; \
+	fi
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml setup.py $(ENGINE) | $(STAMPS)/tools $(STAMPS)/liburing
 	@echo "[3/3] compiling the engine and installing the package, editable, with development tools (log: $(LOG))"
 	@start=$$SECONDS; \
 	$(call quietly,$(PY) -m pip install -c $(STAMPS)/constraints.txt --no-build-isolation -e '.[dev]'); \

@@ -1,42 +1,66 @@
-"""Builds the engine, ``zero_compiler.runtime._C``, from csrc/. The rest is declared in pyproject.toml.
+"""Builds the engine, ``zero_compiler.runtime._C``, and file I/O, ``zero_compiler.runtime._aio``, from csrc/. The rest
+is declared in pyproject.toml.
 
 One build serves CPU and accelerator machines alike: the engine uses c10's generic streams and events and
-links no accelerator library.
+links no accelerator library. File I/O uses no torch at all, and liburing where the compiler finds it (at least 2.2;
+``ZERO_LIBURING=0`` builds without it, as on a machine that has none).
 """
 
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 from glob import glob
 
+import pybind11
 import torch
-from setuptools import setup
+from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
-sources = sorted(glob("csrc/src/*.cc")) + ["csrc/bindings.cc"]
-missing = [path for path in sources if not os.path.exists(path)]
-if missing or len(sources) == 1:
-    sys.exit(
-        f"setup.py: the engine's sources are not there: {missing or 'csrc/src/*.cc'}. Is the checkout whole?"
-    )
+
+def sources_of(folder: str, bindings: str) -> list[str]:
+    sources = sorted(glob(f"{folder}/*.cc"))
+    if not sources or not os.path.exists(bindings):
+        sys.exit(
+            f"setup.py: the engine's sources are not there: {folder}/*.cc, {bindings}. Is the checkout whole?"
+        )
+    return [*sources, bindings]
+
+
+def has_liburing() -> bool:
+    if os.environ.get("ZERO_LIBURING") == "0":
+        return False
+    compiler = os.environ.get("CXX", "c++").split()
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = ["-std=c++20", "csrc/probe_liburing.cc", "-o", f"{scratch}/probe", "-luring"]
+        try:
+            return subprocess.run([*compiler, *probe], capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False  # the build below says what is wrong with the compiler
+
+
+flags = ["-O3", "-g1", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
 
 # System headers: warnings in torch's own headers must not stop a build with -Werror.
 system_includes = [flag for path in include_paths() for flag in ("-isystem", path)]
 engine = CppExtension(
     "zero_compiler.runtime._C",
-    sources,
-    extra_compile_args=[
-        "-O3",
-        "-g1",
-        "-std=c++20",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *system_includes,
-    ],
+    sources_of("csrc/src", "csrc/bindings.cc"),
+    extra_compile_args=[*flags, *system_includes],
 )
 engine.include_dirs = [os.path.abspath("csrc/include")]  # ninja runs in another folder
+
+uring = has_liburing()
+aio = Extension(
+    "zero_compiler.runtime._aio",
+    sources_of("csrc/src/aio", "csrc/aio_bindings.cc"),
+    extra_compile_args=[*flags, "-isystem", pybind11.get_include()],
+    include_dirs=[os.path.abspath("csrc/include")],
+    define_macros=[("ZERO_HAVE_LIBURING", "1")] if uring else [],
+    libraries=["uring"] if uring else [],
+    language="c++",
+)
 
 
 class BuildEngine(BuildExtension):
@@ -48,4 +72,4 @@ class BuildEngine(BuildExtension):
         self.build_temp = f"build/engine-py{platform.python_version()}-torch{torch.__version__}"
 
 
-setup(ext_modules=[engine], cmdclass={"build_ext": BuildEngine})
+setup(ext_modules=[engine, aio], cmdclass={"build_ext": BuildEngine})

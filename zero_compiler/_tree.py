@@ -2,12 +2,13 @@
 
 In the tree, ``passes/`` and ``runtime/`` stand beside ``zero_compiler/``; once installed they lie inside it.
 Python started in the root of a checkout finds the checkout's ``zero_compiler`` before any installed one, and
-there the two packages would be missing, and so would the compiled engine of a plain install, which lies in
-site-packages only. ``install`` adds one import finder, at the end of ``sys.meta_path``, that answers three names:
+there the two packages would be missing, and so would the compiled modules of a plain install, which lie in
+site-packages only. ``install`` adds one import finder, at the end of ``sys.meta_path``, that answers four names:
 
     zero_compiler.passes       <checkout>/passes
     zero_compiler.runtime      <checkout>/runtime
-    zero_compiler.runtime._C   the installed engine, where none is built in <checkout>/runtime
+    zero_compiler.runtime._C, zero_compiler.runtime._aio
+                               the installed ones, where none is built in <checkout>/runtime
 
 In an installed package nothing is added. After a plain install, Python in the root of a checkout thus runs the
 checkout's Python files with the installed engine: whoever edits ``csrc/`` wants an editable install.
@@ -24,7 +25,7 @@ from types import ModuleType
 _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE.parent
 _BESIDE = ("zero_compiler.passes", "zero_compiler.runtime")
-_ENGINE = "zero_compiler.runtime._C"
+_COMPILED = ("zero_compiler.runtime._C", "zero_compiler.runtime._aio")
 
 
 class _TreeFinder(MetaPathFinder):
@@ -33,7 +34,7 @@ class _TreeFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name in _BESIDE:
             return PathFinder.find_spec(name, [str(_ROOT)])
-        if name == _ENGINE:
+        if name in _COMPILED:
             return PathFinder.find_spec(name, [os.path.join(p, "zero_compiler", "runtime") for p in sys.path])
         return None
 

@@ -44,6 +44,14 @@ def doctor() -> None:
         row("engine", "loads and runs")
     except Exception as error:  # any failure to load is the answer to the question that was asked
         row("engine", f"does not load: {error}; install again with --no-build-isolation", False)
+    try:
+        from .runtime import aio
+
+        aio.Engine(backend="threads").close()
+        refusal = aio.uring_refusal()
+        row("file I/O", "io_uring" if refusal is None else f"threads; no io_uring: {refusal}")
+    except Exception as error:
+        row("file I/O", f"does not load: {error}; install again with --no-build-isolation", False)
     named = "zero" in torch._dynamo.list_backends(exclude_tags=())
     row('backend "zero"', "found by entry point" if named else "not found; is the package installed?", named)
     row("process groups", ", ".join(b for b in ("gloo", "nccl", "mpi") if _has(b)) or "none", _has("gloo"))
@@ -131,6 +139,45 @@ def calibrate(
         table.add_row("file write", f"{spec.nvme_write.bytes_per_us / 1e3:,.2f} GB/s")
     console.print(table)
     console.print(f"kept in {path}")
+
+
+@app.command("io-bench")
+def io_bench(
+    directory: Annotated[
+        Path, typer.Argument(help="where the file is made, for instance the nvme_dir of a run")
+    ],
+    nbytes: Annotated[int, typer.Option("--bytes", help="size of the file")] = 1 << 30,
+    seconds: Annotated[float, typer.Option(help="time of one measurement")] = 1.0,
+    rounds: Annotated[int, typer.Option(help="measurements of the best, in turn with fio")] = 5,
+    backend: Annotated[str, typer.Option(help="auto, uring or threads")] = "auto",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="also write every measurement here")
+    ] = None,
+) -> None:
+    """Measure file I/O under a directory, with fio beside it where fio is installed, and say what suits it best."""
+    from .io_bench import bench
+
+    with console.status("measuring") as status:
+        made = bench(
+            directory, nbytes=nbytes, seconds=seconds, rounds=rounds, backend=backend, progress=status.update
+        )
+    direct = "O_DIRECT" if made.direct else "no O_DIRECT: through the page cache"
+    console.print(f"{made.directory}: {made.backend}, {direct}; fio: {made.fio}")
+    table = Table("GB/s", "zero", "blocks x depth", "fio", "blocks x depth", "zero/fio", box=None)
+    for row in made.rows:
+        beside = ["", "", ""]
+        if row.fio and row.fio_block_bytes and row.ratio:
+            beside = [
+                f"{row.fio / 1e9:.2f}",
+                f"{row.fio_block_bytes >> 10} KiB x {row.fio_depth}",
+                f"{row.ratio:.2f}",
+            ]
+        name = "both at once" if row.mode == "both" else row.mode
+        table.add_row(name, f"{row.ours / 1e9:.2f}", f"{row.block_bytes >> 10} KiB x {row.depth}", *beside)
+    console.print(table)
+    if json_path is not None:
+        json_path.write_text(made.to_json() + "\n")
+        console.print(f"written: {json_path}")
 
 
 def _factory(path: str) -> Any:

@@ -30,8 +30,31 @@ class TransferError(ZeroError):
     """A collective or another transfer failed; the text holds the operation and its parameters."""
 
 
-class StorageError(ZeroError):
-    """A file of the NVMe tier cannot be made, read or written; the text holds file, offset and what lies there."""
+class StorageError(TransferError):
+    """A file could not be made, read, written or flushed.
+
+    Attributes:
+        errno: the operating system's reason, or 0 where there is none (a truncated file, wrong use).
+        path: the file. ``label``: what its bytes are, for instance a parameter's name.
+        offset, nbytes: the range of the failed request; None where it was not about a range.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int = 0,
+        path: str = "",
+        label: str = "",
+        offset: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.path = path
+        self.label = label
+        self.offset = offset
+        self.nbytes = nbytes
 
 
 class OptimizerError(ZeroError):

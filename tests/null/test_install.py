@@ -82,8 +82,8 @@ def python(request, tree, borrowed):
     # No index: what pyproject.toml asks for must be met by what is there.
     kind = ["-e", "."] if request.param == "editable" else ["."]
     run(interpreter, "-m", "pip", "install", "--no-index", "--no-build-isolation", *kind, cwd=tree)
-    engines = list((tree / "runtime").glob("_C*.so"))
-    assert bool(engines) == (request.param == "editable")
+    for compiled in ("_C", "_aio"):
+        assert any((tree / "runtime").glob(f"{compiled}.*so")) == (request.param == "editable")
     return interpreter
 
 
@@ -100,9 +100,12 @@ def test_packages_and_engine_import(python, cwd):
             import torch
             import zero_compiler.passes, zero_compiler.runtime, zero_compiler.ir
             import zero_compiler.runtime._C as engine
+            from zero_compiler.runtime import _aio, aio
             from zero_compiler import _tree, passes
             assert passes.__name__ == "zero_compiler.passes", passes.__name__
             assert engine.__name__ == "zero_compiler.runtime._C", engine.__name__
+            assert _aio.__name__ == "zero_compiler.runtime._aio", _aio.__name__
+            aio.Engine().close()
         """),
         cwd=cwd,
     )

@@ -56,6 +56,7 @@ RANKS = {
     "cli": TOP,
     "construct": TOP,
     "inspect": TOP,
+    "io_bench": TOP,
     "planning": TOP,
 }
 # What a rank alone does not forbid.

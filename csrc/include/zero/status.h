@@ -14,9 +14,10 @@ namespace zero {
 class [[nodiscard]] Status {
  public:
   Status() = default;  // success
-  static Status error(std::string message) {
+  static Status error(std::string message, int code = 0) {
     Status status;
     status.message_ = std::move(message);
+    status.code_ = code;
     return status;
   }
 
@@ -27,9 +28,14 @@ class [[nodiscard]] Status {
   std::string message() const {
     return message_.value_or(std::string());
   }
+  // The errno behind the reason, or 0 where there is none.
+  int code() const {
+    return code_;
+  }
 
  private:
   std::optional<std::string> message_;
+  int code_ = 0;
 };
 
 template <typename T>

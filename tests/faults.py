@@ -1,0 +1,114 @@
+"""Storage that fails: small file systems mounted for a test, and system calls that fail on demand in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def mounted(at: Path, *arguments: str) -> Iterator[Path]:
+    """``mount ARGUMENTS at`` for a while; skips the test, with the reason, where mounting is refused."""
+    at.mkdir(parents=True, exist_ok=True)
+    if shutil.which("mount") is None:
+        pytest.skip("needs the mount command")
+    done = subprocess.run(["mount", *arguments, str(at)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is refused: {done.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        # Lazily: a ring of the kernel lets go of its files a moment after it is closed.
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def small_tmpfs(at: Path, size: str) -> contextlib.AbstractContextManager[Path]:
+    """A file system in memory with so much space ("4m")."""
+    return mounted(at, "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+
+
+@contextlib.contextmanager
+def small_disk(at: Path, megabytes: int) -> Iterator[Path]:
+    """An ext4 file system in the file ``at.img``: whoever truncates that file makes blocks unreadable."""
+    image = at.with_suffix(".img")
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs mkfs.ext4")
+    with open(image, "wb") as file:
+        file.truncate(megabytes << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+    with mounted(at, "-o", "loop", str(image)):
+        yield at
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+/* FAULT_CALL: pread, pwrite or fdatasync. FAULT_PATH: a part of the file's path. FAULT_FIRST: the number of the first
+   call that fails. FAULT_ERRNO: how; 0: it moves about half of the bytes. */
+static int strikes(const char* call, int fd) {
+  static int count;
+  const char* want = getenv("FAULT_CALL");
+  if (!want || strcmp(want, call)) return 0;
+  char link[64], path[4096] = {0};
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  if (readlink(link, path, sizeof path - 1) < 0 || !strstr(path, getenv("FAULT_PATH"))) return 0;
+  return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED) >= atoi(getenv("FAULT_FIRST"));
+}
+#define TRANSFER(name, type)                                                    \
+  ssize_t name(int fd, type data, size_t size, off_t offset) {                  \
+    ssize_t (*real)(int, type, size_t, off_t) = dlsym(RTLD_NEXT, #name);        \
+    if (strikes(#name, fd)) {                                                   \
+      int error = atoi(getenv("FAULT_ERRNO"));                                  \
+      if (error) { errno = error; return -1; }                                  \
+      if (size > 8192) size = size / 2 / 4096 * 4096; /* O_DIRECT wants this */ \
+    }                                                                           \
+    return real(fd, data, size, offset);                                        \
+  }
+TRANSFER(pread, void*)
+TRANSFER(pwrite, const void*)
+int fdatasync(int fd) {
+  int (*real)(int) = dlsym(RTLD_NEXT, "fdatasync");
+  if (strikes("fdatasync", fd)) { errno = atoi(getenv("FAULT_ERRNO")); return -1; }
+  return real(fd);
+}
+"""
+
+
+def run_with_faults(
+    scratch: Path, body: str, *, call: str, path: str, errno: int, first: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a child where a system call on files whose path contains ``path`` fails from its ``first``
+    time on: with ``errno``, or, where that is 0, by moving fewer bytes. Code under test must use the back end
+    "threads": a ring makes no such calls."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    shim = scratch / "faults.so"
+    (scratch / "faults.c").write_text(SHIM)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", str(shim), str(scratch / "faults.c"), "-ldl"], check=True
+    )
+    env = os.environ | {
+        "LD_PRELOAD": str(shim),
+        "FAULT_CALL": call,
+        "FAULT_PATH": path,
+        "FAULT_ERRNO": str(errno),
+        "FAULT_FIRST": str(first),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)], env=env, capture_output=True, text=True, check=False
+    )

@@ -1,0 +1,559 @@
+"""File I/O: what is written is what is read, for any offset, size, alignment, back end and engine shape."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_compiler.errors import ConfigError, StorageError
+from zero_compiler.runtime import aio
+
+BACKENDS = ["threads", *(["uring"] if aio.uring_refusal() is None else [])]
+
+
+@pytest.fixture(params=["threads", "uring"])
+def backend(request):
+    if request.param not in BACKENDS:
+        pytest.skip(f"no io_uring here: {aio.uring_refusal()}")
+    return request.param
+
+
+@pytest.fixture
+def io(backend):
+    with aio.Engine(backend=backend, block_bytes=64 << 10, depth=4) as engine:
+        yield engine
+
+
+def filled(nbytes: int, seed: int = 0) -> torch.Tensor:
+    block = aio.buffer(nbytes)
+    generator = torch.Generator().manual_seed(seed)
+    block.copy_(torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8))
+    return block
+
+
+def threads_now() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def descriptors_now() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def settles(now, want, seconds=10.0) -> bool:
+    """The kernel ends a ring's own threads a moment after it is closed."""
+    end = time.monotonic() + seconds
+    while now() > want and time.monotonic() < end:
+        time.sleep(0.02)
+    return now() <= want
+
+
+# --- right bytes ---
+
+SIZE = 40_000
+edges = st.sampled_from([0, 1, 511, 512, 4095, 4096, 4097, 8192, 12_288, 20_000, SIZE - 4096, SIZE - 1, SIZE])
+places = st.one_of(edges, st.integers(0, SIZE))
+operations = st.lists(
+    st.tuples(
+        st.booleans(),  # write
+        places,  # offset
+        places,  # size, cut to what fits
+        st.sampled_from([0, 0, 1, 64, 512, "same"]),  # memory: bytes after a page boundary; or as the offset
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    ops=operations,
+    backend=st.sampled_from(BACKENDS),
+    block_pages=st.integers(1, 4),
+    depth=st.integers(1, 5),
+    direct=st.booleans(),
+    register=st.booleans(),
+)
+def test_any_request_moves_the_right_bytes(ops, backend, block_pages, depth, direct, register):
+    oracle = np.zeros(SIZE, dtype=np.uint8)
+    with (
+        tempfile.TemporaryDirectory(dir=".") as folder,
+        aio.Engine(backend=backend, block_bytes=block_pages * aio.ALIGN, depth=depth) as io,
+    ):
+        file = io.open(f"{folder}/a", SIZE, create=True, direct=direct)
+        memory = aio.buffer(SIZE + aio.ALIGN)
+        if register:
+            io.register(memory)
+        for number, (write, offset, size, shift) in enumerate(ops):
+            size = min(size, SIZE - offset)
+            begin = offset % aio.ALIGN if shift == "same" else shift
+            part = memory[begin : begin + size]
+            if write:
+                new = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+                part.copy_(torch.from_numpy(new))
+                io.write(file, part, offset).wait()
+                oracle[offset : offset + size] = new
+            else:
+                memory.fill_(0xAB)
+                io.read(file, part, offset).wait()
+                assert np.array_equal(part.numpy(), oracle[offset : offset + size])
+                assert (memory[:begin] == 0xAB).all(), "bytes before the range were touched"
+                assert (memory[begin + size :] == 0xAB).all(), "bytes after the range were touched"
+        io.flush(file)
+        file.close()
+        assert np.array_equal(np.fromfile(f"{folder}/a", dtype=np.uint8), oracle)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, SIZE), max_size=8),
+    backend=st.sampled_from(BACKENDS),
+    depth=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_requests_at_once_do_not_disturb_each_other(cuts, backend, depth, seed):
+    """Neighbours that share a page are written together, then read together."""
+    bounds = sorted({0, SIZE, *cuts})
+    data = filled(SIZE, seed)
+    back = aio.buffer(SIZE)
+    with (
+        tempfile.TemporaryDirectory(dir=".") as folder,
+        aio.Engine(backend=backend, block_bytes=aio.ALIGN, depth=depth) as io,
+    ):
+        file = io.open(f"{folder}/a", SIZE, create=True)
+        parts = list(itertools.pairwise(bounds))
+        for one in [io.write(file, data[a:b], a) for a, b in parts]:
+            one.wait()
+        for one in [io.read(file, back[a:b], a) for a, b in parts]:
+            one.wait()
+        assert torch.equal(back, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_any_dtype_and_shape(io, tmp_path, dtype):
+    values = (torch.randn(37, 11) * 10).to(dtype)
+    file = io.open(tmp_path / "a", values.nbytes, create=True)
+    io.write(file, torch.nn.Parameter(values) if values.is_floating_point() else values).wait()
+    back = torch.empty_like(values)
+    io.read(file, back).wait()
+    assert torch.equal(back, values)
+
+
+def test_buffers_of_python_and_numpy(io, tmp_path):
+    file = io.open(tmp_path / "a", 10_000, create=True)
+    io.write(file, bytes(range(250)) * 40).wait()
+    into = bytearray(5000)
+    io.read(file, into, 250).wait()
+    assert bytes(into) == bytes(range(250)) * 20
+    array = np.zeros(100, dtype=np.float64)
+    io.read(file, array).wait()
+    assert array.tobytes() == (bytes(range(250)) * 4)[:800]
+    io.write(file, b"").wait()
+    io.read(file, memoryview(into)[:0]).wait()
+    assert (tmp_path / "a").read_bytes() == bytes(range(250)) * 40
+
+
+def test_aligned_requests_bypass_the_page_cache(io, tmp_path):
+    file = io.open(tmp_path / "a", 1 << 20, create=True)
+    if not file.direct:
+        pytest.skip("no O_DIRECT here")
+    block = filled(1 << 20)
+    io.write(file, block).wait()
+    io.read(file, block).wait()
+    assert io.counters()["bytes_cached"] == 0
+    io.write(file, block[: 10_000 + 4096], 8192).wait()  # 2 whole pages and 1808 bytes
+    assert io.counters()["bytes_cached"] == 10_000 + 4096 - 3 * 4096
+    counters = io.counters()
+    assert (counters["reads"], counters["writes"], counters["in_flight"]) == (1, 2, 0)
+    assert counters["bytes_written"] == (1 << 20) + 14_096
+
+
+def test_what_another_program_wrote_is_read_and_the_other_way_round(io, tmp_path):
+    path = tmp_path / "a"
+    file = io.open(path, 1 << 20, create=True)
+    block = filled(1 << 20, 1)
+    for seed in range(3):
+        block.copy_(filled(1 << 20, seed))
+        io.write(file, block).wait()
+        assert path.read_bytes() == block.numpy().tobytes(), "written directly, read through the page cache"
+        other = filled(1 << 20, seed + 100)
+        with open(path, "r+b") as plain:
+            plain.write(other.numpy().tobytes())
+        io.read(file, block).wait()
+        assert torch.equal(block, other), "written through the page cache, read directly"
+
+
+def test_a_request_is_over_before_wait_only_when_done(io, tmp_path):
+    file = io.open(tmp_path / "a", 32 << 20, create=True)
+    block = filled(32 << 20)
+    before = time.monotonic_ns()
+    requests = [io.write(file, block[k << 20 : (k + 1) << 20], k << 20) for k in range(32)]
+    last = requests[-1]
+    assert last.wait(timeout=30)
+    assert last.done()
+    assert last.wait(timeout=0)
+    for one in requests:
+        one.wait()
+    begin, end = last.span_ns
+    assert before <= begin <= end <= time.monotonic_ns()
+
+
+def test_other_python_threads_run_while_one_waits(io, tmp_path):
+    file = io.open(tmp_path / "a", 64 << 20, create=True)
+    block = aio.buffer(64 << 20)
+    ticks = 0
+    stop = threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not stop.is_set():
+            ticks += 1
+            time.sleep(0.0005)
+
+    other = threading.Thread(target=tick)
+    request = io.write(file, block)
+    began = ticks
+    other.start()
+    request.wait()
+    io.flush(file)
+    stop.set()
+    other.join()
+    assert ticks > began
+
+
+# --- memory ---
+
+
+def test_buffers_are_aligned_zeroed_and_of_the_size():
+    for nbytes in (0, 1, 4095, 4096, 5_000_000):
+        block = aio.buffer(nbytes)
+        assert (block.dtype, block.numel(), block.is_contiguous()) == (torch.uint8, nbytes, True)
+        assert nbytes == 0 or block.data_ptr() % aio.ALIGN == 0
+        assert not block.any()
+    with pytest.raises(ConfigError, match="at least 0, not -1"):
+        aio.buffer(-1)
+
+
+def test_registered_memory_moves_the_same_bytes(io, tmp_path):
+    block = filled(1 << 20)
+    registered = io.register(block)
+    if io.backend == "threads":
+        assert not registered
+    file = io.open(tmp_path / "a", 2 << 20, create=True)
+    io.write(file, block).wait()
+    back = aio.buffer(2 << 20)
+    io.register(back)
+    io.read(file, back[: 1 << 20]).wait()
+    assert torch.equal(back[: 1 << 20], block)
+    with pytest.raises(StorageError, match="registered already"):
+        io.register(back[4096:8192])
+    with pytest.raises(StorageError, match="4096 bytes are not registered"):
+        io.unregister(back[4096:8192])
+    for _ in range(600):  # more often than a table has entries
+        io.unregister(back)
+        assert io.register(back) == registered
+    io.read(file, back).wait()
+    assert torch.equal(back[: 1 << 20], block)
+    assert not back[1 << 20 :].any()
+
+
+def test_more_files_than_the_ring_has_places_for(io, tmp_path):
+    files = [io.open(tmp_path / str(k), 4096, create=True) for k in range(300)]
+    blocks = [filled(4096, k) for k in range(300)]
+    for one in [io.write(file, block) for file, block in zip(files, blocks)]:
+        one.wait()
+    for file in files[::2]:
+        file.close()
+    again = [io.open(tmp_path / str(k), 4096) for k in range(0, 300, 2)]
+    for file, want in zip(again, blocks[::2]):
+        back = aio.buffer(4096)
+        io.read(file, back).wait()
+        assert torch.equal(back, want)
+
+
+def test_memory_of_a_dropped_request_stays_until_it_is_done(io, tmp_path):
+    file = io.open(tmp_path / "a", 16 << 20, create=True)
+    for k in range(30):
+        io.write(file, torch.full((16 << 20,), k, dtype=torch.uint8))  # nobody holds tensor or request
+    gc.collect()
+    io.flush(file)
+    assert not io._live or io._live[0].done()
+    back = np.fromfile(tmp_path / "a", dtype=np.uint8)
+    assert len(set(back[:: 1 << 16].tolist()) - set(range(30))) == 0
+    io.read(file, bytearray(8)).wait()
+    assert len(io._live) == 0
+
+
+# --- nothing is left behind ---
+
+
+def test_nothing_leaks_over_a_thousand_requests_and_engines(backend, tmp_path):
+    with aio.Engine(backend=backend, block_bytes=4096, depth=4) as io:
+        file = io.open(tmp_path / "warm", 1 << 16, create=True)
+        block = aio.buffer(1 << 16)
+        io.write(file, block).wait()
+        threads, descriptors = threads_now(), descriptors_now()
+        for k in range(1000):
+            request = io.write(file, block) if k % 2 else io.read(file, block)
+            if k % 3:
+                request.wait()
+        io.flush(file)
+        io.read(file, block).wait()
+        assert len(io._live) == 0
+        assert settles(threads_now, threads + 4)  # a ring may have helpers of the kernel
+        assert descriptors_now() == descriptors
+    gc.collect()
+    assert settles(threads_now, threads)
+    threads, descriptors = threads_now(), descriptors_now()
+    resident = []
+    for k in range(1000):
+        io = aio.Engine(backend=backend, block_bytes=4096, depth=2)
+        file = io.open(tmp_path / "many", 8192, create=k == 0)
+        io.register(block)
+        io.write(file, block[:8192])
+        if k % 2:
+            io.close()
+        del io, file
+        if k in (200, 999):
+            gc.collect()
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    assert settles(threads_now, threads)
+    assert settles(descriptors_now, descriptors)
+    assert resident[1] - resident[0] < 8 << 20, "resident memory grew"
+
+
+def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
+    threads, descriptors = threads_now(), descriptors_now()
+
+    def loop():
+        with aio.Engine(backend=backend) as io:
+            file = io.open(tmp_path / "a", 8 << 20, create=True)
+            io.register(aio.buffer(1 << 20))
+            for _ in range(20):
+                io.write(file, aio.buffer(8 << 20))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        loop()
+    assert raised.tb is not None  # its frames still hold the engine and the file
+    assert settles(threads_now, threads)
+    assert descriptors_now() == descriptors
+
+
+def test_a_program_that_ends_without_closing_ends(backend, tmp_path):
+    body = f"""
+        from zero_compiler.runtime import aio
+        io = aio.Engine(backend="{backend}")
+        file = io.open(r"{tmp_path}/a", 64 << 20, create=True)
+        io.write(file, aio.buffer(64 << 20))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(body)], check=True, timeout=120)
+
+
+# --- processes ---
+
+
+def test_a_forked_child_gets_a_clear_error_and_makes_its_own(backend, tmp_path):
+    body = f"""
+        import os, sys
+        from zero_compiler.runtime import aio
+        io = aio.Engine(backend="{backend}")
+        file = io.open(r"{tmp_path}/a", 1 << 20, create=True)
+        block = aio.buffer(1 << 20)
+        pending = io.write(file, block)
+        child = os.fork()
+        if child == 0:
+            for call in (
+                lambda: io.read(file, block), lambda: io.flush(file), lambda: io.open(r"{tmp_path}/b", 1, create=True),
+                lambda: file.close(), lambda: io.register(block),
+            ):
+                try:
+                    call()
+                    print("no error"); sys.stdout.flush(); os._exit(1)
+                except aio.StorageError as error:
+                    assert "forked child: make an Engine of its own here" in str(error), error
+            io.close()
+            with aio.Engine(backend="{backend}") as own:
+                mine = own.open(r"{tmp_path}/c", 1 << 20, create=True)
+                own.write(mine, block).wait()
+            sys.exit(0)  # finalizers run, and hang nowhere
+        _, status = os.waitpid(child, 0)
+        pending.wait()
+        io.write(file, block).wait()
+        io.flush(file)
+        sys.exit(os.waitstatus_to_exitcode(status))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_engine_does_not_travel_to_a_spawned_process(io):
+    for send in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="make one in each process"):
+            send(io)
+
+
+def test_ctrl_c_ends_the_waiting_and_not_the_request(backend, tmp_path):
+    """One small block at a time: the request takes seconds on any disk."""
+    body = f"""
+        import _thread, signal, threading, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
+        from zero_compiler.runtime import aio
+        io = aio.Engine(backend="{backend}", block_bytes=4096, depth=1)
+        file = io.open(r"{tmp_path}/a", 1 << 30, create=True)
+        block = aio.buffer(1 << 30)
+        request = io.write(file, block)
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        began = time.monotonic()
+        try:
+            request.wait()
+            print("finished first")
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic() - began < 5, request.done())
+        io.close()
+        assert request.done()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "interrupted True False", done.stdout + done.stderr
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="the filter is for x86-64"
+)
+def test_a_sandbox_that_refuses_io_uring_means_threads_said_once(tmp_path):
+    if "uring" not in BACKENDS:
+        pytest.skip(f"no io_uring here: {aio.uring_refusal()}")
+    body = f"""
+        import ctypes, struct, warnings
+        libc = ctypes.CDLL(None, use_errno=True)
+        # if (nr == 425 /* io_uring_setup */) return EPERM; else allow
+        steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000)]
+        code = b"".join(struct.pack("HBBI", *step) for step in steps)
+        keep = ctypes.create_string_buffer(code)
+        program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(keep)))
+        assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+        assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()  # seccomp filter
+        from zero_compiler.runtime import aio
+        with warnings.catch_warnings(record=True) as seen:
+            for _ in range(3):
+                io = aio.Engine()
+                assert io.backend == "threads"
+                file = io.open(r"{tmp_path}/a", 8192, create=_ == 0)
+                io.write(file, aio.buffer(8192)).wait()
+        print(*(str(one.message) for one in seen), sep="|")
+        try:
+            aio.Engine(backend="uring")
+        except ValueError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert lines == [
+        "file I/O uses threads: the kernel refuses io_uring: Operation not permitted",
+        'backend="uring" is not possible here: the kernel refuses io_uring: Operation not permitted; use "auto" or "threads"',
+    ], done.stdout + done.stderr
+
+
+# --- misuse ---
+
+
+def test_options_out_of_range():
+    with pytest.raises(ConfigError, match="backend must be one of auto, uring, threads, not 'aio'"):
+        aio.Engine(backend="aio")
+    with pytest.raises(ConfigError, match="block_bytes must be a multiple of 4096, at most 1 GiB, not 1000"):
+        aio.Engine(block_bytes=1000)
+    with pytest.raises(ConfigError, match="depth must be between 1 and 1024, not 0"):
+        aio.Engine(depth=0)
+
+
+def test_requests_that_do_not_fit(io, tmp_path):
+    file = io.open(tmp_path / "a", 10_000, create=True, label="layers.0.wq")
+    with pytest.raises(StorageError, match="the file has 10000 bytes") as refused:
+        io.write(file, bytes(9000), 2000)
+    assert str(refused.value).startswith(
+        f"write of 9000 bytes at offset 2000 of '{tmp_path}/a' (layers.0.wq) is not"
+    )
+    with pytest.raises(StorageError, match="a read needs writable memory, and this bytes is read-only"):
+        io.read(file, bytes(10))
+    with pytest.raises(StorageError, match=r"contiguous tensor on the CPU, not one of shape \(3, 2\)"):
+        io.read(file, torch.zeros(2, 3).t())
+    with pytest.raises(StorageError, match="on meta"):
+        io.read(file, torch.zeros(3, device="meta"))
+    with pytest.raises(StorageError, match="a plain tensor, not a Odd"):
+        io.read(file, torch.zeros(3).as_subclass(type("Odd", (torch.Tensor,), {})))
+    with pytest.raises(StorageError, match="not list"):
+        io.write(file, [1, 2])
+    with aio.Engine() as other, pytest.raises(StorageError, match="opened by another Engine"):
+        other.read(file, bytearray(4))
+    request = io.write(file, bytes(10))
+    request.wait()
+    file.close()
+    file.close()
+    with pytest.raises(StorageError, match="the file is closed"):
+        io.read(file, bytearray(4))
+    with pytest.raises(StorageError, match="the file is closed"):
+        io.flush(file)
+    io.close()
+    io.close()
+    with pytest.raises(StorageError, match="the I/O engine is closed"):
+        io.open(tmp_path / "b", 1, create=True)
+    assert request.wait(), "what was done stays done"
+
+
+def test_files_are_never_shared_or_overwritten(io, tmp_path):
+    path = tmp_path / "a"
+    io.open(path, 5000, create=True)
+    assert path.stat().st_size == 5000
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(StorageError, match="File exists; a file is never overwritten") as refused:
+        io.open(path, 5000, create=True)
+    assert (refused.value.path, refused.value.errno) == (str(path), 17)
+    with pytest.raises(StorageError, match=r"\(w\) could not be opened: No such file") as refused:
+        io.open(tmp_path / "b", 1, label="w")
+    assert refused.value.label == "w"
+    with pytest.raises(StorageError, match="has 5000 bytes, expected 6000: it was truncated"):
+        io.open(path, 6000)
+    with pytest.raises(StorageError, match="not a regular file"):
+        io.open("/dev/null", 0)
+
+
+def test_a_file_system_with_o_direct_warns_of_nothing(io, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = io.open(tmp_path / "a", 4096, create=True, direct=False)
+        assert not file.direct
+        io.write(file, bytes(4096)).wait()

@@ -1,0 +1,228 @@
+"""What file I/O reaches under a directory, beside what fio reaches there: ``zero-compiler io-bench``.
+
+A disk's speed can change twofold within a minute, so ours and fio take turns: first over a grid of block sizes and
+depths, each point once, then the best point of each for some rounds, of which the medians are reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .runtime import aio
+
+MODES = ("read", "write", "both")
+BLOCKS = (256 << 10, 1 << 20, 4 << 20)
+DEPTHS = (4, 16, 32)
+PIECE = 8 << 20  # bytes of one request, at least
+FIO_ENGINES = ("io_uring", "libaio")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: bytes per second, both directions together, with O_DIRECT where the directory has it."""
+
+    by: str  # "zero" or "fio"
+    mode: str  # of MODES; "both": reads and writes at once, equally many
+    block_bytes: int
+    depth: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best of ours and of fio in one mode: medians over the rounds, in bytes per second."""
+
+    mode: str
+    ours: float
+    block_bytes: int
+    depth: int
+    fio: float | None = None
+    fio_block_bytes: int | None = None
+    fio_depth: int | None = None
+    ratio: float | None = None  # ours to fio's, round by round; the median
+
+
+@dataclass
+class Report:
+    directory: str
+    nbytes: int
+    seconds: float
+    backend: str
+    direct: bool
+    fio: str  # its version and engine, or why it was not run
+    rows: list[Row] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def bench(
+    directory: str | os.PathLike[str],
+    *,
+    nbytes: int = 1 << 30,
+    seconds: float = 1.0,
+    rounds: int = 5,
+    backend: str = "auto",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Measures reads, writes and both at once in a file of ``nbytes`` bytes, made for this and removed at the end.
+
+    Raises:
+        ConfigError: the directory does not exist, or a number is out of range.
+        StorageError: the disk has no room for the file, or fails.
+    """
+    if not Path(directory).is_dir():
+        raise ConfigError(f"io-bench needs an existing directory, and {os.fspath(directory)!r} is none")
+    least = 4 * max(BLOCKS)
+    if nbytes < least or nbytes % (2 * max(BLOCKS)):
+        raise ConfigError(f"bytes must be a multiple of {2 * max(BLOCKS)}, at least {least}, not {nbytes}")
+    if seconds <= 0 or rounds < 1:
+        raise ConfigError("seconds must be above 0, and rounds at least 1")
+    path = Path(directory) / f"io-bench-{os.getpid()}-{time.monotonic_ns()}.nvme"
+    memory = aio.buffer(max(_memory_bytes(block, depth) for block in BLOCKS for depth in DEPTHS))
+    memory.random_()
+    try:
+        with aio.Engine(backend=backend) as io:
+            file = io.open(path, nbytes, create=True)
+            for offset in range(0, nbytes, PIECE):  # written once: later writes find their blocks in place
+                io.write(file, memory[: min(PIECE, nbytes - offset)], offset).wait()
+            io.flush(file)
+            report = Report(os.fspath(directory), nbytes, seconds, io.backend, file.direct, _fio_version())
+        engine = _fio_engine(path, nbytes, report)
+        _measure(report, path, memory, engine, rounds, progress)
+    finally:
+        path.unlink(missing_ok=True)
+    return report
+
+
+def _measure(
+    report: Report, path: Path, memory: Any, engine: str | None, rounds: int, progress: Callable[[str], None]
+) -> None:
+    def ours(mode: str, block: int, depth: int) -> float:
+        return _ours(report, path, memory, mode, block, depth)
+
+    def fio(mode: str, block: int, depth: int) -> float:
+        return _fio(path, report.nbytes, engine or "", mode, block, depth, report.seconds)
+
+    runners = {"zero": ours} | ({"fio": fio} if engine else {})
+    for mode in MODES:
+        best: dict[str, Point] = {}
+        grid = [(block, depth) for block in BLOCKS for depth in DEPTHS]
+        for number, (block, depth) in enumerate(grid):
+            # The first of a pair may find the disk rested: they change places.
+            for by in sorted(runners, reverse=bool(number % 2)):
+                progress(f"{mode}, blocks of {block >> 10} KiB, depth {depth}: {by}")
+                point = Point(by, mode, block, depth, runners[by](mode, block, depth))
+                report.points.append(point)
+                if by not in best or point.bytes_per_s > best[by].bytes_per_s:
+                    best[by] = point
+        taken: dict[str, list[float]] = {by: [] for by in runners}
+        for number in range(rounds):
+            for by in sorted(runners, reverse=bool(number % 2)):
+                progress(f"{mode}, round {number + 1} of {rounds}: {by}")
+                rate = runners[by](mode, best[by].block_bytes, best[by].depth)
+                taken[by].append(rate)
+                report.points.append(Point(by, mode, best[by].block_bytes, best[by].depth, rate))
+        row = Row(
+            mode, statistics.median(taken["zero"]), best["zero"].block_bytes, best["zero"].depth,
+            *(
+                (
+                    statistics.median(taken["fio"]), best["fio"].block_bytes, best["fio"].depth,
+                    statistics.median(a / b for a, b in zip(taken["zero"], taken["fio"])),
+                )
+                if engine
+                else ()
+            ),
+        )  # fmt: skip
+        report.rows.append(row)
+
+
+def _memory_bytes(block: int, depth: int) -> int:
+    """Enough requests wait that the blocks under way are always ``depth``, in either direction."""
+    piece = max(block, PIECE)
+    return 2 * (2 * depth * block // piece + 2) * piece
+
+
+def _ours(report: Report, path: Path, memory: Any, mode: str, block: int, depth: int) -> float:
+    """Bytes per second of requests that follow one another through the file, or through one half each."""
+    piece = max(block, PIECE)
+    kinds = ("read", "write") if mode == "both" else (mode,)
+    span = report.nbytes // len(kinds) // piece * piece
+    count = (2 * depth * block // piece + 2) * (1 if mode == "both" else 2)
+    moved = 0
+    with aio.Engine(backend=report.backend, block_bytes=block, depth=depth) as io:
+        io.register(memory)
+        file = io.open(path, report.nbytes, direct=report.direct)
+        begins = {kind: number * span for number, kind in enumerate(kinds)}
+        sent = dict.fromkeys(kinds, 0)
+        waiting: deque[tuple[str, int, aio.Request]] = deque()
+
+        def send(kind: str, slot: int) -> None:
+            part = memory[slot * piece : (slot + 1) * piece]
+            offset = begins[kind] + sent[kind] % span
+            sent[kind] += piece
+            request = io.read(file, part, offset) if kind == "read" else io.write(file, part, offset)
+            waiting.append((kind, slot, request))
+
+        began = time.perf_counter()
+        for slot in range(count * len(kinds)):
+            send(kinds[slot % len(kinds)], slot)
+        while waiting:
+            kind, slot, request = waiting.popleft()
+            request.wait()
+            moved += piece
+            if time.perf_counter() - began < report.seconds:
+                send(kind, slot)
+        took = time.perf_counter() - began
+    return moved / took
+
+
+def _fio_version() -> str:
+    if shutil.which("fio") is None:
+        return "not installed"
+    return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
+    """The first of fio's engines that runs here; the report says which, or why none."""
+    if not report.direct or not report.fio.startswith("fio"):
+        report.fio += "" if report.direct else ": not run, the directory has no O_DIRECT"
+        return None
+    why = ""
+    for engine in FIO_ENGINES:
+        try:
+            _fio(path, nbytes, engine, "read", 1 << 20, 4, 0.1)
+        except ConfigError as error:
+            why = str(error)
+            continue
+        report.fio += f", {engine}"
+        return engine
+    report.fio += f": not run, {why}"
+    return None
+
+
+def _fio(path: Path, nbytes: int, engine: str, mode: str, block: int, depth: int, seconds: float) -> float:
+    command = [
+        "fio", "--name=bench", f"--filename={path}", f"--size={nbytes}", "--direct=1", f"--ioengine={engine}",
+        f"--rw={'rw' if mode == 'both' else mode}", f"--bs={block}", f"--iodepth={depth}", "--time_based",
+        f"--runtime={int(seconds * 1000)}ms", "--output-format=json",
+        *(["--fixedbufs=1", "--registerfiles=1"] if engine == "io_uring" else []),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[:300]}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    took = job["job_runtime"] / 1000  # milliseconds of wall time
+    return (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / took
