@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +10,25 @@ from typing import Any
 import torch
 
 from zero_compiler import grads
+from zero_compiler.errors import StorageError
 from zero_compiler.group import meet, short_digest
 from zero_compiler.program import (
     Compute,
+    Fetch,
     Gather,
     GatherDesc,
     Program,
     Reduce,
     ReduceDesc,
     Release,
+    WaitFetch,
     WaitGather,
 )
 
 from .model import ModelRuntime
+from .stores import merged
 
-_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME = range(7)
+_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
 
 
 def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
@@ -61,6 +66,7 @@ class Session:
         self._digests: dict[bool, bytes] = {}
         for runtime in runtimes.values():
             runtime.engine.grow_arena(runtime.transient, program.transient_bytes)
+            runtime.grow_host(program.host_bytes)
             if runtime.shared:
                 runtime.engine.grow_arena(runtime.slots, program.slots_bytes)
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
@@ -72,6 +78,7 @@ class Session:
         for g in program.gathers:
             if g.home:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
+        self._fetching: dict[int, list[Any]] = {}
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         moves = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.world > 1 and moves
@@ -118,6 +125,10 @@ class Session:
 
     def _encode(self, at: int, instr: Any) -> tuple[int, Any, Any, Any, Any]:
         # A tuple with a small number in front is what the loop below reads fastest.
+        if isinstance(instr, Fetch):
+            return (_FETCH, instr.index, None, None, None)
+        if isinstance(instr, WaitFetch):
+            return (_WAIT_FETCH, instr.index, None, None, None)
         if isinstance(instr, Gather):
             return (_GATHER, instr.index, None, None, None)
         if isinstance(instr, WaitGather):
@@ -214,6 +225,7 @@ class Session:
                 self._leave()
         except BaseException as error:
             # Transfers in flight hold buffers of the arena: end them before anything else uses it.
+            self._end_fetches()
             for runtime in self.runtimes.values():
                 runtime.engine.abandon(f"{type(error).__name__}: {error}")
                 runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -235,6 +247,10 @@ class Session:
                     env[i] = None
                 for i, value in zip(c, a(args), strict=True):
                     env[i] = value
+            elif op == _FETCH:
+                self._fetch(a)
+            elif op == _WAIT_FETCH:
+                self._wait_fetch(a)
             elif op == _GATHER:
                 self._gather(a)
             elif op == _WAIT_GATHER:
@@ -259,13 +275,47 @@ class Session:
                     if i >= 0:
                         env[i] = value
 
+    def _fetch(self, which: int) -> None:
+        runtime, _, g, _ = self._gathers[which]
+        spans = []
+        for name, at in zip(g.names, g.fetched, strict=True):
+            region = runtime.region(name)
+            if region is not None:
+                spans.append(region.span(0, region.nbytes, at))
+        self._fetching[which] = [s.store.read(s, runtime.host) for s in merged(spans)]
+
+    def _wait_fetch(self, which: int) -> None:
+        for request in self._fetching[which]:
+            request.wait()
+        del self._fetching[which]
+
+    def _end_fetches(self) -> None:
+        """After an error: nothing is read into the pool any more."""
+        for requests in self._fetching.values():
+            for request in requests:
+                with contextlib.suppress(StorageError):
+                    request.wait()
+        self._fetching.clear()
+
+    def _chunks(self, runtime: ModelRuntime, g: GatherDesc) -> list[torch.Tensor]:
+        if not g.fetched:
+            return [runtime.chunk(n) for n in g.names]
+        chunks = []
+        dtype = getattr(torch, g.rest_dtype)
+        for name, numel, at in zip(g.names, g.chunk_numels, g.fetched, strict=True):
+            if runtime.region(name) is None:
+                chunks.append(runtime.chunk(name))
+            else:
+                chunks.append(runtime.host[at : at + numel * dtype.itemsize].view(dtype))
+        return chunks
+
     def _gather(self, which: int) -> None:
         runtime, index, g, views = self._gathers[which]
         if g.kept and views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
-        runtime.engine.gather_start(index, [runtime.chunk(n) for n in g.names])
+        runtime.engine.gather_start(index, self._chunks(runtime, g))
 
     def _wait_gather(self, which: int) -> Sequence[torch.Tensor]:
         runtime, index, g, views = self._gathers[which]

@@ -12,6 +12,7 @@ kernel writes dirty pages back first), and a mapped read what was written direct
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import weakref
@@ -23,7 +24,7 @@ import torch
 
 from zero_compiler.errors import StorageError
 
-from .aio import Engine
+from .aio import Engine, Request
 from .aio import buffer as aio_buffer
 
 BLOCK_BYTES = 4096  # what direct transfers are multiples of, in the file and in memory
@@ -73,10 +74,23 @@ class Region:
     nbytes: int  # whole blocks: the last one is the tensor's alone
     tensor: torch.Tensor
 
+    def fill(self, values: torch.Tensor) -> None:
+        """Write ``values``, of the handle's dtype and at most its size, directly; blocks until that is done."""
+        raw = values.detach().contiguous().view(-1).view(torch.uint8)
+        buffer = aio_buffer(min(_FILL_BYTES, self.nbytes))
+        for at in range(0, raw.numel(), buffer.numel()):
+            part = raw[at : at + buffer.numel()]
+            buffer[: part.numel()].copy_(part)
+            size = blocks(part.numel())
+            self.store.engine.write(self.store.file, buffer[:size], self.offset + at, label=self.label).wait()
+
     def span(self, start: int, nbytes: int, at: int) -> Span:
         """Bytes from ``start`` on, which is a multiple of the block; the length is rounded up to whole blocks."""
         return Span(self.store, self.offset + start, blocks(nbytes), at, self.label)
 
+
+_FILL_BYTES = 8 << 20  # memory that filling a region takes
+_GROWTH_BYTES = 1 << 30  # the largest file that is made without knowing that it will be full
 
 # Regions by the address of their handle's memory: a tensor that was put in place of one is none.
 _regions: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
@@ -104,7 +118,7 @@ class Store:
         StorageError: the directory takes no file, or has no room for this one.
     """
 
-    def __init__(self, engine: Any, directory: str, nbytes: int, label: str, keep: bool = False) -> None:
+    def __init__(self, engine: Engine, directory: str, nbytes: int, label: str, keep: bool = False) -> None:
         self.engine, self.directory, self.label = engine, directory, label
         self.regions: dict[int, Region] = {}
         self._end = 0
@@ -135,14 +149,17 @@ class Store:
             self.engine.write(self.file, buffer, 0, label=self.label).wait()
             return seen[:4] == b"\0\0\0\0"
 
+    @property
+    def room(self) -> int:
+        """Bytes that nothing has been given yet."""
+        return self.nbytes - self._end
+
     def allocate(self, label: str, shape: Iterable[int], dtype: torch.dtype) -> Region:
         """A place for a tensor, and its handle: zeros."""
         shape = tuple(shape)
-        nbytes = dtype.itemsize
-        for n in shape:
-            nbytes *= n
+        nbytes = math.prod(shape) * dtype.itemsize
         offset, size = self._end, blocks(max(nbytes, 1))
-        if offset + size > self.nbytes:
+        if size > self.room:
             raise StorageError(
                 f"{self.label}: {label} has no room left in {self.path}, of {self.nbytes:,} bytes"
             )
@@ -155,6 +172,18 @@ class Store:
         self.regions[at] = region
         _regions[at] = self
         return region
+
+    def read(self, span: Span, buffer: torch.Tensor) -> Request:
+        """Start to read a span of this file into its place in ``buffer``."""
+        return self.engine.read(
+            self.file, buffer[span.at : span.at + span.nbytes], span.offset, label=span.label
+        )
+
+    def write(self, span: Span, buffer: torch.Tensor) -> Request:
+        """Start to write it from there."""
+        return self.engine.write(
+            self.file, buffer[span.at : span.at + span.nbytes], span.offset, label=span.label
+        )
 
     def close(self) -> None:
         """Close the file; handles stay readable for as long as they live. Idempotent."""
@@ -214,13 +243,22 @@ class Nvme:
         self.directory, self.rank, self.keep = directory, rank, keep
         self.engine = Engine()
         self.stores: weakref.WeakSet[Store] = weakref.WeakSet()
+        self._grown: list[Store] = []
         self._closer = weakref.finalize(self, _close, self.engine, self.stores)
 
     def store(self, what: str, nbytes: int) -> Store:
         """A new file for ``what``; it lives as long as the store that is returned."""
-        made = Store(self.engine, self.directory, nbytes, f"{what} of rank {self.rank}", self.keep)
+        made = Store(self.engine, self.directory, nbytes, f"{what} of rank {self.rank} in {self.directory}", self.keep)
         self.stores.add(made)
         return made
+
+    def grow(self, label: str, shape: Iterable[int], dtype: torch.dtype) -> Region:
+        """A place in a file that is made when there is need: where the sum of what is to come is not known."""
+        need = blocks(math.prod(shape := tuple(shape)) * dtype.itemsize)
+        if not self._grown or self._grown[-1].room < need:
+            made = self._grown[-1].nbytes if self._grown else 0
+            self._grown.append(self.store("parameters", max(need, min(2 * made, _GROWTH_BYTES))))
+        return self._grown[-1].allocate(label, shape, dtype)
 
     def close(self) -> None:
         self._closer()

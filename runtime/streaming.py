@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from .aio import buffer
+from .aio import Request, buffer
 from .stores import Span, merged
 
 
@@ -30,7 +29,7 @@ class Job:
 class _Turn:
     job: Job
     buffer: torch.Tensor | None
-    requests: list[Any] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
     def done(self) -> bool:
         return all(r.done() for r in self.requests)
@@ -66,6 +65,10 @@ class Stream:
         self._waiting.append(job)
         self._guarded(self._advance)
 
+    def admit(self) -> None:
+        """Wait until all that was fed has a buffer: what waits for one holds memory of its own."""
+        self._guarded(self._admit)
+
     def drain(self) -> None:
         """Run all that was fed, to the last write."""
         self._guarded(self._drain)
@@ -81,6 +84,14 @@ class Stream:
         self._start()
         while self._reading and self._reading[0].done():
             self._turn()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            self._start()
+            if self._reading:
+                self._turn()
+            elif self._waiting:
+                self._recycle()
 
     def _drain(self) -> None:
         while self._waiting or self._reading:
@@ -102,11 +113,7 @@ class Stream:
             self._reading.append(turn)
             for s in merged(job.reads):
                 assert turn.buffer is not None
-                turn.requests.append(
-                    s.store.engine.read(
-                        s.store.file, turn.buffer[s.at : s.at + s.nbytes], s.offset, label=s.label
-                    )
-                )
+                turn.requests.append(s.store.read(s, turn.buffer))
 
     def _turn(self) -> None:
         """Finish the oldest read, compute, and start its writes."""
@@ -115,11 +122,7 @@ class Stream:
         turn.job.run(turn.buffer)
         for s in merged(turn.job.writes):
             assert turn.buffer is not None
-            turn.requests.append(
-                s.store.engine.write(
-                    s.store.file, turn.buffer[s.at : s.at + s.nbytes], s.offset, label=s.label
-                )
-            )
+            turn.requests.append(s.store.write(s, turn.buffer))
         self._writing.append(self._reading.popleft())
         self._start()
 

@@ -82,7 +82,7 @@ def keep(
         return
     candidates = []
     for plan in open_:
-        if plan.ref in wanted and plan.world > 1 and not plan.home:
+        if plan.ref in wanted and plan.world > 1 and not plan.home and not plan.filed:
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)

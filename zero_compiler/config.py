@@ -117,10 +117,14 @@ class Config:
             tier = getattr(self, name)
             if tier not in TIERS:
                 raise ConfigError(f"{name} must be one of {', '.join(TIERS)}, not {tier!r}")
-            if tier == "nvme" and name != "offload_optimizer":
+            if tier == "nvme" and name == "offload_activations":
                 raise ConfigError(f'{name}="nvme" is not available in this version; use "none" or "host"')
             if tier == "nvme" and self.nvme_dir is None:
                 raise ConfigError(f'{name}="nvme" needs nvme_dir, the directory for its files')
+        if self.offload_params == "nvme" and self.stage != 3:
+            raise ConfigError(
+                f'offload_params="nvme" needs stage=3, not {self.stage}: the other stages keep every weight gathered'
+            )
         if self.nvme_dir is not None and not os.path.isdir(self.nvme_dir):
             raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
         if self.transport not in _TRANSPORTS:

@@ -32,7 +32,6 @@ class Files:
         self, nvme: Nvme, parameters: Mapping[str, Layout], gradients: Mapping[str, Layout]
     ) -> None:
         self.nvme = nvme
-        self._names = frozenset(parameters)
         self.parameters: dict[str, Region] = {}
         self._layouts = dict(parameters)
         self._room = self._store("parameters", parameters)
@@ -69,7 +68,8 @@ class GradientFiles:
         self._policy = policy
         self._regions = dict(regions)
         self._names = {id(policy.find(name)): name for name in regions}
-        self._landed: dict[str, Any] = {}
+        # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
+        self._landed: dict[str, tuple[Any, bool]] = {}
         self._stream: Stream | None = None
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
@@ -80,15 +80,16 @@ class GradientFiles:
         rows = self._rows(name, local)
         if not self._landed:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if name in self._landed:
+        _, written = self._landed.get(name, (param, False))
+        if written:
             self._ready().drain()
             rows.add_(local)
-            return True
-        self._landed[name] = param
-        if param.grad is None:
+        elif param.grad is None:
+            written = True
             self._write(name, local)
         else:
             grads.publish(param, local)
+        self._landed[name] = (param, written)
         return True
 
     def _rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
@@ -119,10 +120,9 @@ class GradientFiles:
         landed, self._landed = self._landed, {}
         if self._stream is not None:
             self._stream.drain()
-        for name, param in landed.items():
-            rows = self._rows(name, param._local_tensor)
-            if param.grad is not None and param.grad._local_tensor.data_ptr() != rows.data_ptr():
-                if type(param.grad) is not grads.PendingGrad:
-                    rows.add_(param.grad._local_tensor)
-            if type(param.grad) is not grads.PendingGrad:
-                param.grad = grads.as_dtensor(param, rows)
+        for name, (param, written) in landed.items():
+            rows, grad = self._rows(name, param._local_tensor), param.grad
+            if grad is not None and grad._local_tensor.data_ptr() != rows.data_ptr():
+                # From outside: autograd added to nothing meanwhile, or the user had put it there before.
+                rows.add_(grad._local_tensor) if written else rows.copy_(grad._local_tensor)
+            param.grad = grads.as_dtensor(param, rows)

@@ -7,7 +7,7 @@ clipping function that touches it is told what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -186,7 +186,12 @@ def publish(param: Any, local: torch.Tensor) -> None:
 
 
 class Sink(Protocol):
-    """Who takes the gradient of a parameter as soon as it is reduced: ``zero.optimizer(overlap=True)``."""
+    """Who takes the gradient of a parameter as soon as it is reduced.
+
+    ``uses_up``: there is no gradient afterwards.
+    """
+
+    uses_up: bool
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """This rank's rows of the gradient, in a backward that runs.
@@ -196,6 +201,20 @@ class Sink(Protocol):
 
         Returns whether it was taken; else autograd goes on with it.
         """
+
+
+def goes_to_grad(param: torch.Tensor) -> bool:
+    """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
+    try:
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of torch.autograd.grad
+        return False
+
+
+def hooked(param: Any, ours: Collection[int] = ()) -> bool:
+    """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
+    return bool(param._backward_hooks) or any(k not in ours for k in param._post_accumulate_grad_hooks or ())
 
 
 class Call:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class Overlap:
     """The updates of one optimizer in one backward. Fed by the reductions of compiled frames, and by autograd."""
 
+    uses_up = True
+
     def __init__(self, optimizer: StreamedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._units: list[Unit] = []
@@ -78,18 +80,13 @@ class Overlap:
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
-        if not _goes_to_grad(param) or self._hooked(param):
+        if not grads.goes_to_grad(param) or grads.hooked(param, {hook.id for hook in self._hooks}):
             return False
         self.enter()
         grads.publish(param, local)
         if final:
             self._ready(param)
         return True
-
-    def _hooked(self, param: Any) -> bool:
-        """Whether the user has hooks on the parameter that are to see its gradient."""
-        ours = {hook.id for hook in self._hooks}
-        return bool(param._backward_hooks) or not ours.issuperset(param._post_accumulate_grad_hooks or ())
 
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
@@ -122,15 +119,6 @@ class Overlap:
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
-
-
-def _goes_to_grad(param: torch.Tensor) -> bool:
-    """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
-    try:
-        node = torch.autograd.graph.get_gradient_edge(param).node
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of torch.autograd.grad
-        return False
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -21,14 +21,10 @@ from . import grads
 from .elementwise import States, make, step_of
 from .runtime.stores import BLOCK_BYTES, Region, Span, blocks, region_of
 from .runtime.streaming import Job
+from .shard import local_of
 
 # Entries of a parameter group that are not the class's own.
 OURS = frozenset({"params", "param_names", "offload_optimizer"})
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a tensor, without autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     states: list[Any] = [*policies_of(model)]
     if not states:
         states = [plain.plain_model(list(model.parameters()))]
-    if any(getattr(s, "sinks", None) for s in states):
+    if any(sink.uses_up for s in states for sink in getattr(s, "sinks", {}).values()):
         raise GradientError(
             "zero.no_sync accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
             "overlap out"

@@ -49,6 +49,7 @@ RANKS = {
     "runtime.stores": 3,
     "runtime.streaming": 3,
     "elementwise": 3,
+    "files": 4,
     "updates": 5,
     "__init__": TOP,
     "__main__": TOP,
