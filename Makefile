@@ -3,6 +3,7 @@
 #   VENV    the virtual environment to make and use        PYTHON     the python that makes it
 #   TORCH   what pip installs as torch, where none is there yet; by default the release in constraints.txt
 #   JOBS    compilers and test workers at a time           VENV_ARGS  e.g. --system-site-packages
+#   EXTRAS  what of pyproject.toml's extras to install; bench adds `deepspeed`, to be measured beside it
 #   RANKS, DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS              passed on to what runs
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,6 +17,7 @@ VENV_ARGS ?=
 TORCH ?= torch
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 RANKS ?= 2
+EXTRAS ?= dev
 
 override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
@@ -32,7 +34,7 @@ help:
 	@echo "make demo       train a small model on $(RANKS) ranks"
 	@echo "make check      lint, types and quick tests"
 	@echo "make test       everything: lint, types, C++ tests, all Python tests"
-	@echo "make bench      the benchmarks"
+	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
 	@echo "make cpp-test   the engine's own tests: plain, ASan and TSan builds"
 	@echo "make setup      only the set-up that the others share"
 	@echo "make clean      remove build outputs and caches (make distclean: and $(VENV))"
@@ -84,7 +86,7 @@ $(STAMPS)/liburing: | $(STAMPS)/venv
 $(STAMPS)/package: pyproject.toml setup.py $(ENGINE) | $(STAMPS)/tools $(STAMPS)/liburing
 	@echo "[3/3] compiling the engine and installing the package, editable, with development tools (log: $(LOG))"
 	@start=$$SECONDS; \
-	$(call quietly,$(PY) -m pip install -c $(STAMPS)/constraints.txt --no-build-isolation -e '.[dev]'); \
+	$(call quietly,$(PY) -m pip install -c $(STAMPS)/constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'); \
 	echo "      ready after $$((SECONDS - start)) s"
 	@mkdir -p build && echo $(VENV) > build/installed-by
 	@touch $@
@@ -101,8 +103,10 @@ endif
 demo: setup
 	$(PY) examples/demo.py --ranks $(RANKS) $(DEMO_ARGS)
 
-bench: setup
-	$(PY) benchmarks/bench.py $(BENCH_ARGS)
+# In an environment of its own: DeepSpeed brings dependencies that nothing else here needs.
+bench:
+	@$(MAKE) setup VENV=$(VENV)-bench EXTRAS=dev,deepspeed
+	$(VENV)-bench/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 # --- checking ---------------------------------------------------------------------------------------------------
 check: lint types

@@ -289,10 +289,9 @@ def transport(name: str, trainer: modes.Trainer) -> str:
         return "none"
     if not name.startswith("zero"):
         return "c10d (gloo)"
-    policy = trainer.model._zero.policy
-    said = getattr(getattr(policy.runtime, "engine", None), "transport", None)
-    said = said() if callable(said) else said
-    return str(said) if said else "c10d (gloo)"
+    import zero_compiler as zero
+
+    return zero.inspect(trainer.model).transport
 
 
 # Results ----------------------------------------------------------------------------------------------------------

@@ -74,8 +74,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         dump = Path(os.environ.setdefault("ZERO_DUMP", scratch))
         # 4096 bytes: each of these small weights travels alone, so that the plan shows one transfer a weight.
-        # By default transfers this small share one. "aten" runs operators one by one, and compiles nothing.
-        model = zero.shard(MLP(), stage=3, device="cpu", bucket_bytes=4096)
+        # By default transfers this small share one, and CPU ranks of one host move no weights at all: they read
+        # them in memory that they share. "aten" runs operators one by one, and compiles nothing.
+        model = zero.shard(MLP(), stage=3, device="cpu", bucket_bytes=4096, transport="c10d")
         compiled = torch.compile(model, backend="zero", options={"compute": "aten"})
         x = torch.randn(BATCH, OUTER)
         compiled(x).square().mean().backward()

@@ -26,10 +26,13 @@ def unit_of(name: str) -> str:
 
 
 def order_of_use(graph: fx.Graph) -> list[ParamRef]:
-    """Parameters in the order of their first gather."""
+    """Parameters in the order of their first gather; last those that are only reduced.
+
+    Nothing may be left that reads a weight (of no elements, say) whose gradient is still due.
+    """
     out: dict[ParamRef, None] = {}
-    for node in graph.nodes:
-        if node.target is ops.unshard:
+    for target in (ops.unshard, ops.reduce_grad):
+        for node in graph.find_nodes(op="call_function", target=target):
             out.setdefault(ParamRef(node.args[3], node.args[4]))
     return list(out)
 

@@ -205,7 +205,9 @@ class _FrameCompiler:
     def _bucket_bytes(self) -> int:
         if self.config.bucket_bytes is not None:
             return self.config.bucket_bytes
-        return bucket_bytes(self.first.hardware, self.first.group.world) if self.first is not None else 0
+        if self.first is None:
+            return 0
+        return bucket_bytes(self.first.hardware, self.first.group.world, self.first.transport.shared)
 
     def _config(self, options: Any) -> Config:
         if not self.policies:

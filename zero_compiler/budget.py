@@ -86,7 +86,7 @@ def keep(
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
-            us = policy.hardware.collective("all_gather", plan.world).us(nbytes)
+            us = policy.hardware.collective("all_gather", plan.world, plan.shared).us(nbytes)
             candidates.append(Candidate(f"{policy.serial} {plan.ref.name}", nbytes, us))
     first = policies[0]
     names = [f"{by_key[p.ref.owner].serial} {p.ref.name}" for p in open_]

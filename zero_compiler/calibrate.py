@@ -20,7 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .eager import all_gather_flat, reduce_scatter_flat
+from .group import make_group
 from .hardware import Collective, HardwareSpec, Link
+from .transport import choose
 
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
 
@@ -146,7 +148,11 @@ def _collectives(world: int) -> list[Collective]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_collective_rank, (world, folder), nprocs=world)
         rows = torch.load(os.path.join(folder, "rows"))
-    return [Collective(kind, "c10d", world, _fit(list(_SIZES), times)) for kind, times in rows.items()]
+    return [
+        Collective(kind, transport, world, _fit(list(_SIZES), times))
+        for transport, kinds in rows.items()
+        for kind, times in kinds.items()
+    ]
 
 
 def _collective_rank(rank: int, world: int, folder: str) -> None:
@@ -155,6 +161,16 @@ def _collective_rank(rank: int, world: int, folder: str) -> None:
     backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "gloo"
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    rows = {"c10d": _over_c10d(world, device)}
+    if device.type == "cpu":
+        rows["shared"] = _over_shared_memory(world)
+    if rank == 0:
+        torch.save(rows, os.path.join(folder, "rows"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _over_c10d(world: int, device: torch.device) -> dict[str, list[float]]:
     rows: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
     for size in _SIZES:
         full = torch.ones(size // 4, device=device)
@@ -167,10 +183,51 @@ def _collective_rank(rank: int, world: int, folder: str) -> None:
         ):
             dist.barrier()
             rows[kind].append(_median_us(partial(call, *given), device))
-    if rank == 0:
-        torch.save(rows, os.path.join(folder, "rows"))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
+
+
+def _over_shared_memory(world: int) -> dict[str, list[float]]:
+    """The engine's own transfers through memory that the ranks share; nothing where they cannot."""
+    from .runtime import _C
+
+    group = make_group(None, "cpu")
+    way = choose(group, "auto", "calibrate", [])
+    if way.segment is None:
+        return {}
+    engine = _C.Engine(group.pg, group.rank, world, shared=way.segment.for_engine())
+    slots = engine.add_shared_arena(_SIZES[-1], "slots")
+    own = engine.add_shared_arena(_SIZES[-1], "own")
+    rows: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
+    for size in _SIZES:
+        full = torch.ones(size // 4)
+        part = full[: full.numel() // world].clone()
+        sizes, chunk = list(full.shape), part.numel()
+        gather = engine.add_gather(slots, full.dtype, f"{size} bytes", [(chunk, sizes, 0)], -1)
+        scatter, reduce = (
+            engine.add_reduce(own, full.dtype, f"{size} bytes", [(n, sizes)], 0, whole, full.dtype, world)
+            for n, whole in ((chunk, False), (full.numel(), True))
+        )
+
+        def gathered(at: int = gather, given: torch.Tensor = part) -> None:
+            engine.gather_start(at, [given])
+            engine.gather_wait(at)
+            engine.release(at)
+            engine.leave()
+
+        def reduced(at: int, given: torch.Tensor = full) -> None:
+            engine.reduce_start(at, [given])
+            engine.reduce_wait(at)
+            engine.leave()
+
+        for kind, call in (
+            ("all_gather", gathered),
+            ("reduce_scatter", partial(reduced, scatter)),
+            ("all_reduce", partial(reduced, reduce)),
+        ):
+            dist.barrier()
+            rows[kind].append(_median_us(call, torch.device("cpu")))
+    engine.close()
+    return rows
 
 
 def _disk(directory: Path) -> tuple[Link, Link]:

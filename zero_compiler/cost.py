@@ -23,11 +23,11 @@ from .ir import facts
 _LATENCIES = 8
 
 
-def bucket_bytes(spec: HardwareSpec, world: int, transport: str = "c10d") -> int:
+def bucket_bytes(spec: HardwareSpec, world: int, shared: bool = False) -> int:
     """Bytes of full tensors below which a transfer shares a bucket: latency times bandwidth, times eight."""
     if world == 1:
         return 1 << 20
-    link = spec.collective("all_gather", world, transport)
+    link = spec.collective("all_gather", world, shared)
     return int(_LATENCIES * link.latency_us * link.bytes_per_us)
 
 
@@ -106,10 +106,6 @@ class CostModel:
         }
         moved = sum(tensor_bytes(facts.value(n)) for n in border)
         return total + moved / self.spec.memory_bytes_per_us + self.spec.kernel_us
-
-    def transfer_us(self, kind: str, nbytes: Any, world: int, transport: str = "c10d") -> Any:
-        """Time of a collective that moves ``nbytes`` of full tensors over ``world`` ranks."""
-        return 0.0 if world == 1 else self.spec.collective(kind, world, transport).us(nbytes)
 
     def _arithmetic_us(self, node: fx.Node) -> Any:
         flops = self.flops(node)

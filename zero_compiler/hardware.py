@@ -69,8 +69,10 @@ class HardwareSpec:
     nvme_write: Link
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
 
-    def collective(self, kind: str, world: int, transport: str = "c10d") -> Link:
-        """Link of a collective; of the nearest measured world size, its bandwidth scaled by the ring's share.
+    def collective(self, kind: str, world: int, shared: bool = False) -> Link:
+        """Link of a collective over the process group, or over memory that ranks share.
+
+        That of the nearest measured world size, its bandwidth scaled by the ring's share.
 
         A ring moves ``(world - 1) / world`` of the full bytes over each link, in ``world - 1`` steps (Patarasuk
         and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
@@ -80,6 +82,7 @@ class HardwareSpec:
         """
         if world == 1:
             return Link(0.0, float("inf"))
+        transport = "shared" if shared else "c10d"
         rows = [c for c in self.collectives if c.kind == kind and c.transport == transport]
         if not rows:
             raise ConfigError(

@@ -68,7 +68,7 @@ class _Task:
     start_us: float = 0.0
 
 
-def simulate(program: Program, spec: HardwareSpec, world: int, transport: str = "c10d") -> Timeline:
+def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
 
     Raises:
@@ -83,14 +83,14 @@ def simulate(program: Program, spec: HardwareSpec, world: int, transport: str = 
             sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
         elif isinstance(instr, Gather):
             g = program.gathers[instr.index]
-            nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
-            us = 0.0 if world == 1 else spec.collective("all_gather", world, transport).us(nbytes)
+            nbytes = 0 if g.home else sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
+            us = spec.collective("all_gather", world, g.shared).us(nbytes) if nbytes and world > 1 else 0.0
             gathers[instr.index] = sim.start(g.label, us, nbytes if world > 1 else 0)
         elif isinstance(instr, Reduce):
             r = program.reduces[instr.index]
             kind = "all_reduce" if r.replicated else "reduce_scatter"
             nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
-            us = 0.0 if world == 1 else spec.collective(kind, world, transport).us(nbytes)
+            us = 0.0 if world == 1 else spec.collective(kind, world, r.shared).us(nbytes)
             reduces[instr.index] = sim.start(r.label, us, nbytes if world > 1 else 0)
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])

@@ -6,6 +6,7 @@ agreement, and not by waiting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -460,7 +461,7 @@ SCRIPT = """
         if step == 3:
             if "exception" in sys.argv and rank == 1:
                 raise RuntimeError("the loop of rank 1 broke")
-            print(f"pid {os.getpid()} running", flush=True)
+            os.write(1, f"pid {os.getpid()} running\\n".encode())  # one write: ranks share the pipe
         time.sleep(0.01)
 """
 
@@ -478,9 +479,11 @@ def launch(tmp_path, *args):
         str(script),
         *args,
     ]
+    # A parent that runs in the background may ignore interrupts, and its children would inherit that.
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 def gone(pid, seconds=20.0):
@@ -520,8 +523,10 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
         assert all(gone(pid) for pid in pids)
         assert job.returncode != 0
     finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+        # The ranks stand in sessions of their own.
+        for pid in (job.pid, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
 
 def raise_on_one_rank(rank, world):

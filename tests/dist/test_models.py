@@ -17,6 +17,7 @@ import zero_compiler as zero
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 STEPS = 20
+WAY = {0: ["c10d"], 1: ["shared"], 2: ["c10d"]}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     # eps=1e-3 is far above rounding: no element is noise divided by noise.
@@ -36,14 +37,15 @@ def train(rank: int, world: int, names: list[str], stages: list[int], optimizers
     errors: list[str] = []
     for name in names:
         family = FAMILIES[name]
-        for stage in stages:
+        # Both transports at stage 3; of the other stages each has one.
+        for stage, transport in [(s, t) for s in stages for t in (("c10d", "shared") if s == 3 else WAY[s])]:
             for optimizer in optimizers:
                 torch._dynamo.reset()
-                where = f"{name} stage {stage} {optimizer}"
+                where = f"{name} stage {stage} {optimizer} over {transport}"
                 try:
                     twin = Twin(
                         family.model(),
-                        functools.partial(sharded, stage=stage),
+                        functools.partial(sharded, stage=stage, transport=transport),
                         OPTIMIZERS[optimizer],
                         where=where,
                         tol=family.tol,

@@ -10,7 +10,16 @@ from null.graphs import OWNER, Build, aten, check_numbers, lower, names_of
 from zero_compiler.errors import PassRefused
 from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.passes import JOINT, PHASE, MergeMarkers, TagRecompute, gathered_in_backward, run_passes
+from zero_compiler.passes import (
+    JOINT,
+    PHASE,
+    MergeMarkers,
+    TagRecompute,
+    assign_units,
+    gathered_in_backward,
+    order_of_use,
+    run_passes,
+)
 
 
 def two_layers(**kw) -> Build:
@@ -387,3 +396,16 @@ def test_merge_refuses_what_is_no_sum(kind):
         PassRefused, match="the gradient of 'w' is reduced 2 times and the results are not only summed"
     ):
         MergeMarkers().run(b.graph, b.context("joint"))
+
+
+def test_a_gradient_whose_weight_nothing_reads():
+    """As of a weight without elements, whose readers fold to constants: its reduction has a place all the same."""
+    b = Build(a=(4, 4), b=(0, 4))
+    x, tangent = b.input("x", 3, 4), b.input("tangents_1", 3, 4)
+    y = b.op(aten.mm.default, x, b.weight("a"))
+    none = b.op(aten.new_zeros.default, tangent, [0, 4])
+    grads = b.op(aten.mm.default, b.op(aten.t.default, x), tangent)
+    b.done(y, b.reduced("a", grads), b.reduced("b", none))
+    order = order_of_use(b.graph)
+    assert [ref.name for ref in order] == ["a", "b"]
+    assert set(assign_units(order, b.plans, 1 << 20)) == set(b.plans)

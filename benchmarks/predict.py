@@ -1,0 +1,114 @@
+"""Predicted beside measured: time of forward and backward, and peak memory, of every model.
+
+    zero-compiler calibrate --world 2 --output hw.json
+    python benchmarks/predict.py --hardware hw.json --json benchmarks/results/predict.json
+
+The prediction is made from shapes and the hardware file alone, before the first step; each model is then trained in
+fresh processes. Time is that of forward and backward of the slowest rank, median of the steps: the optimizer is the
+user's, and no part of a Program. Peak is the largest number of live bytes of torch's CPU allocator in steps after
+warm-up, of the rank with the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from typing import Any
+
+import common
+import modes
+from bench import TOLERANCE, _list
+from models import MODELS
+
+
+def main() -> None:
+    call = common.called()
+    if call is not None:
+        common.answer(call, measure(call))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=_list, default=[n for n in MODELS if not n.startswith("tiny")])
+    parser.add_argument("--mode", default="zero3", help="one of ours, with options as in bench.py")
+    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: this machine's")
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--dtype", choices=TOLERANCE, default="fp32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    m = common.machine()
+    print(common.machine_text(m), flush=True)
+    mode = args.mode
+    if args.hardware:
+        mode += ("+" if ":" in mode else ":") + f"hardware={os.path.abspath(args.hardware)}"
+    rows = {}
+    for name in args.model:
+        call = {"model": name, "mode": mode, "dtype": args.dtype, "steps": args.steps, "warmup": args.warmup}
+        found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, "keep")
+        slowest = [max(steps) for steps in zip(*(f["seconds"] for f in found))]
+        rows[name] = {
+            "seconds": slowest,
+            "predicted_s": max(f["predicted_s"] for f in found),
+            "peak": max(f["peak"] for f in found),
+            "predicted_peak": found[0]["predicted_peak"],
+        }
+    head = ["model", "measured ms (p10-p90)", "predicted ms", "off by", "peak MiB", "predicted MiB", "off by"]
+    table = []
+    for name, r in rows.items():
+        s = common.spread(r["seconds"])
+        table.append(
+            [
+                name,
+                common.show(s, 1, 1e3),
+                f"{r['predicted_s'] * 1e3:.1f}",
+                f"{r['predicted_s'] / s['median'] - 1:+.0%}",
+                f"{r['peak'] / 2**20:.1f}",
+                f"{r['predicted_peak'] / 2**20:.1f}",
+                f"{r['predicted_peak'] / r['peak'] - 1:+.1%}",
+            ]
+        )
+    title = f"{args.mode}, {args.dtype}, {args.ranks} ranks of one thread"
+    common.print_table(title, head, table)
+    if args.json:
+        text = f"# Predicted and measured\n\n{common.machine_text(m)}\n\n{common.table(title, head, table)}"
+        common.save(args.json, {"machine": m, "arguments": vars(args), "models": rows}, text)
+
+
+def measure(call: dict[str, Any]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    import zero_compiler as zero
+    from zero_compiler.runtime import _C
+
+    rank, _ = common.init_group()
+    spec = MODELS[call["model"]]
+    gc.collect()
+    _C.meter_install()
+    trainer = modes.build(call["mode"], spec, call["dtype"])
+    for i in range(call["warmup"]):
+        trainer.step(*spec.data(i, rank))
+    gc.collect()
+    _C.meter_reset_peak()
+    seconds = []
+    for i in range(call["steps"]):
+        batch = spec.data(call["warmup"] + i, rank)
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.backward(trainer.forward(*batch))
+        seconds.append(time.perf_counter() - start)
+        trainer.update()
+    peak = _C.meter_peak()
+    report = zero.inspect(trainer.model)
+    us = sum(t.total_us for f in report.frames for p, t in f.timelines.items() if p != "inference")
+    predicted = {"predicted_s": us / 1e6, "predicted_peak": report.memory.peak}
+    if rank == 0:
+        print(f"  {call['model']}: {statistics.median(seconds) * 1e3:.0f} ms", flush=True)
+    return {"seconds": seconds, "peak": peak, **predicted}
+
+
+if __name__ == "__main__":
+    main()
