@@ -248,7 +248,9 @@ class Nvme:
 
     def store(self, what: str, nbytes: int) -> Store:
         """A new file for ``what``; it lives as long as the store that is returned."""
-        made = Store(self.engine, self.directory, nbytes, f"{what} of rank {self.rank} in {self.directory}", self.keep)
+        made = Store(
+            self.engine, self.directory, nbytes, f"{what} of rank {self.rank} in {self.directory}", self.keep
+        )
         self.stores.add(made)
         return made
 

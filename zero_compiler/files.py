@@ -28,9 +28,7 @@ class Files:
         StorageError: no room; nothing is left behind.
     """
 
-    def __init__(
-        self, nvme: Nvme, parameters: Mapping[str, Layout], gradients: Mapping[str, Layout]
-    ) -> None:
+    def __init__(self, nvme: Nvme, parameters: Mapping[str, Layout], gradients: Mapping[str, Layout]) -> None:
         self.nvme = nvme
         self.parameters: dict[str, Region] = {}
         self._layouts = dict(parameters)

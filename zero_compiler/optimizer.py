@@ -210,8 +210,8 @@ class StreamedOptimizer(Optimizer, Done):
         # What torch.amp.GradScaler.step asks first. Gradients that are used up were never unscaled.
         if self._overlap is not None:
             raise GradientError(
-                "torch.amp.GradScaler scales gradients until step(), and zero.optimizer(overlap=True) uses them before; "
-                "leave overlap out, or train in bfloat16, which needs no scaling"
+                "torch.amp.GradScaler scales gradients until step(), and zero.optimizer(overlap=True) uses them "
+                "before; leave overlap out, or train in bfloat16, which needs no scaling"
             )
         return False
 

@@ -13,8 +13,18 @@ import torch
 
 from .arena import Slot, check
 from .errors import VerifyError
-from .program import Compute, Fetch, Gather, Instr, Program, Reduce, Release, WaitFetch, WaitGather, WaitReduce
-
+from .program import (
+    Compute,
+    Fetch,
+    Gather,
+    Instr,
+    Program,
+    Reduce,
+    Release,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+)
 from .runtime.stores import BLOCK_BYTES, blocks
 
 
