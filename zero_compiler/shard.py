@@ -67,6 +67,7 @@ class Policy:
     """How one sharded module is placed; shared by all its submodules. Made by :func:`shard`."""
 
     def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
+        _check_tiers(group, config)
         self.group = group
         self.config = config
         self.hardware = hardware.load(config.hardware)
@@ -340,7 +341,6 @@ def shard(
 
 def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
-    _check_tiers(group, config)
     policy = Policy(group, config)
     targets = collect(model, policy)
     agree(group, f"shard/{policy.title()}", "the model given to zero.shard", policy.describe())
@@ -362,14 +362,15 @@ def _check_tiers(group: Group, config: Config) -> None:
         ConfigError: the tier would mean something on this device, and is not there yet.
     """
     global _said_host
-    fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]
-    if not fields:
-        return
     if group.device.type != "cpu":
-        raise ConfigError(
-            f'{fields[0]}="host" is not available in this version on {group.device}; use "none"'
-        )
-    if not _said_host:
+        for name in TIER_FIELDS:
+            if name != "offload_optimizer" and (tier := getattr(config, name)) != "none":
+                raise ConfigError(
+                    f'{name}="{tier}" is not available in this version on {group.device}; use "none"'
+                )
+        return
+    fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]
+    if fields and not _said_host:
         _said_host = True
         log.warning(
             'compute is on the CPU, where everything is on "host": %s="host" changes nothing', fields[0]

@@ -31,7 +31,7 @@ class Span:
 
 @dataclass
 class Timeline:
-    """Result of a simulation. ``stalls``: for each lane, the time in which the host waited for it and computed nothing."""
+    """Result of a simulation. ``stalls``: how long the host waited for each lane, and computed nothing."""
 
     total_us: float
     stalls: dict[str, float]
