@@ -68,6 +68,7 @@ class GradientFiles:
         self._names = {id(policy.find(name)): name for name in regions}
         # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
         self._landed: dict[str, tuple[Any, bool]] = {}
+        self._task: int | None = None  # autograd's number of the backward that runs
         self._stream: Stream | None = None
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
@@ -76,7 +77,9 @@ class GradientFiles:
         if name is None or not grads.goes_to_grad(param) or grads.hooked(param):
             return False
         rows = self._rows(name, local)
-        if not self._landed:
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._landed.clear()  # of a backward that broke off
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         _, written = self._landed.get(name, (param, False))
         if written:
@@ -115,7 +118,7 @@ class GradientFiles:
 
     def _end(self) -> None:
         """The backward is over: everything is written, and may be read."""
-        landed, self._landed = self._landed, {}
+        landed, self._landed, self._task = self._landed, {}, None
         if self._stream is not None:
             self._stream.drain()
         for name, (param, written) in landed.items():

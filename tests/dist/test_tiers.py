@@ -93,6 +93,35 @@ def test_every_combination_on_one_rank(tiers, init, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_and_states_of_the_lower_stages(stage, tmp_path):
+    want = made(tmp_path, stage=stage)
+    losses = train(want, compiled(want), O.AdamW(want.parameters()))
+    model = made(tmp_path, tiers=("none", "nvme", "nvme"), stage=stage)
+    run, optimizer = compiled(model), zero.optimizer(O.AdamW, model)
+    assert train(model, run, optimizer) == losses
+    assert_same(model, want)
+
+
+def test_gradients_in_files_after_a_backward_that_broke_off(tmp_path):
+    model, want = made(tmp_path, tiers=("none", "nvme", "none")), made(tmp_path)
+    run, other = compiled(model), compiled(want)
+
+    def stop(grad):
+        raise ValueError("the user's")
+
+    with pytest.raises(ValueError, match="the user's"):
+        x = torch.ones(2, 64, requires_grad=True)
+        y = x * 2
+        y.register_hook(stop)
+        run(y).sum().backward()
+    model.zero_grad()
+    for r in (run, other):
+        r(torch.ones(2, 64)).sum().backward()
+    assert torch.equal(local(model.inner.weight.grad), local(want.inner.weight.grad))
+    assert region_of(local(model.inner.weight.grad)) is not None
+
+
 def _ranks(rank, world, transport, folder):
     for tiers in (("nvme", "none", "none"), ("nvme", "nvme", "nvme")):
         want = made(folder, transport=transport)
