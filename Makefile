@@ -128,11 +128,12 @@ types: setup
 cpp-test: setup
 	$(MAKE) -C csrc test PYTHON=$(PY) JOBS=$(JOBS)
 
-# Graph tests run side by side; tests that start ranks of their own run one after another.
+# Graph tests run side by side; tests that start ranks of their own run one after another. A failure of the first
+# does not hide those of the second.
 RANKED := $(sort $(dir $(wildcard tests/dist/test_*.py tests/gpu/test_*.py)))
 pytest: setup
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup tests/null $(PYTEST_ARGS)
-	$(if $(RANKED),$(PY) -m pytest $(RANKED) $(PYTEST_ARGS))
+	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --dist loadgroup tests/null $(PYTEST_ARGS) || status=1; \
+	$(PY) -m pytest $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
 
 clean:
 	rm -rf build dist *.egg-info runtime/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)

@@ -189,25 +189,6 @@ int add_reduce(
       without_gil([&] { return engine.add_reduce(std::move(spec)); }));
 }
 
-std::vector<py::bytes> exchange_headers(
-    Engine& engine,
-    const py::bytes& digest,
-    const at::Device& device) {
-  const std::string given = digest;
-  zero::Header mine{};
-  if (given.size() != mine.size()) {
-    raise("a header has " + std::to_string(mine.size()) + " bytes");
-  }
-  std::memcpy(mine.data(), given.data(), mine.size());
-  auto all = without_gil([&] { return engine.header(mine, device); });
-  std::vector<py::bytes> headers;
-  for (const zero::Header& one : unwrap(std::move(all))) {
-    headers.emplace_back(
-        reinterpret_cast<const char*>(one.data()), one.size());
-  }
-  return headers;
-}
-
 zero::PeerMemory::Space space_called(const std::string& name) {
   using Space = zero::PeerMemory::Space;
   if (name == "slots") {
@@ -343,11 +324,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return unwrap(without_gil([&] { return engine.reduce_wait(id); }));
           },
           py::arg("reduce"))
-      .def(
-          "header",
-          &exchange_headers,
-          py::arg("digest"),
-          py::arg("device") = at::Device(at::kCPU))
       .def("counters", &counters)
       .def("close", [](Engine& engine) {
         without_gil([&] { engine.close(); });

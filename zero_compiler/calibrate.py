@@ -43,19 +43,11 @@ def calibrate(
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
     preset = load("laptop")
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # a rank's share where ranks take a core each
-    try:
-        say("matrix products")
-        matmul = {str(d).removeprefix("torch."): _matmul(device, d) for d in _dtypes(device)}
-        say("memory")
-        memory = _memory(device)
-        kernel = _kernel_us(device)
-        say("host to device")
-        copy = _copy(device)
-    finally:
-        torch.set_num_threads(threads)
+    say("matrix products, vectors and memory")
+    # CPU ranks share cores' caches and memory: what one of them gets shows while all are busy.
+    rates = _in_ranks(max(worlds), _rates_rank) if device.type == "cpu" else _rates(device)
+    say("host to device")
+    copy = _copy(device)
     collectives: list[Collective] = []
     for world in worlds:
         say(f"collectives over {world} ranks")
@@ -70,9 +62,11 @@ def calibrate(
         name=f"{device.type}, {os.cpu_count()} cores",
         source=f"zero-compiler calibrate, torch {torch.__version__}, one thread a rank",
         date=datetime.date.today().isoformat(),
-        matmul_flops_per_us=matmul,
-        memory_bytes_per_us=memory,
-        kernel_us=kernel,
+        matmul_flops_per_us=rates["matmul"],
+        memory_bytes_per_us=rates["memory"],
+        vector_per_us=rates["vector"],
+        special_per_us=rates["special"],
+        kernel_us=rates["kernel"],
         memory_bytes=on_device,
         host_memory_bytes=total // max(worlds),
         collectives=tuple(collectives),
@@ -98,6 +92,50 @@ def _median_us(fn: Callable[[], Any], device: torch.device, repeat: int = 7) -> 
 def _sync(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def _rates(device: torch.device) -> dict[str, Any]:
+    kernel = _kernel_us(device)
+    return {
+        "matmul": {str(d).removeprefix("torch."): _matmul(device, d) for d in _dtypes(device)},
+        "memory": _memory(device),
+        "vector": _elements_per_us(device, lambda x: x.add_(1.0)),
+        "special": _elements_per_us(device, lambda x: torch.erf(x, out=x)),
+        "kernel": kernel,
+    }
+
+
+def _elements_per_us(device: torch.device, call: Callable[[torch.Tensor], Any]) -> float:
+    """Rate of an element-wise kernel on data in cache, without its launch."""
+    sizes = (1 << 11, 1 << 14) if device.type == "cpu" else (1 << 20, 1 << 23)
+    times = []
+    for n in sizes:
+        x = torch.zeros(n, device=device)
+
+        def many(x: torch.Tensor = x) -> None:
+            for _ in range(200):
+                call(x)
+
+        times.append(_median_us(many, device) / 200)
+    return (sizes[1] - sizes[0]) / max(times[1] - times[0], 1e-3)
+
+
+def _rates_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.barrier()
+    mine = _rates(torch.device("cpu"))
+    dist.barrier()  # nobody is measured beside a rank that is done
+    if rank == 0:
+        torch.save(mine, os.path.join(folder, "rows"))
+    dist.destroy_process_group()
+
+
+def _in_ranks(world: int, fn: Callable[[int, int, str], None]) -> Any:
+    """What rank 0 of ``world`` processes saved as "rows"."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(fn, (world, folder), nprocs=world)
+        return torch.load(os.path.join(folder, "rows"))
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
@@ -145,9 +183,7 @@ def _fit(sizes: list[int], times: list[float]) -> Link:
 def _collectives(world: int) -> list[Collective]:
     if world < 2:
         return []
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_collective_rank, (world, folder), nprocs=world)
-        rows = torch.load(os.path.join(folder, "rows"))
+    rows = _in_ranks(world, _collective_rank)
     return [
         Collective(kind, transport, world, _fit(list(_SIZES), times))
         for transport, kinds in rows.items()

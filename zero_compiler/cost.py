@@ -14,10 +14,36 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .hardware import HardwareSpec
 from .ir import facts
+
+_aten = torch.ops.aten
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+# torch's registry lacks the attention of CPUs.
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+# Element-wise functions that take many vector instructions, and operators that are full of them.
+_SPECIAL = frozenset(
+    getattr(_aten, name)
+    for name in (
+        "exp exp2 expm1 log log1p log2 tanh erf erfc gelu gelu_backward silu silu_backward sigmoid mish softplus "
+        "pow sqrt rsqrt sin cos _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"
+    ).split()
+)
 
 # Transfers shorter than this many latencies share a bucket: latency is then at most an eighth of the time.
 _LATENCIES = 8
@@ -65,12 +91,12 @@ class CostModel:
     def flops(self, node: fx.Node) -> Any:
         """Floating-point operations of a matrix-like operator; 0 for the others, which memory bounds."""
         packet = getattr(node.target, "overloadpacket", None)
-        if packet not in flop_registry:
+        if packet not in _FLOPS:
             return 0
         args, kwargs = tree_map(
             lambda a: _shaped(facts.value(a)) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
         )
-        return expr(flop_registry[packet](*args, **kwargs, out_val=_shaped(facts.value(node))))
+        return expr(_FLOPS[packet](*args, **kwargs, out_val=_shaped(facts.value(node))))
 
     def moved_bytes(self, node: fx.Node) -> Any:
         """Bytes that the operator reads and writes when it runs by itself; 0 for a view."""
@@ -83,19 +109,20 @@ class CostModel:
         moved = self.moved_bytes(node)
         if moved == 0:
             return 0.0
-        return _longer(self._arithmetic_us(node), moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
+        arithmetic = self._arithmetic_us(node) + self._vector_us(node)
+        return _longer(arithmetic, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
 
     def region_us(self, graph: fx.Graph, fused: bool) -> Any:
         """Time of a compute segment.
 
-        With ``fused`` its element-wise parts cost one pass over what enters and leaves them: matrix products
-        and their operands count by themselves, and of the rest only what crosses between the two, or the
-        border of the segment.
+        With ``fused`` its element-wise parts cost one pass over what enters and leaves them, or their vector
+        instructions where those take longer: matrix products and their operands count by themselves, and of
+        the rest only what crosses between the two, or the border of the segment.
         """
         nodes = [n for n in graph.nodes if facts.is_compute(n)]
         if not fused:
             return sum(self.node_us(n) for n in nodes)
-        heavy = {n for n in nodes if getattr(n.target, "overloadpacket", None) in flop_registry}
+        heavy = {n for n in nodes if getattr(n.target, "overloadpacket", None) in _FLOPS}
         total = sum(self.node_us(n) for n in heavy)
         light = [n for n in nodes if n not in heavy and self.moved_bytes(n) != 0]
         if not light:
@@ -105,7 +132,19 @@ class CostModel:
             n for n in light if any(u not in inside for u in n.users)
         }
         moved = sum(tensor_bytes(facts.value(n)) for n in border)
-        return total + moved / self.spec.memory_bytes_per_us + self.spec.kernel_us
+        vector = sum(self._vector_us(n) for n in light)
+        return total + _longer(vector, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
+
+    def _vector_us(self, node: fx.Node) -> Any:
+        """Time of an element-wise operator or a reduction on data in cache; 0 for matrix-like ones."""
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in _FLOPS:
+            return 0.0
+        sizes = [_numel(facts.value(n)) for n in (node, *node.all_input_nodes)]
+        most: Any = 0
+        for size in sizes:
+            most = _longer(most, size)
+        return most / (self.spec.special_per_us if packet in _SPECIAL else self.spec.vector_per_us)
 
     def _arithmetic_us(self, node: fx.Node) -> Any:
         flops = self.flops(node)
@@ -124,6 +163,14 @@ def tensor_bytes(val: Any) -> Any:
         if isinstance(t, torch.Tensor):
             total = total + expr(t.numel()) * t.element_size()
     return total
+
+
+def _numel(val: Any) -> Any:
+    most: Any = 0
+    for t in tree_leaves(val):
+        if isinstance(t, torch.Tensor):
+            most = _longer(most, expr(t.numel()))
+    return most
 
 
 def _shaped(val: Any) -> Any:

@@ -48,6 +48,8 @@ class HardwareSpec:
         name: of the machine; ``source`` says where the numbers come from, ``date`` when (ISO).
         matmul_flops_per_us: by dtype name, at sizes that fill the machine.
         memory_bytes_per_us: streaming bandwidth of the device's memory, bytes read plus bytes written.
+        vector_per_us, special_per_us: elements a microsecond through one vector instruction (sum, product), and
+            through one function that takes many (exponential, error function, root), on data in cache, float32.
         kernel_us: host and launch time of one kernel.
         memory_bytes, host_memory_bytes: of one rank.
         collectives: measured kinds, transports and world sizes; others are extrapolated.
@@ -60,6 +62,8 @@ class HardwareSpec:
     date: str
     matmul_flops_per_us: dict[str, float]
     memory_bytes_per_us: float
+    vector_per_us: float
+    special_per_us: float
     kernel_us: float
     memory_bytes: int
     host_memory_bytes: int

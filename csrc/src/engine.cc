@@ -1312,61 +1312,6 @@ void Engine::finish_local(Reduce& reduce) {
   }
 }
 
-Result<std::vector<Header>> Engine::header(
-    const Header& mine,
-    c10::Device device) {
-  if (world_ == 1) {
-    const std::lock_guard lock(mutex_);
-    ZERO_RETURN_IF_ERROR(usable());
-    return std::vector<Header>{mine};
-  }
-  std::unique_lock lock(mutex_);
-  ZERO_RETURN_IF_ERROR(usable());
-  if (direct_) {
-    lock.unlock();
-    auto all = transport_->peers()->enter(mine);
-    lock.lock();
-    if (!all.ok()) {
-      return poison("the header exchange", "", all.status().message());
-    }
-    return all;
-  }
-  constexpr auto kBytes = static_cast<int64_t>(std::tuple_size_v<Header>);
-  Tensor out;
-  std::unique_ptr<Handle> handle;
-  const Status started = guarded([&]() -> Status {
-    Tensor host = at::empty({kBytes}, at::TensorOptions(at::kByte));
-    std::memcpy(host.mutable_data_ptr(), mine.data(), mine.size());
-    out = at::empty(
-        {world_ * kBytes}, at::TensorOptions(at::kByte).device(device));
-    StartResult result = transport_->start_all_gather(host.to(device), out);
-    ZERO_RETURN_IF_ERROR(result.status());
-    handle = std::move(result.value());
-    return {};
-  });
-  if (!started.ok()) {
-    return poison("header exchange", "", started.message());
-  }
-  lock.unlock();
-  const Status done = handle->wait();
-  lock.lock();
-  if (!done.ok()) {
-    return poison("header exchange", "", done.message());
-  }
-  std::vector<Header> headers(static_cast<size_t>(world_));
-  const Status read = guarded([&]() -> Status {
-    const Tensor host = out.to(at::kCPU);
-    const auto* bytes = static_cast<const uint8_t*>(host.const_data_ptr());
-    for (Header& one : headers) {
-      std::memcpy(one.data(), bytes, one.size());
-      bytes += one.size();
-    }
-    return {};
-  });
-  ZERO_RETURN_IF_ERROR(read);
-  return headers;
-}
-
 Status Engine::leave() {
   std::unique_lock lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());

@@ -47,13 +47,9 @@ enum Fate : uint32_t { kAlive = 0, kGaveUp = 1, kClosed = 2 };
 struct RankWords {
   alignas(64) std::atomic<uint32_t> bell;  // changes with each of the others
   std::atomic<uint32_t> sleepers;  // peers that sleep on the bell
-  alignas(64) std::atomic<int64_t> entered;  // calls
-  std::atomic<int64_t> left;
+  alignas(64) std::atomic<int64_t> left;  // calls
   std::atomic<int64_t> own_bytes;  // size of kOwn
   std::atomic<uint32_t> fate;
-  // Of calls by turns: a peer may still read one when the next is written, but
-  // no longer when the one after that is.
-  Header headers[2];
   char reason[1024];  // valid once fate is kGaveUp
   alignas(64) Transfer transfers[kWindow];
 };
@@ -145,6 +141,7 @@ class SharedPeers final : public PeerMemory {
   SharedPeers(std::shared_ptr<SharedSegment> segment, SharedOptions options)
       : segment_(std::move(segment)),
         options_(std::move(options)),
+        process_(::getpid()),
         rank_(options_.rank),
         world_(static_cast<int>(options_.pids.size())) {}
 
@@ -159,7 +156,7 @@ class SharedPeers final : public PeerMemory {
     control_ = block.value();
     words_ = reinterpret_cast<RankWords*>(
         static_cast<char*>(control_.mutable_data_ptr()) + kPage);
-    if (mine().entered.load() != 0 || mine().fate.load() != kAlive) {
+    if (mine().left.load() != 0 || mine().fate.load() != kAlive) {
       return Status::error("this shared segment has been used already");
     }
     for (const pid_t pid : options_.pids) {
@@ -262,23 +259,6 @@ class SharedPeers final : public PeerMemory {
         [&](int peer) { return released_by(peer, number); }, label);
   }
 
-  Result<std::vector<Header>> enter(const Header& mine_now) override {
-    const int64_t call = mine().entered.load(std::memory_order_relaxed) + 1;
-    mine().headers[call % 2] = mine_now;
-    mine().entered.store(call, std::memory_order_release);
-    ring();
-    ZERO_RETURN_IF_ERROR(wait_for_all(
-        [&](int peer) {
-          return words_[peer].entered.load(std::memory_order_acquire) >= call;
-        },
-        "the beginning of a call"));
-    std::vector<Header> all;
-    for (int rank = 0; rank < world_; ++rank) {
-      all.push_back(words_[rank].headers[call % 2]);
-    }
-    return all;
-  }
-
   Status leave() override {
     const int64_t call = mine().left.load(std::memory_order_relaxed) + 1;
     mine().left.store(call, std::memory_order_release);
@@ -291,6 +271,9 @@ class SharedPeers final : public PeerMemory {
   }
 
   void give_up(const std::string& reason) override {
+    if (::getpid() != process_) {
+      return;
+    }
     const std::lock_guard lock(mutex_);
     if (words_ == nullptr ||
         mine().fate.load(std::memory_order_relaxed) != kAlive) {
@@ -304,6 +287,9 @@ class SharedPeers final : public PeerMemory {
   }
 
   void close() override {
+    if (::getpid() != process_) {
+      return;
+    }
     const std::lock_guard lock(mutex_);
     if (words_ == nullptr ||
         mine().fate.load(std::memory_order_relaxed) != kAlive) {
@@ -427,6 +413,9 @@ class SharedPeers final : public PeerMemory {
 
   const std::shared_ptr<SharedSegment> segment_;
   const SharedOptions options_;
+  // Only this process speaks for the rank. A forked copy of it (a worker that
+  // loads data) has this object too, and may destroy it at any time.
+  const pid_t process_;
   const int rank_;
   const int world_;
   at::Tensor control_;

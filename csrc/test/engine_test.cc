@@ -452,7 +452,7 @@ TEST(a_lost_peer_poisons_the_engine) {
   CHECK_FAILS(engine->release(gather), reason);
   CHECK_FAILS(engine->reduce_start(reduce, {at::ones({4, 3})}), reason);
   CHECK_FAILS(engine->add_arena(64, kCpu), reason);
-  CHECK_FAILS(engine->header({}, kCpu), reason);
+  CHECK_FAILS(engine->leave(), reason);
   engine->close();
   CHECK_FAILS(engine->gather_wait(other), reason);
 }
@@ -523,18 +523,6 @@ TEST(a_call_that_broke_off_is_forgotten_by_a_lone_rank) {
   }
   CHECK_OK(engine.gather_wait(gather));
   CHECK_OK(engine.reduce_wait(reduce));
-}
-
-TEST(headers_of_all_ranks_arrive_in_order) {
-  on_ranks(3, [](Engine& engine, int rank) {
-    zero::Header mine{};
-    mine.fill(static_cast<uint8_t>(rank + 1));
-    const auto all = value_of(engine.header(mine, kCpu));
-    CHECK_EQ(all.size(), size_t{3});
-    for (int k = 0; k < 3; ++k) {
-      CHECK_EQ(int{all[static_cast<size_t>(k)].back()}, k + 1);
-    }
-  });
 }
 
 // One thread starts, another waits, a third reads the counters.

@@ -31,7 +31,6 @@ namespace {
 using at::Tensor;
 using std::chrono::milliseconds;
 using zero::Engine;
-using zero::Header;
 using zero::PeerMemory;
 using zero::SharedSegment;
 using zero::test::value_of;
@@ -138,12 +137,6 @@ void pause(int rank, int late, int step) {
   }
 }
 
-Header header_of(int step) {
-  Header header{};
-  header[0] = static_cast<uint8_t>(step);
-  return header;
-}
-
 // Two gathers that take turns in one slot, a reduction beside them, and a write
 // to the shard as soon as the call is over.
 void steps(Engine& engine, int rank, int world, int late, int count) {
@@ -176,10 +169,6 @@ void steps(Engine& engine, int rank, int world, int late, int count) {
   Tensor shard = at::full({kChunk}, rank, at::kFloat);
   for (int step = 0; step < count; ++step) {
     pause(rank, late, step);
-    const auto headers = value_of(engine.header(header_of(step), at::kCPU));
-    for (const Header& one : headers) {
-      CHECK_EQ(static_cast<int>(one[0]), step % 256);
-    }
     for (const int gather : {first, second, first}) {
       CHECK_OK(engine.gather_start(gather, {shard}));
       const auto full = value_of(engine.gather_wait(gather));
@@ -263,7 +252,6 @@ TEST(shared_arenas_grow_between_calls) {
       spec.staging_offset = 0;
       spec.divisor = 2;
       const int reduce = value_of(engine.add_reduce(spec));
-      (void)value_of(engine.header({}, at::kCPU));
       CHECK_OK(engine.reduce_start(reduce, {at::full({numel}, rank, at::kFloat)}));
       const auto out = value_of(engine.reduce_wait(reduce));
       CHECK_TRUE(at::equal(out[0], at::full({numel / 2}, 0.5, at::kFloat)));
@@ -276,7 +264,7 @@ TEST(shared_arenas_grow_between_calls) {
 
 TEST(shared_peer_that_gives_up_tells_why) {
   on_threads(2, [](Engine& engine, int rank) {
-    (void)value_of(engine.header({}, at::kCPU));
+    CHECK_OK(engine.leave());
     if (rank == 1) {
       std::this_thread::sleep_for(milliseconds(20));
       engine.abandon("the roof fell in");
@@ -294,14 +282,32 @@ TEST(shared_peer_that_is_gone_is_named) {
       engine.close();
       return;
     }
-    CHECK_FAILS(engine.header({}, at::kCPU), "dropped its model");
+    CHECK_FAILS(engine.leave(), "dropped its model");
   });
+}
+
+// A process that loads data for a rank is a forked copy of it, engine and all.
+TEST(shared_forked_copy_speaks_for_nobody) {
+  const auto statuses = on_processes(2, [](Engine& engine, int /*rank*/) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      engine.abandon("the copy ended");
+      engine.close();
+      ::_exit(0);
+    }
+    int status = -1;
+    CHECK_EQ(::waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    CHECK_OK(engine.leave());
+  });
+  CHECK_EQ(statuses[0], 0);
+  CHECK_EQ(statuses[1], 0);
 }
 
 TEST(shared_dead_process_is_named) {
   const auto begin = std::chrono::steady_clock::now();
   const auto statuses = on_processes(3, [](Engine& engine, int rank) {
-    (void)value_of(engine.header({}, at::kCPU));
+    CHECK_OK(engine.leave());
     if (rank == 1) {
       (void)::kill(::getpid(), SIGKILL);
     }
@@ -319,8 +325,7 @@ TEST(shared_late_peer_is_named) {
   const auto engine = make_engine(
       segment, 0, {::getpid(), ::getpid()}, milliseconds(1100));
   CHECK_FAILS(
-      engine->header({}, at::kCPU),
-      "did not come to the beginning of a call within 1 s");
+      engine->leave(), "did not come to the end of a call within 1 s");
 }
 
 TEST(shared_wait_can_be_interrupted) {
@@ -334,7 +339,7 @@ TEST(shared_wait_can_be_interrupted) {
        .rest_bytes = 0,
        .interrupted = [&] { return ++asked == 2; }}));
   Engine engine(std::move(transport), 0, 2);
-  CHECK_FAILS(engine.header({}, at::kCPU), "interrupted");
+  CHECK_FAILS(engine.leave(), "interrupted");
 }
 
 TEST(shared_segment_is_used_once) {

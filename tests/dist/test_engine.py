@@ -272,16 +272,6 @@ def test_a_step_allocates_nothing_once_it_is_warm(world):
         assert peaks[1:] == [0, 0]
 
 
-def headers(rank, world):
-    engine = _C.Engine(dist.group.WORLD, rank, world)
-    return engine.header(bytes([rank]) * 32)
-
-
-def test_headers_of_all_ranks():
-    want = [bytes([k]) * 32 for k in range(3)]
-    assert run_ranks(headers, 3) == [want] * 3
-
-
 def two_engines(rank, world):
     """Two models in one process: each has its own arena, numbers and states."""
     torch.manual_seed(0)
@@ -324,7 +314,7 @@ def lose_a_peer(rank, world):
     for attempt in (
         lambda: (engine.gather_start(gather, [shard]), engine.gather_wait(gather)),
         lambda: engine.reduce_start(reduce, [torch.ones(6, 4)]),
-        lambda: engine.header(b"x" * 32),
+        lambda: engine.leave(),
         lambda: engine.release(gather),
     ):
         try:

@@ -329,6 +329,23 @@ def test_a_rank_that_breaks_off_tells_why():
     assert run_ranks(gives_up, 2, timeout=60.0) == [True] * 2
 
 
+def forked(rank, world):
+    """A forked copy of a rank, as a worker that loads data is, drops what it has of the model and ends."""
+    model, compiled = make("shared")
+    loss_of(compiled, batch(rank, 0)).backward()
+    child = os.fork()
+    if child == 0:
+        policies_of(model)[0].runtime.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    loss_of(compiled, batch(rank, 1)).backward()
+    return True
+
+
+def test_a_forked_copy_disturbs_nobody():
+    assert run_ranks(forked, 2, timeout=60.0, group_timeout=15.0) == [True] * 2
+
+
 def different_calls(rank, world):
     model, compiled = make("shared")
     loss_of(compiled, batch(rank, 0)).backward()

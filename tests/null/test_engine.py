@@ -262,12 +262,6 @@ def test_a_closed_engine_says_so():
     assert torch.equal(full, torch.ones(4, 3).bfloat16()), "tensors handed out keep their memory"
 
 
-def test_the_header_of_one_rank(engine):
-    assert engine.header(b"x" * 32) == [b"x" * 32]
-    with pytest.raises(TransferError, match="a header has 32 bytes"):
-        engine.header(b"x")
-
-
 # --- the meter ---
 
 

@@ -18,7 +18,7 @@
 //            from start to wait. Tensors returned by gather_wait lie in the
 //            arena and are valid until release; tensors returned by reduce_wait
 //            belong to the caller.
-// Blocking   *_start copies at most (never waits for a peer); *_wait and header
+// Blocking   *_start copies at most (never waits for a peer); *_wait and leave
 //            block for peers on CPU, and queue on an accelerator (transport.h).
 // Streams    Copies run on the current stream of the arena's device. Make the
 //            calls of one engine on one stream, or order the streams yourself.
@@ -31,7 +31,6 @@
 
 #include <ATen/core/TensorBody.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -148,9 +147,6 @@ class Engine {
   // World size 1 with nothing to convert: the gradients themselves, flattened.
   Result<std::vector<at::Tensor>> reduce_wait(int id);
 
-  // Every rank's header. `device` is one that the group can reach. With shared
-  // arenas, also the beginning of a call.
-  Result<std::vector<Header>> header(const Header& mine, c10::Device device);
   // The end of a call: with shared arenas, waits until no peer reads what lies
   // in this rank's memory; else does nothing.
   Status leave();

@@ -18,7 +18,6 @@
 
 #include <ATen/core/TensorBody.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -37,9 +36,6 @@ class Handle {
 
 using StartResult = Result<std::unique_ptr<Handle>>;
 
-// What a rank says of the call that it is about to make.
-using Header = std::array<uint8_t, 32>;
-
 // What a transport offers besides, where ranks can read each other's memory:
 // shared memory between CPU ranks of one host, symmetric memory between GPUs.
 // Nothing is sent then. A rank writes, publishes, and its peers read in place.
@@ -50,11 +46,12 @@ using Header = std::array<uint8_t, 32>;
 //   transfer   numbered 0, 1, ... in the order in which they begin, which is the
 //              same on every rank. For each one a rank publishes once, when its
 //              part is written, and releases once, when it reads no more of it.
-//   call       what lies between enter() and leave(). Inside, no rank changes
-//              what lies at rest; outside, no rank reads what belongs to others.
+//   call       begins once the caller knows that every rank is in it, and ends
+//              with leave(). Inside, no rank changes what lies at rest; outside,
+//              no rank reads what belongs to others.
 //
-// Blocking   What is named wait_*, enter() and leave() block for peers, and fail
-//            when a peer is dead, gave up or is late. Nothing else blocks.
+// Blocking   What is named wait_* and leave() block for peers, and fail when
+//            a peer is dead, gave up or is late. Nothing else blocks.
 // Threads    begin(), publish() and release() of one transfer must not overlap.
 //            All else may be called from any thread.
 class PeerMemory {
@@ -87,8 +84,6 @@ class PeerMemory {
   virtual bool released(int64_t number) = 0;
   virtual Status wait_released(int64_t number, const std::string& label) = 0;
 
-  // Every rank's header, once every rank is in the call.
-  virtual Result<std::vector<Header>> enter(const Header& mine) = 0;
   // Returns once every rank has reached the end of the call.
   virtual Status leave() = 0;
 

@@ -1,0 +1,45 @@
+"""Calibration measures what a plan reads, and the plan follows it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from zero_compiler import hardware
+from zero_compiler.calibrate import calibrate
+from zero_compiler.hardware import HardwareSpec
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    said: list[str] = []
+    found = calibrate([2], str(tmp_path_factory.mktemp("disk")), said.append)
+    assert said  # long work says where it is
+    return found
+
+
+def test_every_rate_was_measured(spec):
+    preset = hardware.load("laptop")
+    rates = ["memory_bytes_per_us", "vector_per_us", "special_per_us", "kernel_us", "host_device"]
+    for name in [*rates, "nvme_read", "nvme_write", "matmul_flops_per_us"]:
+        assert getattr(spec, name) != getattr(preset, name), name
+    assert set(spec.matmul_flops_per_us) == {"float32", "bfloat16", "float16", "float64"}
+    assert spec.special_per_us < spec.vector_per_us
+    assert torch.__version__ in spec.source and len(spec.date) == len("2026-01-01")
+
+
+def test_collectives_of_both_transports(spec):
+    found = {(c.transport, c.kind, c.world) for c in spec.collectives}
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    assert found == {(t, k, 2) for t in ("c10d", "shared") for k in kinds}
+    assert all(c.link.bytes_per_us > 0 and c.link.latency_us > 0 for c in spec.collectives)
+
+
+def test_the_file_gives_back_the_spec(spec, tmp_path):
+    path = tmp_path / "hw.json"
+    path.write_text(spec.to_json())
+    again = hardware.load(str(path))
+    assert again == spec and again.digest() == spec.digest()
+    assert HardwareSpec.from_dict(json.loads(spec.to_json())) == spec

@@ -1,0 +1,80 @@
+"""The cost model: arithmetic by hand on one node, and what a fused region leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import sympy
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zero_compiler import hardware
+from zero_compiler.cost import CostModel, at_hints, hints
+
+aten = torch.ops.aten
+SPEC = dataclasses.replace(
+    hardware.load("laptop"),
+    matmul_flops_per_us={"float32": 1000.0, "bfloat16": 2000.0},
+    memory_bytes_per_us=100.0,
+    vector_per_us=50.0,
+    special_per_us=5.0,
+    kernel_us=1.0,
+)
+COST = CostModel(SPEC)
+
+
+def graph_of(fn, *inputs, symbolic=False):
+    return make_fx(fn, tracing_mode="symbolic" if symbolic else "fake")(*inputs).graph
+
+
+def nodes(graph, *targets):
+    return [n for n in graph.nodes if getattr(n.target, "overloadpacket", None) in targets]
+
+
+def test_a_matrix_product_is_bound_by_arithmetic_or_by_memory():
+    (big,) = nodes(graph_of(torch.mm, torch.ones(64, 64), torch.ones(64, 64)), aten.mm)
+    assert COST.flops(big) == 2 * 64**3
+    assert COST.node_us(big) == pytest.approx(2 * 64**3 / 1000 + 1)
+    (thin,) = nodes(graph_of(torch.mm, torch.ones(64, 1), torch.ones(1, 64)), aten.mm)
+    assert COST.node_us(thin) == pytest.approx(4 * (64 + 64 + 64 * 64) / 100 + 1)
+    half = torch.ones(64, 64, dtype=torch.bfloat16)
+    (fast,) = nodes(graph_of(torch.mm, half, half), aten.mm)
+    assert COST.node_us(fast) == pytest.approx(2 * 64**3 / 2000 + 1)
+
+
+def test_a_view_costs_nothing():
+    (t,) = nodes(graph_of(lambda x: x.t(), torch.ones(8, 4)), aten.t)
+    assert COST.node_us(t) == 0
+
+
+def test_special_functions_cost_more_than_sums():
+    graph = graph_of(lambda x: torch.erf(x) + x, torch.ones(1000))
+    (erf,), (add,) = nodes(graph, aten.erf), nodes(graph, aten.add)
+    assert COST.node_us(erf) == pytest.approx(1000 / 5 + 1)  # memory alone would take 80
+    assert COST.node_us(add) == pytest.approx(3 * 4000 / 100 + 1)  # memory: two are read, one is written
+
+
+def test_attention_on_cpu_counts_its_products():
+    q = torch.ones(2, 3, 16, 8)
+    graph = graph_of(lambda q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0], q)
+    (node,) = nodes(graph, aten._scaled_dot_product_flash_attention_for_cpu)
+    assert COST.flops(node) == 2 * (2 * 2 * 3 * 16 * 16 * 8)
+
+
+def test_a_fused_region_reads_and_writes_its_border_once():
+    graph = graph_of(lambda x: ((x + 1) * 2 - 3).relu(), torch.ones(1000))
+    each = sum(COST.node_us(n) for n in graph.nodes if n.op == "call_function")
+    fused = COST.region_us(graph, fused=True)
+    assert fused == pytest.approx(max(2 * 4000 / 100, 4 * 1000 / 50) + 1)
+    assert COST.region_us(graph, fused=False) == pytest.approx(each)
+    assert fused < each
+
+
+def test_costs_are_symbolic_where_sizes_are():
+    graph = graph_of(torch.mm, torch.ones(6, 4), torch.ones(4, 5), symbolic=True)
+    (mm,) = nodes(graph, aten.mm)
+    flops = COST.flops(mm)
+    assert isinstance(flops, sympy.Expr)
+    assert at_hints(flops, hints(graph)) == 2 * 6 * 4 * 5
+    assert at_hints(COST.region_us(graph, fused=True), hints(graph)) > 0
