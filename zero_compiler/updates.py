@@ -271,7 +271,7 @@ class Unit:
             step_of(self.cls)(inner)
             done.options(
                 self.group,
-                {k: v for k, v in inner.param_groups[0].items() if k != "params" and v is not given.get(k)},
+                {k: v for k, v in inner.param_groups[0].items() if k in given and v is not given[k]},
             )
         for part, param, at in zip(parts, params, staged, strict=True):
             if param.data_ptr() != at.data_ptr():
@@ -279,13 +279,9 @@ class Unit:
             self._take(part, inner.state.get(param, {}), buffer, state, done)
         inner.state.clear()
         inner.param_groups[0]["params"] = []
-        if any(
-            p.entry.tier != "none" and q.device.type != "cpu"
-            for p, q in zip(self.pieces, params, strict=False)
-        ):
-            torch.accelerator.current_stream(
-                params[0].device
-            ).synchronize()  # the host's copies are read next
+        if params[0].device.type != "cpu" and parts[0].piece.entry.tier != "none":
+            # The host's copies are written to files, or read, next.
+            torch.accelerator.current_stream(params[0].device).synchronize()
 
     def _lend(
         self,
@@ -295,7 +291,7 @@ class Unit:
         buffer: torch.Tensor | None,
         given: dict[str, Any],
     ) -> None:
-        inner.param_groups[0] = {**given, "params": params}
+        inner.param_groups[0].update(given | {"params": params})
         kept = dict(inner.state)
         inner.state.clear()
         for part, param in zip(parts, params, strict=True):
@@ -325,7 +321,8 @@ class Unit:
                 continue
             operand = part.states.get(key)
             if entry.tier == "none" and piece.whole:
-                out[key] = value.detach()
+                lent = buffer is not None and _shares(value, buffer)
+                out[key] = value.clone() if lent else value.detach()
                 continue
             if operand is None or operand.rest is None:
                 operand = _Operand(piece.rows(entry.at_rest(key, value)))
@@ -348,6 +345,10 @@ class Unit:
         if piece.last:
             entry.given = None
             done.param(entry.param)
+
+
+def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class Done:
