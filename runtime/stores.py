@@ -82,6 +82,7 @@ class Region:
             part = raw[at : at + buffer.numel()]
             buffer[: part.numel()].copy_(part)
             size = blocks(part.numel())
+            buffer[part.numel() : size].zero_()
             self.store.engine.write(self.store.file, buffer[:size], self.offset + at, label=self.label).wait()
 
     def span(self, start: int, nbytes: int, at: int) -> Span:

@@ -91,8 +91,11 @@ class Entry:
             there = (
                 region_of(local) is self.regions[key] if key in self.regions else local.device.type == "cpu"
             )
-            if not there:
-                held[key] = like(self.param, self.at_rest(key, local).copy_(local))
+            if there:
+                continue
+            rest = self.at_rest(key, local)
+            self.regions[key].fill(local) if key in self.regions else rest.copy_(local)
+            held[key] = like(self.param, rest)
         self.fresh.clear()
 
 
