@@ -75,8 +75,16 @@ class Region:
     tensor: torch.Tensor
 
     def fill(self, values: torch.Tensor) -> None:
-        """Write ``values``, of the handle's dtype and at most its size, directly; blocks until that is done."""
-        raw = values.detach().contiguous().view(-1).view(torch.uint8)
+        """Write ``values``, at most as many as the handle has, directly; blocks until that is done.
+
+        Raises:
+            StorageError: they do not fit, or the write failed.
+        """
+        raw = values.detach().to(self.tensor.dtype).contiguous().view(-1).view(torch.uint8)
+        if raw.numel() > self.nbytes:
+            raise StorageError(
+                f"{self.label} has room for {self.nbytes:,} bytes in its file, not for {raw.numel():,}"
+            )
         buffer = aio_buffer(min(_FILL_BYTES, self.nbytes))
         for at in range(0, raw.numel(), buffer.numel()):
             part = raw[at : at + buffer.numel()]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from . import grads
 from .elementwise import States, make, step_of
+from .errors import OptimizerError
 from .runtime.stores import BLOCK_BYTES, Region, Span, blocks, region_of
 from .runtime.streaming import Job
 from .shard import local_of
@@ -94,6 +95,11 @@ class Entry:
             if there:
                 continue
             rest = self.at_rest(key, local)
+            if local.shape != rest.shape:
+                raise OptimizerError(
+                    f"state {key!r} of {self.name} has shape {list(local.shape)} on this rank, and must have "
+                    f"{list(rest.shape)}; load a state_dict of the same model and placement"
+                )
             self.regions[key].fill(local) if key in self.regions else rest.copy_(local)
             held[key] = like(self.param, rest)
         self.fresh.clear()
