@@ -45,6 +45,7 @@ RANKS = {
     "budget": 7,
     "simulate": 7,
     "runtime": 8,
+    "runtime._aio": 0,
     "runtime.aio": 2,
     "runtime.stores": 3,
     "runtime.streaming": 3,
@@ -94,7 +95,8 @@ def imports_of(module: str, source: str, is_package: bool) -> list[tuple[int, st
             if base == "zero_compiler":
                 targets = [base + "." + a.name if is_module(a.name) else base for a in node.names]
             else:
-                targets = [base]
+                below = base.removeprefix("zero_compiler.")
+                targets = [f"{base}.{a.name}" if f"{below}.{a.name}" in RANKS else base for a in node.names]
         else:
             continue
         for target in targets:
