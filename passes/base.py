@@ -28,6 +28,8 @@ class ParamPlan:
     stage: int
     kept: bool = False
     shared: bool = False  # between ranks that read each other's memory
+    filed: bool = False  # at rest in a file
+    grad_filed: bool = False
 
     @property
     def numel(self) -> int:
@@ -43,7 +45,7 @@ class ParamPlan:
     @property
     def home(self) -> bool:
         """Read where it lies at rest: every rank's rows are in memory that all share, in the dtype of the gather."""
-        return self.shared and self.cut and self.gather_dtype == self.dtype
+        return self.shared and self.cut and self.gather_dtype == self.dtype and not self.filed
 
     @property
     def released(self) -> bool:

@@ -12,6 +12,9 @@ from zero_compiler import eager
 from zero_compiler.errors import ShardError
 from zero_compiler.runtime import _C
 
+from .aio import buffer
+from .stores import Region, region_of
+
 
 class ModelRuntime:
     """Runtime state of one policy; made at its first compile and dropped with it.
@@ -37,6 +40,8 @@ class ModelRuntime:
             self.kept = self.engine.add_shared_arena(0, "kept")
             self.slots = self.engine.add_shared_arena(0, "slots")
             self.own = self.engine.add_shared_arena(0, "own")
+        # Into which files are read: on the host, and grown while nothing is under way.
+        self.host = buffer(0)
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
         self._chunks: dict[str, tuple[int, torch.Tensor]] = {}
@@ -77,6 +82,15 @@ class ModelRuntime:
             home = homes[name]
             if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
                 home.copy_(self.flat_chunks([name])[0])
+
+    def grow_host(self, nbytes: int) -> None:
+        """Make the pool on the host at least ``nbytes`` large."""
+        if nbytes > self.host.numel():
+            self.host = buffer(nbytes)
+
+    def region(self, name: str) -> Region | None:
+        """Where a parameter rests in a file; None where it was put into memory meanwhile."""
+        return region_of(self.policy.param(name)._local_tensor)
 
     def flat_chunks(self, names: Iterable[str]) -> list[torch.Tensor]:
         """The flat padded chunks of parameters, as they lie at rest."""

@@ -18,12 +18,14 @@ from zero_compiler.ir.facts import ParamRef
 from zero_compiler.layout import Layout
 from zero_compiler.program import (
     Compute,
+    Fetch,
     Gather,
     GatherDesc,
     Program,
     Reduce,
     ReduceDesc,
     Release,
+    WaitFetch,
     WaitGather,
 )
 
@@ -99,6 +101,9 @@ class Reference:
                     _free(env, instr.free)
                     for i, value in zip(instr.outs, self.segments[instr.segment](args), strict=True):
                         env[i] = value
+            elif isinstance(instr, (Fetch, WaitFetch)):
+                for rank in self.ranks:
+                    self._fetch(rank, p.gathers[instr.index], done=isinstance(instr, WaitFetch))
             elif isinstance(instr, Gather):
                 self._start(started, "gather", instr.index, self._gather_start(p.gathers[instr.index]))
             elif isinstance(instr, WaitGather):
@@ -156,13 +161,27 @@ class Reference:
         nbytes = sum(g.chunk_numels) * _dtype(g.dtype).itemsize
         return rank.arena("transient", self.program.transient_bytes)[g.staging : g.staging + nbytes]
 
+    def _fetched(self, rank: Rank, g: GatherDesc) -> list[torch.Tensor]:
+        """Where the chunks that are read from files lie in the pool of a rank."""
+        pool = rank.arena("host", self.program.host_bytes)
+        dtype = _dtype(g.rest_dtype)
+        sizes = [n * dtype.itemsize for n in g.chunk_numels]
+        return [pool[o : o + s].view(dtype) for o, s in zip(g.fetched, sizes, strict=False)]
+
+    def _fetch(self, rank: Rank, g: GatherDesc, done: bool) -> None:
+        for name, slot in zip(g.names, self._fetched(rank, g), strict=True):
+            if done:
+                slot.copy_(rank.chunks[ParamRef(g.owner, name)])
+            else:
+                slot.view(torch.uint8).fill_(_POISON)
+
     def _gather_start(self, g: GatherDesc) -> list[torch.Tensor]:
         """For each rank, its chunks one after the other in the dtype of the gather."""
         sent = []
         for rank in self.ranks:
             for slot in self._slots(rank, g):
                 slot.fill_(_POISON)
-            chunks = [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
+            chunks = self._fetched(rank, g) or [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
             for name, chunk, numel in zip(g.names, chunks, g.chunk_numels, strict=True):
                 if chunk.numel() != numel:
                     raise TransferError(

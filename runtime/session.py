@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +10,25 @@ from typing import Any
 import torch
 
 from zero_compiler import grads
+from zero_compiler.errors import StorageError
 from zero_compiler.group import meet, short_digest
 from zero_compiler.program import (
     Compute,
+    Fetch,
     Gather,
     GatherDesc,
     Program,
     Reduce,
     ReduceDesc,
     Release,
+    WaitFetch,
     WaitGather,
 )
 
 from .model import ModelRuntime
+from .stores import merged
 
-_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME = range(7)
+_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
 
 
 def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
@@ -61,16 +66,19 @@ class Session:
         self._digests: dict[bool, bytes] = {}
         for runtime in runtimes.values():
             runtime.engine.grow_arena(runtime.transient, program.transient_bytes)
+            runtime.grow_host(program.host_bytes)
             if runtime.shared:
                 runtime.engine.grow_arena(runtime.slots, program.slots_bytes)
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
         self._gathers = [self._add_gather(g) for g in program.gathers]
         self._reduces = [self._add_reduce(r) for r in program.reduces]
-        self._code = [self._encode(i) for i in program.instrs if not self._at_rest(i)]
+        self._last_read = _last_reads(program)
+        self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._at_home: dict[ModelRuntime, list[str]] = {}
         for g in program.gathers:
             if g.home:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
+        self._fetching: dict[int, list[Any]] = {}
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         moves = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.world > 1 and moves
@@ -121,8 +129,12 @@ class Session:
         """Nothing to do: a weight that is read where it lies at rest is neither fetched nor let go of."""
         return isinstance(instr, (Gather, Release)) and self.program.gathers[instr.index].home
 
-    def _encode(self, instr: Any) -> tuple[int, Any, Any, Any, Any]:
+    def _encode(self, at: int, instr: Any) -> tuple[int, Any, Any, Any, Any]:
         # A tuple with a small number in front is what the loop below reads fastest.
+        if isinstance(instr, Fetch):
+            return (_FETCH, instr.index, None, None, None)
+        if isinstance(instr, WaitFetch):
+            return (_WAIT_FETCH, instr.index, None, None, None)
         if isinstance(instr, Gather):
             return (_GATHER, instr.index, None, None, None)
         if isinstance(instr, WaitGather):
@@ -135,7 +147,10 @@ class Session:
             return (_COMPUTE, self.segments[instr.segment], instr.ins, instr.outs, instr.free)
         if isinstance(instr, Reduce):
             return (_REDUCE, instr.index, instr.ins, instr.free, None)
-        return (_WAIT_REDUCE, instr.index, instr.outs, None, None)
+        # For each gradient, whether nothing reads its weight from here on.
+        r = self.program.reduces[instr.index]
+        final = tuple(self._last_read.get((r.owner, name), -1) < at for name in r.names)
+        return (_WAIT_REDUCE, instr.index, instr.outs, final, None)
 
     # Agreement ---------------------------------------------------------------------------------------------
 
@@ -216,6 +231,7 @@ class Session:
                 self._leave()
         except BaseException as error:
             # Transfers in flight hold buffers of the arena: end them before anything else uses it.
+            self._end_fetches()
             for runtime in self.runtimes.values():
                 runtime.engine.abandon(f"{type(error).__name__}: {error}")
                 runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -237,6 +253,10 @@ class Session:
                     env[i] = None
                 for i, value in zip(c, a(args), strict=True):
                     env[i] = value
+            elif op == _FETCH:
+                self._fetch(a)
+            elif op == _WAIT_FETCH:
+                self._wait_fetch(a)
             elif op == _GATHER:
                 self._gather(a)
             elif op == _WAIT_GATHER:
@@ -257,9 +277,43 @@ class Session:
                 for i in c:
                     env[i] = None
             else:
-                for i, value in zip(b, self._wait_reduce(a), strict=True):
+                for i, value in zip(b, self._wait_reduce(a, c), strict=True):
                     if i >= 0:
                         env[i] = value
+
+    def _fetch(self, which: int) -> None:
+        runtime, _, g, _ = self._gathers[which]
+        spans = []
+        for name, at in zip(g.names, g.fetched, strict=True):
+            region = runtime.region(name)
+            if region is not None:
+                spans.append(region.span(0, region.nbytes, at))
+        self._fetching[which] = [s.store.read(s, runtime.host) for s in merged(spans)]
+
+    def _wait_fetch(self, which: int) -> None:
+        for request in self._fetching[which]:
+            request.wait()
+        del self._fetching[which]
+
+    def _end_fetches(self) -> None:
+        """After an error: nothing is read into the pool any more."""
+        for requests in self._fetching.values():
+            for request in requests:
+                with contextlib.suppress(StorageError):
+                    request.wait()
+        self._fetching.clear()
+
+    def _chunks(self, runtime: ModelRuntime, g: GatherDesc) -> list[torch.Tensor]:
+        if not g.fetched:
+            return runtime.flat_chunks(g.names)
+        chunks = []
+        dtype = getattr(torch, g.rest_dtype)
+        for name, numel, at in zip(g.names, g.chunk_numels, g.fetched, strict=True):
+            if runtime.region(name) is None:
+                chunks += runtime.flat_chunks([name])
+            else:
+                chunks.append(runtime.host[at : at + numel * dtype.itemsize].view(dtype))
+        return chunks
 
     def _gather(self, which: int) -> None:
         runtime, index, g, views = self._gathers[which]
@@ -267,7 +321,7 @@ class Session:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
-        runtime.engine.gather_start(index, runtime.flat_chunks(g.names))
+        runtime.engine.gather_start(index, self._chunks(runtime, g))
 
     def _wait_gather(self, which: int) -> Sequence[torch.Tensor]:
         runtime, index, g, views = self._gathers[which]
@@ -295,12 +349,42 @@ class Session:
                     given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)
 
-    def _wait_reduce(self, which: int) -> Sequence[Any]:
+    def _wait_reduce(self, which: int, final: Sequence[bool]) -> Sequence[Any]:
         runtime, index, r, rows = self._reduces[which]
-        if not runtime.policy.sync:
+        policy = runtime.policy
+        if not policy.sync:
             return [None] * len(r.names)
         chunks = runtime.engine.reduce_wait(index)
-        return [
+        out: list[Any] = [
             chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
             for chunk, (shape, stride) in zip(chunks, rows, strict=True)
         ]
+        if policy.sinks:
+            for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
+                sink = policy.sinks.get(name)
+                if sink is not None and sink.land(policy.param(name), out[k], last and grads.alone(policy, name)):
+                    out[k] = None
+        return out
+
+
+def _last_reads(program: Program) -> dict[tuple[str, str], float]:
+    """The last instruction of a Program that reads each weight; no update may come before it.
+
+    Without a copy of its own (one rank, or memory that ranks share) a weight is read where it lies at rest, by
+    peers even until the call ends.
+    """
+    weight: dict[int, tuple[str, str]] = {}
+    last: dict[tuple[str, str], float] = {}
+    for at, instr in enumerate(program.instrs):
+        if isinstance(instr, (Gather, WaitGather, Release)):
+            g = program.gathers[instr.index]
+            for k, name in enumerate(g.names):
+                last[g.owner, name] = float("inf") if g.home else at
+                if isinstance(instr, WaitGather) and instr.outs[k] >= 0:
+                    weight[instr.outs[k]] = (g.owner, name)
+        elif isinstance(instr, Compute):
+            for value in instr.ins:
+                if value in weight:
+                    key = weight[value]
+                    last[key] = max(last[key], at)
+    return last

@@ -22,6 +22,8 @@ class LocalRows(torch.autograd.Function):
         ctx: Any, names: Sequence[str], owners: Sequence[Any], *params: Any
     ) -> tuple[torch.Tensor, ...]:
         ctx.params, ctx.names, ctx.owners = params, names, owners
+        # One owner's names may be another's too: then an update waits for longer than it needs to.
+        ctx.calls = [grads.opened(owner, names) for owner in owners]
         ctx.versions = [p._version for p in params]
         ctx.set_materialize_grads(False)
         rows = tuple(p._local_tensor.detach() for p in params)
@@ -31,6 +33,7 @@ class LocalRows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        ctx.calls = None
         out: list[Any] = [None, None]
         for name, param, version, grad in zip(ctx.names, ctx.params, ctx.versions, given, strict=True):
             if grad is not None and param._version != version:

@@ -8,7 +8,18 @@ from .config import Config
 from .construct import init, module
 from .inspect import inspect
 from .load import load_safetensors
+from .optimizer import optimizer
 from .shard import shard
 from .windows import gathered, no_sync
 
-__all__ = ["Config", "gathered", "init", "inspect", "load_safetensors", "module", "no_sync", "shard"]
+__all__ = [
+    "Config",
+    "gathered",
+    "init",
+    "inspect",
+    "load_safetensors",
+    "module",
+    "no_sync",
+    "optimizer",
+    "shard",
+]

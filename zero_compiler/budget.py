@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .arena import aligned
+from .config import TIER_FIELDS
 from .errors import MemoryBudgetError
 from .group import decide
 from .ir.facts import ParamRef
@@ -82,7 +83,7 @@ def keep(
         return
     candidates = []
     for plan in open_:
-        if plan.ref in wanted and plan.world > 1 and not plan.home:
+        if plan.ref in wanted and plan.world > 1 and not plan.home and not plan.filed:
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
@@ -98,20 +99,33 @@ def keep(
 
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
-    parameters = gradients = optimizer = 0
+    parameters = gradients = optimizer = files = 0
     for policy in policies:
         for name, info in policy.params.items():
             local = info.layout.bytes_local()
-            parameters += local
+            in_files = {
+                field for field in TIER_FIELDS if getattr(policy.config, field) == "nvme" and info.layout.cut
+            }
+            if "offload_params" in in_files:
+                files += local
+            else:
+                parameters += local
             param = policy.find(name)
             if param is not None and param.requires_grad:
-                gradients += local
-                optimizer += info.layout.chunk_numel * ASSUMED_STATE_BYTES
+                states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
+                filed = (
+                    local if "offload_grads" in in_files else 0,
+                    states if "offload_optimizer" in in_files else 0,
+                )
+                files += sum(filed)
+                gradients += local - filed[0]
+                optimizer += states - filed[1]
     largest = max((_most(p) for p in programs), default=0)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
     arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
-    return Memory(parameters, gradients, optimizer, kept_bytes if moves else 0, arena, largest)
+    host = max((p.host_bytes for p in programs), default=0) if policies[0].group.device.type == "cpu" else 0
+    return Memory(parameters, gradients, optimizer, kept_bytes if moves else 0, arena, largest, host, files)
 
 
 def _most(program: Program) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
@@ -27,8 +28,9 @@ from . import eager
 from .config import Config
 from .errors import ShardError
 from .group import Group, agree, make_group
-from .layout import layout_of
+from .layout import Layout, layout_of
 from .openings import KEY, SUCCESSOR, Cut, Openings, cut_of, rows_of, storage_uses
+from .runtime.stores import Nvme
 from .shard import Policy, collect, contiguous_stride, install, state_of, swap_classes
 
 _serials = itertools.count()
@@ -57,6 +59,21 @@ class Placement:
         # Modules that were met, and whether they were made in this scope as a whole. In order of meeting, which
         # is the same on every rank.
         self.met: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.nvme: Nvme | None = None  # made when first needed; the models of the scope go on with it
+
+    def in_files(self, layout: Layout, full: torch.Tensor) -> bool:
+        """Whether the shard of the parameter ``full`` rests in a file."""
+        fake = full.is_meta or isinstance(full, FakeTensor)
+        return self.config.offload_params == "nvme" and layout.cut and not fake
+
+    def chunk(self, layout: Layout, device: torch.device, full: torch.Tensor, what: str) -> torch.Tensor:
+        """Memory at rest for this rank's flat padded chunk of a parameter: zeros."""
+        if not self.in_files(layout, full):
+            return torch.zeros(layout.chunk_numel, dtype=full.dtype, device=device)
+        if self.nvme is None:
+            assert self.config.nvme_dir is not None
+            self.nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+        return self.nvme.grow(what, (layout.chunk_numel,), full.dtype).tensor
 
 
 @dataclass
@@ -224,14 +241,16 @@ class Construction:
         at_rest = full.device if full.is_meta else group.device
         alone = storage_uses(full) <= 2 and full.untyped_storage().nbytes() == full.numel() * full.itemsize
         keep = (
-            (group.world == 1 or not layout.cut) and full.is_contiguous() and full.device == at_rest and alone
+            not placement.in_files(layout, full)
+            and (group.world == 1 or not layout.cut)
+            and full.is_contiguous()
+            and full.device == at_rest
+            and alone
         )
         if keep:
             local = full
         else:
-            local = rows_of(
-                layout, torch.zeros(layout.chunk_numel, dtype=full.dtype, device=at_rest), group.rank
-            )
+            local = rows_of(layout, placement.chunk(layout, at_rest, full, what), group.rank)
         cut = Cut(group, layout, local, full.device, stride, what)
         if not keep:
             self._mode.hold(cut, full)
@@ -272,6 +291,8 @@ class Construction:
         targets = collect(model, policy, lambda param: self._is_ours(param, placement))
         self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
         policy.choose_transport()
+        policy.take_files(placement.nvme)
+        policy.make_room({name: param for name, (param, _) in targets.items()})
         for name, (param, places) in targets.items():
             cut = cut_of(param)
             if cut is None or not isinstance(param, DTensor):
@@ -296,6 +317,7 @@ class Construction:
                         : cut.layout.rows(group.rank)
                     ]
         swap_classes(model, policy)
+        policy.take_gradients()
         self._roots.append(model)
 
     # --- agreement -------------------------------------------------------------------------------------------

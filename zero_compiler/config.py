@@ -27,7 +27,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "float64": torch.float64,
 }
-_TIERS = ("none", "host", "nvme")
+TIERS = ("none", "host", "nvme")
 _COMPUTE = ("inductor", "aten")
 _TRANSPORTS = ("auto", "c10d", "shared")
 
@@ -42,6 +42,7 @@ PLACEMENT_FIELDS = frozenset(
         "offload_optimizer",
         "offload_activations",
         "nvme_dir",
+        "nvme_keep",
         "hardware",
         "transport",
     }
@@ -62,6 +63,7 @@ class Config:
         offload_params, offload_grads, offload_optimizer, offload_activations: tier at rest: "none" (the
             compute device), "host" or "nvme".
         nvme_dir: directory for files of the NVMe tier.
+        nvme_keep: leave those files behind, under names of their own; else nothing is left when the process ends.
         transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
             share; "auto" takes "shared" where it is possible on every rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
@@ -85,6 +87,7 @@ class Config:
     offload_optimizer: str = "none"
     offload_activations: str = "none"
     nvme_dir: str | None = None
+    nvme_keep: bool = False
     transport: str = "auto"
     compute: str = "inductor"
     hardware: str | None = None
@@ -112,10 +115,16 @@ class Config:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         for name in TIER_FIELDS:
             tier = getattr(self, name)
-            if tier not in _TIERS:
-                raise ConfigError(f"{name} must be one of {', '.join(_TIERS)}, not {tier!r}")
-            if tier == "nvme":
+            if tier not in TIERS:
+                raise ConfigError(f"{name} must be one of {', '.join(TIERS)}, not {tier!r}")
+            if tier == "nvme" and name == "offload_activations":
                 raise ConfigError(f'{name}="nvme" is not available in this version; use "none" or "host"')
+            if tier == "nvme" and self.nvme_dir is None:
+                raise ConfigError(f'{name}="nvme" needs nvme_dir, the directory for its files')
+        if self.offload_params == "nvme" and self.stage != 3:
+            raise ConfigError(
+                f'offload_params="nvme" needs stage=3, not {self.stage}: the other stages keep every weight gathered'
+            )
         if self.nvme_dir is not None and not os.path.isdir(self.nvme_dir):
             raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
         if self.transport not in _TRANSPORTS:

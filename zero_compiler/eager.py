@@ -92,6 +92,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
         ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
+        ctx.call = grads.opened(policy, (name,))
         info = policy.params[name]
         policy.meet(f"eager gather of {name}")
         return gather(policy.group, info.layout, param._local_tensor, info.gather_dtype)
@@ -104,6 +105,7 @@ class Unshard(torch.autograd.Function):
         param = ctx.param
         if param._version != ctx.version:
             grads.modified(name)
+        alone, ctx.call = grads.alone(policy, name), None
         if not policy.sync:
             grads.keep_pending(param, grad.to(info.reduce_dtype))
             return None, None, None
@@ -111,4 +113,7 @@ class Unshard(torch.autograd.Function):
         grads.flush_at_end(policy)
         policy.meet(f"eager reduction of the gradient of {name}")
         local = reduce(policy.group, info.layout, grad, info.reduce_dtype)
+        sink = policy.sinks.get(name) if policy.sinks else None
+        if sink is not None and sink.land(param, local, alone):
+            return None, None, None
         return grads.as_dtensor(param, local), None, None

@@ -16,6 +16,7 @@ from .ir import facts, ops
 from .ir.facts import ParamRef
 from .program import (
     Compute,
+    Fetch,
     Gather,
     GatherDesc,
     Instr,
@@ -23,9 +24,11 @@ from .program import (
     Reduce,
     ReduceDesc,
     Release,
+    WaitFetch,
     WaitGather,
     WaitReduce,
 )
+from .runtime.stores import blocks
 from .verify import verify_program
 
 
@@ -76,6 +79,7 @@ def emit(
     gathers: list[dict[str, Any]] = []
     reduces: list[dict[str, Any]] = []
     index_of: dict[fx.Node, int] = {}
+    fetches = _Fetches(steps, params)
     segments: list[SegmentGraph] = []
     modules: list[str] = []
     roots = facts.alias_roots(graph)
@@ -97,10 +101,16 @@ def emit(
             )
             reads.append(ins)
         elif step.target is ops.gather:
-            index_of[step] = len(gathers)
+            index = index_of[step] = len(gathers)
+            for op in fetches.before(index, len(instrs)):
+                instrs.append(op)
+                reads.append([])
             gathers.append({"node": step, "start": len(instrs), "ready": len(instrs), "end": None})
-            instrs.append(Gather(index_of[step]))
+            instrs.append(Gather(index))
             reads.append([])
+            for op in fetches.after(index, len(instrs)):
+                instrs.append(op)
+                reads.append([])
         elif step.target is ops.reduce:
             index_of[step] = len(reduces)
             reduces.append({"node": step, "start": len(instrs), "end": len(instrs)})
@@ -127,7 +137,9 @@ def emit(
             reads.append([])
 
     instrs = _with_frees(instrs, reads, b, output, gathers)
-    gather_descs, reduce_descs, sizes = _plan_arena(gathers, reduces, params, kept_offsets, len(instrs))
+    gather_descs, reduce_descs, sizes = _plan_arena(
+        gathers, reduces, params, kept_offsets, len(instrs), fetches.starts
+    )
     outputs = [b.number(n) if isinstance(n, fx.Node) else None for n in returned]
     program = Program(
         phase=phase,
@@ -143,11 +155,48 @@ def emit(
         slots_bytes=sizes["slots"],
         slots_ranks=max((p.world for p in params.values()), default=1),
         own_bytes=sizes["own"],
+        host_bytes=sizes["host"],
         notes=notes,
     )
     verify_program(program, {ref.owner: plan.world for ref, plan in params.items()})
     program.live = _live(program, b, segments, placeholders, output)
     return Emitted(program, segments)
+
+
+class _Fetches:
+    """Where reads of files go: those of a unit's chunks start as the gathers of the unit before it do, one layer ahead.
+
+    The wait comes right before the gather. So the disk is at work as long as there is anything left to read, and
+    chunks of two units at most lie in the pool.
+    """
+
+    def __init__(self, steps: list[Any], params: Mapping[ParamRef, Any]) -> None:
+        nodes = [s for s in steps if not isinstance(s, list) and s.target is ops.gather]
+        self._filed = [all(params[r].filed for r in facts.params(n)) for n in nodes]
+        self._units: list[list[int]] = []
+        for k, node in enumerate(nodes):
+            if k and facts.unit(nodes[k - 1]) == facts.unit(node):
+                self._units[-1].append(k)
+            else:
+                self._units.append([k])
+        self.starts: dict[int, int] = {}  # instruction that starts the fetch of each gather
+
+    def before(self, index: int, at: int) -> list[Instr]:
+        """Instructions in front of gather ``index``, the first of them number ``at``."""
+        first = self._start(self._units[0], at) if index == 0 else []
+        return [*first, *([WaitFetch(index)] if self._filed[index] else [])]
+
+    def after(self, index: int, at: int) -> list[Instr]:
+        """Instructions behind it."""
+        for unit, following in zip(self._units, self._units[1:], strict=False):
+            if unit[-1] == index:
+                return self._start(following, at)
+        return []
+
+    def _start(self, unit: list[int], at: int) -> list[Instr]:
+        filed = [k for k in unit if self._filed[k]]
+        self.starts.update((k, at + i) for i, k in enumerate(filed))
+        return [Fetch(k) for k in filed]
 
 
 def _steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:
@@ -307,8 +356,9 @@ def _plan_arena(
     params: Mapping[ParamRef, Any],
     kept_offsets: Mapping[str, dict[str, int]],
     end: int,
+    fetch_starts: Mapping[int, int],
 ) -> tuple[list[GatherDesc], list[ReduceDesc], dict[str, int]]:
-    slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": []}
+    slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": []}
     where: dict[str, list[tuple[str, int, int]]] = {pool: [] for pool in slots}
     gather_rows, reduce_rows = [], []
 
@@ -324,6 +374,12 @@ def _plan_arena(
         kept, shared = not plans[0].released, plans[0].shared
         home = all(p.home for p in plans)
         gather_rows.append((node, plans, chunks, kept, home))
+        if k in fetch_starts:
+            # One rank computes with what was read, where it lies.
+            last = g["ready"] if plans[0].world > 1 or g["end"] is None else g["end"]
+            for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
+                size = blocks(chunk * p.dtype.itemsize)
+                need("host", ("fetch", k, m), Slot(size, fetch_starts[k], last))
         if home:
             continue
         if kept:
@@ -380,6 +436,8 @@ def _plan_arena(
             unit=facts.unit(node).split(":", 1)[-1],
             home=home,
             shared=plans[0].shared,
+            fetched=tuple(at[("fetch", k, m)] for m in range(len(plans))) if k in fetch_starts else (),
+            rest_dtype=_dtype_text(plans[0].dtype),
         )
         for k, (node, plans, chunks, kept, home) in enumerate(gather_rows)
     ]
@@ -395,6 +453,7 @@ def _plan_arena(
             staging=at.get(("reduce", k, 0), -1),
             unit=facts.unit(node).split(":", 1)[-1],
             shared=plans[0].shared,
+            stored=all(p.grad_filed for p in plans),
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]

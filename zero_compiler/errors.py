@@ -57,6 +57,10 @@ class StorageError(TransferError):
         self.nbytes = nbytes
 
 
+class OptimizerError(ZeroError):
+    """An optimizer, or the way it is called, does not fit where its states lie."""
+
+
 class CaptureError(ZeroError):
     """The captured graph has a form that the compiler does not take."""
 

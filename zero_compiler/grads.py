@@ -7,8 +7,8 @@ clipping function that touches it is told what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -91,6 +91,47 @@ _HARMLESS = frozenset(
 )
 
 
+class AppliedGrad(torch.Tensor):
+    """Stands as ``.grad`` from the update of a parameter in mid-backward to ``step()``: its gradient is used up.
+
+    It has no values. What would read it or add to it, clipping among them, is an error instead of a silent nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> AppliedGrad:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AppliedGrad(shape={tuple(self.shape)}, used up by overlap=True)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__") or (name in _HARMLESS and name not in ("add", "add_", "zero_")):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise used_up()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
+            return args[0]
+        raise used_up()
+
+
+def used_up() -> GradientError:
+    """The error of everything that needs gradients which updates have used up already."""
+    return GradientError(
+        "zero.optimizer(overlap=True) has updated parameters with these gradients in the backward: there is nothing "
+        "to clip, unscale or add to; give max_grad_norm=... to clip, call step() after every backward, or leave "
+        "overlap out"
+    )
+
+
 def check_reduced(params: Iterable[Any]) -> None:
     """Raise where a gradient of ``params`` waits for its reduction.
 
@@ -145,6 +186,59 @@ def publish(param: Any, local: torch.Tensor) -> None:
             f"the gradient of a sharded parameter must be a DTensor, not {type(grad).__name__}; "
             "set p.grad to None or to a DTensor with the placement of p"
         )
+
+
+class Sink(Protocol):
+    """Who takes the gradient of a parameter as soon as it is reduced.
+
+    ``uses_up``: there is no gradient afterwards.
+    """
+
+    uses_up: bool
+
+    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
+        """This rank's rows of the gradient, in a backward that runs.
+
+        Args:
+            final: nothing of this backward reads the weight any more, and no other part of it adds to the gradient.
+
+        Returns whether it was taken; else autograd goes on with it.
+        """
+
+
+def goes_to_grad(param: torch.Tensor) -> bool:
+    """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
+    try:
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of torch.autograd.grad
+        return False
+
+
+def hooked(param: Any, ours: Collection[int] = ()) -> bool:
+    """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
+    return bool(param._backward_hooks) or any(k not in ours for k in param._post_accumulate_grad_hooks or ())
+
+
+class Call:
+    """A forward whose backward has yet to run: it may read ``names`` once more. Lives as long as its graph."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+
+def opened(policy: Policy, names: Iterable[str]) -> Call | None:
+    """Note a forward, where somebody wants to know."""
+    if not policy.sinks:
+        return None
+    call = Call(names)
+    policy.calls.add(call)
+    return call
+
+
+def alone(policy: Policy, name: str) -> bool:
+    """Whether only one forward has yet to run backward through the weight ``name``: the one that does now."""
+    return sum(name in call.names for call in policy.calls) == 1
 
 
 def flush_at_end(policy: Policy) -> None:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .errors import ShardError
 from .grads import check_reduced
+from .ir import ops
 
 _CHECKED = "_zero_checked"
 _installed = False
@@ -47,7 +48,26 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     f"{type(optimizer).__name__} was made before zero.shard and holds the parameter {name!r} that "
                     "sharding replaced; make the optimizer after zero.shard, from model.parameters()"
                 )
+    _check_tiers(optimizer)
     optimizer.__dict__[_CHECKED] = count
+
+
+def _check_tiers(optimizer: torch.optim.Optimizer) -> None:
+    """A plain optimizer makes its states beside the parameters, wherever they were to rest."""
+    if getattr(optimizer, "streams", False):
+        return
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for policy in ops.owners():
+        tier = policy.config.offload_optimizer
+        if tier == "none" or (tier == "host" and policy.group.device.type == "cpu"):
+            continue
+        for name in policy.places:
+            if id(policy.find(name)) in given:
+                cls = type(optimizer).__name__
+                raise ShardError(
+                    f"{cls} would keep the states of {name!r} on the device of the parameter, and the model was "
+                    f"sharded with offload_optimizer={tier!r}; make it as zero.optimizer({cls}, model, ...)"
+                )
 
 
 class _WholeNorms(DTensor):

@@ -30,6 +30,7 @@ from . import eager
 from .errors import ShardError
 from .group import Group
 from .layout import Layout, layout_of
+from .runtime.stores import region_of
 from .shard import sharded_parameter
 
 # Attribute of a cut tensor and of its aliases. An attribute moves along in torch.utils.swap_tensors, by which
@@ -102,7 +103,11 @@ class Cut:
         if self.layout.cut:
             start = self.layout.start(self.group.rank)
             rows = rows[start : start + self.layout.rows(self.group.rank)]
-        self.local.copy_(rows)
+        region = region_of(self.local) if self.has_values else None
+        if region is not None:
+            region.fill(rows)  # not through the page cache, which would fill up with what was built so far
+        else:
+            self.local.copy_(rows)
 
     def in_use(self) -> bool:
         """Whether a tensor beside our own shares the storage of the full value."""

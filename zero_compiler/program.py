@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from .ir.facts import ParamRef
 
 VERSION = 1
@@ -26,6 +28,9 @@ class GatherDesc:
 
     With ``shared`` that arena is memory that all ranks share, and each writes its own rows there. With ``home``
     nothing is written and there are no offsets (-1): the weights are read where they lie at rest.
+
+    ``fetched``: this rank's chunks rest in files, and are read to these offsets of the pool "host" first; ``()`` where
+    they rest in memory. One rank that casts nothing computes with them there.
     """
 
     owner: str
@@ -39,6 +44,13 @@ class GatherDesc:
     unit: str
     home: bool = False
     shared: bool = False
+    fetched: tuple[int, ...] = ()
+    rest_dtype: str = ""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of this rank's chunks at rest."""
+        return sum(self.chunk_numels) * getattr(torch, self.rest_dtype or self.dtype).itemsize
 
     @property
     def label(self) -> str:
@@ -50,6 +62,7 @@ class ReduceDesc:
     """One bucket of gradients reduced by one collective; ``dtype`` is that of the arithmetic.
 
     With ``shared``, ``staging`` is where this rank lays its gradients, one after the other, for its peers to read.
+    With ``stored`` the result is written to files as it lands, and rests there.
     """
 
     owner: str
@@ -62,6 +75,7 @@ class ReduceDesc:
     staging: int
     unit: str
     shared: bool = False
+    stored: bool = False
 
     @property
     def label(self) -> str:
@@ -73,6 +87,22 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 # Instructions. `op` names the kind; JSON keeps the fields in order.
+@dataclass(frozen=True)
+class Fetch:
+    """Start to read this rank's chunks of gather ``index`` from their files."""
+
+    index: int
+    op: str = "fetch"
+
+
+@dataclass(frozen=True)
+class WaitFetch:
+    """Wait until the chunks of gather ``index`` are there."""
+
+    index: int
+    op: str = "wait_fetch"
+
+
 @dataclass(frozen=True)
 class Gather:
     """Start gather ``index``."""
@@ -129,8 +159,10 @@ class WaitReduce:
     op: str = "wait_reduce"
 
 
-Instr = Gather | WaitGather | Release | Compute | Reduce | WaitReduce
+Instr = Fetch | WaitFetch | Gather | WaitGather | Release | Compute | Reduce | WaitReduce
 _KINDS: dict[str, type] = {
+    "fetch": Fetch,
+    "wait_fetch": WaitFetch,
     "gather": Gather,
     "wait_gather": WaitGather,
     "release": Release,
@@ -155,6 +187,7 @@ class Program:
         transient_bytes: size of the arena that gather buffers and staging of this Program share.
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
         own_bytes: size of this rank's staging that its peers read.
+        host_bytes: size of the pinned pool on the host into which files are read.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
             without what is at rest.
     """
@@ -176,6 +209,7 @@ class Program:
     slots_bytes: int = 0
     slots_ranks: int = 1
     own_bytes: int = 0
+    host_bytes: int = 0
     version: int = VERSION
 
     @property
@@ -248,6 +282,11 @@ class Program:
         return "\n".join(lines)
 
     def _line(self, instr: Instr) -> str:
+        if isinstance(instr, (Fetch, WaitFetch)):
+            g = self.gathers[instr.index]
+            if isinstance(instr, WaitFetch):
+                return f"wait            file of {_few(g.names)}"
+            return f"fetch           {_few(g.names)}, {g.chunk_bytes:,} bytes a rank"
         if isinstance(instr, Gather):
             g = self.gathers[instr.index]
             return f"{'in place' if g.home else 'gather':<15} {_sized(g.names, g.shapes, g.dtype)}"

@@ -40,7 +40,8 @@ class Memory:
 
     ``parameters``, ``gradients``, ``optimizer``, ``kept`` (gathered weights that stay: stages 1 and 2) and
     ``arena`` (gather buffers and staging) lie there between steps; ``programs`` is the largest number of bytes
-    that a Program holds beside its arena.
+    that a Program holds beside its arena. ``host`` is the pool on the host into which files are read; it counts
+    where the CPU is the compute device. ``files`` are bytes at rest in files, which do not count.
     """
 
     parameters: int
@@ -49,11 +50,13 @@ class Memory:
     kept: int
     arena: int
     programs: int
+    host: int = 0
+    files: int = 0
 
     @property
     def at_rest(self) -> int:
         """After ``optimizer.step()``, before ``zero_grad()``."""
-        return self.parameters + self.gradients + self.optimizer + self.kept + self.arena
+        return self.parameters + self.gradients + self.optimizer + self.kept + self.arena + self.host
 
     @property
     def peak(self) -> int:
@@ -92,6 +95,8 @@ class Report:
                 "optimizer_assumed_bytes_per_element": ASSUMED_STATE_BYTES,
                 "kept_bytes": self.memory.kept,
                 "arena_bytes": self.memory.arena,
+                "host_bytes": self.memory.host,
+                "files_bytes": self.memory.files,
                 "programs_bytes": self.memory.programs,
                 "at_rest_bytes": self.memory.at_rest,
                 "peak_bytes": self.memory.peak,
@@ -131,10 +136,13 @@ class Report:
             f"  optimizer states          {m.optimizer:>16,}   assumed: two fp32 values a parameter",
             f"  weights kept gathered     {m.kept:>16,}",
             f"  arena for transfers       {m.arena:>16,}",
+            *([f"  pool that files are read to {m.host:>14,}"] if m.host else []),
             f"  at rest, sum of these     {m.at_rest:>16,}",
             f"  most that a Program adds  {m.programs:>16,}   activations, and full gradients as they arise",
             f"  predicted peak            {m.peak:>16,}   a step that adds to gradients: {m.gradients:,} more",
         ]
+        if m.files:
+            lines.append(f"bytes of this rank in files   {m.files:>12,}")
         if self.planned_only:
             lines.append(
                 "planned from example inputs: nothing was run; frames behind a graph break are not in it"

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from . import eager, grads, hardware
 from .config import TIER_FIELDS, Config
-from .errors import ConfigError, ShardError, TransferError
+from .errors import ConfigError, ShardError, StorageError, TransferError
+from .files import Files, GradientFiles
 from .group import Group, agree, make_group, meet, short_digest
 from .guards import guard_optimizers
 from .ir import ops
 from .layout import Layout, layout_of
+from .runtime.stores import Nvme, region_of
 from .transport import COPIED, LOCAL, Transport, choose
 
 
@@ -63,6 +67,7 @@ class Policy:
     """How one sharded module is placed; shared by all its submodules. Made by :func:`shard`."""
 
     def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
+        _check_tiers(group, config)
         self.group = group
         self.config = config
         self.hardware = hardware.load(config.hardware)
@@ -81,8 +86,18 @@ class Policy:
         # that of its original and its own number, so that a rank that makes one alone disturbs no other model.
         self.serial: tuple[int, ...] = (next(_serial),)
         self.copies = 0
+        self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
+
+    def _fresh(self) -> None:
+        """What belongs to this object alone, and to no copy of it."""
+        self._nvme: Nvme | None = None  # made when first needed
+        self.files: Files | None = None
+        self._gradient_files: GradientFiles | None = None
+        # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
+        self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
+        self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
 
     def _bind(self) -> None:
         self.key = f"m{next(_keys)}"
@@ -91,7 +106,8 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport"):
+        own = ("_nvme", "files", "_gradient_files", "sinks", "calls")  # of _fresh
+        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
             state.pop(name)
         self.copies += 1
         state["serial"], state["copies"] = (*self.serial, self.copies), 0
@@ -100,18 +116,62 @@ class Policy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.runtime = None
+        self._fresh()
         self.frames, self.compilers = [], {}
         self.transport = COPIED if self.group.world > 1 else LOCAL
         self._bind()
 
     def choose_transport(self) -> None:
         """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
-        layouts = [info.layout for info in self.params.values()]
+        # What rests in files is read into buffers: there is nothing at rest that peers could read.
+        at_home = self.config.offload_params != "nvme"
+        layouts = [info.layout for info in self.params.values() if at_home]
         self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
 
+    def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Files for what rests in files; the parameters are known, and not installed yet. Collective.
+
+        Raises:
+            StorageError: on the ranks that have no room, and RankMismatchError on the others.
+        """
+        tiers = (self.config.offload_params, self.config.offload_grads)
+        if "nvme" not in tiers or any(isinstance(local_of(p), FakeTensor) for p in params.values()):
+            return  # nothing, or only planned
+        cut = {name: info.layout for name, info in self.params.items() if info.layout.cut}
+        parameters = {n: lay for n, lay in cut.items() if tiers[0] == "nvme" and not in_file(params[n])}
+        gradients = {n: lay for n, lay in cut.items() if tiers[1] == "nvme" and params[n].requires_grad}
+        problem: StorageError | None = None
+        try:
+            self.files = Files(self.nvme(), parameters, gradients)
+        except StorageError as error:
+            problem = error
+        try:
+            agree(self.group, f"room/{self.title()}", "room in nvme_dir", str(problem or "there is room"))
+        finally:
+            if problem is not None:
+                raise problem
+
+    def take_files(self, nvme: Nvme | None) -> None:
+        """Go on with the tier in which construction has placed parameters already."""
+        self._nvme = nvme or self._nvme
+
+    def take_gradients(self) -> None:
+        """From here on gradients that rest in files go there as they land; the parameters are installed."""
+        if self.files is not None and self.files.gradients:
+            self._gradient_files = GradientFiles(self, self.files.gradients)
+            for name in self.files.gradients:
+                self.sinks[name] = self._gradient_files
+
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
-        """Where the padded ``chunk`` of a parameter is to lie: in memory that peers read, where there is such."""
+        """Where the padded ``chunk`` of a parameter is to lie: in a file, or in memory that peers read."""
         layout = self.params[name].layout
+        if in_file(chunk):
+            return chunk
+        if self.files is not None and (region := self.files.place(name)) is not None:
+            if not chunk.is_meta:
+                region.fill(chunk)
+                chunk = region.tensor
+            return chunk
         if self.transport.segment is None or not layout.cut:
             return chunk
         home = self.transport.segment.allocate(name, layout)
@@ -120,9 +180,23 @@ class Policy:
     def place(self, name: str) -> torch.Tensor:
         """Memory on the compute device for this rank's padded chunk of a parameter that has none: zeros."""
         layout, segment = self.params[name].layout, self.transport.segment
+        if self.files is not None and (region := self.files.place(name)) is not None:
+            return region.tensor.zero_()
         if segment is not None and name in segment.chunks:
             return segment.chunks[name].zero_().view(layout.padded_shape)
         return torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.group.device)
+
+    def nvme(self) -> Nvme:
+        """The NVMe tier of this model on this rank.
+
+        Raises:
+            ConfigError: the model was sharded without ``nvme_dir``.
+        """
+        if self._nvme is None:
+            if self.config.nvme_dir is None:
+                raise ConfigError("the NVMe tier needs nvme_dir: give it to zero.shard")
+            self._nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+        return self._nvme
 
     def param(self, name: str) -> Any:
         """The sharded parameter called ``name`` as it stands in the module now.
@@ -202,6 +276,17 @@ class Policy:
         return "\n".join(lines)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor, without autograd."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def in_file(tensor: torch.Tensor) -> bool:
+    """Whether the rows of ``tensor`` rest in a file."""
+    local = local_of(tensor)
+    return not local.is_meta and region_of(local) is not None
+
+
 @dataclass
 class ModuleState:
     """What a module of a sharded model knows: its policy and the qualified names of its own parameters."""
@@ -256,15 +341,16 @@ def shard(
 
 def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
-    _check_tiers(group, config)
     policy = Policy(group, config)
     targets = collect(model, policy)
     agree(group, f"shard/{policy.title()}", "the model given to zero.shard", policy.describe())
     policy.choose_transport()
+    policy.make_room({name: param for name, (param, _) in targets.items()})
     for name, (param, places) in targets.items():
         local = eager.scatter_from_first(group, policy.params[name].layout, param)
         install(policy, name, param, local, places)
     swap_classes(model, policy)
+    policy.take_gradients()
     guard_optimizers()
     return model
 
@@ -276,14 +362,15 @@ def _check_tiers(group: Group, config: Config) -> None:
         ConfigError: the tier would mean something on this device, and is not there yet.
     """
     global _said_host
-    fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]
-    if not fields:
-        return
     if group.device.type != "cpu":
-        raise ConfigError(
-            f'{fields[0]}="host" is not available in this version on {group.device}; use "none"'
-        )
-    if not _said_host:
+        for name in TIER_FIELDS:
+            if name != "offload_optimizer" and (tier := getattr(config, name)) != "none":
+                raise ConfigError(
+                    f'{name}="{tier}" is not available in this version on {group.device}; use "none"'
+                )
+        return
+    fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]
+    if fields and not _said_host:
         _said_host = True
         log.warning(
             'compute is on the CPU, where everything is on "host": %s="host" changes nothing', fields[0]

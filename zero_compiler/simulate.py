@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from .hardware import HardwareSpec
-from .program import Compute, Gather, Program, Reduce, WaitGather, WaitReduce
+from .program import Compute, Fetch, Gather, Program, Reduce, WaitFetch, WaitGather, WaitReduce
 
-COMPUTE, LINK = "compute", "device-device"
+COMPUTE, LINK, DISK = "compute", "device-device", "nvme-host"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,15 @@ class Span:
 
 @dataclass
 class Timeline:
-    """Result of a simulation. ``stalled_us`` is the time in which the host waited and nothing was computed."""
+    """Result of a simulation. ``stalls``: how long the host waited for each lane, and computed nothing."""
 
     total_us: float
-    stalled_us: float
+    stalls: dict[str, float]
     spans: list[Span] = field(default_factory=list)
+
+    @property
+    def stalled_us(self) -> float:
+        return sum(self.stalls.values())
 
     def busy_us(self, lane: str) -> float:
         return sum(s.end_us - s.start_us for s in self.spans if s.lane == lane)
@@ -46,17 +50,23 @@ class Timeline:
     @property
     def bound(self) -> str:
         """The lane that bounds the step: the one that would gain most from being faster."""
-        return LINK if self.stalled_us > self.total_us / 2 else COMPUTE
+        if self.stalled_us <= self.total_us / 2:
+            return COMPUTE
+        return max(self.stalls, key=self.stalls.__getitem__)
 
     def text(self) -> str:
         """Two lines for the report."""
-        link = self.busy_us(LINK)
-        hidden = 0.0 if link == 0 else max(0.0, 1 - self.stalled_us / link)
-        return (
-            f"predicted {self.total_us / 1e3:.2f} ms: compute {self.busy_us(COMPUTE) / 1e3:.2f} ms, "
-            f"transfers {link / 1e3:.2f} ms for {self.nbytes(LINK):,} bytes, {hidden:.0%} of them hidden; "
-            f"bound by {self.bound}"
-        )
+        parts = [f"compute {self.busy_us(COMPUTE) / 1e3:.2f} ms"]
+        for lane, what in ((LINK, "transfers"), (DISK, "files")):
+            busy = self.busy_us(lane)
+            hidden = 0.0 if busy == 0 else max(0.0, 1 - self.stalls.get(lane, 0.0) / busy)
+            if busy or lane == LINK:
+                parts.append(
+                    f"{what} {busy / 1e3:.2f} ms for {self.nbytes(lane):,} bytes, {hidden:.0%} of them hidden"
+                )
+                if lane == DISK and self.total_us:
+                    parts[-1] += f", busy for {busy / self.total_us:.0%} of the time"
+        return f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"
 
 
 @dataclass
@@ -75,73 +85,94 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
+    fetches: dict[int, _Task] = {}
     gathers: dict[int, _Task] = {}
     reduces: dict[int, _Task] = {}
     for instr in program.instrs:
         if isinstance(instr, Compute):
             label = f"segment {instr.segment}"
             sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
+        elif isinstance(instr, Fetch):
+            g = program.gathers[instr.index]
+            label = f"file of the {g.label}"
+            fetches[instr.index] = sim.start(DISK, label, spec.nvme_read.us(g.chunk_bytes), g.chunk_bytes)
+        elif isinstance(instr, WaitFetch):
+            sim.wait(fetches[instr.index])
         elif isinstance(instr, Gather):
             g = program.gathers[instr.index]
             nbytes = 0 if g.home else sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
             us = spec.collective("all_gather", world, g.shared).us(nbytes) if nbytes and world > 1 else 0.0
-            gathers[instr.index] = sim.start(g.label, us, nbytes if world > 1 else 0)
+            gathers[instr.index] = sim.start(LINK, g.label, us, nbytes if world > 1 else 0)
         elif isinstance(instr, Reduce):
             r = program.reduces[instr.index]
             kind = "all_reduce" if r.replicated else "reduce_scatter"
             nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
             us = 0.0 if world == 1 else spec.collective(kind, world, r.shared).us(nbytes)
-            reduces[instr.index] = sim.start(r.label, us, nbytes if world > 1 else 0)
+            reduces[instr.index] = sim.start(LINK, r.label, us, nbytes if world > 1 else 0)
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
         elif isinstance(instr, WaitReduce):
             sim.wait(reduces[instr.index])
+            r = program.reduces[instr.index]
+            if r.stored:
+                nbytes = sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
+                sim.start(DISK, f"file of the {r.label}", spec.nvme_write.us(nbytes), nbytes)
     sim.drain()
     return Timeline(sim.now, sim.stalled, sim.spans)
 
 
 class _Simulator:
+    """The host, which computes and waits, and one queue a lane."""
+
     def __init__(self, spec: HardwareSpec) -> None:
-        self.sharing = any(COMPUTE in group and LINK in group for group in spec.shared)
+        self.shared = spec.shared
         self.now = 0.0
-        self.stalled = 0.0
-        self.queue: deque[_Task] = deque()
+        self.stalled: dict[str, float] = {}
+        self.queues: dict[str, deque[_Task]] = {}
         self.spans: list[Span] = []
 
-    def start(self, label: str, us: float, nbytes: int) -> _Task:
-        task = _Task(LINK, label, us, nbytes, self.now)
-        self.queue.append(task)
+    def start(self, lane: str, label: str, us: float, nbytes: int) -> _Task:
+        task = _Task(lane, label, us, nbytes, self.now)
+        self.queues.setdefault(lane, deque()).append(task)
         return task
 
     def compute(self, label: str, us: float) -> None:
         begin = self.now
         while us > 1e-9:
-            rate = 0.5 if self.sharing and self.queue else 1.0
-            step = us / rate
-            if self.queue:
-                step = min(step, self.queue[0].left_us / rate)
-            us -= step * rate
-            self._advance(step, rate)
+            rates = self._rates(computing=True)
+            step = min([us / rates[COMPUTE], *(q[0].left_us / rates[lane] for lane, q in self._busy())])
+            us -= step * rates[COMPUTE]
+            self._advance(step, rates)
         self.spans.append(Span(COMPUTE, begin, self.now, label))
 
     def wait(self, task: _Task) -> None:
         begin = self.now
-        while any(t is task for t in self.queue):
-            self._advance(self.queue[0].left_us, 1.0)
-        self.stalled += self.now - begin
+        while any(t is task for t in self.queues[task.lane]):
+            rates = self._rates(computing=False)
+            self._advance(min(q[0].left_us / rates[lane] for lane, q in self._busy()), rates)
+        self.stalled[task.lane] = self.stalled.get(task.lane, 0.0) + self.now - begin
 
     def drain(self) -> None:
-        while self.queue:
-            self.wait(self.queue[-1])
+        for queue in self.queues.values():
+            while queue:
+                self.wait(queue[-1])
 
-    def _advance(self, us: float, rate: float) -> None:
+    def _busy(self) -> list[tuple[str, deque[_Task]]]:
+        return [(lane, q) for lane, q in self.queues.items() if q]
+
+    def _rates(self, computing: bool) -> dict[str, float]:
+        """The speed of every busy lane: its part of the cores or the disk that it shares."""
+        busy = [*([COMPUTE] if computing else []), *(lane for lane, _ in self._busy())]
+        groups = [set(busy).intersection(group) for group in self.shared]
+        return {lane: 1.0 / max((len(g) for g in groups if lane in g), default=1) for lane in busy}
+
+    def _advance(self, us: float, rates: dict[str, float]) -> None:
         self.now += us
-        if not self.queue:
-            return
-        head = self.queue[0]
-        head.left_us -= us * rate
-        if head.left_us <= 1e-9:
-            self.queue.popleft()
-            self.spans.append(Span(LINK, head.start_us, self.now, head.label, head.nbytes))
-            if self.queue:
-                self.queue[0].start_us = max(self.queue[0].start_us, self.now)
+        for lane, queue in self._busy():
+            head = queue[0]
+            head.left_us -= us * rates[lane]
+            if head.left_us <= 1e-9:
+                queue.popleft()
+                self.spans.append(Span(lane, head.start_us, self.now, head.label, head.nbytes))
+                if queue:
+                    queue[0].start_us = max(queue[0].start_us, self.now)

@@ -13,7 +13,19 @@ import torch
 
 from .arena import Slot, check
 from .errors import VerifyError
-from .program import Compute, Gather, Instr, Program, Reduce, Release, WaitGather, WaitReduce
+from .program import (
+    Compute,
+    Fetch,
+    Gather,
+    Instr,
+    Program,
+    Reduce,
+    Release,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+)
+from .runtime.stores import BLOCK_BYTES, blocks
 
 
 def verify_program(program: Program, worlds: Mapping[str, int]) -> None:
@@ -69,6 +81,8 @@ def _transfers(program: Program) -> None:
     state: dict[tuple[str, int], str] = {}
     # For each instruction: what it moves, the state that it needs, the state that it leaves.
     steps = {
+        Fetch: ("gather", "idle", "fetching"),
+        WaitFetch: ("gather", "fetching", "fetched"),
         Gather: ("gather", "idle", "started"),
         WaitGather: ("gather", "started", "ready"),
         Release: ("gather", "ready", "released"),
@@ -80,6 +94,8 @@ def _transfers(program: Program) -> None:
         if isinstance(instr, Compute):
             continue
         kind, need, leave = steps[type(instr)]
+        if isinstance(instr, Gather) and program.gathers[instr.index].fetched:
+            need = "fetched"
         have = state.get((kind, instr.index), "idle")
         if have != need:
             _fail(i, instr, f"{kind} {instr.index} is {have}, must be {need}")
@@ -113,6 +129,7 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
         if not isinstance(instr, Compute)
     }
     sizes = {"transient": program.transient_bytes, "slots": program.slots_bytes, "own": program.own_bytes}
+    sizes["host"] = program.host_bytes
     slots: dict[str, list[Slot]] = {pool: [] for pool in sizes}
     offsets: dict[str, list[int]] = {pool: [] for pool in sizes}
     labels: dict[str, list[str]] = {pool: [] for pool in sizes}
@@ -128,6 +145,12 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
     for k, g in enumerate(program.gathers):
         world, item = worlds[g.owner], _itemsize(g.dtype)
         start, ready = at[Gather, k], at[WaitGather, k]
+        for name, numel, offset in zip(g.names, g.chunk_numels, g.fetched, strict=bool(g.fetched)):
+            if offset % BLOCK_BYTES:
+                raise VerifyError(f"{g.label}: {name} is read to byte {offset}, no multiple of {BLOCK_BYTES}")
+            last = ready if world > 1 or g.kept else at[Release, k]
+            size = blocks(numel * _itemsize(g.rest_dtype))
+            use(f"file of {name}", offset, size, at[Fetch, k], last, "host")
         for name, shape, numel, offset in zip(g.names, g.shapes, g.chunk_numels, g.offsets, strict=True):
             nbytes = numel * world * item
             if math.prod(shape) > numel * world:

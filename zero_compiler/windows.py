@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import eager, plain
-from .errors import RankMismatchError, ShardError
+from .errors import GradientError, RankMismatchError, ShardError
 from .shard import Places, Policy, policies_of
 
 
@@ -28,6 +28,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     unsharded = plain.plain_parameters(model)
     if unsharded:
         states.append(plain.plain_model(list(unsharded.values())))
+    if any(sink.uses_up for s in states for sink in getattr(s, "sinks", {}).values()):
+        raise GradientError(
+            "zero.no_sync accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
+            "overlap out"
+        )
     before = [s.sync for s in states]
     for s in states:
         s.sync = False

@@ -33,6 +33,8 @@ RANKS = {
     "openings": 4,
     "building": 5,
     "load": 5,
+    "optimizer": TOP,
+    "overlap": TOP,
     "capture": 5,
     "passes": 6,
     "emit": 7,
@@ -43,6 +45,13 @@ RANKS = {
     "budget": 7,
     "simulate": 7,
     "runtime": 8,
+    "runtime._aio": 0,
+    "runtime.aio": 2,
+    "runtime.stores": 3,
+    "runtime.streaming": 3,
+    "elementwise": 3,
+    "files": 4,
+    "updates": 5,
     "__init__": TOP,
     "__main__": TOP,
     "backend": TOP,
@@ -57,9 +66,12 @@ NEVER = {("runtime", "passes"), ("passes", "runtime")}
 
 
 def unit_of(module: str) -> str:
-    """The row of RANKS for a dotted name: zero_compiler.ir.ops -> ir, zero_compiler -> __init__."""
+    """The row of RANKS for a dotted name: zero_compiler.ir.ops -> ir, zero_compiler -> __init__.
+
+    A module of a package may have a row of its own."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    own = ".".join(parts[1:3])
+    return own if own in RANKS else parts[1] if len(parts) > 1 else "__init__"
 
 
 def is_module(name: str) -> bool:
@@ -83,7 +95,8 @@ def imports_of(module: str, source: str, is_package: bool) -> list[tuple[int, st
             if base == "zero_compiler":
                 targets = [base + "." + a.name if is_module(a.name) else base for a in node.names]
             else:
-                targets = [base]
+                below = base.removeprefix("zero_compiler.")
+                targets = [f"{base}.{a.name}" if f"{below}.{a.name}" in RANKS else base for a in node.names]
         else:
             continue
         for target in targets:

@@ -42,6 +42,11 @@ def owner_of(key: str) -> Any:
     return owner
 
 
+def owners() -> list[Any]:
+    """All sharded models of this process that still exist."""
+    return list(_owners.values())
+
+
 _lib = torch.library.Library("zero", "DEF")
 _lib.define("unshard(Tensor shard, SymInt[] size, ScalarType dtype, str owner, str name) -> Tensor")
 _lib.define("reduce_grad(Tensor grad, SymInt[] size, ScalarType dtype, str owner, str name) -> Tensor")

@@ -1,0 +1,281 @@
+"""The NVMe tier: tensors at rest in files, and where each of them lies.
+
+A file belongs to one rank of one run: it has no name, so no other run can open it and nothing is left of it when
+the process ends, however it ends. Each tensor has a handle over a shared mapping of the file, which works anywhere
+a tensor does, and a place that direct transfers use, many times faster.
+
+One owner a file: the two ways never overlap in time. A direct read finds what was written through the mapping (the
+kernel writes dirty pages back first), and a mapped read what was written directly (it drops the pages).
+:meth:`Store` tries both on every new file before anything relies on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_compiler.errors import StorageError
+
+from .aio import Engine, Request
+from .aio import buffer as aio_buffer
+
+BLOCK_BYTES = 4096  # what direct transfers are multiples of, in the file and in memory
+
+
+def blocks(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole blocks."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a file beside bytes of a buffer: ``nbytes`` at ``offset``, and at ``at`` in the buffer."""
+
+    store: Store
+    offset: int
+    nbytes: int
+    at: int
+    label: str
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans that follow each other both in the file and in the buffer are one transfer."""
+    out: list[Span] = []
+    for s in spans:
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and last.store is s.store
+            and last.offset + last.nbytes == s.offset
+            and last.at + last.nbytes == s.at
+        ):
+            few = last.label if last.label.endswith("...") else f"{last.label} ..."
+            out[-1] = Span(s.store, last.offset, last.nbytes + s.nbytes, last.at, few)
+        else:
+            out.append(s)
+    return out
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where one tensor lies in a store; ``tensor`` is its handle, over a mapping of its own."""
+
+    store: Store
+    label: str
+    offset: int
+    nbytes: int  # whole blocks: the last one is the tensor's alone
+    tensor: torch.Tensor
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Write ``values``, at most as many as the handle has, directly; blocks until that is done.
+
+        Raises:
+            StorageError: they do not fit, or the write failed.
+        """
+        raw = values.detach().to(self.tensor.dtype).contiguous().view(-1).view(torch.uint8)
+        if raw.numel() > self.nbytes:
+            raise StorageError(
+                f"{self.label} has room for {self.nbytes:,} bytes in its file, not for {raw.numel():,}"
+            )
+        buffer = aio_buffer(min(_FILL_BYTES, self.nbytes))
+        for at in range(0, raw.numel(), buffer.numel()):
+            part = raw[at : at + buffer.numel()]
+            buffer[: part.numel()].copy_(part)
+            size = blocks(part.numel())
+            buffer[part.numel() : size].zero_()
+            self.store.engine.write(self.store.file, buffer[:size], self.offset + at, label=self.label).wait()
+
+    def span(self, start: int, nbytes: int, at: int) -> Span:
+        """Bytes from ``start`` on, which is a multiple of the block; the length is rounded up to whole blocks."""
+        return Span(self.store, self.offset + start, blocks(nbytes), at, self.label)
+
+
+_FILL_BYTES = 8 << 20  # memory that filling a region takes
+_GROWTH_BYTES = 1 << 30  # the largest file that is made without knowing that it will be full
+
+# Regions by the address of their handle's memory: a tensor that was put in place of one is none.
+_regions: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """The region whose handle ``tensor`` is, or is a view of from its beginning; None for any other tensor."""
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        return None
+    store = _regions.get(at := tensor.untyped_storage().data_ptr())
+    return store.regions.get(at) if store is not None else None
+
+
+class Store:
+    """A file of this rank that holds tensors one after the other.
+
+    Args:
+        engine: what reads and writes it (``zero_compiler.runtime.aio.Engine``).
+        directory: where it is made.
+        nbytes: its size, which is allocated now.
+        label: what it holds, for messages.
+        keep: give it a name, and leave it behind.
+
+    Raises:
+        StorageError: the directory takes no file, or has no room for this one.
+    """
+
+    def __init__(self, engine: Engine, directory: str, nbytes: int, label: str, keep: bool = False) -> None:
+        self.engine, self.directory, self.label = engine, directory, label
+        self.regions: dict[int, Region] = {}
+        self._end = 0
+        self.nbytes = blocks(max(nbytes, 1))
+        self.fd, self.path = _make(directory, self.nbytes, label, keep)
+        closing = contextlib.ExitStack()
+        closing.callback(os.close, self.fd)
+        self._closer = weakref.finalize(self, closing.close)
+        try:
+            self.file = engine.open(self.path, self.nbytes, label=label)
+            if not self._coherent():
+                self.file.close()
+                self.file = engine.open(self.path, self.nbytes, direct=False, label=label)
+        except BaseException:
+            self._closer()
+            raise
+        closing.callback(self.file.close)
+
+    def _coherent(self) -> bool:
+        """Whether direct transfers and the mapping see each other's writes on this file system."""
+        buffer = aio_buffer(BLOCK_BYTES)
+        with mmap.mmap(self.fd, BLOCK_BYTES) as seen:
+            seen[:4] = b"mmap"
+            self.engine.read(self.file, buffer, 0, label=self.label).wait()
+            if bytes(buffer[:4].numpy()) != b"mmap":
+                return False
+            buffer.zero_()
+            self.engine.write(self.file, buffer, 0, label=self.label).wait()
+            return seen[:4] == b"\0\0\0\0"
+
+    @property
+    def room(self) -> int:
+        """Bytes that nothing has been given yet."""
+        return self.nbytes - self._end
+
+    def allocate(self, label: str, shape: Iterable[int], dtype: torch.dtype) -> Region:
+        """A place for a tensor, and its handle: zeros."""
+        shape = tuple(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        offset, size = self._end, blocks(max(nbytes, 1))
+        if size > self.room:
+            raise StorageError(
+                f"{self.label}: {label} has no room left in {self.path}, of {self.nbytes:,} bytes"
+            )
+        self._end += size
+        mapping = mmap.mmap(self.fd, max(nbytes, 1), offset=offset)
+        raw = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
+        tensor = raw.view(dtype).view(shape)
+        region = Region(self, label, offset, size, tensor)
+        at = tensor.untyped_storage().data_ptr()
+        self.regions[at] = region
+        _regions[at] = self
+        return region
+
+    def read(self, span: Span, buffer: torch.Tensor) -> Request:
+        """Start to read a span of this file into its place in ``buffer``."""
+        return self.engine.read(
+            self.file, buffer[span.at : span.at + span.nbytes], span.offset, label=span.label
+        )
+
+    def write(self, span: Span, buffer: torch.Tensor) -> Request:
+        """Start to write it from there."""
+        return self.engine.write(
+            self.file, buffer[span.at : span.at + span.nbytes], span.offset, label=span.label
+        )
+
+    def close(self) -> None:
+        """Close the file; handles stay readable for as long as they live. Idempotent."""
+        self.regions.clear()
+        self._closer()
+
+
+def _make(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str]:
+    """A new file of ``nbytes``, allocated; its descriptor and a path that opens it."""
+    try:
+        stat = os.statvfs(directory)
+        if nbytes > (room := stat.f_bavail * stat.f_frsize):
+            raise StorageError(
+                f"nvme_dir={directory!r} has {room:,} bytes free, and {label} need {nbytes:,}; free some, or give "
+                "another nvme_dir"
+            )
+        fd, path = _open_new(directory, label, keep)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except BaseException:
+            os.close(fd)
+            if keep:
+                os.unlink(path)
+            raise
+        return fd, path
+    except OSError as error:
+        raise StorageError(
+            f"nvme_dir={directory!r} takes no file of {nbytes:,} bytes for {label}: {error.strerror}; give a "
+            "directory that can be written to and has room"
+        ) from error
+
+
+def _open_new(directory: str, label: str, keep: bool) -> tuple[int, str]:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    name = "".join(c if c.isalnum() else "-" for c in label)
+    path = os.path.join(directory, f"zero-{os.getpid()}-{os.urandom(4).hex()}-{name}")
+    if keep:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), path
+    with contextlib.suppress(OSError):  # not every file system has files without a name
+        fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
+        return fd, f"/proc/self/fd/{fd}"
+    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    return fd, f"/proc/self/fd/{fd}"
+
+
+class Nvme:
+    """The NVMe tier of one sharded model on this rank: its I/O engine and its files.
+
+    Args:
+        directory: ``Config.nvme_dir``.
+        rank: for messages.
+        keep: ``Config.nvme_keep``.
+    """
+
+    def __init__(self, directory: str, rank: int, keep: bool) -> None:
+        self.directory, self.rank, self.keep = directory, rank, keep
+        self.engine = Engine()
+        self.stores: weakref.WeakSet[Store] = weakref.WeakSet()
+        self._grown: list[Store] = []
+        self._closer = weakref.finalize(self, _close, self.engine, self.stores)
+
+    def store(self, what: str, nbytes: int) -> Store:
+        """A new file for ``what``; it lives as long as the store that is returned."""
+        made = Store(
+            self.engine, self.directory, nbytes, f"{what} of rank {self.rank} in {self.directory}", self.keep
+        )
+        self.stores.add(made)
+        return made
+
+    def grow(self, label: str, shape: Iterable[int], dtype: torch.dtype) -> Region:
+        """A place in a file that is made when there is need: where the sum of what is to come is not known."""
+        need = blocks(math.prod(shape := tuple(shape)) * dtype.itemsize)
+        if not self._grown or self._grown[-1].room < need:
+            made = self._grown[-1].nbytes if self._grown else 0
+            self._grown.append(self.store("parameters", max(need, min(2 * made, _GROWTH_BYTES))))
+        return self._grown[-1].allocate(label, shape, dtype)
+
+    def close(self) -> None:
+        self._closer()
+
+
+def _close(engine: Any, stores: weakref.WeakSet[Store]) -> None:
+    for store in list(stores):
+        store.close()
+    engine.close()

@@ -1,0 +1,96 @@
+"""Programs that fetch from files, through the reference executor, and what the simulation says of them."""
+
+import dataclasses
+
+import pytest
+import torch
+from harness import SimulatedModel
+from torch import nn
+
+from zero_compiler import hardware
+from zero_compiler.errors import VerifyError
+from zero_compiler.planning import report
+from zero_compiler.program import Fetch, Program, WaitFetch
+from zero_compiler.simulate import COMPUTE, DISK, simulate
+from zero_compiler.verify import verify_program
+
+
+def deep(depth=4, width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": torch.bfloat16}, {"bucket_bytes": 0}], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fetched_weights_are_there_and_nowhere_overwritten(world, fields, tmp_path):
+    run = SimulatedModel(deep(), world, offload_params="nvme", nvme_dir=str(tmp_path), **fields)
+    inputs = [(torch.randn(3, 16),) for _ in range(world)]
+    tolerance = {"rtol": 0.05, "atol": 0.05} if fields.get("param_dtype") else {}
+    if not tolerance:
+        run.check(inputs, lambda out: out.sum())
+    else:
+        run.step(inputs, lambda out: out.sum())
+    for program in run.programs.values():
+        assert program.host_bytes > 0
+        assert any(isinstance(i, Fetch) for i in program.instrs)
+
+
+def planned(**fields):
+    (frame,) = report(deep(8, 64), (torch.ones(2, 64),), 2, bucket_bytes=0, **fields).frames
+    return frame.programs["backward"]
+
+
+def test_the_verifier_sees_a_gather_that_does_not_wait_for_its_file(tmp_path):
+    program = planned(offload_params="nvme", nvme_dir=str(tmp_path))
+    worlds = {g.owner: 2 for g in program.gathers}
+    verify_program(program, worlds)
+    assert Program.from_dict(program.to_dict()) == program
+    broken = dataclasses.replace(
+        program, instrs=[i for i in program.instrs if not (isinstance(i, WaitFetch) and i.index == 2)]
+    )
+    with pytest.raises(VerifyError, match="gather 2 is fetching, must be fetched"):
+        verify_program(broken, worlds)
+    # Two chunks that lie there at the same time.
+    g = [dataclasses.replace(x, fetched=tuple(0 for _ in x.fetched)) for x in program.gathers]
+    with pytest.raises(VerifyError, match=r"planned memory \(host\)"):
+        verify_program(dataclasses.replace(program, gathers=g), worlds)
+
+
+def test_the_simulation_has_a_lane_for_files(tmp_path):
+    spec = hardware.load("laptop")
+    plain = planned()
+    program = planned(offload_params="nvme", offload_grads="nvme", nvme_dir=str(tmp_path))
+    none, files = simulate(plain, spec, 2), simulate(program, spec, 2)
+    assert none.busy_us(DISK) == 0
+    # Every chunk is read, and every gradient of a chunk written.
+    chunks = sum(g.chunk_bytes for g in program.gathers)
+    grads = sum(sum(r.chunk_numels) * 4 for r in program.reduces if not r.replicated)
+    assert files.nbytes(DISK) == chunks + grads
+    assert files.total_us >= none.total_us
+    assert "files" in files.text()
+    # A disk that is slow enough bounds the step, and a fast one does not.
+    slow = dataclasses.replace(spec, nvme_read=hardware.Link(1e5, 1.0), nvme_write=hardware.Link(1e5, 1.0))
+    assert simulate(program, slow, 2).bound == DISK
+    fast = dataclasses.replace(
+        spec,
+        nvme_read=hardware.Link(0.0, 1e9),
+        nvme_write=hardware.Link(0.0, 1e9),
+        collectives=tuple(dataclasses.replace(c, link=hardware.Link(0.0, 1e9)) for c in spec.collectives),
+    )
+    assert simulate(program, fast, 2).bound == COMPUTE
+
+
+def test_planning_makes_no_file(tmp_path):
+    made = report(
+        deep(),
+        (torch.ones(2, 16),),
+        2,
+        offload_params="nvme",
+        offload_grads="nvme",
+        offload_optimizer="nvme",
+        nvme_dir=str(tmp_path),
+    )
+    assert made.memory.parameters == made.memory.gradients == made.memory.optimizer == 0
+    local = 4 * (8 * 16 + 8) * 4
+    assert made.memory.files == local * 4  # one of parameters, one of gradients, two of states
+    assert list(tmp_path.iterdir()) == []

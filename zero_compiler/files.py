@@ -1,0 +1,129 @@
+"""Gradients at rest in files, and what parameters and gradients need there (``offload_params``, ``offload_grads``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import grads
+from .layout import Layout
+from .runtime.stores import Nvme, Region, Store, blocks
+from .runtime.streaming import Job, Stream
+
+# What one write of a gradient takes at a time, and how many of them: one is copied while another is written.
+_WRITE_BYTES = 8 << 20
+_WRITES = 3
+
+
+class Files:
+    """The files of one sharded model on this rank: where its parameters and gradients rest.
+
+    Args:
+        nvme: the tier.
+        parameters, gradients: layouts, by name, of what is to lie in files.
+
+    Raises:
+        StorageError: no room; nothing is left behind.
+    """
+
+    def __init__(self, nvme: Nvme, parameters: Mapping[str, Layout], gradients: Mapping[str, Layout]) -> None:
+        self.nvme = nvme
+        self.parameters: dict[str, Region] = {}
+        self._layouts = dict(parameters)
+        self._room = self._store("parameters", parameters)
+        room = self._store("gradients", gradients)
+        self.gradients = {
+            name: room.allocate(f"gradient of {name}", layout.padded_shape, layout.dtype)
+            for name, layout in gradients.items()
+            if room is not None
+        }
+
+    def _store(self, what: str, layouts: Mapping[str, Layout]) -> Store | None:
+        nbytes = sum(blocks(layout.bytes_local()) for layout in layouts.values())
+        return self.nvme.store(what, nbytes) if layouts else None
+
+    def place(self, name: str) -> Region | None:
+        """Where the padded chunk of a parameter rests, zeros at first; None where that is not in a file."""
+        if name not in self.parameters and name in self._layouts:
+            assert self._room is not None
+            layout = self._layouts[name]
+            self.parameters[name] = self._room.allocate(name, layout.padded_shape, layout.dtype)
+        return self.parameters.get(name)
+
+
+class GradientFiles:
+    """Takes gradients as their reductions land, and writes them to files while backward goes on.
+
+    When the backward is over ``.grad`` is a DTensor over the mapping of the file. What is added to a gradient that is
+    there already goes through the mapping too: right, and slower.
+    """
+
+    uses_up = False
+
+    def __init__(self, policy: Any, regions: Mapping[str, Region]) -> None:
+        self._policy = policy
+        self._regions = dict(regions)
+        self._names = {id(policy.find(name)): name for name in regions}
+        # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
+        self._landed: dict[str, tuple[Any, bool]] = {}
+        self._task: int | None = None  # autograd's number of the backward that runs
+        self._stream: Stream | None = None
+
+    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
+        """See :class:`~zero_compiler.grads.Sink`."""
+        name = self._names.get(id(param))
+        if name is None or not grads.goes_to_grad(param) or grads.hooked(param):
+            return False
+        rows = self._rows(name, local)
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._landed.clear()  # of a backward that broke off
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        _, written = self._landed.get(name, (param, False))
+        if written:
+            self._ready().drain()
+            rows.add_(local)
+        elif param.grad is None:
+            written = True
+            self._write(name, local)
+        else:
+            grads.publish(param, local)
+        self._landed[name] = (param, written)
+        return True
+
+    def _rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        tensor = self._regions[name].tensor
+        return tensor[: local.shape[0]] if local.dim() else tensor
+
+    def _ready(self) -> Stream:
+        if self._stream is None:
+            largest = max(r.nbytes for r in self._regions.values())
+            self._stream = Stream(min(_WRITE_BYTES, largest), _WRITES)
+        return self._stream
+
+    def _write(self, name: str, local: torch.Tensor) -> None:
+        region, stream = self._regions[name], self._ready()
+        raw = local.detach().contiguous().view(-1).view(torch.uint8)
+        for at in range(0, raw.numel(), stream.nbytes):
+            part = raw[at : at + stream.nbytes]
+
+            def copy(buffer: torch.Tensor | None, part: torch.Tensor = part) -> None:
+                assert buffer is not None
+                buffer[: part.numel()].copy_(part)
+
+            stream.feed(Job(blocks(part.numel()), (), (region.span(at, part.numel(), 0),), copy))
+        stream.admit()  # no gradient waits for a buffer beyond its own landing
+
+    def _end(self) -> None:
+        """The backward is over: everything is written, and may be read."""
+        landed, self._landed, self._task = self._landed, {}, None
+        if self._stream is not None:
+            self._stream.drain()
+        for name, (param, written) in landed.items():
+            rows, grad = self._rows(name, param._local_tensor), param.grad
+            if grad is not None and grad._local_tensor.data_ptr() != rows.data_ptr():
+                # From outside: autograd added to nothing meanwhile, or the user had put it there before.
+                rows.add_(grad._local_tensor) if written else rows.copy_(grad._local_tensor)
+            param.grad = grads.as_dtensor(param, rows)

@@ -1,0 +1,340 @@
+"""``zero.optimizer``: a torch optimizer whose states, gradients and parameters may rest on any tier.
+
+The states of one group of shards at a time are read, updated by the real class with torch's own kernels, and written
+back; reads, updates and writes of neighbouring groups overlap (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.2.2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .config import TIERS
+from .elementwise import States, declared, states_of
+from .errors import GradientError, OptimizerError
+from .grads import check_reduced
+from .ir import ops
+from .overlap import Overlap
+from .runtime.stores import Store, blocks, region_of
+from .runtime.streaming import Stream
+from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of
+
+# A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
+# write, which nothing overlaps, are a small part of a step.
+UNIT_BYTES = 32 << 20
+# One is read, one is updated and one is written; one more so that a slow transfer stops neither of the others.
+BUFFERS = 4
+
+
+def optimizer(
+    cls: type[Optimizer],
+    model_or_params_or_groups: Any,
+    *,
+    overlap: bool = False,
+    max_grad_norm: float | None = None,
+    **kw: Any,
+) -> StreamedOptimizer:
+    """``cls`` over the parameters of a sharded model, with states where ``offload_optimizer`` says.
+
+    The result is a ``torch.optim.Optimizer`` with the parameter groups, states and ``state_dict`` of ``cls``, and
+    gives the same values in every bit. A parameter group may have its own ``"offload_optimizer"``.
+
+    Args:
+        cls: an elementwise optimizer: SGD, Adam, AdamW, Adagrad, RMSprop, or a class of your own.
+        model_or_params_or_groups: a model (plain, sharded or compiled), parameters, or parameter groups.
+        overlap: update each parameter when its gradient is there, while backward still runs; ``step()`` does what
+            is left. Between backward and ``step()`` ``.grad`` cannot be read.
+        max_grad_norm: clip the norm of all gradients first, as ``torch.nn.utils.clip_grad_norm_`` does; the norm
+            is then in ``grad_norm``.
+        kw: arguments of ``cls``.
+
+    Raises:
+        OptimizerError: ``cls`` couples the elements of a tensor, or an argument does not fit.
+        StorageError: there is no room for the states in ``nvme_dir``.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise OptimizerError(f"max_grad_norm must be a number above 0 or None, not {max_grad_norm!r}")
+    if kw.get("differentiable"):
+        raise OptimizerError(
+            "differentiable=True keeps a graph through the step, which zero.optimizer does not; leave it out"
+        )
+    declared(cls)
+    given: Any = model_or_params_or_groups
+    return StreamedOptimizer(
+        cls, given.parameters() if isinstance(given, nn.Module) else given, overlap, max_grad_norm, kw
+    )
+
+
+class StreamedOptimizer(Optimizer, Done):
+    """See :func:`optimizer`, which makes it. ``cls`` is the class that it runs."""
+
+    streams = True  # for the guard against plain optimizers
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        params: Any,
+        overlap: bool,
+        max_grad_norm: float | None,
+        kw: dict[str, Any],
+    ) -> None:
+        self.cls, self.kw, self.max_grad_norm = cls, kw, max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._units: list[Unit] = []
+        self._overlap = Overlap(self) if overlap else None
+        self._stores: list[Store] = []
+        self._stream: Stream | None = None
+        self._broken: str | None = None
+        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._states: dict[tuple[Any, ...], States] = {}
+        # The class's own defaults, from one of it over nothing that matters.
+        template = cls([torch.zeros(1)], **kw)
+        super().__init__(params, dict(template.defaults))
+        del template
+        weakref.finalize(self, _close, self._stores)
+
+    def __repr__(self) -> str:
+        return f"zero.optimizer of {super().__repr__().replace(type(self).__name__, self.cls.__name__, 1)}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OptimizerError(
+            "zero.optimizer cannot be copied or pickled, since its states may lie in files; save its state_dict()"
+        )
+
+    # Placement ---------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the states of the group are placed at once, and room for them is checked.
+
+        Raises:
+            OptimizerError: an unknown tier, or states in files for parameters of no sharded model.
+            StorageError: no room.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._place(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _place(self, group: dict[str, Any]) -> None:
+        owners = _owners()
+        names = group.get("param_names") or [None] * len(group["params"])
+        entries: dict[tuple[Any, ...], list[Entry]] = {}
+        needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        for param, given in zip(group["params"], names, strict=True):
+            policy, name = owners.get(id(param), (None, given or "a parameter"))
+            tier = _tier(group, policy, name)
+            local = local_of(param)
+            states = self._states_of(group, local)
+            entry = Entry(param, name, tier, {}, {})
+            if region_of(local) is not None:
+                entry.streamed["param"] = local.element_size()
+            if policy is not None and policy.config.offload_grads == "nvme":
+                entry.streamed["grad"] = local.element_size()
+            for key, dtype in states.tensors.items():
+                if tier == "nvme" and local.numel():
+                    needs.setdefault(policy, []).append((entry, key, dtype))
+                if tier != "none":
+                    entry.streamed[key] = dtype.itemsize
+            entries.setdefault((states.eager, *states.tensors.items()), []).append(entry)
+        for policy, wanted in needs.items():
+            self._allocate(policy, wanted)
+        new = [
+            Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
+            for alike in entries.values()
+            for batch in _batches(alike, self._overlap is not None)
+        ]
+        self._units += new
+        if any(unit.states.eager for unit in new):
+            self._begin([unit for unit in new if unit.states.eager])
+        if self._overlap is not None:
+            self._overlap.watch(new)
+
+    def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
+        options = options_of(group)
+        key = (repr(options), local.dtype, local.dim(), local.device)
+        if key not in self._states:
+            self._states[key] = states_of(self.cls, self.kw, options, local)
+        return self._states[key]
+
+    def _allocate(self, policy: Any, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
+        def nbytes(entry: Entry, dtype: torch.dtype) -> int:
+            return blocks(local_of(entry.param).numel() * dtype.itemsize)
+
+        store = policy.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
+        self._stores.append(store)
+        for entry, key, dtype in wanted:
+            local = local_of(entry.param)
+            entry.regions[key] = store.allocate(f"{key} of {entry.name}", local.shape, dtype)
+
+    # Steps -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient, as ``cls.step`` would.
+
+        Raises:
+            GradientError: gradients wait for their reduction.
+            StorageError: a transfer failed; the parameters may then be half updated, and later steps raise.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            check_reduced(group["params"])
+        self._run(self._units, self._clip())
+        if self._overlap is not None:
+            self._overlap.finish()
+        return loss
+
+    @torch.no_grad()
+    def feed(self, unit: Unit) -> None:
+        """Begin the update of a unit whose gradients are final (``overlap=True``); ``step()`` completes it."""
+        with self._whole():
+            job = unit.job(self.state, self)
+            if job is not None:
+                self._ready().feed(job)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # What torch.amp.GradScaler.step asks first. Gradients that are used up were never unscaled.
+        if self._overlap is not None:
+            raise GradientError(
+                "torch.amp.GradScaler scales gradients until step(), and zero.optimizer(overlap=True) uses them "
+                "before; leave overlap out, or train in bfloat16, which needs no scaling"
+            )
+        return False
+
+    def _clip(self) -> torch.Tensor | None:
+        """First phase of clipping: the norm; and what gradients are to be multiplied by."""
+        if self.max_grad_norm is None:
+            return None
+        given = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(given)
+        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    def _begin(self, units: Iterable[Unit]) -> None:
+        with torch.no_grad():
+            self._run(units, None, begin=True)
+
+    def _run(self, units: Iterable[Unit], factor: torch.Tensor | None, begin: bool = False) -> None:
+        with self._whole():
+            stream = self._ready()
+            stream.drain()  # what was fed while backward ran
+            for unit in units:
+                job = unit.job(self.state, self, factor, begin)
+                if job is not None:
+                    stream.feed(job)
+            stream.drain()
+        changed, self._changed = self._changed, []
+        for group, options in changed:
+            group.update(options)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What breaks off inside leaves parameters and states of different steps: later calls say so.
+
+        Raises:
+            OptimizerError: an earlier call broke off.
+        """
+        if self._broken is not None:
+            raise OptimizerError(
+                f"an earlier step of this optimizer broke off, and parameters may be half updated ({self._broken}); "
+                "load the state_dict of model and optimizer from a checkpoint"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            self._changed.clear()
+            raise
+
+    def _ready(self) -> Stream:
+        need = max((u.nbytes for u in self._units), default=0)
+        if self._stream is None or self._stream.nbytes < need:
+            self._stream = Stream(need, BUFFERS)
+        return self._stream
+
+    def param(self, param: torch.Tensor) -> None:
+        torch.autograd.graph.increment_version(param)  # a backward of an earlier forward is told
+
+    def options(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
+        if changed and not any(g is group for g, _ in self._changed):
+            self._changed.append((group, changed))
+
+    # States ------------------------------------------------------------------------------------------------
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        groups = {id(p): g for g in self.param_groups for p in g["params"]}
+        for unit in self._units:  # load_state_dict makes new groups
+            unit.group = groups[id(unit.pieces[0].entry.param)]
+            with torch.no_grad():
+                for piece in unit.pieces:
+                    piece.entry.given = None
+                    piece.entry.settle(self.state.get(piece.entry.param, {}), unit.states.tensors)
+        self._broken = None
+
+
+def _owners() -> dict[int, tuple[Any, str]]:
+    """Sharded model and name of every managed parameter of this process, by identity."""
+    found: dict[int, tuple[Any, str]] = {}
+    for policy in ops.owners():
+        for name in policy.places:
+            param = policy.find(name)
+            if param is not None:
+                found[id(param)] = (policy, name)
+    return found
+
+
+def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
+    asked = group.get("offload_optimizer")
+    if asked is not None and asked not in TIERS:
+        raise OptimizerError(
+            f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
+        )
+    tier = asked or (policy.config.offload_optimizer if policy is not None else "none")
+    if tier == "nvme" and policy is None:
+        raise OptimizerError(
+            f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '
+            "nvme_dir; call zero.shard(model, nvme_dir=...) first"
+        )
+    if tier == "host" and policy is not None and policy.group.device.type == "cpu":
+        return "none"
+    return str(tier)
+
+
+def _batches(entries: list[Entry], overlap: bool) -> Iterable[list[Piece]]:
+    """Pieces of ``entries`` together, up to the size of a unit.
+
+    What rests where it is used takes no room, and is updated in one call, unless parts of it are to be updated early.
+    """
+    batch: list[Piece] = []
+    nbytes = 0
+    for entry in entries:
+        for piece in pieces_of(entry, UNIT_BYTES):
+            more = max(piece.nbytes, local_of(entry.param).nbytes if overlap else 0)
+            if batch and nbytes + more > UNIT_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(piece)
+            nbytes += more
+    if batch:
+        yield batch
+
+
+def _close(stores: list[Store]) -> None:
+    for store in stores:
+        store.close()
+    stores.clear()

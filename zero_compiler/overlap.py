@@ -1,0 +1,126 @@
+"""Updates while backward runs: ``zero.optimizer(overlap=True)``.
+
+A gradient that is reduced goes straight to the update of its parameter, as soon as nothing in this backward reads
+the weight any more: no weight changes under a backward that has yet to use it, and no gradient waits in memory for
+``step()``. What cannot be told in time (a weight that other frames or eager code use too, a parameter with hooks) is
+updated at the end of the backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import grads
+from .grads import AppliedGrad
+from .ir import ops
+
+if TYPE_CHECKING:
+    from .optimizer import StreamedOptimizer
+    from .updates import Entry, Unit
+
+
+class Overlap:
+    """The updates of one optimizer in one backward. Fed by the reductions of compiled frames, and by autograd."""
+
+    uses_up = True
+
+    def __init__(self, optimizer: StreamedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._units: list[Unit] = []
+        self._of: dict[int, tuple[Entry, list[Unit]]] = {}
+        self._task: int | None = None  # autograd's number of the backward that runs
+        self._missing: dict[
+            int, set[int]
+        ] = {}  # of each unit that has not run, parameters without a final gradient
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks)
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Take over the parameters of ``units``."""
+        me = weakref.ref(self)
+
+        def accumulated(param: torch.Tensor) -> None:
+            if (overlap := me()) is not None:
+                overlap.enter()
+
+        for unit in units:
+            self._units.append(unit)
+            for piece in unit.pieces:
+                param = piece.entry.param
+                if id(param) not in self._of:
+                    if param.requires_grad:
+                        self._hooks.append(param.register_post_accumulate_grad_hook(accumulated))
+                    self._of[id(param)] = (piece.entry, [])
+                self._of[id(param)][1].append(unit)
+        for policy in ops.owners():
+            for name in policy.places:
+                if id(policy.find(name)) in self._of:
+                    policy.sinks[name] = self
+
+    # In a backward -----------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """The first gradient of a backward begins a round; one round needs a ``step()`` before the next.
+
+        Raises:
+            GradientError: gradients of an earlier backward are used up and not stepped.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
+            raise grads.used_up()
+        self._task = task
+        self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
+        """See :class:`~zero_compiler.grads.Sink`."""
+        if not grads.goes_to_grad(param) or grads.hooked(param, {hook.id for hook in self._hooks}):
+            return False
+        self.enter()
+        grads.publish(param, local)
+        if final:
+            self._ready(param)
+        return True
+
+    def _ready(self, param: torch.Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer.max_grad_norm is not None:
+            return  # clipping needs the norm of all gradients first
+        entry, units = self._of[id(param)]
+        entry.take_grad()
+        for unit in units:
+            missing = self._missing.get(id(unit))
+            if missing is not None:
+                missing.discard(id(param))
+                if not missing:
+                    del self._missing[id(unit)]
+                    optimizer.feed(unit)
+
+    def _end(self) -> None:
+        """The backward is over: nothing reads weights any more, and all gradients are there."""
+        optimizer, self._task = self._optimizer(), None
+        if optimizer is None or optimizer.max_grad_norm is not None:
+            return
+        for entry, _ in self._of.values():
+            entry.take_grad()
+        for unit in self._units:
+            if self._missing.pop(id(unit), None) is not None:
+                optimizer.feed(unit)
+
+    def finish(self) -> None:
+        """After ``step()``: there are no gradients."""
+        self._missing.clear()
+        for unit in self._units:
+            for param in unit.params:
+                param.grad = None
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
