@@ -7,16 +7,23 @@ then each phase is lowered and scheduled.
 from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
 from .clone_escapes import CloneEscapes
+from .expand_tiles import ExpandTiles
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
+from .tile_loss import TileLoss
 from .units import assign_units, gathered_in_backward, order_of_use
 
 # (pass, level of lowering that the verifier proves after it)
 JOINT: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
+    (TileLoss(), "merged"),
     (TagRecompute(), "merged"),
+]
+INFERENCE: list[tuple[Pass, str]] = [
+    (MergeMarkers(), "merged"),
+    (TileLoss(), "merged"),
 ]
 PHASE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
@@ -24,15 +31,18 @@ PHASE: list[tuple[Pass, str]] = [
     (CloneEscapes(), "lowered"),
     (BucketTransfers(), "lowered"),
     (PlaceStarts(), "lowered"),
+    (ExpandTiles(), "lowered"),
     (InsertReleases(), "scheduled"),
 ]
 
 __all__ = [
+    "INFERENCE",
     "JOINT",
     "PHASE",
     "BucketTransfers",
     "CloneEscapes",
     "Context",
+    "ExpandTiles",
     "InsertReleases",
     "LowerMarkers",
     "MergeMarkers",
@@ -40,6 +50,7 @@ __all__ = [
     "Pass",
     "PlaceStarts",
     "TagRecompute",
+    "TileLoss",
     "Trace",
     "assign_units",
     "gathered_in_backward",

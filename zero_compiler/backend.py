@@ -20,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from . import budget, hardware, passes, plain
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
-from .cost import CostModel, at_hints, bucket_bytes, hints
+from .cost import CostModel, at_hints, bucket_bytes, hints, tile_rows
 from .emit import emit, kept_bytes
 from .errors import ConfigError, ZeroError
 from .ir import facts, ops, spec
@@ -259,7 +259,19 @@ class _FrameCompiler:
 
     def _context(self, phase: str, gathered: frozenset[ParamRef] | None = None) -> Context:
         reduced = self.reduced if phase == "backward" else None
-        return Context(self.params, phase, self.bucket_bytes, self.units, gathered, reduced)
+        return Context(
+            self.params,
+            phase,
+            self.bucket_bytes,
+            self.units,
+            gathered,
+            reduced,
+            self.config.tile_bytes,
+            lambda dtype: tile_rows(self._machine(), dtype),
+        )
+
+    def _machine(self) -> hardware.HardwareSpec:
+        return self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
 
     def _joint(self, gm: fx.GraphModule) -> None:
         run_passes(gm.graph, passes.JOINT, self._context("joint"), self.trace, self._dump_dir())
@@ -323,6 +335,7 @@ class _FrameCompiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.compute == "inductor":
             _inductor_joint_passes(gm, inputs)
+        run_passes(gm.graph, passes.INFERENCE, self._context("joint"), self.trace, self._dump_dir())
         self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
         return self._phase(gm, "inference", None)
 
@@ -343,7 +356,7 @@ class _FrameCompiler:
 
     def _simulated(self, program: Program, segments: Sequence[Any], graph: fx.Graph) -> Timeline:
         """Predicted time of every segment, and the timeline that follows."""
-        machine = self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
+        machine = self._machine()
         cost, fused = CostModel(machine), self.config.compute == "inductor"
         known = hints(graph)
         program.segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in segments]

@@ -6,6 +6,7 @@ symbols; ``at_hints`` turns it into a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,21 @@ def bucket_bytes(spec: HardwareSpec, world: int, shared: bool = False) -> int:
         return 1 << 20
     link = spec.collective("all_gather", world, shared)
     return int(_LATENCIES * link.latency_us * link.bytes_per_us)
+
+
+# Share of the time of a tile's products that reading their weight again, and its gradient, may take.
+_REREAD = 0.05
+
+
+def tile_rows(spec: HardwareSpec, dtype: str) -> int:
+    """Rows of a tile of logits from which on reading the weight for every tile does not count.
+
+    A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements, reads the weight
+    twice and its gradient (float32) once, and writes that: ``2 n item + 8 n`` bytes.
+    """
+    rate = spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
+    item = getattr(torch, dtype).itemsize
+    return max(1, math.ceil((2 * item + 8) / spec.memory_bytes_per_us * rate / (6 * _REREAD)))
 
 
 def expr(size: Any) -> Any:
