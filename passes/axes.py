@@ -261,9 +261,8 @@ def _slice(node: fx.Node, rows: Rows) -> Rows:
         return rows
     if rows.picked is not None or arg(node, 4, 1) != 1:
         raise Left("tokens are sliced twice, or with a step")
-    return Rows(
-        rows.at, rows.count, (d - rows.at, _bound(node, 2), _bound(node, 3), _key(mine[rows.at : rows.end]))
-    )
+    picked = _picked(d - rows.at, arg(node, 2), mine[rows.at : rows.end], shape(node)[d])
+    return Rows(rows.at, rows.count, picked)
 
 
 def _unslice(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows:
@@ -271,27 +270,25 @@ def _unslice(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows:
     mine = shape(node)
     if node.target is aten.slice_backward.default:
         given, dim, step = node.args[0], node.args[2], node.args[5]
-        start, end = _bound(node, 3), _bound(node, 4)
     else:
         base, given, dim, step = node.args[0], node.args[1], arg(node, 2, 0), arg(node, 5, 1)
-        start, end = _bound(node, 3), _bound(node, 4)
         if not is_zero(base):
             raise Left("rows are written into other ones")
     d = _dim(node, dim, len(mine))
     if operand is not given or step != 1 or not rows.at <= d < rows.end:
         raise Left(f"{node.target} of something else than rows")
-    here = (d - rows.at, start, end, _key(mine[rows.at : rows.end]))
-    if rows.picked != here:
+    lead = mine[rows.at : rows.end]
+    if rows.picked != _picked(d - rows.at, arg(node, 3), lead, shape(given)[d]):
         raise Left("the gradient of a slice that was not seen in forward")
     return Rows(rows.at, rows.count, rows.picked, padded=True)
 
 
-def _bound(node: fx.Node, i: int) -> Any:
-    """A bound of a slice, comparable; all that is beyond any size means the end."""
-    given = arg(node, i)
-    if isinstance(given, fx.Node):
-        return str(_expr(facts.value(given)))
-    return 0 if given is None else "end" if given >= 2**62 else given
+def _picked(dim: int, start: Any, lead: Sequence[Any], length: Any) -> tuple[Any, ...]:
+    """A slice of ``length`` entries of dimension ``dim`` of ``lead``, comparable."""
+    begin = _expr(facts.value(start)) if isinstance(start, fx.Node) else sympy.Integer(start or 0)
+    if begin.is_negative:
+        begin = begin + _expr(lead[dim])
+    return (dim, str(sympy.expand(begin)), str(_expr(length)), _key(lead))
 
 
 def _key(sizes: Sequence[Any]) -> str:
@@ -421,7 +418,7 @@ def on_tile(
             new = [-1 if s is r else s for s in new]
         return graph.call_function(t, (new, *args[1:]) if t is aten.full.default else (args[0], new), kwargs)
     many = (given or rows).count - 1
-    if many:
+    if many and not is_pointwise(node) and t not in _SAME:
         span = given or rows
         ndim = len(shape(node.args[0]))
 

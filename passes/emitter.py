@@ -11,8 +11,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
 from torch.utils._pytree import tree_map
+from torch.utils._sympy.functions import FloorDiv
 
 from zero_compiler.ir import facts
 
@@ -32,7 +32,7 @@ class Emitter:
             lambda a: self.number(a) if isinstance(a, torch.SymInt) else a, (args, kwargs)
         )
         given = tree_map(lambda a: facts.value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
-        with self._fake():
+        with self.fake():
             val = target(*given[0], **given[1])
         return self.node(target, args, kwargs, val)
 
@@ -94,8 +94,8 @@ class Emitter:
 
     def empty(self, sizes: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
         """A fake contiguous value."""
-        with self._fake():
+        with self.fake():
             return torch.empty(list(sizes), dtype=like.dtype, device=like.device)
 
-    def _fake(self) -> contextlib.AbstractContextManager[Any]:
+    def fake(self) -> contextlib.AbstractContextManager[Any]:
         return self.mode if self.mode is not None else contextlib.nullcontext()

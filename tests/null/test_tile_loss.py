@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
-from null.graphs import Build, aten, lower
+from null.graphs import head_graph, lower
 from torch import nn
 
 from zero_compiler.passes import JOINT, run_passes
@@ -16,23 +16,6 @@ from zero_compiler.passes.tile_loss import tiles_of
 ROW = VOCAB * 4  # bytes of the logits of a token
 # bf16 products of a tile are rounded once each, and their sum over tiles once.
 TOL = {"upcast": 2 * torch.finfo(torch.bfloat16).eps}
-
-
-def head_graph(**kw) -> Build:
-    """Joint graph of a head: the sum over tokens of logsumexp, and its gradient."""
-    b = Build(w=(5, 4), **kw)
-    x, tangent = b.input("x", 6, 4), b.input("tangents_1")
-    w = b.weight("w")
-    logits = b.op(aten.mm.default, x, b.op(aten.t.default, w))
-    lse = b.op(aten.logsumexp.default, logits, [1])
-    total = b.op(aten.sum.default, lse)
-    each = b.op(aten.unsqueeze.default, b.op(aten.expand.default, tangent, [6]), 1)
-    p = b.op(aten.exp.default, b.op(aten.sub.Tensor, logits, b.op(aten.unsqueeze.default, lse, 1)))
-    grad = b.op(aten.mul.Tensor, each, p)
-    dx = b.op(aten.mm.default, grad, w)
-    dw = b.op(aten.mm.default, b.op(aten.t.default, grad), x)
-    b.done(total, dx, b.reduced("w", dw))
-    return b
 
 
 def notes(model: SimulatedModel) -> list[str]:
@@ -177,7 +160,7 @@ LEFT = {
     multiplies_again: "multiplies them again in forward",
     uses_all_and_some: "tokens that are sliced away are used too",
     returns_each: "the loss is not reduced to one number inside of what is compiled",
-    needs_the_mean_first: "needs the sum over all tokens",
+    needs_the_mean_first: "its gradient is a sum of several that cannot be told apart in forward",
 }
 
 
@@ -188,6 +171,13 @@ def test_what_is_left_whole_is_right_and_named(of):
     (why,) = {n for n in notes(model) if "left whole" in n}
     assert "left whole: f32[16,61], logits of head.weight, because" in why
     assert LEFT[of] in why
+
+
+def test_in_evaluation_too():
+    model = SimulatedModel(Head(needs_the_mean_first), 2, stage=3, tile_bytes=4 * ROW)
+    model.check([batch(0), batch(1)])
+    (why,) = notes(model)
+    assert "must be known before, and needs the sum over all tokens" in why
 
 
 def test_a_head_that_is_narrower_than_its_input_is_no_matter():
