@@ -11,7 +11,7 @@ from null.graphs import head_graph, lower
 from torch import nn
 
 from zero_compiler.passes import JOINT, run_passes
-from zero_compiler.passes.tile_loss import tiles_of
+from zero_compiler.passes.head import tiles_of
 
 ROW = VOCAB * 4  # bytes of the logits of a token
 # bf16 products of a tile are rounded once each, and their sum over tiles once.
