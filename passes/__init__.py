@@ -7,7 +7,7 @@ then each phase is lowered and scheduled.
 from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
 from .clone_escapes import CloneEscapes
-from .expand_tiles import ExpandTiles
+from .expand_tiles import ExpandTiles, finer
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .place_transfers import InsertReleases, PlaceStarts
@@ -53,6 +53,7 @@ __all__ = [
     "TileLoss",
     "Trace",
     "assign_units",
+    "finer",
     "gathered_in_backward",
     "order_of_use",
     "run_passes",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import fx
 
+from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, spec
 from zero_compiler.ir.facts import ParamRef
 
@@ -52,10 +53,6 @@ class ParamPlan:
         return self.stage == 3 and not self.kept
 
 
-def _all_rows(dtype: str) -> int:
-    return 1 << 62
-
-
 @dataclass(frozen=True)
 class Context:
     """Everything outside the graph that a pass may read: equal contexts and graphs give equal results.
@@ -68,9 +65,9 @@ class Context:
             graph. Sizes of activations cannot change it.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
-        tile_bytes: what is computed tile by tile is made in tiles of at most so many bytes; None: of
-            ``tile_rows(dtype)`` rows, with which the machine computes so long that reading the weight again does not
-            count.
+        tile_bytes: what is computed tile by tile is made in tiles of at most so many bytes; None: of so many that
+            reading the weight again for each does not count on ``machine``.
+        machine: what the plan is made for; None: nothing is known of it.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -80,7 +77,7 @@ class Context:
     gathered: frozenset[ParamRef] | None = None
     reduced: frozenset[ParamRef] | None = None
     tile_bytes: int | None = None
-    tile_rows: Callable[[str], int] = _all_rows
+    machine: HardwareSpec | None = None
 
 
 class Pass(Protocol):

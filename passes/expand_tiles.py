@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .base import Context
 from .emitter import Emitter
 
 aten = torch.ops.aten
+_LEAST = 16  # rows of a tile: with fewer, products are no faster than reading the weight
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -52,14 +53,48 @@ class ExpandTiles:
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         for node in list(graph.find_nodes(op="call_function", target=ops.tiled)):
             with graph.inserting_before(node):
-                results = _expand(graph, node, facts.tiling(node))
+                results = _expand(graph, node, facts.tiling(node), _note(facts.tiling(node), ctx))
             for user in list(node.users):
                 user.replace_all_uses_with(results[user.args[1]])
                 graph.erase_node(user)
             graph.erase_node(node)
 
 
-def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling) -> list[fx.Node]:
+def finer(graph: fx.Graph) -> bool:
+    """Cut every computation that is done in tiles into twice as many; False where none can be cut further."""
+    found = False
+    for node in graph.find_nodes(op="call_function", target=ops.tiled):
+        tiling = facts.tiling(node)
+        total = facts.hint(tiling.total)
+        tiles = tiles_of(total, tiling.tile // 2)
+        if tiling.tile > _LEAST and tiles > tiling.tiles:
+            facts.set_tiling(node, replace(tiling, tiles=tiles))
+            found = True
+    return found
+
+
+def tiles_of(total: int, rows: int) -> int:
+    """Number of tiles of at most ``rows`` rows: equal ones where less than twice as many allow it."""
+    least = max(1, -(-total // max(1, rows)))
+    even = next((n for n in range(least, min(2 * least, total + 1)) if total % n == 0), None)
+    if even is not None:
+        return even
+    return -(-total // -(-total // least))  # none of them empty
+
+
+def _note(tiling: Tiling, ctx: Context) -> str:
+    """For the report: what, bytes saved, time paid."""
+    total = facts.hint(tiling.total)
+    saved = (total - tiling.tile) * tiling.row_bytes
+    again = (tiling.tiles - 1) * tiling.reread_bytes
+    time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
+    return (
+        f"tiled: {tiling.what}: {tiling.tiles} tiles of {tiling.tile} rows, {tiling.tile * tiling.row_bytes:,} bytes "
+        f"at a time; saves {saved:,} bytes; costs {again:,} bytes of memory traffic{time}"
+    )
+
+
+def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[fx.Node]:
     given: Sequence[fx.Node] = node.args[0]
     wholes: Sequence[torch.Tensor] = facts.value(node)
     emit = Emitter(graph, node)
@@ -68,13 +103,13 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling) -> list[fx.Node]:
     parts = [_parts(emit, n, dim, tiling) for n, dim in zip(given, tiling.inputs, strict=True)]
     if tiling.tiles == 1:
         outs = _tile(emit, tiling, [p[0] for p in parts])
-        facts.set_note(outs[0], facts.note(node) or "")
+        facts.set_note(outs[0], note)
         done = []
         for kind in tiling.outputs:
             done.append(emit(aten.mm.default, outs.pop(0), outs.pop(0)) if kind.product else outs.pop(0))
         return done
     results = [_result(emit, kind, val) for kind, val in zip(tiling.outputs, wholes, strict=True)]
-    facts.set_note(results[0], facts.note(node) or "")
+    facts.set_note(results[0], note)
     places = [_parts(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)]
     for t in range(tiling.tiles):
         graph.call_function(ops.cut, ())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zero_compiler.cost import reread_bytes, tile_rows
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import TileOutput, Tiling
 
@@ -16,6 +17,7 @@ from . import axes
 from .axes import Left, Rows, Summed
 from .base import Context
 from .emitter import Emitter
+from .expand_tiles import tiles_of
 
 aten = torch.ops.aten
 
@@ -210,7 +212,6 @@ class Head:
             values = [self._collapsed(emit, n, tiling.total) for n in results]
             tiled = emit.node(ops.tiled, (given, key), {}, values)
             facts.set_tiling(tiled, tiling)
-            facts.set_note(tiled, self._note(tiling))
             got = [emit(operator.getitem, tiled, i) for i in range(len(results))]
             new = [self._restored(emit, n, g) for n, g in zip(results, got, strict=True)]
         for node, out in zip(results, new, strict=True):
@@ -321,32 +322,29 @@ class Head:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         total = self._total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
-        return Tiling(graph, inputs, tuple(kinds), total, tiles_of(facts.hint(total), self._tile_rows(ctx)))
-
-    def _tile_rows(self, ctx: Context) -> int:
-        if ctx.tile_bytes is None:
-            return ctx.tile_rows(str(facts.value(self.head).dtype).removeprefix("torch."))
-        return max(1, ctx.tile_bytes // (self.width * facts.value(self.head).element_size()))
-
-    def _note(self, tiling: Tiling) -> str:
-        val = facts.value(self.head)
-        tile = -(-facts.hint(tiling.total) // tiling.tiles)
-        whole = facts.hint(tiling.total) * self.width * val.element_size()
-        part = tile * self.width * val.element_size()
-        where = ", their gradient with them in forward" if self.scale is not None else ""
-        return (
-            f"logits of {name_of(weight_of(self.head))} made in {tiling.tiles} tiles of {tile} tokens{where}: {part:,} "
-            f"bytes of logits at a time instead of {whole:,}"
+        return Tiling(
+            graph,
+            inputs,
+            tuple(kinds),
+            total,
+            tiles_of(facts.hint(total), self._tile_rows(ctx)),
+            *self._sizes(),
         )
 
+    def _tile_rows(self, ctx: Context) -> int:
+        val = facts.value(self.head)
+        if ctx.tile_bytes is not None:
+            return max(1, ctx.tile_bytes // (self.width * val.element_size()))
+        if ctx.machine is None:
+            return facts.hint(val.shape[0])
+        return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch."))
 
-def tiles_of(total: int, rows: int) -> int:
-    """Number of tiles of at most ``rows`` rows: equal ones where less than twice as many allow it."""
-    least = max(1, -(-total // max(1, rows)))
-    even = next((n for n in range(least, min(2 * least, total + 1)) if total % n == 0), None)
-    if even is not None:
-        return even
-    return -(-total // -(-total // least))  # none of them empty
+    def _sizes(self) -> tuple[str, int, int]:
+        """What :class:`Tiling` says for the report."""
+        val, weight = facts.value(self.head), facts.value(self.head.args[-1])
+        where = ", their gradient with them in forward" if self.scale is not None else ""
+        again = reread_bytes(weight.numel(), val.dtype) if self.scale is not None else facts.bytes_of(weight)
+        return f"logits of {name_of(weight_of(self.head))}{where}", self.width * val.element_size(), again
 
 
 def _reached(start: Sequence[fx.Node]) -> set[fx.Node]:

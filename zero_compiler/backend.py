@@ -20,14 +20,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from . import budget, hardware, passes, plain
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
-from .cost import CostModel, at_hints, bucket_bytes, hints, tile_rows
+from .cost import CostModel, at_hints, bucket_bytes, hints
 from .emit import emit, kept_bytes
 from .errors import ConfigError, ZeroError
 from .ir import facts, ops, spec
 from .ir.facts import ParamRef
 from .passes import Context, ParamPlan, Trace, run_passes
 from .program import Program
-from .report import Frame
+from .report import Frame, Memory
 from .runtime.model import ModelRuntime
 from .runtime.session import Session
 from .runtime.shards import LocalRows
@@ -267,7 +267,7 @@ class _FrameCompiler:
             gathered,
             reduced,
             self.config.tile_bytes,
-            lambda dtype: tile_rows(self._machine(), dtype),
+            self._machine(),
         )
 
     def _machine(self) -> hardware.HardwareSpec:
@@ -295,7 +295,20 @@ class _FrameCompiler:
         return forward, backward
 
     def _spend_budget(self, forward: fx.GraphModule, backward: fx.GraphModule, budget_bytes: int) -> None:
-        """Plan both phases with every weight released, and keep what fits in the room that is left."""
+        """Plan both phases with every weight released, and keep what fits in the room that is left.
+
+        What does not fit is tried again with smaller tiles.
+        """
+        memory, programs = self._trial(forward, backward)
+        while memory.peak > budget_bytes and passes.finer(forward.graph):
+            memory, programs = self._trial(forward, backward)
+        policies = list(self.policies.values())
+        budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
+        budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
+        self.params = {s.ref: self._plan(s) for s in self.captured.shards}
+
+    def _trial(self, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Memory, list[Program]]:
+        """Programs of both phases, and the memory that they take."""
         programs = []
         for gm, phase, gathered in (
             (forward, "forward", None),
@@ -304,12 +317,8 @@ class _FrameCompiler:
             trial = facts.copy_module(gm)
             run_passes(trial.graph, passes.PHASE, self._context(phase, gathered), Trace())
             programs.append(emit(trial, self.params, phase, self.loader.kept_offsets()).program)
-        policies = list(self.policies.values())
-        kept_now = kept_bytes(self.loader.kept_offsets())
-        memory = budget.memory_of(policies, programs, kept_now)
-        budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
-        budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
-        self.params = {s.ref: self._plan(s) for s in self.captured.shards}
+        kept = kept_bytes(self.loader.kept_offsets())
+        return budget.memory_of(list(self.policies.values()), programs, kept), programs
 
     def check_budget(self) -> None:
         """What was compiled fits the budget.

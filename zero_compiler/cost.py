@@ -65,12 +65,17 @@ _REREAD = 0.05
 def tile_rows(spec: HardwareSpec, dtype: str) -> int:
     """Rows of a tile of logits from which on reading the weight for every tile does not count.
 
-    A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements, reads the weight
-    twice and its gradient (float32) once, and writes that: ``2 n item + 8 n`` bytes.
+    A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements.
     """
     rate = spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
-    item = getattr(torch, dtype).itemsize
-    return max(1, math.ceil((2 * item + 8) / spec.memory_bytes_per_us * rate / (6 * _REREAD)))
+    us = reread_bytes(1, getattr(torch, dtype)) / spec.memory_bytes_per_us
+    return max(1, math.ceil(us * rate / (6 * _REREAD)))
+
+
+def reread_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that every tile of logits moves beside its own: it reads the weight twice, for logits and for the gradient
+    of their input, and adds to the gradient of the weight, in float32."""
+    return numel * (2 * dtype.itemsize + 8)
 
 
 def expr(size: Any) -> Any:

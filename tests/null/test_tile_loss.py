@@ -10,8 +10,9 @@ from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
 from null.graphs import head_graph, lower
 from torch import nn
 
+import zero_compiler as zero
 from zero_compiler.passes import JOINT, run_passes
-from zero_compiler.passes.head import tiles_of
+from zero_compiler.passes.expand_tiles import tiles_of
 
 ROW = VOCAB * 4  # bytes of the logits of a token
 # bf16 products of a tile are rounded once each, and their sum over tiles once.
@@ -39,9 +40,7 @@ def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
     tol = TOL.get(of, 1e-5)
     model.check([batch(0), batch(1)], lambda out: 3 * out, rtol=tol, atol=tol)
     assert [
-        n
-        for n in notes(model)
-        if "logits of head.weight made in" in n and "their gradient with them in forward" in n
+        n for n in notes(model) if "tiled: logits of head.weight, their gradient with them in forward:" in n
     ], notes(model)
     assert not [n for n in notes(model) if "left whole" in n]
     assert [g.names for g in model.programs["backward"].gathers if "head.weight" in g.names] == []
@@ -51,11 +50,7 @@ def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
 def test_compiled_segments_give_the_same(of):
     model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=4 * ROW, compute="inductor")
     model.check([batch(0), batch(1)], lambda out: 3 * out)
-    assert [
-        n
-        for n in notes(model)
-        if "tiles of 4 tokens" in n or "tiles of 3 tokens" in n or "tiles of 2 tokens" in n
-    ]
+    assert [n for n in notes(model) if "4 tiles of 4 rows" in n or "7 tiles of 2 rows" in n]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -69,14 +64,18 @@ def test_any_length_once_sizes_are_symbols(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW, dynamic=True)
     for length in (8, 11, 30):
         model.check([batch(0, length), batch(1, length)], lambda out: out)
-    assert [n for n in notes(model) if "tiles of" in n]
+    assert [n for n in notes(model) if "tiled: logits" in n]
     assert len(model.frames) <= 2
 
 
 def test_evaluation_is_tiled_too():
     model = SimulatedModel(Head(), 2, stage=3, tile_bytes=4 * ROW)
     model.check([batch(0), batch(1)])
-    assert [n for n in notes(model) if "made in 4 tiles of 4 tokens" in n]
+    assert [
+        n
+        for n in notes(model)
+        if "tiled: logits of head.weight: 4 tiles of 4 rows, 976 bytes at a time; saves 2,928 bytes" in n
+    ]
 
 
 def test_which_collectives_run_does_not_depend_on_sizes():
@@ -108,6 +107,21 @@ def test_peak_falls_by_the_logits():
         peaks[tile] = max(max(p.live) for p in model.programs.values())
     saved = 3 * (n - r) * VOCAB * 4 - 2 * (n + VOCAB) * WIDTH * 4
     assert peaks[n] - peaks[r] >= saved
+
+
+def test_a_budget_makes_tiles_smaller():
+    def plan(**fields):
+        model = SimulatedModel(Head(), 1, stage=3, **fields)
+        model.check([batch(0, 256)], lambda out: out)
+        (note,) = (n for n in notes(model) if "tiled: logits" in n)
+        return note, zero.inspect(model.model).memory
+
+    whole, small = (plan(tile_bytes=rows * ROW) for rows in (512, 32))
+    assert "1 tiles of 512 rows" in whole[0]
+    assert small[1].peak < whole[1].peak
+    note, memory = plan(tile_bytes=512 * ROW, memory_budget_bytes=small[1].peak)
+    assert "16 tiles of 32 rows" in note
+    assert memory.peak == small[1].peak
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ class Tiling:
             the others; returns the outputs one after the other.
         inputs: for each input, the dimension that is cut into tiles; None for what every tile reads whole.
         total: rows of all tiles together; ``tiles`` of them, of equally many rows but for the last.
+        what: is computed, in words.
+        row_bytes: what never exists whole, a row of it.
+        reread_bytes: what every tile reads or writes again.
     """
 
     graph: fx.Graph
@@ -93,6 +96,14 @@ class Tiling:
     outputs: tuple[TileOutput, ...]
     total: Any
     tiles: int
+    what: str
+    row_bytes: int
+    reread_bytes: int
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile, at hints."""
+        return -(-hint(self.total) // self.tiles)
 
 
 def tiling(node: fx.Node) -> Tiling:
