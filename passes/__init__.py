@@ -8,17 +8,24 @@ from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
 from .clone_escapes import CloneEscapes
 from .keep_old_values import KeepOldValues
+from .expand_tiles import ExpandTiles, finer
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
+from .tile_loss import TileLoss
 from .units import assign_units, gathered_in_backward, order_of_use
 
 # (pass, level of lowering that the verifier proves after it)
 JOINT: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
     (KeepOldValues(), "merged"),
+    (TileLoss(), "merged"),
     (TagRecompute(), "merged"),
+]
+INFERENCE: list[tuple[Pass, str]] = [
+    (MergeMarkers(), "merged"),
+    (TileLoss(), "merged"),
 ]
 PHASE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
@@ -26,15 +33,18 @@ PHASE: list[tuple[Pass, str]] = [
     (CloneEscapes(), "lowered"),
     (BucketTransfers(), "lowered"),
     (PlaceStarts(), "lowered"),
+    (ExpandTiles(), "lowered"),
     (InsertReleases(), "scheduled"),
 ]
 
 __all__ = [
+    "INFERENCE",
     "JOINT",
     "PHASE",
     "BucketTransfers",
     "CloneEscapes",
     "Context",
+    "ExpandTiles",
     "InsertReleases",
     "KeepOldValues",
     "LowerMarkers",
@@ -43,8 +53,10 @@ __all__ = [
     "Pass",
     "PlaceStarts",
     "TagRecompute",
+    "TileLoss",
     "Trace",
     "assign_units",
+    "finer",
     "gathered_in_backward",
     "order_of_use",
     "run_passes",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, spec
 from zero_compiler.ir.facts import ParamRef
 
@@ -66,6 +67,9 @@ class Context:
             graph. Sizes of activations cannot change it.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
+        tile_bytes: what is computed tile by tile is made in tiles of at most so many bytes; None: of so many that
+            reading the weight again for each does not count on ``machine``.
+        machine: what the plan is made for; None: nothing is known of it.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -74,6 +78,8 @@ class Context:
     units: Mapping[ParamRef, str] = field(default_factory=dict)
     gathered: frozenset[ParamRef] | None = None
     reduced: frozenset[ParamRef] | None = None
+    tile_bytes: int | None = None
+    machine: HardwareSpec | None = None
 
 
 class Pass(Protocol):

@@ -121,7 +121,7 @@ def _segment_ends(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, f
     out: dict[fx.Node, fx.Node] = {}
     end: fx.Node | None = None
     for node in reversed(graph.nodes):
-        if node.op == "output" or node.target in ops.TRANSFERS:
+        if node.op == "output" or node.target in ops.BORDERS:
             end = node
         assert end is not None
         out[node] = end

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zero_compiler.ir import facts
+from zero_compiler.ir import facts, ops
 
 from .base import Context
 
@@ -21,6 +21,7 @@ _aten = torch.ops.aten
 # Partitioners do not recompute these; said here so that it does not depend on their settings.
 _COSTLY = frozenset(
     {
+        ops.tiled,
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,
@@ -64,6 +65,10 @@ class TagRecompute:
         allowed = regathered(graph, ctx.bucket_bytes)
         for node in derived:
             facts.tag_recompute(node, CheckpointPolicy.MUST_RECOMPUTE, _REGION)
+        for node in graph.find_nodes(op="call_function", target=ops.tiled):
+            # What it makes for backward is made where the loss is.
+            for kept in (node, *node.users):
+                facts.tag_recompute(kept, CheckpointPolicy.MUST_SAVE, 0)
         for node, marks in derived.items():
             for user in _forward_readers(node, derived, backward):
                 if (user.target in _COSTLY or not marks <= allowed) and not facts.user_region(user):

@@ -27,7 +27,7 @@ from .ir import facts, ops, spec
 from .ir.facts import ParamRef
 from .passes import Context, ParamPlan, Trace, run_passes
 from .program import Program
-from .report import Frame
+from .report import Frame, Memory
 from .runtime.model import ModelRuntime
 from .runtime.session import Session
 from .runtime.shards import LocalRows
@@ -260,7 +260,19 @@ class _FrameCompiler:
 
     def _context(self, phase: str, gathered: frozenset[ParamRef] | None = None) -> Context:
         reduced = self.reduced if phase == "backward" else None
-        return Context(self.params, phase, self.bucket_bytes, self.units, gathered, reduced)
+        return Context(
+            self.params,
+            phase,
+            self.bucket_bytes,
+            self.units,
+            gathered,
+            reduced,
+            self.config.tile_bytes,
+            self._machine(),
+        )
+
+    def _machine(self) -> hardware.HardwareSpec:
+        return self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
 
     def _joint(self, gm: fx.GraphModule) -> None:
         run_passes(gm.graph, passes.JOINT, self._context("joint"), self.trace, self._dump_dir())
@@ -284,7 +296,20 @@ class _FrameCompiler:
         return forward, backward
 
     def _spend_budget(self, forward: fx.GraphModule, backward: fx.GraphModule, budget_bytes: int) -> None:
-        """Plan both phases with every weight released, and keep what fits in the room that is left."""
+        """Plan both phases with every weight released, and keep what fits in the room that is left.
+
+        What does not fit is tried again with smaller tiles.
+        """
+        memory, programs = self._trial(forward, backward)
+        while memory.peak > budget_bytes and passes.finer(forward.graph):
+            memory, programs = self._trial(forward, backward)
+        policies = list(self.policies.values())
+        budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
+        budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
+        self.params = {s.ref: self._plan(s) for s in self.captured.shards}
+
+    def _trial(self, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Memory, list[Program]]:
+        """Programs of both phases, and the memory that they take."""
         programs = []
         for gm, phase, gathered in (
             (forward, "forward", None),
@@ -293,12 +318,8 @@ class _FrameCompiler:
             trial = facts.copy_module(gm)
             run_passes(trial.graph, passes.PHASE, self._context(phase, gathered), Trace())
             programs.append(emit(trial, self.params, phase, self.loader.kept_offsets()).program)
-        policies = list(self.policies.values())
-        kept_now = kept_bytes(self.loader.kept_offsets())
-        memory = budget.memory_of(policies, programs, kept_now)
-        budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
-        budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
-        self.params = {s.ref: self._plan(s) for s in self.captured.shards}
+        kept = kept_bytes(self.loader.kept_offsets())
+        return budget.memory_of(list(self.policies.values()), programs, kept), programs
 
     def check_budget(self) -> None:
         """What was compiled fits the budget.
@@ -324,6 +345,7 @@ class _FrameCompiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.compute == "inductor":
             _inductor_joint_passes(gm, inputs)
+        run_passes(gm.graph, passes.INFERENCE, self._context("joint"), self.trace, self._dump_dir())
         self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
         return self._phase(gm, "inference", None)
 
@@ -344,7 +366,7 @@ class _FrameCompiler:
 
     def _simulated(self, program: Program, segments: Sequence[Any], graph: fx.Graph) -> Timeline:
         """Predicted time of every segment, and the timeline that follows."""
-        machine = self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
+        machine = self._machine()
         cost, fused = CostModel(machine), self.config.compute == "inductor"
         known = hints(graph)
         program.segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in segments]

@@ -74,6 +74,8 @@ class Config:
             gathered weights from forward to backward. None: no limit, and weights are released as ``stage`` says.
         bucket_bytes: gathers and reductions smaller than this share a collective, in bytes of the full
             tensors. None: derived by the cost model from latency times bandwidth.
+        tile_bytes: logits are made in tiles of at most so many bytes, together with the loss and its gradient. None:
+            as many tokens at a time as it takes for the repeated reading of the weight not to count.
 
     Raises:
         ConfigError: a value is out of range or not of its type.
@@ -93,6 +95,7 @@ class Config:
     hardware: str | None = None
     memory_budget_bytes: int | None = None
     bucket_bytes: int | None = None
+    tile_bytes: int | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Config:
         """Notes which fields the user gave. All of them at once is a copy: then those that are no default."""
@@ -131,7 +134,7 @@ class Config:
             raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
         if self.compute not in _COMPUTE:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
-        for name in ("bucket_bytes", "memory_budget_bytes"):
+        for name in ("bucket_bytes", "memory_budget_bytes", "tile_bytes"):
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
                 raise ConfigError(f"{name} must be a number of bytes >= 0 or None, not {size!r}")

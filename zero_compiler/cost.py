@@ -6,6 +6,7 @@ symbols; ``at_hints`` turns it into a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,26 @@ def bucket_bytes(spec: HardwareSpec, world: int, shared: bool = False) -> int:
         return 1 << 20
     link = spec.collective("all_gather", world, shared)
     return int(_LATENCIES * link.latency_us * link.bytes_per_us)
+
+
+# Share of the time of a tile's products that reading their weight again, and its gradient, may take.
+_REREAD = 0.05
+
+
+def tile_rows(spec: HardwareSpec, dtype: str) -> int:
+    """Rows of a tile of logits from which on reading the weight for every tile does not count.
+
+    A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements.
+    """
+    rate = spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
+    us = reread_bytes(1, getattr(torch, dtype)) / spec.memory_bytes_per_us
+    return max(1, math.ceil(us * rate / (6 * _REREAD)))
+
+
+def reread_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that every tile of logits moves beside its own: it reads the weight twice, for logits and for the gradient
+    of their input, and adds to the gradient of the weight, in float32."""
+    return numel * (2 * dtype.itemsize + 8)
 
 
 def expr(size: Any) -> Any:

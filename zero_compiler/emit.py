@@ -205,7 +205,7 @@ def _steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or facts.is_element(node):
             continue
-        if node.target in ops.TRANSFERS:
+        if node.target in ops.BORDERS:
             steps.append(node)
         elif steps and isinstance(steps[-1], list):
             steps[-1].append(node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,21 @@ from .ir import dump, facts
 log = logging.getLogger("zero_compiler")
 
 # Takes the list of inputs and empties it (so that the callee may free them early); returns a sequence.
+_aten_ops = torch.ops.aten
+# Views, allocations and writes in place, which tiles stand between (see `passes/expand_tiles.py`): there is nothing
+# to fuse, and Inductor would write into a copy first.
+_ALONE = frozenset(
+    {
+        operator.getitem,
+        _aten_ops.split.Tensor,
+        _aten_ops.empty.memory_format,
+        _aten_ops.full.default,
+        _aten_ops.copy_.default,
+        _aten_ops.add_.Tensor,
+        _aten_ops.addmm_.default,
+    }
+)
+
 SegmentFn = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -31,6 +47,16 @@ def structure(seg: SegmentGraph) -> str:
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
     roots = facts.alias_roots(seg.gm.graph)
+    # Where an input begins in its storage is of no account, unless an operator counts from there.
+    absolute = any(n.target is torch.ops.aten.as_strided.default for n in seg.gm.graph.nodes)
+    begins = {
+        n: 0 if absolute else facts.value(n).storage_offset()
+        for n in seg.gm.graph.nodes
+        if isinstance(facts.value(n), torch.Tensor) and facts.value(n).layout is torch.strided
+    }
+
+    def begin(node: fx.Node) -> Any:
+        return next((begins[r] for r in roots[node] if r.op == "placeholder" and r in begins), 0)
 
     def ref(a: Any) -> Any:
         return names[a] if isinstance(a, fx.Node) else _constant(a)
@@ -38,13 +64,13 @@ def structure(seg: SegmentGraph) -> str:
     for i, node in enumerate(seg.gm.graph.nodes):
         names[node] = f"%{i}"
         if node.op == "placeholder":
-            lines.append(f"in {_meta(facts.value(node))}")
+            lines.append(f"in {_meta(facts.value(node), begin(node))}")
         elif node.op == "get_attr":
             lines.append(f"const {id(_attribute(seg.gm, node.target))}")
         else:
             args = tree_map(ref, (node.args, node.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
             shares = sorted(names[r] for r in roots[node])
-            lines.append(f"{dump.target_text(node)} {args} {_meta(facts.value(node))} {shares}")
+            lines.append(f"{dump.target_text(node)} {args} {_meta(facts.value(node), begin(node))} {shares}")
     return "\n".join(lines)
 
 
@@ -59,13 +85,19 @@ def _attribute(gm: fx.GraphModule, target: Any) -> Any:
     return obj
 
 
-def _meta(val: Any) -> str:
+def _meta(val: Any, begin: Any = 0) -> str:
     if isinstance(val, torch.Tensor):
         strides = ",".join(str(s) for s in val.stride()) if val.layout is torch.strided else str(val.layout)
-        return f"{val.dtype}[{','.join(str(s) for s in val.shape)}]({strides})+{val.storage_offset()}{val.device}"
+        return (
+            f"{val.dtype}[{','.join(str(s) for s in val.shape)}]({strides})+{_offset(val, begin)}{val.device}"
+        )
     if isinstance(val, (list, tuple)):
         return "(" + ",".join(_meta(v) for v in val) + ")"
     return str(val)
+
+
+def _offset(val: torch.Tensor, begin: Any) -> Any:
+    return val.storage_offset() - begin if val.layout is torch.strided else 0
 
 
 class SegmentCompiler:
@@ -83,9 +115,15 @@ class SegmentCompiler:
         fn = self._done.get((key, is_inference))
         if fn is None:
             self.compiled += 1
-            fn = _inductor(seg, is_inference, is_backward) if self.compute == "inductor" else _aten(seg)
+            fuses = self.compute == "inductor" and any(_fusible(n) for n in seg.gm.graph.nodes)
+            fn = _inductor(seg, is_inference, is_backward) if fuses else _aten(seg)
             self._done[(key, is_inference)] = fn
         return key, fn
+
+
+def _fusible(node: fx.Node) -> bool:
+    """Whether a compiler can do more than call the operator."""
+    return facts.is_compute(node) and node.target not in _ALONE
 
 
 def _aten(seg: SegmentGraph) -> SegmentFn:
@@ -110,8 +148,6 @@ def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Segme
     from torch._inductor.virtualized import V
 
     gm = seg.gm
-    if not any(facts.is_compute(n) for n in gm.graph.nodes):
-        return _aten(seg)
     output = next(iter(gm.graph.find_nodes(op="output")))
     # Values between segments keep the strides that the graph promises: the reader was compiled for them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))

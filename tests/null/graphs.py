@@ -166,6 +166,23 @@ class Build:
         return Reference(program, [_aten(s) for s in emitted.segments], layouts, ranks).run(inputs)
 
 
+def head_graph(**kw) -> Build:
+    """Joint graph of a head: the sum over tokens of logsumexp, and its gradient."""
+    b = Build(w=(5, 4), **kw)
+    x, tangent = b.input("x", 6, 4), b.input("tangents_1")
+    w = b.weight("w")
+    logits = b.op(aten.mm.default, x, b.op(aten.t.default, w))
+    lse = b.op(aten.logsumexp.default, logits, [1])
+    total = b.op(aten.sum.default, lse)
+    each = b.op(aten.unsqueeze.default, b.op(aten.expand.default, tangent, [6]), 1)
+    p = b.op(aten.exp.default, b.op(aten.sub.Tensor, logits, b.op(aten.unsqueeze.default, lse, 1)))
+    grad = b.op(aten.mul.Tensor, each, p)
+    dx = b.op(aten.mm.default, grad, w)
+    dw = b.op(aten.mm.default, b.op(aten.t.default, grad), x)
+    b.done(total, dx, b.reduced("w", dw))
+    return b
+
+
 def lower(build: Build, phase: str, upto: str | None = None, **fields: Any) -> fx.Graph:
     """Run the passes of a phase, through the one named ``upto``; the verifier runs after each."""
     names = [p.name for p, _ in PHASE]

@@ -120,6 +120,7 @@ def test_an_unknown_option_names_the_nearest():
         ("bucket_bytes", -1, "bucket_bytes must be a number of bytes"),
         ("bucket_bytes", True, "bucket_bytes must be a number of bytes"),
         ("bucket_bytes", "4M", "bucket_bytes must be a number of bytes"),
+        ("tile_bytes", -1, "tile_bytes must be a number of bytes"),
     ],
 )
 def test_a_value_that_an_option_does_not_take(field, value, sentence):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import TestCase
-from null.graphs import OWNER, Build, aten, check_numbers, lower, names_of
+from null.graphs import OWNER, Build, aten, check_numbers, head_graph, lower, names_of
 
 from zero_compiler.errors import PassRefused
 from zero_compiler.ir import dump, facts, ops
@@ -260,9 +260,73 @@ return %mm_default, %relu_default
         )
 
 
+def tiled_head(tile_bytes: int) -> Build:
+    b = head_graph()
+    run_passes(b.graph, JOINT[:2], b.context("joint", tile_bytes=tile_bytes))
+    return b
+
+
+class Tiles(TestCase):
+    def test_tile_loss(self):
+        self.assertExpectedInline(
+            dump.text(tiled_head(40).graph),
+            """\
+%w.shard = input                                                         f32[3,4]                        +48  live 48
+%x = input                                                               f32[6,4]                        +96  live 144
+%tangents_1 = input                                                      f32[]                            +4  live 148
+%w_full = zero.unshard %w.shard [w]                                      f32[5,4]                        +80  live 180
+%t_default = aten.t %w_full                                              f32[4,5]                             live 180
+%full_default = aten.full [], 1, dtype=float32, device=cpu               f32[]                            +4  live 184
+%tiled_default = zero.tiled [%x, %w_full, %full_default, %t_default], 'loss0' (f32[], f32[6,4], f32[5,4])       +180  live 184
+%getitem = getitem %tiled_default, 0                                     f32[]                                live 184
+%getitem_1 = getitem %tiled_default, 1                                   f32[6,4]                             live 184
+%getitem_2 = getitem %tiled_default, 2                                   f32[5,4]                             live 184
+%mul_tensor_2 = aten.mul.Tensor %getitem_2, %tangents_1                  f32[5,4]                        +80  live 264
+%reduce_grad_default = zero.reduce_grad %mul_tensor_2 [w]                f32[3,4]                        +48  live 232
+%mul_tensor_1 = aten.mul.Tensor %getitem_1, %tangents_1                  f32[6,4]                        +96  live 324
+return %getitem, %mul_tensor_1, %reduce_grad_default
+""",
+        )
+
+    def test_expand_tiles(self):
+        b = tiled_head(60)
+        # What precedes the tiles, and the first of two.
+        text = dump.text(lower(b, "forward", "expand-tiles")).splitlines()[6:30]
+        self.assertExpectedInline(
+            "\n".join(text),
+            """\
+%t_default = aten.t %w                                                   f32[4,5]                             live 184
+%cut_default = zero.cut                                                                                       live 184
+%split_tensor = aten.split.Tensor %x, 3, 0                               (f32[3,4], f32[3,4])                 live 184
+%getitem_7 = getitem %split_tensor, 0                                    f32[3,4]                             live 184
+%getitem_8 = getitem %split_tensor, 1                                    f32[3,4]                             live 184
+%full_default_1 = aten.full [], 0, dtype=float32, device=cpu             f32[]                            +4  live 188
+%empty_memory_format = aten.empty.memory_format [6, 4], dtype=float32, device=cpu f32[6,4]                        +96  live 284
+%full_default_2 = aten.full [5, 4], 0, dtype=float32, device=cpu         f32[5,4]                        +80  live 364
+%split_tensor_1 = aten.split.Tensor %empty_memory_format, 3, 0           (f32[3,4], f32[3,4])                 live 364
+%getitem_9 = getitem %split_tensor_1, 0                                  f32[3,4]                             live 364
+%getitem_10 = getitem %split_tensor_1, 1                                 f32[3,4]                             live 364
+%cut_default_1 = zero.cut                                                                                     live 364
+%mm_default_3 = aten.mm %getitem_7, %t_default                           f32[3,5]                        +60  live 424
+%logsumexp_default_1 = aten.logsumexp %mm_default_3, [1]                 f32[3]                          +12  live 436
+%sum_default_1 = aten.sum %logsumexp_default_1                           f32[]                            +4  live 440
+%expand_default_1 = aten.expand %full_default, [3]                       f32[3]                               live 440
+%unsqueeze_default_2 = aten.unsqueeze %expand_default_1, 1               f32[3,1]                             live 440
+%unsqueeze_default_3 = aten.unsqueeze %logsumexp_default_1, 1            f32[3,1]                             live 440
+%sub_tensor_1 = aten.sub.Tensor %mm_default_3, %unsqueeze_default_3      f32[3,5]                        +60  live 428
+%exp_default_1 = aten.exp %sub_tensor_1                                  f32[3,5]                        +60  live 428
+%mul_tensor_3 = aten.mul.Tensor %unsqueeze_default_2, %exp_default_1     f32[3,5]                        +60  live 428
+%mm_default_4 = aten.mm %mul_tensor_3, %w                                f32[3,4]                        +48  live 476
+%t_default_2 = aten.t %mul_tensor_3                                      f32[5,3]                             live 476
+%cut_default_2 = zero.cut                                                                                     live 476""",
+        )
+
+
 def test_every_pass_has_a_golden():
     tested = {
-        name.removeprefix("test_").replace("_", "-") for name in vars(Goldens) if name.startswith("test_")
+        name.removeprefix("test_").replace("_", "-")
+        for name in (*vars(Goldens), *vars(Tiles))
+        if name.startswith("test_")
     }
     assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested
 

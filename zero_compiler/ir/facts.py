@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from . import ops
 _PARAMS = "zero_params"
 _UNIT = "zero_unit"
 _NOTE = "zero_note"
+_TILING = "zero_tiling"
 
 
 class ParamRef(NamedTuple):
@@ -64,6 +66,55 @@ def set_note(node: fx.Node, text: str) -> None:
     node.meta[_NOTE] = text
 
 
+@dataclass(frozen=True)
+class TileOutput:
+    """One result of a tile: ``rows`` is the dimension that runs over tiles, or None for what is added up.
+
+    ``product``: the tile returns two matrices, and their product is what is added up.
+    """
+
+    rows: int | None
+    product: bool = False
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a ``zero.tiled`` does on one tile.
+
+    Args:
+        graph: takes the number of rows of the tile, then a tile of every input that has rows and the whole of
+            the others; returns the outputs one after the other.
+        inputs: for each input, the dimension that is cut into tiles; None for what every tile reads whole.
+        total: rows of all tiles together; ``tiles`` of them, of equally many rows but for the last.
+        what: is computed, in words.
+        row_bytes: what never exists whole, a row of it.
+        reread_bytes: what every tile reads or writes again.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[int | None, ...]
+    outputs: tuple[TileOutput, ...]
+    total: Any
+    tiles: int
+    what: str
+    row_bytes: int
+    reread_bytes: int
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile, at hints."""
+        return -(-hint(self.total) // self.tiles)
+
+
+def tiling(node: fx.Node) -> Tiling:
+    """What a ``zero.tiled`` does on one tile."""
+    return node.meta[_TILING]
+
+
+def set_tiling(node: fx.Node, tiling: Tiling) -> None:
+    node.meta[_TILING] = tiling
+
+
 def tag_recompute(node: fx.Node, policy: Any, graph_id: int) -> None:
     """Tell the partitioner what to do with a forward value that backward needs."""
     node.meta["recompute"] = policy
@@ -88,7 +139,7 @@ def is_compute(node: fx.Node) -> bool:
     """True for a node that runs on the compute device, as against a transfer or the graph's frame."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
-    if node.target in ops.TRANSFERS:
+    if node.target in ops.BORDERS:
         return False
     return not is_element(node)
 

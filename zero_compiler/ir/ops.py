@@ -56,6 +56,10 @@ _lib.define("gather(str[] names, int[] sizes, int[] dims, ScalarType dtype, Devi
 _lib.define("reduce(Tensor[] grads, int[] sizes, int[] dims, ScalarType dtype, bool replicated) -> Tensor[]")
 _lib.define("wait(Tensor[] pending) -> Tensor[]")
 _lib.define("release(Tensor(a!)[] fulls) -> ()")
+# A computation that is done tile by tile: what one tile does is a graph of its own (`facts.tiling`), and `body` names
+# it, so that no two are equal. `cut` ends a compute segment: the tiles of one computation share what one compiles to.
+_lib.define("tiled(Tensor[] inputs, str body) -> Tensor[]")
+_lib.define("cut() -> ()")
 
 unshard = torch.ops.zero.unshard.default
 reduce_grad = torch.ops.zero.reduce_grad.default
@@ -63,8 +67,12 @@ gather = torch.ops.zero.gather.default
 reduce = torch.ops.zero.reduce.default
 wait = torch.ops.zero.wait.default
 release = torch.ops.zero.release.default
+tiled = torch.ops.zero.tiled.default
+cut = torch.ops.zero.cut.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
+# Where one compute segment ends and the next begins.
+BORDERS = TRANSFERS | {cut}
 
 
 def flat_sizes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -1,0 +1,101 @@
+"""New nodes with their fake values, for passes that write more than one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+from torch.utils._sympy.functions import FloorDiv
+
+from zero_compiler.ir import facts
+
+_ARITHMETIC = ((sympy.Add, operator.add), (sympy.Mul, operator.mul), (FloorDiv, operator.floordiv))
+_COPIED = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr")
+
+
+class Emitter:
+    """Calls operators at the graph's point of insertion; new nodes belong to the module of ``origin``."""
+
+    def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
+        self.graph, self.origin = graph, origin
+        self.mode = torch._guards.detect_fake_mode([facts.value(n) for n in graph.nodes])
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        args, kwargs = tree_map(
+            lambda a: self.number(a) if isinstance(a, torch.SymInt) else a, (args, kwargs)
+        )
+        given = tree_map(lambda a: facts.value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
+        with self.fake():
+            val = target(*given[0], **given[1])
+        return self.node(target, args, kwargs, val)
+
+    def node(self, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
+        """A node whose value is known."""
+        node = self.graph.call_function(target, args, kwargs)
+        facts.set_value(node, val)
+        for key in _COPIED:
+            if key in self.origin.meta:
+                node.meta[key] = self.origin.meta[key]
+        return node
+
+    def like(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """``node`` once more, on other operands."""
+        args, kwargs = tree_map(
+            lambda a: env.get(a, a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
+        )
+        return self(node.target, *args, **kwargs)
+
+    def number(self, size: torch.SymInt) -> fx.Node:
+        """A symbolic size as a node, computed from the inputs of the graph."""
+        return self._expression(size.node.expr)
+
+    def _expression(self, expr: Any) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Symbol:
+            return self._symbol(expr)
+        parts = [self._expression(a) for a in expr.args]
+        for kind, op in _ARITHMETIC:
+            if isinstance(expr, kind):
+                return functools.reduce(lambda a, b: self(op, a, b), parts)
+        raise ValueError(f"a size is computed in a way that is not known: {expr}")
+
+    def _symbol(self, symbol: Any) -> fx.Node:
+        for node in self.graph.find_nodes(op="placeholder"):
+            val = facts.value(node)
+            if isinstance(val, torch.SymInt) and val.node.expr == symbol:
+                return node
+        for node in self.graph.find_nodes(op="placeholder"):
+            val = facts.value(node)
+            for dim, size in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    return self(torch.ops.aten.sym_size.int, node, dim)
+        raise ValueError(f"no input has the size {symbol}")
+
+    def reshaped(self, node: fx.Node, sizes: Sequence[Any]) -> fx.Node:
+        """``node`` with other sizes; copied where they cannot be a view of it."""
+        have = facts.value(node).shape
+        if len(have) == len(sizes) and all(
+            a is b or (type(a) is type(b) is int and a == b) for a, b in zip(have, sizes, strict=True)
+        ):
+            return node
+        try:
+            return self(torch.ops.aten.view.default, node, list(sizes))
+        except (RuntimeError, ValueError):
+            copy = self(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+            return self(torch.ops.aten.view.default, copy, list(sizes))
+
+    def empty(self, sizes: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+        """A fake contiguous value."""
+        with self.fake():
+            return torch.empty(list(sizes), dtype=like.dtype, device=like.device)
+
+    def fake(self) -> contextlib.AbstractContextManager[Any]:
+        return self.mode if self.mode is not None else contextlib.nullcontext()

@@ -1,0 +1,169 @@
+"""Forward or backward graph: what is done tile by tile becomes its tiles."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from zero_compiler.ir import facts, ops
+from zero_compiler.ir.facts import TileOutput, Tiling
+
+from .base import Context
+from .emitter import Emitter
+
+aten = torch.ops.aten
+_LEAST = 16  # rows of a tile: with fewer, products are no faster than reading the weight
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ExpandTiles:
+    """Write out the tiles of every ``zero.tiled``.
+
+    Between two ``zero.cut`` stands what one tile computes, then what adds it to the results, in place: so all tiles
+    have equal segments, which are compiled once. Sums over tiles of half-precision values are kept in float32.
+
+    Before::
+
+        %t = zero.tiled [%x, %w]
+        %y = getitem %t, 0
+
+    After (two tiles, ``y`` a sum over them of products)::
+
+        %x0, %x1 = aten.split %x, 8
+        %y = aten.full [61,8], 0
+             zero.cut
+        ...
+             zero.cut
+             aten.addmm_ %y, %g0, %x0
+             zero.cut
+        ...
+
+    Refuses: nothing.
+    """
+
+    name: str = "expand-tiles"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        for node in list(graph.find_nodes(op="call_function", target=ops.tiled)):
+            with graph.inserting_before(node):
+                results = _expand(graph, node, facts.tiling(node), _note(facts.tiling(node), ctx))
+            for user in list(node.users):
+                user.replace_all_uses_with(results[user.args[1]])
+                graph.erase_node(user)
+            graph.erase_node(node)
+
+
+def finer(graph: fx.Graph) -> bool:
+    """Cut every computation that is done in tiles into twice as many; False where none can be cut further."""
+    found = False
+    for node in graph.find_nodes(op="call_function", target=ops.tiled):
+        tiling = facts.tiling(node)
+        total = facts.hint(tiling.total)
+        tiles = tiles_of(total, tiling.tile // 2)
+        if tiling.tile > _LEAST and tiles > tiling.tiles:
+            facts.set_tiling(node, replace(tiling, tiles=tiles))
+            found = True
+    return found
+
+
+def tiles_of(total: int, rows: int) -> int:
+    """Number of tiles of at most ``rows`` rows: equal ones where less than twice as many allow it."""
+    least = max(1, -(-total // max(1, rows)))
+    even = next((n for n in range(least, min(2 * least, total + 1)) if total % n == 0), None)
+    if even is not None:
+        return even
+    return -(-total // -(-total // least))  # none of them empty
+
+
+def _note(tiling: Tiling, ctx: Context) -> str:
+    """For the report: what, bytes saved, time paid."""
+    total = facts.hint(tiling.total)
+    saved = (total - tiling.tile) * tiling.row_bytes
+    again = (tiling.tiles - 1) * tiling.reread_bytes
+    time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
+    return (
+        f"tiled: {tiling.what}: {tiling.tiles} tiles of {tiling.tile} rows, {tiling.tile * tiling.row_bytes:,} bytes "
+        f"at a time; saves {saved:,} bytes; costs {again:,} bytes of memory traffic{time}"
+    )
+
+
+def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[fx.Node]:
+    given: Sequence[fx.Node] = node.args[0]
+    wholes: Sequence[torch.Tensor] = facts.value(node)
+    emit = Emitter(graph, node)
+    if tiling.tiles > 1:
+        graph.call_function(ops.cut, ())
+    parts = [_parts(emit, n, dim, tiling) for n, dim in zip(given, tiling.inputs, strict=True)]
+    if tiling.tiles == 1:
+        outs = _tile(emit, tiling, [p[0] for p in parts])
+        facts.set_note(outs[0], note)
+        done = []
+        for kind in tiling.outputs:
+            done.append(emit(aten.mm.default, outs.pop(0), outs.pop(0)) if kind.product else outs.pop(0))
+        return done
+    results = [_result(emit, kind, val) for kind, val in zip(tiling.outputs, wholes, strict=True)]
+    facts.set_note(results[0], note)
+    places = [_parts(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)]
+    for t in range(tiling.tiles):
+        graph.call_function(ops.cut, ())
+        outs = _tile(emit, tiling, [p[t] for p in parts])
+        graph.call_function(ops.cut, ())
+        for kind, place in zip(tiling.outputs, places, strict=True):
+            _add(emit, kind, place[t], outs)
+    graph.call_function(ops.cut, ())
+    return [
+        r if facts.value(r).dtype == val.dtype else emit(aten._to_copy.default, r, dtype=val.dtype)
+        for r, val in zip(results, wholes, strict=True)
+    ]
+
+
+def _parts(emit: Emitter, node: fx.Node, dim: int | None, tiling: Tiling) -> list[fx.Node]:
+    """The tiles of a value; the whole of it for each where no dimension is cut."""
+    if dim is None or tiling.tiles == 1:
+        return [node] * tiling.tiles
+    split = emit(aten.split.Tensor, node, -(-facts.value(node).shape[dim] // tiling.tiles), dim)
+    return [emit(operator.getitem, split, t) for t in range(tiling.tiles)]
+
+
+def _result(emit: Emitter, kind: TileOutput, val: torch.Tensor) -> fx.Node:
+    if kind.rows is not None:
+        return emit(aten.empty.memory_format, list(val.shape), dtype=val.dtype, device=val.device)
+    dtype = torch.float32 if val.dtype in _HALF else val.dtype
+    return emit(aten.full.default, list(val.shape), 0, dtype=dtype, device=val.device)
+
+
+def _tile(emit: Emitter, tiling: Tiling, given: Sequence[fx.Node]) -> list[fx.Node]:
+    rows, *names = list(tiling.graph.find_nodes(op="placeholder"))
+    env: dict[fx.Node, Any] = dict(zip(names, given, strict=True))
+    first, dim = next((g, d) for g, d in zip(given, tiling.inputs, strict=True) if d is not None)
+    env[rows] = facts.value(first).shape[dim]
+    outs: list[fx.Node] = []
+    for inner in tiling.graph.nodes:
+        if inner.op == "output":
+            outs = [env[n] for n in inner.args[0]]
+        elif inner.op == "call_function":
+            args, kwargs = tree_map(
+                lambda a: env[a] if isinstance(a, fx.Node) else a, (inner.args, inner.kwargs)
+            )
+            env[inner] = emit(inner.target, *args, **kwargs)
+    return outs
+
+
+def _add(emit: Emitter, kind: TileOutput, place: fx.Node, outs: list[fx.Node]) -> None:
+    """Take what this output needs off ``outs`` and lay it in its place, or add it there."""
+    if kind.product:
+        left, right = outs.pop(0), outs.pop(0)
+        if facts.value(place).dtype == facts.value(left).dtype:
+            emit(aten.addmm_.default, place, left, right)
+            return
+        out = emit(aten.mm.default, left, right)
+    else:
+        out = outs.pop(0)
+    emit(aten.copy_.default if kind.rows is not None else aten.add_.Tensor, place, out)

@@ -1,0 +1,416 @@
+"""The part of a joint graph that runs over the tokens of one head: what it is, and one ``zero.tiled`` in its place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zero_compiler.cost import reread_bytes, tile_rows
+from zero_compiler.ir import facts, ops
+from zero_compiler.ir.facts import TileOutput, Tiling
+
+from . import axes
+from .axes import Left, Rows, Summed
+from .base import Context
+from .emitter import Emitter
+from .expand_tiles import tiles_of
+
+aten = torch.ops.aten
+
+_THROUGH = {aten.div.Tensor, aten.div.Scalar, torch.ops.prims.convert_element_type.default}
+_OF_FIRST = {
+    aten._log_softmax_backward_data.default,
+    aten._softmax_backward_data.default,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.slice_backward.default,
+    aten.gather.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.slice.Tensor,
+    *_THROUGH,
+    *axes._VIEWS,
+    *axes._PERMUTES,
+    *(axes._SAME - {aten.full_like.default, aten.ones_like.default}),
+}
+
+
+class Head:
+    """The part of a joint graph that runs over the tokens of one head.
+
+    Raises:
+        Left: it has no such part, or another one needs it whole.
+    """
+
+    def __init__(self, graph: fx.Graph, head: fx.Node) -> None:
+        self.graph, self.head = graph, head
+        self.width = axes.shape(head)[1]
+        self.rows: dict[fx.Node, Rows] = {head: Rows(0, 1)}
+        self.sums: dict[fx.Node, Summed] = {}
+        self.leave: dict[fx.Node, None] = {}
+        self.pick: fx.Node | None = None  # the slice that chooses tokens
+        self.inputs: dict[tuple[fx.Node, Rows | None], None] = {}
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.tangents = _reached(
+            [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+        )
+        self._grow()
+        self._absorb()
+        self.nodes = sorted({*self.rows, *self.sums}, key=self.order.__getitem__)
+        self._check_picked()
+        self._check_order()
+
+    def _wide(self, node: fx.Node, rows: Rows) -> bool:
+        rest = axes.shape(node)
+        return any(isinstance(s, int) and s >= self.width for s in (*rest[: rows.at], *rest[rows.end :]))
+
+    def _grow(self) -> None:
+        ends: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            given = [n for n in node.all_input_nodes if n in self.rows and n not in ends]
+            if not given:
+                continue
+            found: list[Rows | Summed] = []
+            for n in given:
+                try:
+                    if node.op == "output":
+                        raise Left("the logits, or something as large as they are, is returned")
+                    found.append(axes.result(node, n, self.rows[n]))
+                except Left:
+                    if found or self._wide(n, self.rows[n]):
+                        raise
+                    self.leave[n] = None  # a number a token may leave
+            if not found:
+                continue
+            if len(found) < len(given):
+                raise Left(f"{node.target} reads them together with something that has no tokens")
+            first = found[0]
+            if isinstance(first, Summed):
+                if not all(isinstance(f, Summed) for f in found):
+                    raise Left(f"{node.target} mixes tokens")
+                self.sums[node] = first
+                continue
+            out = next((f for f in found if isinstance(f, Rows) and f.padded), first)
+            assert isinstance(out, Rows)
+            self.rows[node] = out
+            if out.picked and self.pick is None:
+                self.pick = node
+            if multiplies(node):
+                if node not in self.tangents:
+                    raise Left(f"{node.name} multiplies them again in forward")
+                ends.add(node)
+                self.leave[node] = None
+        self.ends = ends
+
+    def _absorb(self) -> None:
+        """Take in what feeds the head tile by tile though it does not depend on logits: what is as large, and the
+        gradient of the loss spread over tokens."""
+        todo: list[fx.Node] = [*self.rows, *self.sums]
+        while todo:
+            node = todo.pop()
+            for n, need in axes.operands(node, self._form(node)).items():
+                if n in self.rows and n not in self.ends:
+                    have = self.rows[n]
+                    if need is None or (have.at, have.count, self._all(have)) != (
+                        need.at,
+                        need.count,
+                        self._all(need),
+                    ):
+                        raise Left(f"{node.target} reads tokens of two kinds")
+                elif need is not None and (n in self.tangents or self._wide(n, need)) and axes.absorbable(n):
+                    self.rows[n] = need
+                    todo.append(n)
+                elif need is not None and n in self.tangents:
+                    raise Left("the loss is not reduced to one number inside of what is compiled")
+                elif not _constant(n):
+                    self.inputs[n, need] = None
+
+    def _form(self, node: fx.Node) -> Rows | Summed:
+        return self.rows[node] if node in self.rows else self.sums[node]
+
+    def _all(self, rows: Rows) -> bool:
+        """Laid out over all tokens, and not over those that a slice chose."""
+        return self.pick is None or rows.picked is None or rows.padded
+
+    def _check_picked(self) -> None:
+        if self.pick is None:
+            return
+        for node in (*self.sums, *self.leave):
+            form = self._form(node)
+            rows = form.rows if isinstance(form, Summed) else form
+            if rows.picked is None:
+                raise Left("tokens that are sliced away are used too")
+
+    def _check_order(self) -> None:
+        """Nothing that the head needs comes of what it makes, but for the gradient of the loss."""
+        made = set(self.nodes)
+        after = _reached(self.nodes) - made
+        scalars: set[fx.Node] = set()
+        entries = [n for n, _ in self.inputs if n in self.tangents]
+        todo = list(entries)
+        while todo:
+            node = todo.pop()
+            if node not in scalars:
+                scalars.add(node)
+                todo += [n for n in node.all_input_nodes if n in self.tangents]
+        self.scale: fx.Node | None = None
+        if scalars:
+            roots = [n for n in scalars if n.op == "placeholder"]
+            early = not any(n in after or n in made for k in scalars for n in k.all_input_nodes)
+            if early and len(roots) == 1:
+                self.scale = roots[0]
+            elif len(set(entries)) == 1:
+                self.scale = entries[0]
+            else:
+                raise Left("its gradient is a sum of several that cannot be told apart in forward")
+            if facts.value(self.scale).dim() != 0:
+                raise Left("the loss is not reduced to one number inside of what is compiled")
+        # From the scale on, in order: what forward can compute as if the scale were one.
+        self.chain = [n for n in sorted(scalars, key=self.order.__getitem__) if self._from_scale(n)]
+        for node, _ in self.inputs:
+            if (node in after or node in made) and node not in scalars:
+                raise Left(f"%{node.name} must be known before, and needs the sum over all tokens")
+        for node in (*self.chain, *(n for n in self.nodes if n in self.tangents)):
+            if not _linear(node, self.tangents):
+                raise Left(f"the gradient is not linear in that of the loss: {node.target}")
+
+    def _from_scale(self, node: fx.Node) -> bool:
+        return node is not self.scale and (
+            self.scale in node.all_input_nodes
+            or any(self._from_scale(n) for n in node.all_input_nodes if n in self.tangents)
+        )
+
+    # Rewriting -----------------------------------------------------------------------------------------------
+
+    def replace(self, ctx: Context, key: str) -> None:
+        """Put one ``zero.tiled`` in the place of all of it."""
+        results = self._results()
+        first = min(u for n in results for u in self._readers(n))
+        emit = Emitter(self.graph, self.head)
+        with self.graph.inserting_before(first):
+            ones: dict[fx.Node, fx.Node] = {}
+            if self.scale is not None:
+                val = facts.value(self.scale)
+                ones[self.scale] = emit(
+                    aten.full.default, list(val.shape), 1, dtype=val.dtype, device=val.device
+                )
+            for node in self.chain:
+                ones[node] = emit.like(node, ones)
+            given = [self._given(emit, ones.get(n, n), need) for n, need in self.inputs]
+            tiling = self._tiling(ctx, results)
+            values = [self._collapsed(emit, n, tiling.total) for n in results]
+            tiled = emit.node(ops.tiled, (given, key), {}, values)
+            facts.set_tiling(tiled, tiling)
+            got = [emit(operator.getitem, tiled, i) for i in range(len(results))]
+            new = [self._restored(emit, n, g) for n, g in zip(results, got, strict=True)]
+        for node, out in zip(results, new, strict=True):
+            if node in self.tangents:
+                with self.graph.inserting_before(min(self._readers(node))):
+                    out = emit(aten.mul.Tensor, out, self.scale)
+            for reader in self._readers(node):
+                reader.replace_input_with(node, out)
+        _hoist(tiled)
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u not in self.rows and u not in self.sums]
+
+    def _results(self) -> list[fx.Node]:
+        return [n for n in self.nodes if (n in self.sums or n in self.leave) and self._readers(n)]
+
+    def _lead(self) -> tuple[list[Any], tuple[int, Any, Any]]:
+        """Dimensions of all tokens where some are chosen, and the slice that does it."""
+        assert self.pick is not None
+        given = self.pick.args[0]
+        rows = self.rows[given]
+        dim = axes.arg(self.pick, 1, 0) % len(axes.shape(given)) - rows.at
+        return axes.shape(given)[rows.at : rows.end], (dim, axes.arg(self.pick, 2), axes.arg(self.pick, 3))
+
+    def _total(self) -> Any:
+        if self.pick is None:
+            return axes.shape(self.head)[0]
+        rows, total = self.rows[self.pick], 1
+        for size in axes.shape(self.pick)[rows.at : rows.end]:
+            total = total * size
+        return total
+
+    def _given(self, emit: Emitter, node: fx.Node, need: Rows | None) -> fx.Node:
+        """An input of the head with its tokens in one dimension."""
+        if need is None:
+            return node
+        sizes = axes.shape(node)
+        before, behind = sizes[: need.at], sizes[need.end :]
+        if self.pick is not None and self._all(need):
+            lead, (dim, start, end) = self._lead()
+            node = emit.reshaped(node, [*before, *lead, *behind])
+            node = emit(aten.slice.Tensor, node, need.at + dim, start, end)
+        elif need.count == 1:
+            return node
+        return emit.reshaped(node, [*before, self._total(), *behind])
+
+    def _collapsed(self, emit: Emitter, node: fx.Node, total: Any) -> torch.Tensor:
+        val, sizes = facts.value(node), axes.shape(node)
+        if node in self.rows:
+            rows = self.rows[node]
+            sizes[rows.at : rows.end] = [total]
+        return emit.empty(sizes, val)
+
+    def _restored(self, emit: Emitter, node: fx.Node, got: fx.Node) -> fx.Node:
+        """A result as the readers of ``node`` know it, from one with tokens in one dimension."""
+        if node in self.sums:
+            return got
+        rows, sizes = self.rows[node], axes.shape(node)
+        if self.pick is not None and self._all(rows):
+            lead, (dim, start, end) = self._lead()
+            picked = self.rows[self.pick]
+            chosen = axes.shape(self.pick)[picked.at : picked.end]
+            before, behind = sizes[: rows.at], sizes[rows.end :]
+            got = emit.reshaped(got, [*before, *chosen, *behind])
+            val = facts.value(node)
+            zeros = emit(aten.full.default, [*before, *lead, *behind], 0, dtype=val.dtype, device=val.device)
+            got = emit(aten.slice_scatter.default, zeros, got, rows.at + dim, start, end)
+        return emit.reshaped(got, sizes)
+
+    def _tiling(self, ctx: Context, results: Sequence[fx.Node]) -> Tiling:
+        graph = fx.Graph()
+        r = graph.placeholder("rows")
+        names = {given: graph.placeholder(given[0].name) for given in self.inputs}
+        made: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            needs = axes.operands(node, self._form(node))
+            inside = [n for n in node.all_input_nodes if n in self.rows]
+
+            def tile(n: fx.Node, needs: dict[fx.Node, Rows | None] = needs) -> fx.Node:
+                if n not in made and (n, needs.get(n)) not in names:
+                    if not _constant(n):
+                        return n  # a size that the operator on a tile does not read; checked below
+                    made[n] = graph.node_copy(n, tile)
+                return made[n] if n in made else names[n, needs.get(n)]
+
+            span = self.rows[inside[0]] if inside else None
+            if node in self.sums and node.target in axes._PRODUCTS:
+                continue
+            made[node] = axes.on_tile(graph, node, self._form(node), span, tile, r)
+        for inner in graph.nodes:
+            for n in inner.all_input_nodes:
+                if n.graph is not graph:
+                    raise Left(f"%{n.name} is read in a way that is not known")
+        outs: list[fx.Node] = []
+        kinds: list[TileOutput] = []
+        for node in results:
+            if node in self.rows:
+                outs.append(made[node])
+                kinds.append(TileOutput(self.rows[node].at))
+            elif node in made:
+                outs.append(made[node])
+                kinds.append(TileOutput(None))
+            else:
+                needs = axes.operands(node, self.sums[node])
+                outs += [made[n] if n in made else names[n, needs[n]] for n in node.args]
+                kinds.append(TileOutput(None, product=True))
+        graph.output(outs)
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        total = self._total()
+        inputs = tuple(None if need is None else need.at for _, need in self.inputs)
+        return Tiling(
+            graph,
+            inputs,
+            tuple(kinds),
+            total,
+            tiles_of(facts.hint(total), self._tile_rows(ctx)),
+            *self._sizes(),
+        )
+
+    def _tile_rows(self, ctx: Context) -> int:
+        val = facts.value(self.head)
+        if ctx.tile_bytes is not None:
+            return max(1, ctx.tile_bytes // (self.width * val.element_size()))
+        if ctx.machine is None:
+            return facts.hint(val.shape[0])
+        return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch."))
+
+    def _sizes(self) -> tuple[str, int, int]:
+        """What :class:`Tiling` says for the report."""
+        val, weight = facts.value(self.head), facts.value(self.head.args[-1])
+        where = ", their gradient with them in forward" if self.scale is not None else ""
+        again = reread_bytes(weight.numel(), val.dtype) if self.scale is not None else facts.bytes_of(weight)
+        return f"logits of {name_of(weight_of(self.head))}{where}", self.width * val.element_size(), again
+
+
+def _reached(start: Sequence[fx.Node]) -> set[fx.Node]:
+    """``start`` and all that depends on it."""
+    seen, todo = set(start), list(start)
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return seen
+
+
+def _constant(node: fx.Node) -> bool:
+    """Made of nothing, and so as well inside of a tile."""
+    if node.op != "call_function" or not facts.is_pure(node):
+        return False
+    return all(_constant(n) for n in node.all_input_nodes)
+
+
+def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
+    """Whether ``node`` is linear in those of its operands that depend on the gradient of the loss."""
+    of = [a for a in node.args if isinstance(a, fx.Node) and a in tangents]
+    if len(of) != len([n for n in node.all_input_nodes if n in tangents]):
+        return False
+    t = node.target
+    if t in (aten.add.Tensor, aten.sub.Tensor):
+        return all(isinstance(a, fx.Node) and a in tangents for a in node.args[:2])
+    if t in (aten.mul.Tensor, aten.mm.default):
+        return len(of) == 1
+    if t is aten.where.self:
+        return node.args[0] not in tangents and all(a in tangents or axes.is_zero(a) for a in node.args[1:])
+    if t is aten.masked_fill.Scalar:
+        return of == [node.args[0]] and node.args[2] == 0
+    if t is aten.slice_scatter.default:
+        return of == [node.args[1]] and axes.is_zero(node.args[0])
+    return t in _OF_FIRST and of == [node.args[0]]
+
+
+def _hoist(node: fx.Node) -> None:
+    """Move all that ``node`` reads, by itself or through others, to before it."""
+    todo, seen = [node], {node}
+    while todo:
+        reader = todo.pop()
+        for given in reader.all_input_nodes:
+            if reader < given:
+                reader.prepend(given)
+                seen.discard(given)
+            if given not in seen and given.op != "placeholder":
+                seen.add(given)
+                todo.append(given)
+
+
+def weight_of(node: fx.Node) -> fx.Node | None:
+    """The weight behind the second factor: a marker or an input of the graph, through views and casts of it."""
+    w = node.args[-1]
+    while w.op == "call_function" and w.target is not ops.unshard:
+        if len(w.all_input_nodes) != 1:
+            return None
+        w = w.all_input_nodes[0]
+    return w if w.target is ops.unshard or w.op == "placeholder" else None
+
+
+def name_of(weight: fx.Node) -> str:
+    return str(weight.args[4] if weight.target is ops.unshard else weight.name)
+
+
+def multiplies(node: fx.Node) -> bool:
+    return node.target in (*axes._PRODUCTS, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)

@@ -1,0 +1,182 @@
+"""Joint graph: logits and what the loss makes of them are computed tile by tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from zero_compiler.ir import dump, facts
+
+from . import axes
+from .axes import Left
+from .base import Context
+from .emitter import Emitter
+from .head import Head, multiplies, name_of, weight_of
+
+aten = torch.ops.aten
+# Operators that are split into simpler ones, so that the sum over tokens stands apart from its division.
+_SPLIT = {
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+}
+_SOFTMAX = {aten._log_softmax.default, aten.logsumexp.default, aten.amax.default}
+
+
+@dataclass(frozen=True)
+class TileLoss:
+    """Compute logits, their loss and its gradient for some tokens at a time, so that full logits never exist.
+
+    A *head* is a product with a weight whose output is wider than its input, and whose output goes through a softmax
+    over its columns into sums over tokens. All that is as large as the logits is computed for a tile of tokens at a
+    time. The gradient is made in the same place, in forward, while the tile's logits are there (as fused linear cross
+    entropy does: Hsu et al., "Liger Kernel", 2024, section 3.2): it is linear in the gradient of the loss, a scalar
+    that backward brings, and is multiplied by it there. Nothing is computed twice, and backward gathers no weight.
+
+    Before::
+
+        %l = aten.mm %x, %wt                                  f32[16,61]
+        ...                                                   log-softmax, the sum over tokens, its gradient %g
+        %dx = aten.mm %g, %w                                  f32[16,8]
+        %dw = aten.mm %gt, %x                                 f32[61,8]
+
+    After::
+
+        %t  = zero.tiled [%x, %labels, %wt, ...]              per tile: logits, loss, gradient
+        %s, %dx1, %dw1 = getitem %t
+        %dx = aten.mul %dx1, %tangents_1
+        %dw = aten.mul %dw1, %tangents_1
+
+    Whatever the sizes, a head that is recognised is rewritten (with one tile if it is small): which weights backward
+    gathers must not depend on sizes of activations, which ranks may disagree about.
+
+    Leaves whole, and says why in the report: logits that are returned; operators that mix tokens or of which nothing
+    is known; a gradient that is not linear in one scalar.
+    """
+
+    name: str = "tile-loss"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        for k, node in enumerate(_heads(graph)):
+            try:
+                _split_reductions(graph, node)
+                Head(graph, node).replace(ctx, f"loss{k}")
+            except Left as why:
+                what = f"{dump.type_text(facts.value(node))}, logits of {name_of(weight_of(node))}"
+                facts.set_note(node, f"left whole: {what}, because {why}")
+        graph.eliminate_dead_code()
+
+
+def _heads(graph: fx.Graph) -> list[fx.Node]:
+    out = []
+    for node in graph.nodes:
+        if node.target not in axes._PRODUCTS:
+            continue
+        columns = axes.shape(node)[1]
+        inner = axes.shape(node.args[-2])[1]
+        if not isinstance(columns, int) or not isinstance(inner, int) or columns <= inner:
+            continue
+        if weight_of(node) is not None and _softmax_follows(node):
+            out.append(node)
+    return out
+
+
+def _near(head: fx.Node) -> list[fx.Node]:
+    """What follows a head up to the next product."""
+    seen, todo = {head: None}, [head]
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen and user.op == "call_function" and not multiplies(user):
+                seen[user] = None
+                todo.append(user)
+    return list(seen)
+
+
+def _softmax_follows(head: fx.Node) -> bool:
+    todo, seen = [head], {head}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target in _SOFTMAX:
+                return True
+            simple = axes.is_pointwise(user) or user.target in (axes._VIEWS | axes._SAME | axes._PERMUTES)
+            if (simple or user.target is aten.slice.Tensor) and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _split_reductions(graph: fx.Graph, head: fx.Node) -> None:
+    """Give means over tokens and the operators of the negative log likelihood as sums and divisions."""
+    todo = [head]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                raise Left("the logits are returned: return the loss alone from what is compiled")
+            if user.target in (axes._VIEWS | axes._SAME):
+                todo.append(user)
+    for node in _near(head):
+        if node.target in _SPLIT:
+            _inline(graph, node)
+    for node in _near(head):
+        if node.target in (aten.sym_size.int, aten.sym_numel.default):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(Emitter(graph, node).number(facts.value(node)))
+            graph.erase_node(node)
+        elif node.target is aten.new_full.default:
+            val = facts.value(node)
+            with graph.inserting_before(node):
+                new = Emitter(graph, node)(
+                    aten.full.default, *node.args[1:], dtype=val.dtype, device=val.device
+                )
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+        elif node.target is aten.mean.default:
+            given = node.args[0]
+            emit = Emitter(graph, node)
+            with graph.inserting_before(node):
+                total = emit(aten.sum.default, given, **node.kwargs)
+                new = emit(aten.div.Tensor, total, facts.value(given).numel())
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _inline(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace ``node`` by its decomposition."""
+    from torch._decomp import decomposition_table
+
+    tensors = list(node.all_input_nodes)
+    rule = decomposition_table[node.target]
+
+    def run(*values: Any) -> Any:
+        given = dict(zip(tensors, values, strict=True))
+        args, kwargs = tree_map(lambda a: given[a] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        out = rule(*args, **kwargs)
+        return (
+            tuple(out) if isinstance(out, tuple) else out
+        )  # without a named tuple, which the graph would call
+
+    with Emitter(graph, node).fake():
+        traced = make_fx(run)(*[facts.value(n) for n in tensors])
+    env = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
+    with graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "call_function":
+                env[inner] = graph.node_copy(inner, lambda n: env[n])
+            elif inner.op == "get_attr":
+                raise Left(f"{node.target} needs a constant")
+            elif inner.op == "output":
+                results = tree_map(lambda n: env[n], inner.args[0], is_leaf=lambda n: isinstance(n, fx.Node))
+    if isinstance(results, (list, tuple)):
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(results)
+    graph.erase_node(node)

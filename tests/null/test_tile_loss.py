@@ -1,0 +1,200 @@
+"""Logits and loss tile by tile: the numbers of plain PyTorch, what never exists, and what is left whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import SimulatedModel
+from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
+from null.graphs import head_graph, lower
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.passes import JOINT, run_passes
+from zero_compiler.passes.expand_tiles import tiles_of
+
+ROW = VOCAB * 4  # bytes of the logits of a token
+# bf16 products of a tile are rounded once each, and their sum over tiles once.
+TOL = {"upcast": 2 * torch.finfo(torch.bfloat16).eps}
+
+
+def notes(model: SimulatedModel) -> list[str]:
+    return [n for f in model.frames for p in f.programs.values() for n in p.notes]
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 2 * ROW, 1 << 40])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_passes_keep_the_numbers(world, tile_bytes):
+    b = head_graph(world=world)
+    want = b.by_markers(b.graph)
+    run_passes(b.graph, JOINT, b.context("joint", tile_bytes=tile_bytes))
+    got = b.by_reference(lower(b, "forward"), "forward")
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of", LOSSES)
+def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
+    model = SimulatedModel(Head(of, bias), 2, stage=3, tile_bytes=4 * ROW)
+    tol = TOL.get(of, 1e-5)
+    model.check([batch(0), batch(1)], lambda out: 3 * out, rtol=tol, atol=tol)
+    assert [
+        n for n in notes(model) if "tiled: logits of head.weight, their gradient with them in forward:" in n
+    ], notes(model)
+    assert not [n for n in notes(model) if "left whole" in n]
+    assert [g.names for g in model.programs["backward"].gathers if "head.weight" in g.names] == []
+
+
+@pytest.mark.parametrize("of", ["plain", "shifted-and-capped", "weighted", "with-z", "smoothed"])
+def test_compiled_segments_give_the_same(of):
+    model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=4 * ROW, compute="inductor")
+    model.check([batch(0), batch(1)], lambda out: 3 * out)
+    assert [n for n in notes(model) if "4 tiles of 4 rows" in n or "7 tiles of 2 rows" in n]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tied_ends_at_every_stage(stage):
+    model = SimulatedModel(Head("shifted", tied=True), 2, stage=stage, tile_bytes=3 * ROW)
+    model.check([batch(0), batch(1)], lambda out: out)
+
+
+@pytest.mark.parametrize("of", ["plain", "shifted", "with-z"])
+def test_any_length_once_sizes_are_symbols(of):
+    model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW, dynamic=True)
+    for length in (8, 11, 30):
+        model.check([batch(0, length), batch(1, length)], lambda out: out)
+    assert [n for n in notes(model) if "tiled: logits" in n]
+    assert len(model.frames) <= 2
+
+
+def test_evaluation_is_tiled_too():
+    model = SimulatedModel(Head(), 2, stage=3, tile_bytes=4 * ROW)
+    model.check([batch(0), batch(1)])
+    assert [
+        n
+        for n in notes(model)
+        if "tiled: logits of head.weight: 4 tiles of 4 rows, 976 bytes at a time; saves 2,928 bytes" in n
+    ]
+
+
+def test_which_collectives_run_does_not_depend_on_sizes():
+    seen = set()
+    for length, tile_bytes in ((2, 1 << 30), (64, ROW), (64, None)):
+        model = SimulatedModel(Head(), 2, stage=3, tile_bytes=tile_bytes)
+        model.check([batch(0, length), batch(1, length)], lambda out: out)
+        seen.add("\n".join(p.collectives() for p in model.programs.values()))
+    assert len(seen) == 1
+
+
+def test_tiles_have_equal_segments():
+    counts = set()
+    for tiles in (4, 16):
+        model = SimulatedModel(Head(bias=True), 1, stage=3, tile_bytes=16 // tiles * ROW)
+        model.check([batch(0)], lambda out: out)
+        counts.add(len(model.programs["forward"].segments))
+    assert len(counts) == 1
+
+
+def test_peak_falls_by_the_logits():
+    """Whole: logits, their log-softmax and gradient of n tokens are there at once, 3 n V in all, or more. In tiles of
+    r: 3 r V, and the gradients of hidden states and weight, which are made in forward (n H + V H)."""
+    n, r = 512, 8
+    peaks = {}
+    for tile in (n, r):
+        model = SimulatedModel(Head(), 1, stage=3, tile_bytes=tile * ROW)
+        model.check([batch(0, n // 2)], lambda out: out)
+        peaks[tile] = max(max(p.live) for p in model.programs.values())
+    saved = 3 * (n - r) * VOCAB * 4 - 2 * (n + VOCAB) * WIDTH * 4
+    assert peaks[n] - peaks[r] >= saved
+
+
+def test_a_budget_makes_tiles_smaller():
+    def plan(**fields):
+        model = SimulatedModel(Head(), 1, stage=3, **fields)
+        model.check([batch(0, 256)], lambda out: out)
+        (note,) = (n for n in notes(model) if "tiled: logits" in n)
+        return note, zero.inspect(model.model).memory
+
+    whole, small = (plan(tile_bytes=rows * ROW) for rows in (512, 32))
+    assert "1 tiles of 512 rows" in whole[0]
+    assert small[1].peak < whole[1].peak
+    note, memory = plan(tile_bytes=512 * ROW, memory_budget_bytes=small[1].peak)
+    assert "16 tiles of 32 rows" in note
+    assert memory.peak == small[1].peak
+
+
+@pytest.mark.parametrize(
+    ("total", "rows", "tiles"),
+    [(16, 4, 4), (16, 5, 4), (16, 100, 1), (15, 4, 5), (17, 4, 5), (7, 1, 7), (5, 4, 2)],
+)
+def test_tiles_are_equal_where_that_is_cheap_and_never_empty(total, rows, tiles):
+    assert tiles_of(total, rows) == tiles
+    size = -(-total // tiles)
+    assert size <= rows
+    assert size * (tiles - 1) < total
+
+
+# What is left whole ------------------------------------------------------------------------------------------
+
+
+def returns_logits(m, h, labels):
+    logits = m.head(h)
+    return F.cross_entropy(flat(logits), labels.view(-1)), logits
+
+
+def mixes_tokens(m, h, labels):
+    logits = m.head(h)
+    return F.nll_loss(flat(logits.log_softmax(-1).cumsum(1)), labels.view(-1))
+
+
+def multiplies_again(m, h, labels):
+    soft = m.head(h).log_softmax(-1).exp() @ m.embed.weight
+    return soft.square().mean()
+
+
+def uses_all_and_some(m, h, labels):
+    logits = m.head(h)
+    z = (torch.logsumexp(logits, -1) ** 2).mean()
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1)) + z
+
+
+def returns_each(m, h, labels):
+    return F.cross_entropy(flat(m.head(h)), labels.view(-1), reduction="none")
+
+
+def needs_the_mean_first(m, h, labels):
+    each = F.cross_entropy(flat(m.head(h)), labels.view(-1), reduction="none")
+    return (each - each.mean()).square().sum()
+
+
+LEFT = {
+    returns_logits: "the logits are returned: return the loss alone from what is compiled",
+    mixes_tokens: "nothing is known of how aten.cumsum.default treats tokens",
+    multiplies_again: "multiplies them again in forward",
+    uses_all_and_some: "tokens that are sliced away are used too",
+    returns_each: "the loss is not reduced to one number inside of what is compiled",
+    needs_the_mean_first: "its gradient is a sum of several that cannot be told apart in forward",
+}
+
+
+@pytest.mark.parametrize("of", LEFT, ids=lambda f: f.__name__)
+def test_what_is_left_whole_is_right_and_named(of):
+    model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW)
+    model.check([batch(0), batch(1)], lambda out: (out[0] if isinstance(out, tuple) else out).sum())
+    (why,) = {n for n in notes(model) if "left whole" in n}
+    assert "left whole: f32[16,61], logits of head.weight, because" in why
+    assert LEFT[of] in why
+
+
+def test_in_evaluation_too():
+    model = SimulatedModel(Head(needs_the_mean_first), 2, stage=3, tile_bytes=4 * ROW)
+    model.check([batch(0), batch(1)])
+    (why,) = notes(model)
+    assert "must be known before, and needs the sum over all tokens" in why
+
+
+def test_a_head_that_is_narrower_than_its_input_is_no_matter():
+    model = SimulatedModel(nn.Sequential(nn.Linear(16, 5), nn.LogSoftmax(-1)), 2, stage=3, tile_bytes=1)
+    model.check([(torch.randn(4, 16),)] * 2, lambda out: out.sum())
+    assert notes(model) == []
