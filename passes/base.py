@@ -64,6 +64,8 @@ class Context:
             graph. Sizes of activations cannot change it.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
+        distances: by unit, how many waits of units before its own its gathers start ahead of; 1 where not named.
+            Decided once for all ranks (see ``schedule.py``).
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -72,6 +74,7 @@ class Context:
     units: Mapping[ParamRef, str] = field(default_factory=dict)
     gathered: frozenset[ParamRef] | None = None
     reduced: frozenset[ParamRef] | None = None
+    distances: Mapping[str, int] = field(default_factory=dict)
 
 
 class Pass(Protocol):

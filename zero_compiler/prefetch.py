@@ -86,7 +86,9 @@ def in_flight(phase: Phase, distance: Sequence[int]) -> int:
 @dataclass
 class _Times:
     us: float
-    begun: list[tuple[float, float]]  # before each unit's gathers start: time of the host, and when the lane is free
+    begun: list[
+        tuple[float, float]
+    ]  # before each unit's gathers start: time of the host, and when the lane is free
     gathered: list[float]  # when each unit's gathers end
     done: list[float]  # when each other transfer ends
 

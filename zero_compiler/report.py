@@ -10,6 +10,7 @@ from typing import Any
 from .config import Config
 from .ir.facts import ParamRef
 from .program import Program
+from .schedule import Choice
 from .simulate import Timeline
 
 # What the plan counts for optimizer states: two fp32 values a parameter, as Adam keeps.
@@ -26,11 +27,13 @@ class Frame:
     trace: Any
     programs: dict[str, Program] = field(default_factory=dict)
     timelines: dict[str, Timeline] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
     kept_bytes: int = 0
 
-    def add(self, program: Program, kept_bytes: int, timeline: Timeline) -> None:
+    def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
         self.programs[program.phase] = program
         self.timelines[program.phase] = timeline
+        self.choices[program.phase] = choice
         self.kept_bytes = max(self.kept_bytes, kept_bytes)
 
 
@@ -152,7 +155,8 @@ class Report:
                     f"frame {frame.index}, {phase}: {len(program.instrs)} instructions, "
                     f"{len(program.structures)} segments of {len(program.segments)} structures, "
                     f"arena {program.buffer_bytes:,} bytes, peak {peak:,} bytes",
-                    frame.timelines[phase].text(),
+                    *frame.timelines[phase].lines(),
+                    frame.choices[phase].text(),
                     *([program.text()] if instructions else []),
                 ]
                 lines += [f"note: {n}" for n in program.notes]

@@ -16,17 +16,29 @@ from .hardware import HardwareSpec
 from .program import Compute, Gather, Program, Reduce, WaitGather, WaitReduce
 
 COMPUTE, LINK = "compute", "device-device"
+_SHOWN = 4  # transfers that the step waits for, in the report
 
 
 @dataclass(frozen=True)
 class Span:
-    """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move."""
+    """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move.
+
+    ``stalled_us`` is the time for which the host waited for this transfer while nothing was computed; what it waits
+    for behind other transfers in the queue is counted here too.
+    """
 
     lane: str
     start_us: float
     end_us: float
     label: str
     nbytes: int = 0
+    stalled_us: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The part of a transfer's time that passes behind compute, from 0 to 1."""
+        us = self.end_us - self.start_us
+        return max(0.0, 1 - self.stalled_us / us) if us else 1.0
 
 
 @dataclass
@@ -48,15 +60,29 @@ class Timeline:
         """The lane that bounds the step: the one that would gain most from being faster."""
         return LINK if self.stalled_us > self.total_us / 2 else COMPUTE
 
-    def text(self) -> str:
-        """Two lines for the report."""
+    def waited_for(self) -> list[Span]:
+        """Transfers that the host waited for, longest wait first."""
+        return sorted((s for s in self.spans if s.stalled_us > 0), key=lambda s: -s.stalled_us)
+
+    def lines(self) -> list[str]:
+        """For the report: what the time is spent on, and which transfers are not hidden."""
         link = self.busy_us(LINK)
         hidden = 0.0 if link == 0 else max(0.0, 1 - self.stalled_us / link)
-        return (
+        rows = [
             f"predicted {self.total_us / 1e3:.2f} ms: compute {self.busy_us(COMPUTE) / 1e3:.2f} ms, "
             f"transfers {link / 1e3:.2f} ms for {self.nbytes(LINK):,} bytes, {hidden:.0%} of them hidden; "
             f"bound by {self.bound}"
-        )
+        ]
+        waits = self.waited_for()
+        for s in waits[:_SHOWN]:
+            rows.append(
+                f"waits {s.stalled_us / 1e3:.2f} ms for the {s.label}: {s.hidden:.0%} of "
+                f"{(s.end_us - s.start_us) / 1e3:.2f} ms hidden"
+            )
+        if len(waits) > _SHOWN:
+            rest = sum(s.stalled_us for s in waits[_SHOWN:])
+            rows.append(f"waits {rest / 1e3:.2f} ms for {len(waits) - _SHOWN} more")
+        return rows
 
 
 @dataclass
@@ -66,6 +92,39 @@ class _Task:
     left_us: float
     nbytes: int
     start_us: float = 0.0
+    wanted_us: float | None = None  # since when the host waits for it
+
+
+def share_cores(spec: HardwareSpec) -> bool:
+    """Whether compute and collectives slow each other down: what overlaps then takes as long as one after the other."""
+    return any(COMPUTE in group and LINK in group for group in spec.shared)
+
+
+def transfers(
+    program: Program, spec: HardwareSpec, world: int
+) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """Time on the lane and bytes of full tensors of each gather, and of each reduction.
+
+    Nothing is moved by a gather in place, nor by one of the backward of a weight that is kept: the forward has
+    fetched it.
+
+    Raises:
+        ConfigError: the spec lacks a collective that the Program uses.
+    """
+    if world == 1:
+        return [(0.0, 0)] * len(program.gathers), [(0.0, 0)] * len(program.reduces)
+    gathers, reduces = [], []
+    for g in program.gathers:
+        if g.home or (g.kept and program.phase == "backward"):
+            gathers.append((0.0, 0))
+            continue
+        nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
+        gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))
+    for r in program.reduces:
+        kind = "all_reduce" if r.replicated else "reduce_scatter"
+        nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
+        reduces.append((spec.collective(kind, world, r.shared).us(nbytes), nbytes))
+    return gathers, reduces
 
 
 def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
@@ -74,24 +133,20 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
-    sim = _Simulator(spec)
-    gathers: dict[int, _Task] = {}
-    reduces: dict[int, _Task] = {}
+    sim = _Simulator(share_cores(spec))
+    gather_costs, reduce_costs = transfers(program, spec, world)
+    gathers: dict[int, _Task | None] = {}
+    reduces: dict[int, _Task | None] = {}
     for instr in program.instrs:
         if isinstance(instr, Compute):
             label = f"segment {instr.segment}"
             sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
         elif isinstance(instr, Gather):
-            g = program.gathers[instr.index]
-            nbytes = 0 if g.home else sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
-            us = spec.collective("all_gather", world, g.shared).us(nbytes) if nbytes and world > 1 else 0.0
-            gathers[instr.index] = sim.start(g.label, us, nbytes if world > 1 else 0)
+            label = program.gathers[instr.index].label
+            gathers[instr.index] = sim.start(label, *gather_costs[instr.index])
         elif isinstance(instr, Reduce):
-            r = program.reduces[instr.index]
-            kind = "all_reduce" if r.replicated else "reduce_scatter"
-            nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
-            us = 0.0 if world == 1 else spec.collective(kind, world, r.shared).us(nbytes)
-            reduces[instr.index] = sim.start(r.label, us, nbytes if world > 1 else 0)
+            label = program.reduces[instr.index].label
+            reduces[instr.index] = sim.start(label, *reduce_costs[instr.index])
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
         elif isinstance(instr, WaitReduce):
@@ -101,14 +156,16 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
 
 
 class _Simulator:
-    def __init__(self, spec: HardwareSpec) -> None:
-        self.sharing = any(COMPUTE in group and LINK in group for group in spec.shared)
+    def __init__(self, sharing: bool) -> None:
+        self.sharing = sharing
         self.now = 0.0
         self.stalled = 0.0
         self.queue: deque[_Task] = deque()
         self.spans: list[Span] = []
 
-    def start(self, label: str, us: float, nbytes: int) -> _Task:
+    def start(self, label: str, us: float, nbytes: int) -> _Task | None:
+        if us == 0:
+            return None  # nothing moves
         task = _Task(LINK, label, us, nbytes, self.now)
         self.queue.append(task)
         return task
@@ -124,8 +181,10 @@ class _Simulator:
             self._advance(step, rate)
         self.spans.append(Span(COMPUTE, begin, self.now, label))
 
-    def wait(self, task: _Task) -> None:
-        begin = self.now
+    def wait(self, task: _Task | None) -> None:
+        if task is None:
+            return
+        begin = task.wanted_us = self.now
         while any(t is task for t in self.queue):
             self._advance(self.queue[0].left_us, 1.0)
         self.stalled += self.now - begin
@@ -142,6 +201,7 @@ class _Simulator:
         head.left_us -= us * rate
         if head.left_us <= 1e-9:
             self.queue.popleft()
-            self.spans.append(Span(LINK, head.start_us, self.now, head.label, head.nbytes))
+            stalled = 0.0 if head.wanted_us is None else self.now - head.wanted_us
+            self.spans.append(Span(LINK, head.start_us, self.now, head.label, head.nbytes, stalled))
             if self.queue:
                 self.queue[0].start_us = max(self.queue[0].start_us, self.now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,9 @@ def _ends(phase: Phase, distance: list[int]) -> float:
         host += [("gather", i) for i in range(n) if i - distance[i] + 1 == j]
         host += phase.between[j]
         host += [("await", j)] if j < n else []
-    lane = [k for k, (kind, i) in enumerate(host) if kind == "start" or (kind == "gather" and phase.gather_us[i])]
+    lane = [
+        k for k, (kind, i) in enumerate(host) if kind == "start" or (kind == "gather" and phase.gather_us[i])
+    ]
     before = dict(zip(lane[1:], lane, strict=False))
     at = {entry: k for k, entry in enumerate(host)}
 
