@@ -18,7 +18,7 @@ from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us
 from .program import Compute, Gather, GatherDesc, Program, Reduce, WaitGather, WaitReduce
-from .simulate import share_cores, transfers
+from .simulate import duration, share_cores, transfers
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
 # than at distance 1.
@@ -99,8 +99,8 @@ class Look:
         after = phase_us(self.phase, now) - self.phase.compute_us
         held = f"{in_flight(self.phase, now):,} bytes in flight, room {room}"
         if after < before:
-            return f"stall {before / 1e3:.2f} ms becomes {after / 1e3:.2f} ms; {held}"
-        return f"starting earlier saves none of {before / 1e3:.2f} ms of stall; {held}"
+            return f"stall {duration(before)} becomes {duration(after)}; {held}"
+        return f"starting earlier saves none of {duration(before)} of stall; {held}"
 
 
 def look(program: Program, spec: HardwareSpec, world: int) -> Look:

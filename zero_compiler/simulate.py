@@ -19,6 +19,11 @@ COMPUTE, LINK = "compute", "device-device"
 _SHOWN = 4  # transfers that the step waits for, in the report
 
 
+def duration(us: float) -> str:
+    """A time for the report."""
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1e3:.2f} ms"
+
+
 @dataclass(frozen=True)
 class Span:
     """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move.
@@ -76,12 +81,12 @@ class Timeline:
         waits = self.waited_for()
         for s in waits[:_SHOWN]:
             rows.append(
-                f"waits {s.stalled_us / 1e3:.2f} ms for the {s.label}: {s.hidden:.0%} of "
-                f"{(s.end_us - s.start_us) / 1e3:.2f} ms hidden"
+                f"waits {duration(s.stalled_us)} for the {s.label}: {s.hidden:.0%} of "
+                f"{duration(s.end_us - s.start_us)} hidden"
             )
         if len(waits) > _SHOWN:
             rest = sum(s.stalled_us for s in waits[_SHOWN:])
-            rows.append(f"waits {rest / 1e3:.2f} ms for {len(waits) - _SHOWN} more")
+            rows.append(f"waits {duration(rest)} for {len(waits) - _SHOWN} more")
         return rows
 
 

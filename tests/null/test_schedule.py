@@ -146,9 +146,11 @@ def test_a_budget_bounds_what_is_in_flight(on):
 
 def test_the_report_says_how_far_and_why(on):
     text = reported(on()).summary()
-    assert re.search(r"gathers start one unit ahead, but .*5 ahead for head: stall [0-9.]+ ms becomes", text)
+    assert re.search(
+        r"gathers start one unit ahead, but 5 ahead for head, .*: stall [0-9.]+ us becomes", text
+    )
     assert "two of the largest unit" in text
-    assert "waits 0.00 ms for the gather of h.0.weight: 0% of 0.00 ms hidden" in text
+    assert "waits 2.6 us for the gather of h.0.weight: 0% of 2.6 us hidden" in text
 
 
 def test_a_choice_means_the_same_on_every_rank():
