@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import picture
 from .config import Config
 from .ir.facts import ParamRef
 from .program import Program
@@ -106,6 +107,14 @@ class Report:
                     "config": f.config.to_dict(),
                     "passes": [{"name": n, "seconds": s, "nodes": k} for n, s, k in f.trace.rows],
                     "programs": {phase: p.to_dict() for phase, p in f.programs.items()},
+                    "prefetch": {
+                        phase: {
+                            "why": c.why,
+                            "distances": {u.split(":", 1)[-1]: d for u, d in c.distances.items()},
+                        }
+                        for phase, c in f.choices.items()
+                    },
+                    "timelines": {phase: t.to_dict() for phase, t in f.timelines.items()},
                 }
                 for f in self.frames
             ],
@@ -114,6 +123,19 @@ class Report:
     def save_json(self, path: str) -> None:
         with open(path, "w") as f:
             json.dump(self.to_dict(), f, indent=1, sort_keys=True)
+
+    def save_trace(self, path: str) -> None:
+        """The predicted timelines in Chrome's trace format: open it in Perfetto or ``chrome://tracing``."""
+        with open(path, "w") as f:
+            json.dump(picture.trace(self.frames), f)
+
+    def save_html(self, path: str) -> None:
+        """The plan as one page: the lanes of every phase as a picture, live bytes below, and the text of the plan.
+
+        The page needs nothing from elsewhere.
+        """
+        with open(path, "w") as f:
+            f.write(picture.page(self.frames, self.summary()))
 
     def __str__(self) -> str:
         return self._text(instructions=True)

@@ -8,7 +8,8 @@ slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -48,11 +49,16 @@ class Span:
 
 @dataclass
 class Timeline:
-    """Result of a simulation. ``stalled_us`` is the time in which the host waited and nothing was computed."""
+    """Result of a simulation.
+
+    ``stalled_us`` is the time in which the host waited and nothing was computed; ``reached_us`` is when the host was
+    done with each instruction of the Program.
+    """
 
     total_us: float
     stalled_us: float
     spans: list[Span] = field(default_factory=list)
+    reached_us: list[float] = field(default_factory=list)
 
     def busy_us(self, lane: str) -> float:
         return sum(s.end_us - s.start_us for s in self.spans if s.lane == lane)
@@ -64,6 +70,15 @@ class Timeline:
     def bound(self) -> str:
         """The lane that bounds the step: the one that would gain most from being faster."""
         return LINK if self.stalled_us > self.total_us / 2 else COMPUTE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "total_us": self.total_us,
+            "stalled_us": self.stalled_us,
+            "bound": self.bound,
+            "spans": [asdict(s) for s in self.spans],
+        }
 
     def waited_for(self) -> list[Span]:
         """Transfers that the host waited for, longest wait first."""
@@ -142,9 +157,11 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
     gather_costs, reduce_costs = transfers(program, spec, world)
     gathers: dict[int, _Task | None] = {}
     reduces: dict[int, _Task | None] = {}
+    reached: list[float] = []
     for instr in program.instrs:
         if isinstance(instr, Compute):
-            label = f"segment {instr.segment}"
+            of = program.modules[instr.segment] if program.modules else ""
+            label = f"segment {instr.segment}{': ' if of else ''}{of}"
             sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
         elif isinstance(instr, Gather):
             label = program.gathers[instr.index].label
@@ -156,8 +173,9 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
             sim.wait(gathers[instr.index])
         elif isinstance(instr, WaitReduce):
             sim.wait(reduces[instr.index])
+        reached.append(sim.now)
     sim.drain()
-    return Timeline(sim.now, sim.stalled, sim.spans)
+    return Timeline(sim.now, sim.stalled, sim.spans, reached)
 
 
 class _Simulator:

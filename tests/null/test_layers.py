@@ -37,6 +37,7 @@ RANKS = {
     "passes": 6,
     "emit": 7,
     "program": 7,
+    "picture": 7,
     "prefetch": 7,
     "report": 7,
     "schedule": 7,
