@@ -7,8 +7,8 @@ then each phase is lowered and scheduled.
 from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
 from .clone_escapes import CloneEscapes
-from .keep_old_values import KeepOldValues
 from .expand_tiles import ExpandTiles, finer
+from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .place_transfers import InsertReleases, PlaceStarts

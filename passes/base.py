@@ -70,6 +70,8 @@ class Context:
         tile_bytes: what is computed tile by tile is made in tiles of at most so many bytes; None: of so many that
             reading the weight again for each does not count on ``machine``.
         machine: what the plan is made for; None: nothing is known of it.
+        distances: by unit, how many waits of units before its own its gathers start ahead of; 1 where not named.
+            Decided once for all ranks (see ``schedule.py``).
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -80,6 +82,7 @@ class Context:
     reduced: frozenset[ParamRef] | None = None
     tile_bytes: int | None = None
     machine: HardwareSpec | None = None
+    distances: Mapping[str, int] = field(default_factory=dict)
 
 
 class Pass(Protocol):

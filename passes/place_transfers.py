@@ -13,7 +13,10 @@ from .base import Context
 
 @dataclass(frozen=True)
 class PlaceStarts:
-    """Start the gathers of a unit while the unit before it computes; wait for reductions as late as is useful.
+    """Start the gathers of a unit while units before it compute; wait for reductions as late as is useful.
+
+    At distance 1 they start right behind the wait of the unit before, at distance 2 behind that of the one before
+    that: always where a segment ends anyway. Units keep their order.
 
     Before::
 
@@ -31,8 +34,8 @@ class PlaceStarts:
         ...
         %t2 = zero.wait %s2
 
-    The first unit's gathers start at the top. A reduction's wait moves to the start of the second reduction group
-    after it: two groups are in flight.
+    What would start ahead of all waits starts at the top, as the first unit always does. A reduction's wait moves
+    to the start of the second reduction group after it: two groups are in flight.
 
     Refuses: nothing.
     """
@@ -43,19 +46,22 @@ class PlaceStarts:
         groups = unit_groups(graph, ops.gather)
         order = {n: i for i, n in enumerate(graph.nodes)}
         anchors = [max((_wait(g) for g in group), key=order.__getitem__) for group in groups]
+        starts = _starts(groups, ctx)
         for i in range(len(groups) - 1, 0, -1):
-            # Behind the last wait of the unit before: its own weights come first on the lane.
-            anchor = last_element(anchors[i - 1])
-            for gather in reversed(groups[i]):
-                anchor.append(gather)
+            if starts[i]:
+                # Behind the last wait of that unit: its own weights come first on the lane.
+                anchor = last_element(anchors[starts[i] - 1])
+                for gather in reversed(groups[i]):
+                    anchor.append(gather)
         if groups:
-            # Nothing to wait behind: the first unit's weights travel while whatever reads none computes.
+            # Nothing to wait behind: the first weights travel while whatever reads none computes.
             top = next(n for n in graph.nodes if n.op != "placeholder")
-            for gather in groups[0]:
-                if gather is top:
-                    top = top.next
-                else:
-                    top.prepend(gather)
+            for i, group in enumerate(groups):
+                for gather in group if not starts[i] else ():
+                    if gather is top:
+                        top = top.next
+                    else:
+                        top.prepend(gather)
         # Waits of a group stand together, after all of its starts.
         for group in groups:
             _together(group)
@@ -133,6 +139,15 @@ def _segment_ends(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, f
                 after = after.next
             out[node] = after
     return out
+
+
+def _starts(groups: list[list[fx.Node]], ctx: Context) -> list[int]:
+    """How many units have been waited for where each unit's gathers start; never falling, which keeps their order."""
+    starts = [max(0, i + 1 - ctx.distances.get(facts.unit(group[0]), 1)) for i, group in enumerate(groups)]
+    starts[:1] = [0] * len(starts[:1])
+    for i in range(len(starts) - 2, -1, -1):
+        starts[i] = min(starts[i], starts[i + 1])
+    return starts
 
 
 def _wait(start: fx.Node) -> fx.Node:

@@ -362,7 +362,9 @@ class Session:
         if policy.sinks:
             for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
                 sink = policy.sinks.get(name)
-                if sink is not None and sink.land(policy.param(name), out[k], last and grads.alone(policy, name)):
+                if sink is not None and sink.land(
+                    policy.param(name), out[k], last and grads.alone(policy, name)
+                ):
                     out[k] = None
         return out
 

@@ -9,6 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +18,14 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from . import budget, hardware, passes, plain
+from . import budget, hardware, passes, plain, schedule
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
-from .emit import emit, kept_bytes
+from .emit import Emitted, emit, kept_bytes
 from .errors import ConfigError, ZeroError
+from .group import decide
+from .hardware import HardwareSpec
 from .ir import facts, ops, spec
 from .ir.facts import ParamRef
 from .passes import Context, ParamPlan, Trace, run_passes
@@ -31,8 +34,9 @@ from .report import Frame, Memory
 from .runtime.model import ModelRuntime
 from .runtime.session import Session
 from .runtime.shards import LocalRows
+from .schedule import Choice
 from .segments import SegmentCompiler
-from .simulate import Timeline, simulate
+from .simulate import simulate
 
 log = logging.getLogger("zero_compiler")
 _frames = itertools.count()
@@ -88,14 +92,22 @@ class Loader(Protocol):
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         """The tables that :func:`emit` grows, one an owner."""
 
+    def decide(self, policy: Any, key: str, text: str) -> str:
+        """What all ranks of the model hold to from now on, given what this rank would choose."""
+
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         """A callable that runs ``program`` on a list of inputs, which it may empty."""
 
 
 class EngineLoader:
-    """Runs Programs through the engine, over the process group of the model."""
+    """Runs Programs through the engine, over the process group of the model.
 
-    def __init__(self) -> None:
+    Args:
+        binding: whether what is decided stands for all ranks; a rank that only looks at a plan may be alone.
+    """
+
+    def __init__(self, binding: bool = True) -> None:
+        self.binding = binding
         self.runtimes: dict[str, ModelRuntime] = {}
         self.first: ModelRuntime | None = None
 
@@ -109,6 +121,11 @@ class EngineLoader:
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
+
+    def decide(self, policy: Any, key: str, text: str) -> str:
+        if self.binding:
+            policy.distances[key] = text = decide(policy.group, f"prefetch/{policy.serial}/{key}", text)
+        return text
 
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         return Session(program, segments, self.runtimes, self.first).run
@@ -167,6 +184,14 @@ def _entry(compiled: Callable[..., Any], captured: Captured) -> Callable[..., An
     return call
 
 
+@dataclass(frozen=True)
+class _Lowered:
+    """A scheduled graph and its Program."""
+
+    gm: fx.GraphModule
+    emitted: Emitted
+
+
 class _FrameCompiler:
     """Compiles the phases of one frame; AOTAutograd calls its methods."""
 
@@ -189,6 +214,7 @@ class _FrameCompiler:
         if self.first is not None:
             self.first.frames.append(self.frame)
         self.units: dict[ParamRef, str] = {}
+        self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
 
@@ -258,8 +284,9 @@ class _FrameCompiler:
             return None
         return os.path.join(base, f"frame{self.index}")
 
-    def _context(self, phase: str, gathered: frozenset[ParamRef] | None = None) -> Context:
-        reduced = self.reduced if phase == "backward" else None
+    def _context(self, phase: str) -> Context:
+        back = phase == "backward"
+        gathered, reduced = (self.backward_params, self.reduced) if back else (None, None)
         return Context(
             self.params,
             phase,
@@ -269,10 +296,8 @@ class _FrameCompiler:
             reduced,
             self.config.tile_bytes,
             self._machine(),
+            self.choices[phase].distances if phase in self.choices else {},
         )
-
-    def _machine(self) -> hardware.HardwareSpec:
-        return self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
 
     def _joint(self, gm: fx.GraphModule) -> None:
         run_passes(gm.graph, passes.JOINT, self._context("joint"), self.trace, self._dump_dir())
@@ -298,28 +323,29 @@ class _FrameCompiler:
     def _spend_budget(self, forward: fx.GraphModule, backward: fx.GraphModule, budget_bytes: int) -> None:
         """Plan both phases with every weight released, and keep what fits in the room that is left.
 
-        What does not fit is tried again with smaller tiles.
+        What does not fit is tried again with smaller tiles. Prefetch comes next: its buffers serve one unit after the
+        other, in both phases, where the bytes of a kept weight save one gather.
         """
-        memory, programs = self._trial(forward, backward)
-        while memory.peak > budget_bytes and passes.finer(forward.graph):
-            memory, programs = self._trial(forward, backward)
+        graphs = {"forward": forward, "backward": backward}
+        while self._trial_peak(graphs) > budget_bytes and passes.finer(forward.graph):
+            pass
+        lowered = self._settled(graphs)
+        programs = [low.emitted.program for low in lowered.values()]
         policies = list(self.policies.values())
+        memory = self._memory(programs)
         budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
         budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
         self.params = {s.ref: self._plan(s) for s in self.captured.shards}
 
-    def _trial(self, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Memory, list[Program]]:
-        """Programs of both phases, and the memory that they take."""
-        programs = []
-        for gm, phase, gathered in (
-            (forward, "forward", None),
-            (backward, "backward", self.backward_params),
-        ):
-            trial = facts.copy_module(gm)
-            run_passes(trial.graph, passes.PHASE, self._context(phase, gathered), Trace())
-            programs.append(emit(trial, self.params, phase, self.loader.kept_offsets()).program)
-        kept = kept_bytes(self.loader.kept_offsets())
-        return budget.memory_of(list(self.policies.values()), programs, kept), programs
+    def _trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
+        """Predicted peak of both phases as they are."""
+        lowered = [self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()]
+        return self._memory([low.emitted.program for low in lowered]).peak
+
+    def _memory(self, programs: Sequence[Program]) -> Memory:
+        return budget.memory_of(
+            list(self.policies.values()), programs, kept_bytes(self.loader.kept_offsets())
+        )
 
     def check_budget(self) -> None:
         """What was compiled fits the budget.
@@ -336,41 +362,94 @@ class _FrameCompiler:
         )
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._phase(gm, "forward", None)
+        return self._phase(gm, "forward")
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _nothing_donated()
-        return self._phase(gm, "backward", self.backward_params)
+        return self._phase(gm, "backward")
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.compute == "inductor":
             _inductor_joint_passes(gm, inputs)
         run_passes(gm.graph, passes.INFERENCE, self._context("joint"), self.trace, self._dump_dir())
         self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
-        return self._phase(gm, "inference", None)
+        return self._phase(gm, "inference")
 
-    def _phase(
-        self, gm: fx.GraphModule, phase: str, gathered: frozenset[ParamRef] | None
-    ) -> Callable[..., Any]:
-        run_passes(gm.graph, passes.PHASE, self._context(phase, gathered), self.trace, self._dump_dir())
-        kept = self.loader.kept_offsets()
-        emitted = emit(gm, self.params, phase, kept)
-        program = emitted.program
-        fns = self._compile_segments(program, emitted.segments, phase)
-        self.frame.add(program, kept_bytes(kept), self._simulated(program, emitted.segments, gm.graph))
+    def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
+        low = self._lowered(gm, phase) if self._is_settled(phase) else self._settled({phase: gm})[phase]
+        program = low.emitted.program
+        fns = self._compile_segments(program, low.emitted.segments, phase)
+        timeline = simulate(program, self._machine(), self._world())
+        self.frame.add(program, kept_bytes(self.loader.kept_offsets()), timeline, self.choices[phase])
         directory = self._dump_dir()
         if directory:
             with open(os.path.join(directory, phase, "program.txt"), "w") as f:
                 f.write(program.text() + "\n")
         return _boxed(self.loader.load(program, fns))
 
-    def _simulated(self, program: Program, segments: Sequence[Any], graph: fx.Graph) -> Timeline:
-        """Predicted time of every segment, and the timeline that follows."""
-        machine = self._machine()
-        cost, fused = CostModel(machine), self.config.compute == "inductor"
-        known = hints(graph)
-        program.segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in segments]
-        return simulate(program, machine, self.first.group.world if self.first is not None else 1)
+    def _lowered(self, gm: fx.GraphModule, phase: str, segment_us: list[float] | None = None) -> _Lowered:
+        """Run the passes of a phase on its graph, and emit its Program with the predicted time of every segment."""
+        run_passes(gm.graph, passes.PHASE, self._context(phase), self.trace, self._dump_dir())
+        emitted = emit(gm, self.params, phase, self.loader.kept_offsets())
+        if segment_us is None:
+            cost, fused = CostModel(self._machine()), self.config.compute == "inductor"
+            known = hints(gm.graph)
+            segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in emitted.segments]
+        emitted.program.segment_us = segment_us
+        return _Lowered(gm, emitted)
+
+    def _is_settled(self, phase: str) -> bool:
+        """Whether the distances of a phase are known: nothing was to decide, or it was decided before."""
+        if phase not in self.choices:
+            why = schedule.nothing_to_decide(self.params, phase, self._machine(), self._world())
+            units = list(self.units.values())
+            if why is not None:
+                self.choices[phase] = Choice(why)
+            elif (text := self.first.distances.get(schedule.key_of(phase, units))) is not None:
+                self.choices[phase] = Choice("decided when first compiled", schedule.from_text(text, units))
+        return phase in self.choices
+
+    def _settled(self, graphs: Mapping[str, fx.GraphModule]) -> dict[str, _Lowered]:
+        """Lower copies of phases, with distances that are decided here where they are not known yet."""
+        decided = {phase: self._is_settled(phase) for phase in graphs}
+        low = {phase: self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()}
+        looks = {
+            phase: schedule.look(low[phase].emitted.program, self._machine(), self._world())
+            for phase in graphs
+            if not decided[phase]
+        }
+        if not looks:
+            return low
+        spare = self.config.memory_budget_bytes
+        if spare is not None:
+            spare -= self._memory([x.emitted.program for x in low.values()]).peak
+        units = list(self.units.values())
+
+        def again(phase: str) -> _Lowered:
+            times = low[phase].emitted.program.segment_us  # starts stand where segments end anyway
+            return self._lowered(facts.copy_module(graphs[phase]), phase, times)
+
+        def over(found: Mapping[str, Mapping[str, int]]) -> int:
+            self.choices.update({phase: Choice("", chosen) for phase, chosen in found.items()})
+            peak = self._memory([again(phase).emitted.program for phase in graphs]).peak
+            return peak - (self.config.memory_budget_bytes or 0)
+
+        found = schedule.choose(looks, spare, over)
+        for phase, seen in looks.items():
+            key = schedule.key_of(phase, units)
+            text = self.loader.decide(self.first, key, schedule.to_text(found[phase], units))
+            chosen = schedule.from_text(text, units)
+            why = seen.explained(chosen, schedule.room_text(seen, spare))
+            self.choices[phase] = Choice(why, chosen)
+            if self.choices[phase].ahead:
+                low[phase] = again(phase)
+        return low
+
+    def _machine(self) -> HardwareSpec:
+        return self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
+
+    def _world(self) -> int:
+        return self.first.group.world if self.first is not None else 1
 
     def _compile_segments(self, program: Program, segments: Sequence[Any], phase: str) -> list[Any]:
         keys: dict[str, int] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .budget import memory_of
-from .errors import ShardError
+from .errors import ShardError, ZeroError
 from .report import Frame, Report
 from .shard import Policy, policies_of
 
@@ -71,13 +71,13 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
 
 
 def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> list[Frame]:
-    from .backend import zero
+    from .backend import EngineLoader, compile_frame
 
     known = {id(p): len(p.frames) for p in policies}
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        # Planning compiles no kernel: segments are only cut.
-        zero(gm, inputs, options={"compute": "aten"})
+        # Planning compiles no kernel: segments are only cut. It settles nothing either: this rank may be alone.
+        compile_frame(gm, inputs, {"compute": "aten"}, EngineLoader(binding=False))
         raise _Planned
 
     args, kwargs = (), {}
@@ -89,6 +89,8 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
     try:
         compiled(*args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, ZeroError):
+            raise error.inner_exception from None
         if not isinstance(error.inner_exception, _Planned):
             raise
     frames: list[Frame] = []

@@ -47,6 +47,9 @@ class PlanLoader:
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return self._kept
 
+    def decide(self, policy: Any, key: str, text: str) -> str:
+        return text
+
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         def run(inputs: list[Any]) -> list[Any]:
             raise ShardError("this Program was only planned and cannot run")

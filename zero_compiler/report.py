@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import picture
 from .config import Config
 from .ir.facts import ParamRef
 from .program import Program
+from .schedule import Choice
 from .simulate import Timeline
 
 # What the plan counts for optimizer states: two fp32 values a parameter, as Adam keeps.
@@ -26,11 +28,13 @@ class Frame:
     trace: Any
     programs: dict[str, Program] = field(default_factory=dict)
     timelines: dict[str, Timeline] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
     kept_bytes: int = 0
 
-    def add(self, program: Program, kept_bytes: int, timeline: Timeline) -> None:
+    def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
         self.programs[program.phase] = program
         self.timelines[program.phase] = timeline
+        self.choices[program.phase] = choice
         self.kept_bytes = max(self.kept_bytes, kept_bytes)
 
 
@@ -108,6 +112,14 @@ class Report:
                     "config": f.config.to_dict(),
                     "passes": [{"name": n, "seconds": s, "nodes": k} for n, s, k in f.trace.rows],
                     "programs": {phase: p.to_dict() for phase, p in f.programs.items()},
+                    "prefetch": {
+                        phase: {
+                            "why": c.why,
+                            "distances": {u.split(":", 1)[-1]: d for u, d in c.distances.items()},
+                        }
+                        for phase, c in f.choices.items()
+                    },
+                    "timelines": {phase: t.to_dict() for phase, t in f.timelines.items()},
                 }
                 for f in self.frames
             ],
@@ -116,6 +128,19 @@ class Report:
     def save_json(self, path: str) -> None:
         with open(path, "w") as f:
             json.dump(self.to_dict(), f, indent=1, sort_keys=True)
+
+    def save_trace(self, path: str) -> None:
+        """The predicted timelines in Chrome's trace format: open it in Perfetto or ``chrome://tracing``."""
+        with open(path, "w") as f:
+            json.dump(picture.trace(self.frames), f)
+
+    def save_html(self, path: str) -> None:
+        """The plan as one page: the lanes of every phase as a picture, live bytes below, and the text of the plan.
+
+        The page needs nothing from elsewhere.
+        """
+        with open(path, "w") as f:
+            f.write(picture.page(self.frames, self.summary()))
 
     def __str__(self) -> str:
         return self._text(instructions=True)
@@ -160,7 +185,8 @@ class Report:
                     f"frame {frame.index}, {phase}: {len(program.instrs)} instructions, "
                     f"{len(program.structures)} segments of {len(program.segments)} structures, "
                     f"arena {program.buffer_bytes:,} bytes, peak {peak:,} bytes",
-                    frame.timelines[phase].text(),
+                    *frame.timelines[phase].lines(),
+                    frame.choices[phase].text(),
                     *([program.text()] if instructions else []),
                 ]
                 lines += [f"note: {n}" for n in program.notes]

@@ -77,6 +77,8 @@ class Policy:
         self.places: dict[str, Places] = {}
         # Weights of stage 3 that the memory budget keeps, by name; decided once, then fixed.
         self.kept: dict[str, bool] = {}
+        # How far ahead gathers start, by phase and order of units (schedule.py); decided once, then fixed.
+        self.distances: dict[str, str] = {}
         self.sync = True
         self.opened = False  # inside zero.gathered: parameters are whole
         self.runtime: Any = None  # made by the first compile; dies with the policy

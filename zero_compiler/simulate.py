@@ -8,7 +8,8 @@ slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,26 +17,48 @@ from .hardware import HardwareSpec
 from .program import Compute, Fetch, Gather, Program, Reduce, WaitFetch, WaitGather, WaitReduce
 
 COMPUTE, LINK, DISK = "compute", "device-device", "nvme-host"
+_SHOWN = 4  # transfers that the step waits for, in the report
+
+
+def duration(us: float) -> str:
+    """A time for the report."""
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1e3:.2f} ms"
 
 
 @dataclass(frozen=True)
 class Span:
-    """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move."""
+    """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move.
+
+    ``stalled_us`` is the time for which the host waited for this transfer while nothing was computed; what it waits
+    for behind other transfers in the queue is counted here too.
+    """
 
     lane: str
     start_us: float
     end_us: float
     label: str
     nbytes: int = 0
+    stalled_us: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The part of a transfer's time that passes behind compute, from 0 to 1."""
+        us = self.end_us - self.start_us
+        return max(0.0, 1 - self.stalled_us / us) if us else 1.0
 
 
 @dataclass
 class Timeline:
-    """Result of a simulation. ``stalls``: how long the host waited for each lane, and computed nothing."""
+    """Result of a simulation.
+
+    ``stalls`` is how long the host waited for each lane, and computed nothing; ``reached_us`` is when the host was
+    done with each instruction of the Program.
+    """
 
     total_us: float
     stalls: dict[str, float]
     spans: list[Span] = field(default_factory=list)
+    reached_us: list[float] = field(default_factory=list)
 
     @property
     def stalled_us(self) -> float:
@@ -54,8 +77,21 @@ class Timeline:
             return COMPUTE
         return max(self.stalls, key=self.stalls.__getitem__)
 
-    def text(self) -> str:
-        """Two lines for the report."""
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "total_us": self.total_us,
+            "stalled_us": self.stalled_us,
+            "bound": self.bound,
+            "spans": [asdict(s) for s in self.spans],
+        }
+
+    def waited_for(self) -> list[Span]:
+        """Transfers that the host waited for, longest wait first."""
+        return sorted((s for s in self.spans if s.stalled_us > 0), key=lambda s: -s.stalled_us)
+
+    def lines(self) -> list[str]:
+        """For the report: what the time is spent on, and which transfers are not hidden."""
         parts = [f"compute {self.busy_us(COMPUTE) / 1e3:.2f} ms"]
         for lane, what in ((LINK, "transfers"), (DISK, "files")):
             busy = self.busy_us(lane)
@@ -66,7 +102,17 @@ class Timeline:
                 )
                 if lane == DISK and self.total_us:
                     parts[-1] += f", busy for {busy / self.total_us:.0%} of the time"
-        return f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"
+        rows = [f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"]
+        waits = self.waited_for()
+        for s in waits[:_SHOWN]:
+            rows.append(
+                f"waits {duration(s.stalled_us)} for the {s.label}: {s.hidden:.0%} of "
+                f"{duration(s.end_us - s.start_us)} hidden"
+            )
+        if len(waits) > _SHOWN:
+            rest = sum(s.stalled_us for s in waits[_SHOWN:])
+            rows.append(f"waits {duration(rest)} for {len(waits) - _SHOWN} more")
+        return rows
 
 
 @dataclass
@@ -76,6 +122,39 @@ class _Task:
     left_us: float
     nbytes: int
     start_us: float = 0.0
+    wanted_us: float | None = None  # since when the host waits for it
+
+
+def share_cores(spec: HardwareSpec) -> bool:
+    """Whether compute and collectives slow each other down: what overlaps then takes as long as one after the other."""
+    return any(COMPUTE in group and LINK in group for group in spec.shared)
+
+
+def transfers(
+    program: Program, spec: HardwareSpec, world: int
+) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """Time on the lane and bytes of full tensors of each gather, and of each reduction.
+
+    Nothing is moved by a gather in place, nor by one of the backward of a weight that is kept: the forward has
+    fetched it.
+
+    Raises:
+        ConfigError: the spec lacks a collective that the Program uses.
+    """
+    if world == 1:
+        return [(0.0, 0)] * len(program.gathers), [(0.0, 0)] * len(program.reduces)
+    gathers, reduces = [], []
+    for g in program.gathers:
+        if g.home or (g.kept and program.phase == "backward"):
+            gathers.append((0.0, 0))
+            continue
+        nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
+        gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))
+    for r in program.reduces:
+        kind = "all_reduce" if r.replicated else "reduce_scatter"
+        nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
+        reduces.append((spec.collective(kind, world, r.shared).us(nbytes), nbytes))
+    return gathers, reduces
 
 
 def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
@@ -85,12 +164,15 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
-    fetches: dict[int, _Task] = {}
-    gathers: dict[int, _Task] = {}
-    reduces: dict[int, _Task] = {}
+    gather_costs, reduce_costs = transfers(program, spec, world)
+    fetches: dict[int, _Task | None] = {}
+    gathers: dict[int, _Task | None] = {}
+    reduces: dict[int, _Task | None] = {}
+    reached: list[float] = []
     for instr in program.instrs:
         if isinstance(instr, Compute):
-            label = f"segment {instr.segment}"
+            of = program.modules[instr.segment] if program.modules else ""
+            label = f"segment {instr.segment}{': ' if of else ''}{of}"
             sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
         elif isinstance(instr, Fetch):
             g = program.gathers[instr.index]
@@ -99,16 +181,11 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
         elif isinstance(instr, WaitFetch):
             sim.wait(fetches[instr.index])
         elif isinstance(instr, Gather):
-            g = program.gathers[instr.index]
-            nbytes = 0 if g.home else sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
-            us = spec.collective("all_gather", world, g.shared).us(nbytes) if nbytes and world > 1 else 0.0
-            gathers[instr.index] = sim.start(LINK, g.label, us, nbytes if world > 1 else 0)
+            label = program.gathers[instr.index].label
+            gathers[instr.index] = sim.start(LINK, label, *gather_costs[instr.index])
         elif isinstance(instr, Reduce):
-            r = program.reduces[instr.index]
-            kind = "all_reduce" if r.replicated else "reduce_scatter"
-            nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
-            us = 0.0 if world == 1 else spec.collective(kind, world, r.shared).us(nbytes)
-            reduces[instr.index] = sim.start(LINK, r.label, us, nbytes if world > 1 else 0)
+            label = program.reduces[instr.index].label
+            reduces[instr.index] = sim.start(LINK, label, *reduce_costs[instr.index])
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
         elif isinstance(instr, WaitReduce):
@@ -117,8 +194,9 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
             if r.stored:
                 nbytes = sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
                 sim.start(DISK, f"file of the {r.label}", spec.nvme_write.us(nbytes), nbytes)
+        reached.append(sim.now)
     sim.drain()
-    return Timeline(sim.now, sim.stalled, sim.spans)
+    return Timeline(sim.now, sim.stalled, sim.spans, reached)
 
 
 class _Simulator:
@@ -131,7 +209,9 @@ class _Simulator:
         self.queues: dict[str, deque[_Task]] = {}
         self.spans: list[Span] = []
 
-    def start(self, lane: str, label: str, us: float, nbytes: int) -> _Task:
+    def start(self, lane: str, label: str, us: float, nbytes: int) -> _Task | None:
+        if us == 0:
+            return None  # nothing moves
         task = _Task(lane, label, us, nbytes, self.now)
         self.queues.setdefault(lane, deque()).append(task)
         return task
@@ -145,8 +225,10 @@ class _Simulator:
             self._advance(step, rates)
         self.spans.append(Span(COMPUTE, begin, self.now, label))
 
-    def wait(self, task: _Task) -> None:
-        begin = self.now
+    def wait(self, task: _Task | None) -> None:
+        if task is None:
+            return
+        begin = task.wanted_us = self.now
         while any(t is task for t in self.queues[task.lane]):
             rates = self._rates(computing=False)
             self._advance(min(q[0].left_us / rates[lane] for lane, q in self._busy()), rates)
@@ -173,6 +255,7 @@ class _Simulator:
             head.left_us -= us * rates[lane]
             if head.left_us <= 1e-9:
                 queue.popleft()
-                self.spans.append(Span(lane, head.start_us, self.now, head.label, head.nbytes))
+                stalled = 0.0 if head.wanted_us is None else self.now - head.wanted_us
+                self.spans.append(Span(lane, head.start_us, self.now, head.label, head.nbytes, stalled))
                 if queue:
                     queue[0].start_us = max(queue[0].start_us, self.now)

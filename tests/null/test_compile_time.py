@@ -7,6 +7,8 @@ import time
 import pytest
 from null.graphs import Build, aten, lower
 
+from zero_compiler.prefetch import Phase, distances
+
 
 def layered(layers: int) -> tuple[Build, Build]:
     """Forward and backward of ``layers`` layers, about 11 and 14 nodes each."""
@@ -54,3 +56,22 @@ def test_time_grows_with_the_graph():
     # leaves room for sorting, caches and a busy machine.
     assert t2 / t0 < 1.6 * n2 / n0, (t0, t1, t2)
     assert t2 / t1 < 1.6 * n2 / n1, (t0, t1, t2)
+
+
+def search_seconds(units: int) -> float:
+    """Of a backward whose transfers take turns in being short and long, with room for every distance."""
+    lengths = [(7 * i) % 11 + 1.0 for i in range(units)]
+    between: list = [[("compute", 3.0)]]
+    for i in range(units):
+        between.append([("compute", lengths[i - 3]), *([("wait", i - 2)] if i > 1 else []), ("start", i)])
+    between[-1] += [("wait", i) for i in range(units - 2, units)]
+    start = time.process_time()
+    assert max(distances(Phase(lengths, [1] * units, between, lengths), 1 << 30)) > 2
+    return time.process_time() - start
+
+
+@pytest.mark.slow
+def test_the_search_for_distances_grows_with_the_units():
+    # 4000 units are the layers of a graph of 100,000 nodes.
+    t0, t1 = search_seconds(400), search_seconds(4000)
+    assert t1 / t0 < 1.6 * 10, (t0, t1)

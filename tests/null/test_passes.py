@@ -236,6 +236,34 @@ return %mm_default, %relu_default
 """,
         )
 
+    def test_place_starts_further_ahead(self):
+        b = Build(h__0__w=(4, 4), h__1__w=(4, 4), h__2__w=(4, 4), h__3__w=(4, 4))
+        x = b.input("x", 3, 4)
+        for i in range(4):
+            x = b.op(aten.mm.default, x, b.weight(f"h.{i}.w"))
+        b.done(x)
+        ahead = {f"{OWNER}:h.1": 9, f"{OWNER}:h.3": 3}
+        # h.2 may not start behind h.3; what is further ahead than there are units starts at the top.
+        graph = lower(b, "forward", "place-starts", distances=ahead)
+        rows = [line.split("  ")[0] for line in dump.text(graph).splitlines() if " input" not in line]
+        self.assertExpectedInline(
+            "\n".join(rows),
+            """\
+%h.0.w.full = zero.gather [h.0.w]
+%h.1.w.full = zero.gather [h.1.w]
+%h.0.w = zero.wait %h.0.w.full
+%h.2.w.full = zero.gather [h.2.w]
+%h.3.w.full = zero.gather [h.3.w]
+%mm_default = aten.mm %x, %h.0.w
+%h.1.w = zero.wait %h.1.w.full
+%mm_default_1 = aten.mm %mm_default, %h.1.w
+%h.2.w = zero.wait %h.2.w.full
+%mm_default_2 = aten.mm %mm_default_1, %h.2.w
+%h.3.w = zero.wait %h.3.w.full
+%mm_default_3 = aten.mm %mm_default_2, %h.3.w
+return %mm_default_3""",
+        )
+
     def test_insert_releases(self):
         self.assertExpectedInline(
             dump.text(lower(two_layers(), "forward", "insert-releases")),
@@ -359,6 +387,13 @@ def test_sums_of_sums_become_one_reduction():
     run_passes(b.graph, JOINT[:1], b.context("joint"))
     assert names_of(b.graph) == ["aten.add.Tensor"] * 3 + ["zero.reduce_grad"]
     torch.testing.assert_close(b.by_markers(b.graph), want)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3])
+def test_starts_further_ahead_keep_the_numbers(distance):
+    ahead = {f"{OWNER}:h.{i}": distance for i in range(2)}
+    check_numbers(two_layers(), "forward", bucket_bytes=20, distances=ahead)
+    check_numbers(two_layers_backward(), "backward", bucket_bytes=20, distances=ahead)
 
 
 def test_a_view_that_leaves_is_a_copy():

@@ -271,9 +271,16 @@ def built(shapes: dict, steps: list, world: int, stage: int) -> Build:
 
 
 @settings(deadline=None, max_examples=40)
-@given(graphs(), st.integers(1, 4), st.sampled_from([0, 2, 3]), st.sampled_from([0, 20, 1 << 20]))
-def test_random_graphs_keep_their_meaning(given_, world, stage, bucket_bytes):
-    check_numbers(built(*given_, world, stage), "forward", bucket_bytes=bucket_bytes)
+@given(
+    graphs(),
+    st.integers(1, 4),
+    st.sampled_from([0, 2, 3]),
+    st.sampled_from([0, 20, 1 << 20]),
+    st.lists(st.integers(1, 4), min_size=5, max_size=5),
+)
+def test_random_graphs_keep_their_meaning(given_, world, stage, bucket_bytes, distances):
+    ahead = {f"{OWNER}:h.{i}": d for i, d in enumerate(distances)}
+    check_numbers(built(*given_, world, stage), "forward", bucket_bytes=bucket_bytes, distances=ahead)
 
 
 @settings(deadline=None, max_examples=10)

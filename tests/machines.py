@@ -1,0 +1,19 @@
+"""Hardware for tests: made so that the plan under test is the right one."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+
+def machine(
+    latency_us: float = 1.0, bytes_per_us: float = 10_000.0, share: bool = False, **fields: Any
+) -> dict[str, Any]:
+    """A spec, as JSON values, whose lanes overlap unless they ``share`` cores, with these links between ranks."""
+    preset = resources.files("zero_compiler") / "presets" / "laptop.json"
+    spec = json.loads(preset.read_text())
+    for row in spec["collectives"]:
+        row["link"] = {"latency_us": latency_us, "bytes_per_us": bytes_per_us}
+    spec["shared"] = [["compute", "device-device"]] if share else []
+    return spec | {"name": "test"} | fields
