@@ -102,6 +102,8 @@ def _drawn(title: str, program: Any, timeline: Timeline, choice: Any) -> dict[st
                     "told": told,
                 }
             )
+        if lane == DISK and not bars:
+            continue
         lanes.append({"name": name, "bars": bars, "busy": f"{timeline.busy_us(lane) / total:.0%} busy"})
     peak = max(program.live, default=0)
     points = []
