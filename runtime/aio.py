@@ -169,7 +169,7 @@ class Engine:
     """Runs requests on threads of its own; any number of engines may live side by side.
 
     Args:
-        block_bytes: a request is cut into blocks of this size, a multiple of ``ALIGN``; None: 1 MiB.
+        block_bytes: a request is cut into blocks of this size, a multiple of ``ALIGN``; None: 4 MiB.
         depth: blocks under way at most, of all requests together (and threads of the back end "threads");
             None: 16.
         backend: "uring" (one thread with a ring of the kernel), "threads", or "auto": "uring" where it can be had.

@@ -45,7 +45,7 @@
 namespace zero::aio {
 
 struct Options {
-  int64_t block_bytes = int64_t{1} << 20;  // a multiple of kAlign, at most 1 GiB
+  int64_t block_bytes = int64_t{4} << 20;  // a multiple of kAlign, at most 1 GiB
   int depth = 16;
 };
 

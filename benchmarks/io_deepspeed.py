@@ -1,0 +1,81 @@
+"""DeepSpeed's aio beside ours: one request for a whole file, the same file, in turn.
+
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/io_deepspeed.py DIR
+
+Needs deepspeed (0.19) with its async_io operator built. The variable gives its locked memory the huge pages that
+aio.buffer asks for. DeepSpeed runs over a small grid of its options and is reported at its best; ours at its defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
+
+from zero_compiler.runtime import aio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--bytes", type=int, default=1 << 30)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    nbytes = args.bytes
+    theirs = AsyncIOBuilder().load()
+    path = args.directory / f"io-deepspeed-{os.getpid()}.nvme"
+    block = aio.buffer(nbytes).random_()
+    handles = {
+        f"{size >> 20} MiB x {depth}, {threads} threads": theirs.aio_handle(size, depth, False, True, threads)
+        for size in (1 << 20, 4 << 20)
+        for depth in (16, 32)
+        for threads in (1, 2)
+    }
+    locked = next(iter(handles.values())).new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+    locked.copy_(block)
+
+    def timed(run) -> float:
+        began = time.perf_counter()
+        run()
+        return nbytes / (time.perf_counter() - began) / 1e9
+
+    try:
+        with aio.Engine() as io:
+            file = io.open(path, nbytes, create=True)
+            io.register(block)
+            ways = {
+                "read": {n: lambda h=h: h.sync_pread(locked, str(path), 0) for n, h in handles.items()}
+                | {"zero": lambda: io.read(file, block).wait()},
+                "write": {n: lambda h=h: h.sync_pwrite(locked, str(path), 0) for n, h in handles.items()}
+                | {"zero": lambda: io.write(file, block).wait()},
+            }
+            io.write(file, block).wait()
+            print(
+                f"deepspeed {deepspeed.__version__}, torch {torch.__version__}, ours: {io.backend}, {nbytes >> 20} MiB"
+            )
+            for mode in ("write", "read"):
+                rates: dict[str, list[float]] = {name: [] for name in ways[mode]}
+                for number in range(args.rounds):
+                    for name in sorted(rates, reverse=bool(number % 2)):
+                        rates[name].append(timed(ways[mode][name]))
+                best = max(handles, key=lambda name: statistics.median(rates[name]))
+                ratio = statistics.median(a / b for a, b in zip(rates["zero"], rates[best]))
+                print(
+                    f"{mode}: ours {statistics.median(rates['zero']):.2f} GB/s; DeepSpeed {statistics.median(rates[best]):.2f} "
+                    f"({best}); ratio {ratio:.2f}"
+                )
+            assert torch.equal(locked, block), "both hold what was written"
+    finally:
+        path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
