@@ -68,10 +68,8 @@ def main() -> None:
                         rates[name].append(timed(ways[mode][name]))
                 best = max(handles, key=lambda name: statistics.median(rates[name]))
                 ratio = statistics.median(a / b for a, b in zip(rates["zero"], rates[best]))
-                print(
-                    f"{mode}: ours {statistics.median(rates['zero']):.2f} GB/s; DeepSpeed {statistics.median(rates[best]):.2f} "
-                    f"({best}); ratio {ratio:.2f}"
-                )
+                ours, other = statistics.median(rates["zero"]), statistics.median(rates[best])
+                print(f"{mode}: ours {ours:.2f} GB/s; DeepSpeed {other:.2f} ({best}); ratio {ratio:.2f}")
             assert torch.equal(locked, block), "both hold what was written"
     finally:
         path.unlink(missing_ok=True)
