@@ -277,6 +277,8 @@ def _unslice(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows:
     d = _dim(node, dim, len(mine))
     if operand is not given or step != 1 or not rows.at <= d < rows.end:
         raise Left(f"{node.target} of something else than rows")
+    if same(shape(given)[d], mine[d]):
+        return rows  # the gradient of a slice of all
     lead = mine[rows.at : rows.end]
     if rows.picked != _picked(d - rows.at, arg(node, 3), lead, shape(given)[d]):
         raise Left("the gradient of a slice that was not seen in forward")
