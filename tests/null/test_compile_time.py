@@ -59,14 +59,14 @@ def test_time_grows_with_the_graph():
 
 
 def search_seconds(units: int) -> float:
-    """Of a backward whose transfers take turns in being short and long, with room for every distance."""
-    lengths = [(7 * i) % 11 + 1.0 for i in range(units)]
+    """Of a backward in which every 16th unit takes as long to gather as several to compute, with room for all."""
+    lengths = [60.0 if i % 16 == 15 else 2.0 for i in range(units)]
     between: list = [[("compute", 3.0)]]
     for i in range(units):
-        between.append([("compute", lengths[i - 3]), *([("wait", i - 2)] if i > 1 else []), ("start", i)])
+        between.append([("compute", 8.0), *([("wait", i - 2)] if i > 1 else []), ("start", i)])
     between[-1] += [("wait", i) for i in range(units - 2, units)]
     start = time.process_time()
-    assert max(distances(Phase(lengths, [1] * units, between, lengths), 1 << 30)) > 2
+    assert max(distances(Phase(lengths, [1] * units, between, [1.0] * units), 1 << 30)) > 2
     return time.process_time() - start
 
 

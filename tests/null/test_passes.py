@@ -290,7 +290,7 @@ return %mm_default, %relu_default
 
 def tiled_head(tile_bytes: int) -> Build:
     b = head_graph()
-    run_passes(b.graph, JOINT[:2], b.context("joint", tile_bytes=tile_bytes))
+    run_passes(b.graph, JOINT[:-1], b.context("joint", tile_bytes=tile_bytes))
     return b
 
 

@@ -67,7 +67,7 @@ def test_the_simulation_has_a_lane_for_files(tmp_path):
     grads = sum(sum(r.chunk_numels) * 4 for r in program.reduces if not r.replicated)
     assert files.nbytes(DISK) == chunks + grads
     assert files.total_us >= none.total_us
-    assert "files" in files.text()
+    assert any("files" in line for line in files.lines())
     # A disk that is slow enough bounds the step, and a fast one does not.
     slow = dataclasses.replace(spec, nvme_read=hardware.Link(1e5, 1.0), nvme_write=hardware.Link(1e5, 1.0))
     assert simulate(program, slow, 2).bound == DISK
