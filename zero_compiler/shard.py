@@ -430,6 +430,11 @@ def collect(
                 raise ShardError(
                     f"parameter {_joined(prefix, attribute)} is lazy; run one forward before zero.shard"
                 )
+            if param.is_complex() and param.requires_grad:
+                raise ShardError(
+                    f"parameter {_joined(prefix, attribute)} is trainable and {param.dtype}, which collectives do not "
+                    "sum; keep it as torch.view_as_real(...), or freeze it"
+                )
             name = found.get(id(param))
             if name is None:
                 name = _joined(prefix, attribute)

@@ -68,6 +68,13 @@ def test_sharding_a_lazy_module():
         zero.shard(nn.Sequential(nn.LazyLinear(3)))
 
 
+def test_a_trainable_complex_parameter():
+    model = nn.Linear(4, 4).to(torch.complex64)
+    with pytest.raises(ShardError, match=r"parameter weight is trainable and torch\.complex64.*view_as_real"):
+        zero.shard(model)
+    zero.shard(model.requires_grad_(False))
+
+
 def test_sharding_what_is_a_dtensor_already():
     sharded = zero.shard(nn.Linear(4, 3))
     other = nn.Linear(4, 3)
