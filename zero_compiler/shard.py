@@ -527,6 +527,7 @@ def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -
             body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
         body |= {
             "__call__": _call(base),
+            "_apply": _apply(base),
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
@@ -536,6 +537,39 @@ def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -
         cls = type(base.__name__, (base,), body)
         _classes[(base, names)] = cls
     return cls
+
+
+def _apply(base: type) -> Callable[..., Any]:
+    """What ``.to()``, ``.half()``, ``.share_memory()`` and the like call: sharded parameters that it leaves as they are
+    are left out, and torch exchanges the others, as long as no graph of autograd knows them."""
+
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        whole = self._parameters
+        self._parameters = {
+            name: param
+            for name, param in whole.items()
+            if not isinstance(param, DTensor) or _changes(param._local_tensor, fn)
+        }
+        try:
+            base._apply(self, fn, recurse)
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise ShardError(
+                f"{base.__name__}: a parameter that has been trained cannot change its dtype or device; call .to() "
+                "before zero.shard, or give zero.shard a device or param_dtype"
+            ) from error
+        finally:
+            self._parameters = {name: self._parameters.get(name, param) for name, param in whole.items()}
+        return self
+
+    return apply
+
+
+def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    with torch.no_grad():
+        made = fn(local.new_empty(0))
+    return (made.dtype, made.device) != (local.dtype, local.device)
 
 
 def _rebuild(base: type, names: tuple[str, ...], recurrent: bool) -> nn.Module:

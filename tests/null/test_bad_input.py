@@ -254,6 +254,30 @@ def test_a_device_changed_after_sharding(how):
         call(batch())
 
 
+def half_and_call(model, call):
+    model.half()
+    call(batch())
+
+
+@both
+def test_moving_a_model_that_was_trained(how):
+    """What changes nothing works; what would change a parameter that autograd knows says so."""
+    model = zero.shard(net())
+    call = use(model, how)
+    call(batch()).sum().backward()
+    before = dict(model.named_parameters())
+    for same in (model.to("cpu"), model.float(), model.share_memory()):
+        assert same is model
+    assert all(p is before[name] and p.grad is not None for name, p in model.named_parameters())
+    assert list(before) == [name for name, _ in model.named_parameters()]
+    loss = call(batch()).sum()  # whose graph may hold the parameters
+    with pytest.raises(
+        ShardError, match="has been trained cannot change its dtype|was sharded as torch.float32"
+    ):
+        half_and_call(model, call)
+    del loss
+
+
 @both
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_parameter_replaced_by_a_plain_one(how, called_before):
