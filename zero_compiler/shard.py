@@ -539,7 +539,7 @@ def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -
     return cls
 
 
-def _apply(base: type) -> Callable[..., Any]:
+def _apply(base: Any) -> Callable[..., Any]:
     """What ``.to()``, ``.half()``, ``.share_memory()`` and the like call: sharded parameters that it leaves as they are
     are left out, and torch exchanges the others, as long as no graph of autograd knows them."""
 
