@@ -65,13 +65,17 @@ def search_seconds(units: int) -> float:
     for i in range(units):
         between.append([("compute", 8.0), *([("wait", i - 2)] if i > 1 else []), ("start", i)])
     between[-1] += [("wait", i) for i in range(units - 2, units)]
-    start = time.process_time()
-    assert max(distances(Phase(lengths, [1] * units, between, [1.0] * units), 1 << 30)) > 2
-    return time.process_time() - start
+    phase = Phase(lengths, [1] * units, between, [1.0] * units)
+    best = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        assert max(distances(phase, 1 << 30)) > 2
+        best = min(best, time.process_time() - start)
+    return best
 
 
 @pytest.mark.slow
 def test_the_search_for_distances_grows_with_the_units():
-    # 4000 units are the layers of a graph of 100,000 nodes.
-    t0, t1 = search_seconds(400), search_seconds(4000)
+    # 4000 units are the layers of a graph of 100,000 nodes. The best of three: a busy machine adds to either.
+    t0, t1 = search_seconds(1000), search_seconds(10_000)
     assert t1 / t0 < 1.6 * 10, (t0, t1)
