@@ -423,3 +423,58 @@ def test_no_leak_over_a_thousand_steps(tmp_path):
     after = steps(1000)
     assert after[:2] == (fds, threads)
     assert after[2] < rss + (4 << 20)
+
+
+_KILLED = """
+import os, signal, sys, torch
+import zero_compiler as zero
+from torch import nn
+from zero_compiler.runtime.stores import Store
+
+folder, checkpoint, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
+tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
+zero.shard(model, nvme_dir=folder, **tiers)
+optimizer = zero.optimizer(torch.optim.AdamW, model)
+begin = 0
+if os.path.exists(checkpoint):
+    state = torch.load(checkpoint, weights_only=False)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    begin = state["step"]
+for step in range(begin, 4):
+    torch.manual_seed(step)
+    loss = model(torch.randn(4, 64)).square().mean()
+    print(step, loss.item(), flush=True)
+    loss.backward()
+    if step == kill_at:
+        write = Store.write
+        def killed(self, span, buffer):
+            write(self, span, buffer)
+            os.kill(os.getpid(), signal.SIGKILL)
+        Store.write = killed
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+    torch.save(state, checkpoint + ".new")
+    os.replace(checkpoint + ".new", checkpoint)
+"""
+
+
+def test_killed_in_a_step_and_started_again(tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+
+    def run(checkpoint, kill_at):
+        command = [sys.executable, "-c", _KILLED, str(files), str(tmp_path / checkpoint), str(kill_at)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == (0 if kill_at < 0 else -9), done.stderr
+        assert list(files.iterdir()) == []
+        return done.stdout.splitlines()
+
+    want = run("whole", -1)
+    before = run("broken", 2)
+    after = run("broken", -1)
+    assert before == want[:3]
+    assert after == want[2:]
