@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_compiler.errors import StorageError
 
@@ -107,7 +108,7 @@ _regions: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary(
 
 def region_of(tensor: torch.Tensor) -> Region | None:
     """The region whose handle ``tensor`` is, or is a view of from its beginning; None for any other tensor."""
-    if tensor.device.type != "cpu" or tensor.numel() == 0:
+    if tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
         return None
     store = _regions.get(at := tensor.untyped_storage().data_ptr())
     return store.regions.get(at) if store is not None else None
