@@ -7,7 +7,7 @@
 All modes hold a replica of the model at once and take turns at each step, after a barrier, so that drift of the
 machine hits all alike; where they do not fit into memory they run in rounds, with DDP and FSDP2 in each. A step is
 forward, backward, AdamW(fused=True) and zero_grad; its time is that of the slowest rank. Ratios are taken step by
-step against a mode of the same round.
+step against a mode of the same round. With --json, what is measured so far is saved after every round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import common
@@ -27,6 +27,7 @@ import modes
 from models import MODELS
 
 ANCHORS = ("ddp", "fsdp2", "fsdp2-compiled")
+PEER = "deepspeed3"
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
@@ -40,15 +41,18 @@ def main() -> None:
         return
     result: dict[str, Any] = {"machine": common.machine(), "command": command(args), "runs": []}
     print(common.machine_text(result["machine"]), flush=True)
-    pages = []
+    pages: list[str] = []
     for name in args.model:
         for dtype in args.dtype:
             for allocator in args.allocator:
-                run = run_model(args, name, dtype, allocator)
-                result["runs"].append(run)
-                pages.append(report(run))
-                if args.json:
-                    common.save(args.json, result, page(result, pages))
+                before, run = result["runs"], None
+                for run in rounds_of(args, name, dtype, allocator):
+                    result["runs"] = [*before, run]
+                    if args.json:
+                        common.save(args.json, result, page(result, [*pages, text_of(run)]))
+                assert run is not None
+                report(run)
+                pages.append(text_of(run))
     if not all(run["losses_agree"] for run in result["runs"]):
         sys.exit("losses do not agree")
 
@@ -113,31 +117,29 @@ def under_torchrun(args: argparse.Namespace) -> None:
         m = common.machine()
         print(common.machine_text(m))
         run = summary(name, dtype, allocator, [found])
-        text = report(run)
+        report(run)
         if args.json:
             result = {"machine": m, "command": command(args), "runs": [run]}
-            common.save(args.json, result, page(result, [text]))
+            common.save(args.json, result, page(result, [text_of(run)]))
 
 
 def call_for(args: argparse.Namespace, name: str, dtype: str, chosen: Sequence[str]) -> dict[str, Any]:
     return {"model": name, "dtype": dtype, "modes": list(chosen), "steps": args.steps, "warmup": args.warmup}
 
 
-def run_model(args: argparse.Namespace, name: str, dtype: str, allocator: str) -> dict[str, Any]:
+def rounds_of(args: argparse.Namespace, name: str, dtype: str, allocator: str) -> Iterator[dict[str, Any]]:
+    """The model's figures over its rounds so far, after each round."""
     budget = args.memory_gib * 2**30 if args.memory_gib else 0.75 * common.available_bytes()
     rounds = plan_rounds(args.modes, numel_of(name), args.ranks, budget)
+    found: list[dict[str, Any]] = []
     for i, chosen in enumerate(rounds):
         print(
             f"{name} {dtype}, allocator {allocator}, round {i + 1} of {len(rounds)}: {', '.join(chosen)}",
             flush=True,
         )
-    found = [
-        common.run_ranks(
-            os.path.abspath(__file__), call_for(args, name, dtype, chosen), args.ranks, allocator
-        )[0]
-        for chosen in rounds
-    ]
-    return summary(name, dtype, allocator, found)
+        call = call_for(args, name, dtype, chosen)
+        found.append(common.run_ranks(os.path.abspath(__file__), call, args.ranks, allocator)[0])
+        yield summary(name, dtype, allocator, found)
 
 
 def numel_of(name: str) -> int:
@@ -159,8 +161,10 @@ def plan_rounds(chosen: Sequence[str], numel: int, world: int, budget: float) ->
         return [list(chosen)]
     anchors = [m for m in chosen if m in ANCHORS]
     rounds: list[list[str]] = []
-    # Ours first, so that they share a round.
-    for m in sorted((m for m in chosen if m not in anchors), key=lambda m: not m.startswith("zero")):
+    # Ours first, so that they share a round, also with the peer that ratios refer to.
+    for m in sorted(
+        (m for m in chosen if m not in anchors), key=lambda m: (m != PEER, not m.startswith("zero"))
+    ):
         if not rounds or need([*rounds[-1], m]) > room:
             rounds.append(list(anchors))
         rounds[-1].append(m)
@@ -314,16 +318,7 @@ def summary(name: str, dtype: str, allocator: str, found: Sequence[dict[str, Any
     seen: set[str] = set()
     for i, f in enumerate(found):
         rows = f["modes"]
-        fsdp = min(
-            (m for m in rows if m.startswith("fsdp2")),
-            key=lambda m: statistics.median(rows[m]["s"]),
-            default=None,
-        )
-        ddp = min(
-            (m for m in rows if m.startswith("ddp")),
-            key=lambda m: statistics.median(rows[m]["s"]),
-            default=None,
-        )
+        best = {kind: fastest(rows, kind) for kind in ("fsdp2", "ddp", PEER)}
         truth = next((m for m in ("ddp", "fsdp2", *rows) if m in rows and modes.communicates(m)), None)
         for m, row in rows.items():
             if m in seen:
@@ -341,10 +336,8 @@ def summary(name: str, dtype: str, allocator: str, found: Sequence[dict[str, Any
                     "steps_s": row["s"],
                     "parts_median_s": [statistics.median(p) for p in zip(*row["parts_s"])],
                     "cpu_median_s_by_rank": [statistics.median(c) for c in row["cpu_s"]],
-                    "to_fsdp2": ratio(row, rows.get(fsdp)),
-                    "fsdp2": fsdp,
-                    "to_ddp": ratio(row, rows.get(ddp)),
-                    "ddp": ddp,
+                    "ratios": {kind: ratio(row, rows.get(b)) for kind, b in best.items()},
+                    "ratios_to": best,
                     "loss_apart": apart,
                     "loss_reference": truth,
                     "losses": row["losses"],
@@ -359,6 +352,12 @@ def summary(name: str, dtype: str, allocator: str, found: Sequence[dict[str, Any
     )
     run["limits_s"] = limits(run)
     return run
+
+
+def fastest(rows: dict[str, Any], kind: str) -> str | None:
+    """Of one round, the mode of a kind with the shortest median step."""
+    of_kind = (m for m in rows if m.startswith(kind))
+    return min(of_kind, key=lambda m: statistics.median(rows[m]["s"]), default=None)
 
 
 def ratio(row: dict[str, Any], to: dict[str, Any] | None) -> dict[str, float] | None:
@@ -387,6 +386,7 @@ HEAD = [
     "step ms (p10-p90)",
     "/ FSDP2 best",
     "/ DDP best",
+    "/ DeepSpeed 3",
     "fwd/bwd/opt ms",
     "CPU ms by rank",
     "loss apart",
@@ -394,7 +394,19 @@ HEAD = [
 ]
 
 
-def report(run: dict[str, Any]) -> str:
+def report(run: dict[str, Any]) -> None:
+    title, rows, lines = parts(run)
+    common.print_table(title, HEAD, rows)
+    print("\n".join(lines) + "\n", flush=True)
+
+
+def text_of(run: dict[str, Any]) -> str:
+    """The Markdown of one model."""
+    title, rows, lines = parts(run)
+    return common.table(title, HEAD, rows) + "\n" + "\n".join(f"- {x}" for x in lines) + "\n"
+
+
+def parts(run: dict[str, Any]) -> tuple[str, list[list[str]], list[str]]:
     rows = []
     for r in run["modes"]:
         rows.append(
@@ -403,8 +415,7 @@ def report(run: dict[str, Any]) -> str:
                 common.show(r["step_s"], 0, 1e3)
                 if r["step_s"]["median"] > 0.1
                 else common.show(r["step_s"], 1, 1e3),
-                common.show(r["to_fsdp2"], 2),
-                common.show(r["to_ddp"], 2),
+                *(common.show(r["ratios"][kind], 2) for kind in ("fsdp2", "ddp", PEER)),
                 "/".join(f"{p * 1e3:.0f}" for p in r["parts_median_s"]),
                 ", ".join(f"{c * 1e3:.0f}" for c in r["cpu_median_s_by_rank"]),
                 "own curve" if r["loss_apart"] is None else f"{r['loss_apart']:.0e}",
@@ -422,9 +433,7 @@ def report(run: dict[str, Any]) -> str:
         verdict(run),
         *(f"Skipped {m}: {why}." for m, why in run["skipped"].items()),
     ]
-    common.print_table(title, HEAD, rows)
-    print("\n".join(lines) + "\n", flush=True)
-    return common.table(title, HEAD, rows) + "\n" + "\n".join(f"- {x}" for x in lines) + "\n"
+    return title, rows, lines
 
 
 def verdict(run: dict[str, Any]) -> str:
