@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from zero_compiler.backend import compile_frame
 from zero_compiler.config import PLACEMENT_FIELDS, Config
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.modules import policies_of
 from zero_compiler.planning import planned_group
 from zero_compiler.program import Program
 from zero_compiler.report import Frame
 from zero_compiler.runtime.reference import Lockstep, Rank, Reference
-from zero_compiler.shard import policies_of, shard_over
+from zero_compiler.shard import shard_over
 
 
 class SimulatedModel:

@@ -29,9 +29,11 @@ from .config import Config
 from .errors import ShardError
 from .group import Group, agree, make_group
 from .layout import Layout, layout_of
+from .modules import state_of, swap_classes
 from .openings import KEY, SUCCESSOR, Cut, Openings, cut_of, rows_of, storage_uses
+from .policy import Policy
 from .runtime.stores import Nvme
-from .shard import Policy, collect, contiguous_stride, install, state_of, swap_classes
+from .shard import collect, contiguous_stride, install
 
 _serials = itertools.count()
 _thread = threading.local()

@@ -17,7 +17,7 @@ from .group import Group
 from .layout import Layout
 
 if TYPE_CHECKING:
-    from .shard import Policy
+    from .policy import Policy
 
 
 # torch 2.13 renamed both and warns of the old names.

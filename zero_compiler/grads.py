@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from .errors import GradientError, ShardError
 
 if TYPE_CHECKING:
-    from .shard import Policy
+    from .policy import Policy
 
 
 class PendingGrad(torch.Tensor):

@@ -10,8 +10,9 @@ from torch import nn
 
 from .budget import memory_of
 from .errors import ShardError, ZeroError
+from .modules import policies_of
+from .policy import Policy
 from .report import Frame, Report
-from .shard import Policy, policies_of
 
 
 class _Planned(Exception):

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ShardError
-from .shard import ModuleState, sharded_parameter, state_of
+from .modules import ModuleState, state_of
+from .shard import sharded_parameter
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -19,9 +19,11 @@ from .config import PLACEMENT_FIELDS, Config
 from .errors import ConfigError, ShardError
 from .group import Group
 from .inspect import report_of
+from .modules import policies_of
+from .policy import Policy
 from .program import Program
 from .report import Frame, Report
-from .shard import Policy, policies_of, shard_over
+from .shard import shard_over
 
 
 def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0) -> Group:

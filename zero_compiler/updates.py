@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from . import grads
 from .elementwise import States, make, step_of
 from .errors import OptimizerError
+from .policy import local_of
 from .runtime.stores import BLOCK_BYTES, Region, Span, blocks, region_of
 from .runtime.streaming import Job
-from .shard import local_of
 
 # Entries of a parameter group that are not the class's own.
 OURS = frozenset({"params", "param_names", "offload_optimizer"})

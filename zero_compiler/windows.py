@@ -14,7 +14,8 @@ from torch import nn
 
 from . import eager, plain
 from .errors import GradientError, RankMismatchError, ShardError
-from .shard import Places, Policy, policies_of
+from .modules import policies_of
+from .policy import Places, Policy
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ class Outer(nn.Module):
 
 
 def decorated(rank, world):
-    from zero_compiler.shard import policies_of
+    from zero_compiler.modules import policies_of
 
     torch.manual_seed(rank * 0 + 5)
     model = Outer()

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler.shard import policies_of
+from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from machines import machine
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.shard import policies_of
+from zero_compiler.modules import policies_of
 
 pytestmark = pytest.mark.dist
 

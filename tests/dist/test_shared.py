@@ -16,7 +16,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler import transport
 from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, TransferError
-from zero_compiler.shard import policies_of
+from zero_compiler.modules import policies_of
 
 pytestmark = pytest.mark.dist
 

@@ -18,7 +18,7 @@ import zero_compiler as zero
 from dist.spawn import run_ranks
 from zero_compiler.errors import ConfigError, OptimizerError, StorageError
 from zero_compiler.runtime.stores import Nvme, Store, region_of
-from zero_compiler.shard import policies_of
+from zero_compiler.modules import policies_of
 
 O = torch.optim
 TIERS = list(itertools.product(("none", "nvme"), repeat=3))

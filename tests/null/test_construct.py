@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.shard import is_root, policies_of, state_of
+from zero_compiler.modules import is_root, policies_of, state_of
 
 
 @pytest.fixture(autouse=True)

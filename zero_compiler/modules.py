@@ -1,0 +1,230 @@
+"""Modules of a sharded model: the subclass whose properties turn a shard into a weight inside a forward.
+
+Each module gets a subclass of its own class with one property per managed parameter; nothing else of the
+module changes, and nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from . import eager, grads
+from .errors import ShardError
+from .policy import ParamInfo, Policy
+
+
+@dataclass
+class ModuleState:
+    """What a module of a sharded model knows: its policy and the qualified names of its own parameters."""
+
+    policy: Policy
+    names: dict[str, str]
+    root: bool
+
+
+def is_root(module: nn.Module) -> bool:
+    state = state_of(module)
+    return state is not None and state.root
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    return module.__dict__.get("_zero")
+
+
+def policies_of(model: nn.Module) -> list[Policy]:
+    """Policies of a plain, sharded or compiled module, outermost first, without repeats."""
+    model = getattr(model, "_orig_mod", model)
+    out: dict[int, Policy] = {}
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            out.setdefault(id(state.policy), state.policy)
+    return list(out.values())
+
+
+def swap_classes(model: nn.Module, policy: Policy) -> None:
+    """Give every module of the model its subclass; inner shards join the outer model's scope."""
+    owned: dict[int, dict[str, str]] = {}
+    names_by_id = {id(policy.param(name)): name for name in policy.places}
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            state.policy.scope = policy.scope
+            continue
+        names = {a: names_by_id[id(p)] for a, p in module._parameters.items() if p is not None}
+        owned[id(module)] = names
+        module.__dict__["_zero"] = ModuleState(policy, names, module is model)
+        if isinstance(module, nn.RNNBase):
+            module.__dict__.pop("_flat_weights", None)  # a list of the whole weights; see sharded_class
+        # A property is found before nn.Module.__getattr__, so the instance keeps its parameters where they were.
+        module.__class__ = sharded_class(type(module), tuple(names), isinstance(module, nn.RNNBase))
+
+
+_classes: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -> type:
+    """The subclass of ``base`` whose ``names`` are full weights inside a forward. Equal arguments, equal class."""
+    cls = _classes.get((base, names))
+    if cls is None:
+        body: dict[str, Any] = {name: _weight_property(name) for name in names}
+        if recurrent:
+            # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
+            body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+        body |= {
+            "__call__": _call(base),
+            "_apply": _apply(base),
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__reduce_ex__": _reduce_ex,
+            "_zero_base": base,
+        }
+        cls = type(base.__name__, (base,), body)
+        _classes[(base, names)] = cls
+    return cls
+
+
+def _apply(base: Any) -> Callable[..., Any]:
+    """What ``.to()``, ``.half()``, ``.share_memory()`` and the like call: sharded parameters that it leaves as they are
+    are left out, and torch exchanges the others, as long as no graph of autograd knows them."""
+
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        whole = self._parameters
+        self._parameters = {
+            name: param
+            for name, param in whole.items()
+            if not isinstance(param, DTensor) or _changes(param._local_tensor, fn)
+        }
+        try:
+            base._apply(self, fn, recurse)
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise ShardError(
+                f"{base.__name__}: a parameter that has been trained cannot change its dtype or device; call .to() "
+                "before zero.shard, or give zero.shard a device or param_dtype"
+            ) from error
+        finally:
+            self._parameters = {name: self._parameters.get(name, param) for name, param in whole.items()}
+        return self
+
+    return apply
+
+
+def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    with torch.no_grad():
+        made = fn(local.new_empty(0))
+    return (made.dtype, made.device) != (local.dtype, local.device)
+
+
+def _rebuild(base: type, names: tuple[str, ...], recurrent: bool) -> nn.Module:
+    cls = sharded_class(base, names, recurrent)
+    made: nn.Module = object.__new__(cls)
+    return made
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    cls = type(self)
+    names = tuple(a for a, v in cls.__dict__.items() if isinstance(v, property) and a != "_flat_weights")
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
+    return (_rebuild, (cls._zero_base, names, "_flat_weights" in cls.__dict__), *reduced[2:])  # type: ignore[attr-defined]
+
+
+def _flat_weights(self: Any) -> list[torch.Tensor]:
+    return [getattr(self, name) for name in self._flat_weights_names]
+
+
+def _call(base: type) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__["_zero"]
+        scope = state.policy.scope
+        if state.root and state.policy.config.param_dtype is not None:
+            args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
+        if scope.active:
+            return base.__call__(self, *args, **kwargs)
+        scope.active = True
+        try:
+            return base.__call__(self, *args, **kwargs)
+        finally:
+            scope.active = False
+
+    # Dynamo caches frames by code object and bounds their number: classes must not share one.
+    __call__.__code__ = __call__.__code__.replace()
+    return __call__
+
+
+def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return pytree.tree_map(cast, (args, kwargs))
+
+
+def _weight_property(attribute: str) -> property:
+    def get(self: nn.Module) -> Any:
+        try:
+            param = self._parameters[attribute]
+        except KeyError:
+            if attribute in self.__dict__:
+                return self.__dict__[attribute]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
+        state = self.__dict__["_zero"]
+        policy = state.policy
+        if torch.compiler.is_compiling():
+            if param is None or not policy.scope.active:
+                return param
+            if not isinstance(param, DTensor):
+                return param if policy.opened else grads.replaced(attribute, state.names)
+            name, info = managed(param, attribute, state)
+            return torch.ops.zero.unshard(param.to_local(), param.shape, info.gather_dtype, policy.key, name)
+        return read_eager(param, attribute, state)
+
+    def set_(self: nn.Module, value: Any) -> None:
+        # nn.Module.__setattr__ has taken parameters and None already; this is a plain value after `del`.
+        self.__dict__[attribute] = value
+
+    def del_(self: nn.Module) -> None:
+        # nn.Module.__delattr__ has taken parameters already.
+        if self.__dict__.pop(attribute, self) is self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
+
+    # Inlined where a frame reads the weight, and never a frame of its own, which would be compiled per parameter.
+    torch._dynamo.eval_frame.skip_code(get.__code__)
+    return property(get, set_, del_)
+
+
+@torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
+def read_eager(param: Any, attribute: str, state: ModuleState) -> Any:
+    """What ``module.attribute`` is outside a compiled region."""
+    policy = state.policy
+    # Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients
+    # enabled; hooks on parameters and gradients run there too, without.
+    inside = policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+    if param is None or not inside:
+        return param
+    if not isinstance(param, DTensor):
+        return param if policy.opened else grads.replaced(attribute, state.names)
+    policy.group.check_still_valid()
+    return eager.Unshard.apply(param, policy, managed(param, attribute, state)[0])
+
+
+def managed(param: Any, attribute: str, state: ModuleState) -> tuple[str, ParamInfo]:
+    """Name and layout of the sharded parameter that stands at ``attribute``, if it is still what was sharded."""
+    name = state.names[attribute]
+    info = state.policy.params[name]
+    device = state.policy.group.device
+    if (
+        param.dtype != info.layout.dtype
+        or param.device.type != device.type
+        or param.shape != info.layout.shape
+    ):
+        grads.moved(name, info, param, device)
+    return name, info

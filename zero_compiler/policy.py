@@ -1,0 +1,300 @@
+"""What the modules of one sharded model share: its placement, its ranks, its parameters and where they rest."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from . import eager, grads, hardware
+from .config import TIER_FIELDS, Config
+from .errors import ConfigError, ShardError, StorageError, TransferError
+from .files import Files, GradientFiles
+from .group import Group, agree, meet, short_digest
+from .ir import ops
+from .layout import Layout
+from .runtime.stores import Nvme, region_of
+from .transport import COPIED, LOCAL, Transport, choose
+
+log = logging.getLogger("zero_compiler")
+_serial = itertools.count()
+_keys = itertools.count()  # not the serial: copies of a model that was pickled have equal ones
+
+
+class Scope:
+    """Whether a forward of the model is running: inside one, a managed attribute is the full weight."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+
+@dataclass
+class ParamInfo:
+    """A managed parameter: its first qualified name, layout and the dtype that it is gathered in."""
+
+    name: str
+    layout: Layout
+    gather_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+Places = list[tuple[nn.Module, str]]
+
+
+class Policy:
+    """How one sharded module is placed; shared by all its submodules. Made by :func:`shard`."""
+
+    def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
+        _check_tiers(group, config)
+        self.group = group
+        self.config = config
+        self.hardware = hardware.load(config.hardware)
+        self.transport: Transport = LOCAL  # until the parameters are known
+        self.scope = scope or Scope()
+        self.params: dict[str, ParamInfo] = {}
+        self.places: dict[str, Places] = {}
+        # Weights of stage 3 that the memory budget keeps, by name; decided once, then fixed.
+        self.kept: dict[str, bool] = {}
+        # How far ahead gathers start, by phase and order of units (schedule.py); decided once, then fixed.
+        self.distances: dict[str, str] = {}
+        self.sync = True
+        self.opened = False  # inside zero.gathered: parameters are whole
+        self.runtime: Any = None  # made by the first compile; dies with the policy
+        self.frames: list[Any] = []  # compiled frames, for the report
+        self.compilers: dict[str, Any] = {}
+        # Equal on every rank that makes its models in the same order; used to agree with other ranks. A copy has
+        # that of its original and its own number, so that a rank that makes one alone disturbs no other model.
+        self.serial: tuple[int, ...] = (next(_serial),)
+        self.copies = 0
+        self._fresh()
+        self.broken: str | None = None  # why no collective of this model can be trusted any more
+        self._bind()
+
+    def _fresh(self) -> None:
+        """What belongs to this object alone, and to no copy of it."""
+        self._nvme: Nvme | None = None  # made when first needed
+        self.files: Files | None = None
+        self._gradient_files: GradientFiles | None = None
+        # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
+        self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
+        self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
+
+    def _bind(self) -> None:
+        self.key = f"m{next(_keys)}"
+        self._digests: dict[str, bytes] = {}
+        ops.bind_owner(self.key, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        own = ("_nvme", "files", "_gradient_files", "sinks", "calls")  # of _fresh
+        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
+            state.pop(name)
+        self.copies += 1
+        state["serial"], state["copies"] = (*self.serial, self.copies), 0
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.runtime = None
+        self._fresh()
+        self.frames, self.compilers = [], {}
+        self.transport = COPIED if self.group.world > 1 else LOCAL
+        self._bind()
+
+    def choose_transport(self) -> None:
+        """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
+        # What rests in files is read into buffers: there is nothing at rest that peers could read.
+        at_home = self.config.offload_params != "nvme"
+        layouts = [info.layout for info in self.params.values() if at_home]
+        self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
+
+    def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Files for what rests in files; the parameters are known, and not installed yet. Collective.
+
+        Raises:
+            StorageError: on the ranks that have no room, and RankMismatchError on the others.
+        """
+        tiers = (self.config.offload_params, self.config.offload_grads)
+        if "nvme" not in tiers or any(isinstance(local_of(p), FakeTensor) for p in params.values()):
+            return  # nothing, or only planned
+        cut = {name: info.layout for name, info in self.params.items() if info.layout.cut}
+        parameters = {n: lay for n, lay in cut.items() if tiers[0] == "nvme" and not in_file(params[n])}
+        gradients = {n: lay for n, lay in cut.items() if tiers[1] == "nvme" and params[n].requires_grad}
+        problem: StorageError | None = None
+        try:
+            self.files = Files(self.nvme(), parameters, gradients)
+        except StorageError as error:
+            problem = error
+        try:
+            agree(self.group, f"room/{self.title()}", "room in nvme_dir", str(problem or "there is room"))
+        finally:
+            if problem is not None:
+                raise problem
+
+    def take_files(self, nvme: Nvme | None) -> None:
+        """Go on with the tier in which construction has placed parameters already."""
+        self._nvme = nvme or self._nvme
+
+    def take_gradients(self) -> None:
+        """From here on gradients that rest in files go there as they land; the parameters are installed."""
+        if self.files is not None and self.files.gradients:
+            self._gradient_files = GradientFiles(self, self.files.gradients)
+            for name in self.files.gradients:
+                self.sinks[name] = self._gradient_files
+
+    def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
+        """Where the padded ``chunk`` of a parameter is to lie: in a file, or in memory that peers read."""
+        layout = self.params[name].layout
+        if in_file(chunk):
+            return chunk
+        if self.files is not None and (region := self.files.place(name)) is not None:
+            if not chunk.is_meta:
+                region.fill(chunk)
+                chunk = region.tensor
+            return chunk
+        if self.transport.segment is None or not layout.cut:
+            return chunk
+        home = self.transport.segment.allocate(name, layout)
+        return chunk if chunk.is_meta else home.copy_(chunk)
+
+    def place(self, name: str) -> torch.Tensor:
+        """Memory on the compute device for this rank's padded chunk of a parameter that has none: zeros."""
+        layout, segment = self.params[name].layout, self.transport.segment
+        if self.files is not None and (region := self.files.place(name)) is not None:
+            return region.tensor.zero_()
+        if segment is not None and name in segment.chunks:
+            return segment.chunks[name].zero_().view(layout.padded_shape)
+        return torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.group.device)
+
+    def nvme(self) -> Nvme:
+        """The NVMe tier of this model on this rank.
+
+        Raises:
+            ConfigError: the model was sharded without ``nvme_dir``.
+        """
+        if self._nvme is None:
+            if self.config.nvme_dir is None:
+                raise ConfigError("the NVMe tier needs nvme_dir: give it to zero.shard")
+            self._nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+        return self._nvme
+
+    def param(self, name: str) -> Any:
+        """The sharded parameter called ``name`` as it stands in the module now.
+
+        Raises:
+            ShardError: it was deleted or replaced, or is whole for the time of a ``zero.gathered``.
+        """
+        found = self.find(name)
+        if found is None:
+            grads.missing(name, self.opened)
+        return found
+
+    def find(self, name: str) -> Any:
+        """The same, or None where no sharded parameter stands there now."""
+        for module, attribute in self.places[name]:
+            found = module._parameters.get(attribute)
+            if isinstance(found, DTensor):
+                return found
+        return None
+
+    # Eager meaning of the markers (ops.Owner).
+    def gather_now(self, name: str, shard_: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.meet(f"eager gather of {name}")
+        return eager.gather(self.group, self.params[name].layout, shard_, dtype)
+
+    def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        if not self.sync:
+            raise ShardError(
+                'zero.no_sync needs backend="zero" or no compile; another backend runs this graph'
+            )
+        info = self.params[name]
+        self.meet(f"eager reduction of the gradient of {name}")
+        return eager.reduce(self.group, info.layout, grad, info.reduce_dtype)
+
+    def meet(self, operation: str) -> None:
+        """Before an eager collective: every rank is about to do the same ``operation`` for the same model.
+
+        Raises:
+            RankMismatchError: on every rank, naming the first difference.
+            TransferError: a peer did not answer, or an earlier call broke off.
+        """
+        self.check_whole()
+        if self.group.pg is None or self.group.world == 1:
+            return
+
+        def text() -> str:
+            return f"{operation}\n{self.title()}\n{self.describe()}"
+
+        doing = self._digests.get(operation)
+        if doing is None:
+            doing = self._digests[operation] = short_digest(text())
+        meet(self.group, doing, text, operation)
+
+    def check_whole(self) -> None:
+        """Raise where an earlier call of this model broke off among its collectives."""
+        if self.broken is not None:
+            raise TransferError(self.broken)
+
+    def break_off(self, reason: str) -> None:
+        """A call ended among its collectives: peers may be waiting, and no later one can be matched to theirs."""
+        if self.group.world > 1 and self.broken is None:
+            who = self.group.name_of(self.group.rank)
+            self.broken = f"an earlier call of the model broke off on {who}: {reason}"
+
+    def title(self) -> str:
+        """Which of the sharded models of this process it is, in the order in which they were made."""
+        return f"model {'.'.join(str(n) for n in self.serial)}"
+
+    def describe(self) -> str:
+        """What ranks must agree on: parameters, layout, configuration; one line each."""
+        config = {k: v for k, v in self.config.to_dict().items() if k != "nvme_dir"}
+        config["hardware"] = f"{self.hardware.name}, {self.hardware.date}, {self.hardware.digest()}"
+        lines = [f"world size = {self.group.world}", *(f"{k} = {v}" for k, v in sorted(config.items()))]
+        for info in self.params.values():
+            place = "Shard(0)" if info.layout.cut else "Replicate()"
+            lines.append(f"parameter {info.name}: {list(info.layout.shape)} {info.layout.dtype} {place}")
+        return "\n".join(lines)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor, without autograd."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def in_file(tensor: torch.Tensor) -> bool:
+    """Whether the rows of ``tensor`` rest in a file."""
+    local = local_of(tensor)
+    return not local.is_meta and region_of(local) is not None
+
+
+def _check_tiers(group: Group, config: Config) -> None:
+    """Where compute is on the CPU, tier "host" is where everything lies already; said once.
+
+    Raises:
+        ConfigError: the tier would mean something on this device, and is not there yet.
+    """
+    global _said_host
+    if group.device.type != "cpu":
+        for name in TIER_FIELDS:
+            if name != "offload_optimizer" and (tier := getattr(config, name)) != "none":
+                raise ConfigError(
+                    f'{name}="{tier}" is not available in this version on {group.device}; use "none"'
+                )
+        return
+    fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]
+    if fields and not _said_host:
+        _said_host = True
+        log.warning(
+            'compute is on the CPU, where everything is on "host": %s="host" changes nothing', fields[0]
+        )
+
+
+_said_host = False
