@@ -22,7 +22,7 @@ from . import budget, hardware, passes, plain, schedule
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
-from .emit import Emitted, emit, kept_bytes
+from .emit import Emitted, emit
 from .errors import ConfigError, ZeroError
 from .group import decide
 from .hardware import HardwareSpec
@@ -37,6 +37,7 @@ from .runtime.shards import LocalRows
 from .schedule import Choice
 from .segments import SegmentCompiler
 from .simulate import simulate
+from .slots import kept_bytes
 
 log = logging.getLogger("zero_compiler")
 _frames = itertools.count()

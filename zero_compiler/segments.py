@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from .emit import SegmentGraph
+from .cut import SegmentGraph
 from .ir import dump, facts
 
 log = logging.getLogger("zero_compiler")

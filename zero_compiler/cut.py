@@ -1,0 +1,131 @@
+"""A scheduled graph cut at its transfers: runs of compute nodes, each as a graph of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .ir import facts, ops
+
+
+@dataclass
+class SegmentGraph:
+    """A compute segment as a graph of its own, with the fake values of its inputs."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+
+
+def steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:
+    """Maximal runs of compute nodes, and the transfers between them, in order."""
+    steps: list[list[fx.Node] | fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or facts.is_element(node):
+            continue
+        if node.target in ops.BORDERS:
+            steps.append(node)
+        elif steps and isinstance(steps[-1], list):
+            steps[-1].append(node)
+        else:
+            steps.append([node])
+    return steps
+
+
+def impure(node: fx.Node) -> bool:
+    return node.is_impure() or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
+
+
+def _remade(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> bool:
+    """True for what a segment makes again rather than takes: views of weights, constants, symbolic arithmetic."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function" or facts.is_element(node):
+        return False
+    if isinstance(facts.value(node), torch.Tensor):
+        return node not in roots[node] and all(facts.is_weight(r) for r in roots[node])
+    # Arithmetic on sizes alone: as cheap as passing the result.
+    return not any(isinstance(facts.value(i), torch.Tensor) for i in node.all_input_nodes) and isinstance(
+        facts.value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+    )
+
+
+def segment(
+    gm: fx.GraphModule,
+    nodes: list[fx.Node],
+    index: int,
+    step_of: dict[fx.Node, int],
+    roots: dict[fx.Node, frozenset[fx.Node]],
+    returned: set[fx.Node],
+) -> tuple[SegmentGraph, list[fx.Node], list[fx.Node]]:
+    """Run number ``index`` of ``gm``'s compute nodes as a graph, with the nodes that it takes and those it gives."""
+    inside = set(nodes)
+    pulled: dict[fx.Node, None] = {}
+    ins: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in inside or node in pulled or node in ins:
+            return
+        if _remade(node, roots):
+            for i in node.all_input_nodes:
+                need(i)
+            pulled[node] = None
+        else:
+            ins[node] = None
+
+    for node in nodes:
+        for used in node.all_input_nodes:
+            need(used)
+    symbols: set[Any] = set()
+    for node in (*nodes, *ins, *pulled):
+        symbols |= facts.symbols_of(facts.value(node))
+    if symbols:
+        _bring_symbols(gm.graph, symbols, ins)
+    outs = [
+        n
+        for n in nodes
+        if n.op != "get_attr"
+        and (
+            n in returned
+            or any(
+                u.op != "output"
+                and step_of.get(u, -1) != index
+                and (not _remade(n, roots) or not facts.is_compute(u))
+                for u in n.users
+            )
+        )
+    ]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(ins):
+        env[node] = graph.placeholder(f"in_{i}")
+        _copy_meta(node, env[node])
+    for node in (*pulled, *nodes):
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    out_node = graph.output(tuple(env[n] for n in outs))
+    out_node.meta["val"] = tuple(facts.value(n) for n in outs)
+    return SegmentGraph(fx.GraphModule(gm, graph), [facts.value(n) for n in ins]), list(ins), outs
+
+
+def _copy_meta(src: fx.Node, dst: fx.Node) -> None:
+    for key in ("val", "tensor_meta"):
+        if key in src.meta:
+            dst.meta[key] = src.meta[key]
+
+
+def _bring_symbols(graph: fx.Graph, symbols: set[Any], ins: dict[fx.Node, None]) -> None:
+    """Add the inputs of the graph that define symbolic sizes to those of a segment that uses them."""
+    known: set[Any] = set()
+    for node in ins:
+        val = facts.value(node)
+        if isinstance(val, torch.SymInt) and val.node.expr in symbols:
+            known.add(val.node.expr)
+    for node in graph.find_nodes(op="placeholder"):
+        val = facts.value(node)
+        if isinstance(val, torch.SymInt) and val.node.expr in symbols - known:
+            ins[node] = None
+            known.add(val.node.expr)

@@ -1,0 +1,159 @@
+"""Offsets for what transfers need: gathered weights, staging, and chunks read from files, one arena per pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .arena import Slot, aligned, check, pack
+from .errors import VerifyError
+from .ir import facts
+from .ir.facts import ParamRef
+from .program import GatherDesc, ReduceDesc
+from .runtime.stores import blocks
+
+
+def plan_slots(
+    gathers: list[dict[str, Any]],
+    reduces: list[dict[str, Any]],
+    params: Mapping[ParamRef, Any],
+    kept_offsets: Mapping[str, dict[str, int]],
+    end: int,
+    fetch_starts: Mapping[int, int],
+) -> tuple[list[GatherDesc], list[ReduceDesc], dict[str, int]]:
+    slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": []}
+    where: dict[str, list[tuple[str, int, int]]] = {pool: [] for pool in slots}
+    gather_rows, reduce_rows = [], []
+
+    def need(pool: str, key: tuple[str, int, int], slot: Slot) -> None:
+        where[pool].append(key)
+        slots[pool].append(slot)
+
+    for k, g in enumerate(gathers):
+        node = g["node"]
+        plans = [params[r] for r in facts.params(node)]
+        item = plans[0].gather_dtype.itemsize
+        chunks = [_chunk(p) for p in plans]
+        kept, shared = not plans[0].released, plans[0].shared
+        home = all(p.home for p in plans)
+        gather_rows.append((node, plans, chunks, kept, home))
+        if k in fetch_starts:
+            # One rank computes with what was read, where it lies.
+            last = g["ready"] if plans[0].world > 1 or g["end"] is None else g["end"]
+            for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
+                size = blocks(chunk * p.dtype.itemsize)
+                need("host", ("fetch", k, m), Slot(size, fetch_starts[k], last))
+        if home:
+            continue
+        if kept:
+            for p, chunk in zip(plans, chunks, strict=True):
+                table = kept_offsets[p.ref.owner]
+                if p.ref.name not in table:
+                    table[p.ref.name] = table.get(_KEPT_END, 0)
+                    table[_KEPT_END] = table[p.ref.name] + aligned(chunk * p.world * item)
+        else:
+            for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
+                live = g["start"], g["end"] if g["end"] is not None else end
+                need(
+                    "slots" if shared else "transient", ("gather", k, m), Slot(chunk * p.world * item, *live)
+                )
+        several, cast = len(plans) > 1, plans[0].gather_dtype != plans[0].dtype
+        if (several or cast) and not shared:
+            total = sum(chunks) * item
+            size = total * (plans[0].world + 1) if several else total
+            need("transient", ("gather_staging", k, 0), Slot(size, g["start"], g["ready"]))
+    for k, r in enumerate(reduces):
+        node = r["node"]
+        plans = [params[ref] for ref in facts.params(node)]
+        chunks = [_chunk(p) for p in plans]
+        item = plans[0].reduce_dtype.itemsize
+        world = plans[0].world if plans[0].cut else 1
+        live = r["start"], r["end"]
+        if plans[0].shared:
+            need("own", ("reduce", k, 0), Slot(sum(p.numel for p in plans) * item, *live))
+        elif not _from_where_it_lies(node, plans):
+            size = aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
+            need("transient", ("reduce", k, 0), Slot(size, *live))
+        reduce_rows.append((node, plans, chunks))
+    at: dict[tuple[str, int, int], int] = {}
+    sizes: dict[str, int] = {}
+    for pool, wanted in slots.items():
+        offsets, sizes[pool] = pack(wanted)
+        wrong = check(wanted, offsets, sizes[pool])
+        if wrong:
+            raise VerifyError(f"planned memory: {wrong}")
+        at |= zip(where[pool], offsets, strict=True)
+    gather_descs = [
+        GatherDesc(
+            owner=plans[0].ref.owner,
+            names=tuple(p.ref.name for p in plans),
+            shapes=tuple(p.shape for p in plans),
+            chunk_numels=tuple(chunks),
+            dtype=_dtype_text(plans[0].gather_dtype),
+            kept=kept,
+            offsets=tuple(
+                -1 if home else kept_offsets[p.ref.owner][p.ref.name] if kept else at[("gather", k, m)]
+                for m, p in enumerate(plans)
+            ),
+            staging=at.get(("gather_staging", k, 0), -1),
+            unit=facts.unit(node).split(":", 1)[-1],
+            home=home,
+            shared=plans[0].shared,
+            fetched=tuple(at[("fetch", k, m)] for m in range(len(plans))) if k in fetch_starts else (),
+            rest_dtype=_dtype_text(plans[0].dtype),
+        )
+        for k, (node, plans, chunks, kept, home) in enumerate(gather_rows)
+    ]
+    reduce_descs = [
+        ReduceDesc(
+            owner=plans[0].ref.owner,
+            names=tuple(p.ref.name for p in plans),
+            shapes=tuple(p.shape for p in plans),
+            chunk_numels=tuple(chunks),
+            dtype=_dtype_text(plans[0].reduce_dtype),
+            out_dtype=_dtype_text(plans[0].dtype),
+            replicated=not plans[0].cut,
+            staging=at.get(("reduce", k, 0), -1),
+            unit=facts.unit(node).split(":", 1)[-1],
+            shared=plans[0].shared,
+            stored=all(p.grad_filed for p in plans),
+        )
+        for k, (node, plans, chunks) in enumerate(reduce_rows)
+    ]
+    return gather_descs, reduce_descs, sizes
+
+
+# The end of a kept arena stands in its table of offsets under a name that no parameter has.
+_KEPT_END = ""
+
+
+def kept_bytes(kept_offsets: Mapping[str, dict[str, int]]) -> int:
+    """Bytes of all kept arenas."""
+    return sum(table.get(_KEPT_END, 0) for table in kept_offsets.values())
+
+
+def _from_where_it_lies(node: fx.Node, plans: Sequence[Any]) -> bool:
+    """True for a lone gradient that the engine reduces with no copy before or after: whole chunks of rows, one
+    piece of memory, and the dtype of the arithmetic is that of the gradient and of the result."""
+    plan, grad = plans[0], facts.value(node.args[0][0])
+    return (
+        len(plans) == 1
+        and plan.cut
+        and plan.shape[0] % plan.world == 0
+        and plan.reduce_dtype == plan.dtype == grad.dtype
+        and grad.is_contiguous()
+    )
+
+
+def _chunk(plan: Any) -> int:
+    if not plan.cut:
+        return int(plan.numel)
+    rows = -(-plan.shape[0] // plan.world)
+    return rows * (plan.numel // plan.shape[0])
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
