@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import common
@@ -41,6 +43,7 @@ def main() -> None:
         return
     result: dict[str, Any] = {"machine": common.machine(), "command": command(args), "runs": []}
     print(common.machine_text(result["machine"]), flush=True)
+    result["hardware"] = json.loads(Path(common.hardware(args.hardware, args.ranks)).read_text())
     pages: list[str] = []
     for name in args.model:
         for dtype in args.dtype:
@@ -75,6 +78,9 @@ def arguments() -> argparse.Namespace:
         "--allocator", type=_list, default=["keep"], help="default and/or keep (glibc keeps its pages)"
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--hardware", help="what `zero-compiler calibrate` wrote, for our plans; default: calibrate first"
+    )
     parser.add_argument(
         "--memory-gib", type=float, help="what replicas may take together; default: 0.75 of what is free"
     )
@@ -446,6 +452,12 @@ def verdict(run: dict[str, Any]) -> str:
 
 def page(result: dict[str, Any], pages: Sequence[str]) -> str:
     m = common.machine_text(result["machine"])
+    spec = result.get("hardware", {})
+    rates = {"torch's BLAS": "matmul_flops_per_us", "oneDNN": "onednn_flops_per_us"}
+    known = {k: spec.get(v, {}).get("float32") for k, v in rates.items()}
+    if all(known.values()):
+        m += "\n\nCalibration of float32 matrix products, GFLOP/s with all ranks busy: "
+        m += ", ".join(f"{k} {v / 1e3:.0f}" for k, v in known.items()) + "."
     return f"# Step time\n\n`{result['command']}`\n\n{m}\n\n" + "\n".join(pages)
 
 

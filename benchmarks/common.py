@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import statistics
@@ -26,6 +28,22 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
 }
 RANK_CALL = "ZERO_BENCH_CALL"
+HARDWARE = "ZERO_BENCH_HARDWARE"  # the file that our plans are made for
+
+
+def hardware(file: str | None, ranks: int) -> str:
+    """For :func:`run_ranks` to inherit: ``file``, or what calibration finds now."""
+    from zero_compiler.calibrate import calibrate
+
+    if file is None:
+        folder = tempfile.mkdtemp(prefix="zero-bench-")
+        atexit.register(shutil.rmtree, folder)
+        file = os.path.join(folder, "hardware.json")
+        worlds = [ranks] if ranks > 1 else []
+        spec = calibrate(worlds or [1], None, lambda what: print(f"  calibrating: {what}", flush=True))
+        Path(file).write_text(spec.to_json())
+    os.environ[HARDWARE] = os.path.abspath(file)
+    return os.environ[HARDWARE]
 
 
 def allocator_in_use() -> str:

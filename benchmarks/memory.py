@@ -42,8 +42,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=TOLERANCE, default="fp32")
     parser.add_argument("--allocator", choices=SETTINGS, default="default", help="matters to RSS alone")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
+    common.hardware(args.hardware, args.ranks)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     result: dict[str, Any] = {"machine": m, "arguments": vars(args), "runs": []}

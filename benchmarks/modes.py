@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import common
 import torch
 import torch.distributed as dist
 from models import Spec
@@ -138,6 +139,9 @@ def _deepspeed(spec: Spec, dtype: str, stage: int) -> Trainer:
 def _zero(spec: Spec, dtype: str, stage: int, options: dict[str, Any]) -> Trainer:
     import zero_compiler as zero
 
+    if common.HARDWARE in os.environ:
+        options = {"hardware": os.environ[common.HARDWARE]} | options
+
     if dtype == "bf16":
         options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} | options
     model = zero.shard(spec.build(), stage=stage, **options)
@@ -160,8 +164,8 @@ MODES: dict[str, Callable[[Spec, str], Trainer]] = {
     "zero2": lambda s, d: _zero(s, d, 2, {}),
     "zero3": lambda s, d: _zero(s, d, 3, {}),
 }
-# Ours over c10d alone stands beside the transport that the rule takes, so that the schedule's worth shows by itself.
-DEFAULT = [m for m in MODES if m not in ("zero0", "zero1")] + ["zero3:transport=c10d"]
+# What the schedule is worth shows by itself where products stay with torch's BLAS, and bytes with c10d.
+DEFAULT = [m for m in MODES if m not in ("zero0", "zero1")] + ["zero3:kernels=torch", "zero3:transport=c10d"]
 
 
 def check(name: str) -> None:

@@ -1,7 +1,6 @@
 """Predicted beside measured: time of forward and backward, and peak memory, of every model.
 
-    zero-compiler calibrate --world 2 --output hw.json
-    python benchmarks/predict.py --hardware hw.json --json benchmarks/results/predict.json
+    python benchmarks/predict.py --json benchmarks/results/predict.json
 
 The prediction is made from shapes and the hardware file alone, before the first step; each model is then trained in
 fresh processes. Time is that of forward and backward of the slowest rank, median of the steps: the optimizer is the
@@ -33,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=_list, default=[n for n in MODELS if not n.startswith("tiny")])
     parser.add_argument("--mode", default="zero3", help="one of ours, with options as in bench.py")
-    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: this machine's")
+    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--dtype", choices=TOLERANCE, default="fp32")
@@ -42,12 +41,16 @@ def main() -> None:
     args = parser.parse_args()
     m = common.machine()
     print(common.machine_text(m), flush=True)
-    mode = args.mode
-    if args.hardware:
-        mode += ("+" if ":" in mode else ":") + f"hardware={os.path.abspath(args.hardware)}"
+    common.hardware(args.hardware, args.ranks)
     rows = {}
     for name in args.model:
-        call = {"model": name, "mode": mode, "dtype": args.dtype, "steps": args.steps, "warmup": args.warmup}
+        call = {
+            "model": name,
+            "mode": args.mode,
+            "dtype": args.dtype,
+            "steps": args.steps,
+            "warmup": args.warmup,
+        }
         found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, "keep")
         slowest = [max(steps) for steps in zip(*(f["seconds"] for f in found))]
         rows[name] = {

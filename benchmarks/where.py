@@ -22,8 +22,6 @@ import modes
 from bench import TOLERANCE
 from models import MODELS
 
-KINDS = ("gather start", "gather wait", "release", "compute", "reduce start", "reduce wait")
-
 
 def main() -> None:
     call = common.called()
@@ -40,8 +38,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--allocator", choices=common.ALLOCATORS, default="default")
+    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
+    common.hardware(args.hardware, args.ranks)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     call = {"model": args.model, "mode": args.mode, "dtype": args.dtype, "steps": args.steps}
@@ -127,6 +127,8 @@ def watch_sessions(clock: Clock) -> None:
     """Put a clock around what a session does. For this measurement alone: the session itself carries none."""
     from zero_compiler.runtime import session
 
+    # The session's own names of its kinds of instruction: _WAIT_GATHER is "wait gather" here.
+    kinds = {v: k[1:].lower().replace("_", " ") for k, v in vars(session).items() if k[1:].isupper()}
     walk, agree = session.Session._walk, session.Session._agree
 
     def timed_agree(self: Any) -> None:
@@ -141,7 +143,7 @@ def watch_sessions(clock: Clock) -> None:
             for instr in code:
                 self._code = [instr]
                 walk(self, env)
-                at = clock.add(f"{self.program.phase}: {KINDS[instr[0]]}", at)
+                at = clock.add(f"{self.program.phase}: {kinds[instr[0]]}", at)
         finally:
             self._code = code
         clock.add(f"{self.program.phase}: whole program", whole)

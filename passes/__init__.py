@@ -11,6 +11,7 @@ from .expand_tiles import ExpandTiles, finer
 from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
+from .pick_kernels import PickKernels
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
 from .tile_loss import TileLoss
@@ -34,6 +35,7 @@ PHASE: list[tuple[Pass, str]] = [
     (BucketTransfers(), "lowered"),
     (PlaceStarts(), "lowered"),
     (ExpandTiles(), "lowered"),
+    (PickKernels(), "lowered"),
     (InsertReleases(), "scheduled"),
 ]
 
@@ -51,6 +53,7 @@ __all__ = [
     "MergeMarkers",
     "ParamPlan",
     "Pass",
+    "PickKernels",
     "PlaceStarts",
     "TagRecompute",
     "TileLoss",

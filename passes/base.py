@@ -72,6 +72,7 @@ class Context:
         machine: what the plan is made for; None: nothing is known of it.
         distances: by unit, how many waits of units before its own its gathers start ahead of; 1 where not named.
             Decided once for all ranks (see ``schedule.py``).
+        kernels: operators may go to another library than the one that torch takes.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -83,6 +84,7 @@ class Context:
     tile_bytes: int | None = None
     machine: HardwareSpec | None = None
     distances: Mapping[str, int] = field(default_factory=dict)
+    kernels: bool = False
 
 
 class Pass(Protocol):

@@ -298,6 +298,7 @@ class _FrameCompiler:
             self.config.tile_bytes,
             self._machine(),
             self.choices[phase].distances if phase in self.choices else {},
+            self.config.compute == "inductor" and self.config.kernels == "auto",
         )
 
     def _joint(self, gm: fx.GraphModule) -> None:

@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from .eager import all_gather_flat, reduce_scatter_flat
 from .group import make_group
 from .hardware import Collective, HardwareSpec, Link
+from .ir import ops
 from .transport import choose
 
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
@@ -74,6 +75,7 @@ def calibrate(
         nvme_read=read,
         nvme_write=write,
         shared=(("compute", "device-device", "host-device"),) if device.type == "cpu" else (),
+        onednn_flops_per_us=rates["onednn"],
     )
 
 
@@ -98,6 +100,7 @@ def _rates(device: torch.device) -> dict[str, Any]:
     kernel = _kernel_us(device)
     return {
         "matmul": {str(d).removeprefix("torch."): _matmul(device, d) for d in _dtypes(device)},
+        "onednn": _onednn(device),
         "memory": _memory(device),
         "vector": _elements_per_us(device, lambda x: x.add_(1.0)),
         "special": _elements_per_us(device, lambda x: torch.erf(x, out=x)),
@@ -107,7 +110,7 @@ def _rates(device: torch.device) -> dict[str, Any]:
 
 def _elements_per_us(device: torch.device, call: Callable[[torch.Tensor], Any]) -> float:
     """Rate of an element-wise kernel on data in cache, without its launch."""
-    sizes = (1 << 11, 1 << 14) if device.type == "cpu" else (1 << 20, 1 << 23)
+    sizes = (1 << 11, 1 << 16) if device.type == "cpu" else (1 << 20, 1 << 23)
     times = []
     for n in sizes:
         x = torch.zeros(n, device=device)
@@ -147,6 +150,15 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(n, n, device=device, dtype=dtype)
     out = torch.empty_like(a)
     return 2 * n**3 / _median_us(lambda: torch.mm(a, a, out=out), device)
+
+
+def _onednn(device: torch.device) -> dict[str, float]:
+    """Rate of float32 products by oneDNN, where torch has it beside its BLAS."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return {}
+    n = 512
+    a = torch.randn(n, n)
+    return {"float32": 2 * n**3 / _median_us(lambda: ops.onednn_linear(a, a, None), device)}
 
 
 def _memory(device: torch.device) -> float:

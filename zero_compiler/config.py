@@ -29,6 +29,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 TIERS = ("none", "host", "nvme")
 _COMPUTE = ("inductor", "aten")
+_KERNELS = ("auto", "torch")
 _TRANSPORTS = ("auto", "c10d", "shared")
 
 TIER_FIELDS = ("offload_params", "offload_grads", "offload_optimizer", "offload_activations")
@@ -67,6 +68,8 @@ class Config:
         transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
             share; "auto" takes "shared" where it is possible on every rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
+        kernels: "auto" gives large float32 products on CPU to oneDNN where calibration found it faster than torch's
+            BLAS; "torch" leaves every operator to the library that torch takes.
         hardware: description of the machine that plans are made for: a preset or a JSON file. None: what
             ``zero-compiler calibrate`` found on this one, else the preset "laptop".
         memory_budget_bytes: bytes of the compute device that one rank may use; what it covers is in
@@ -92,6 +95,7 @@ class Config:
     nvme_keep: bool = False
     transport: str = "auto"
     compute: str = "inductor"
+    kernels: str = "auto"
     hardware: str | None = None
     memory_budget_bytes: int | None = None
     bucket_bytes: int | None = None
@@ -134,6 +138,8 @@ class Config:
             raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
         if self.compute not in _COMPUTE:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
+        if self.kernels not in _KERNELS:
+            raise ConfigError(f"kernels must be one of {', '.join(_KERNELS)}, not {self.kernels!r}")
         for name in ("bucket_bytes", "memory_budget_bytes", "tile_bytes"):
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .hardware import HardwareSpec
-from .ir import facts
+from .ir import facts, ops
 
 _aten = torch.ops.aten
 
@@ -31,9 +31,14 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
-# torch's registry lacks the attention of CPUs.
+def _linear(input: Any, weight: Any, bias: Any, out_val: Any) -> Any:
+    return 2 * input[0] * input[1] * weight[0]
+
+
+# torch's registry lacks the attention of CPUs, and knows nothing of ours.
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
+    ops.onednn_linear.overloadpacket: _linear,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -45,6 +50,9 @@ _SPECIAL = frozenset(
         "pow sqrt rsqrt sin cos _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"
     ).split()
 )
+
+# Launches of one kernel that a call of `zero.onednn_linear` takes more: 12 us beside 2, for a product of 8 rows.
+_ONEDNN_LAUNCHES = 5
 
 # Transfers shorter than this many latencies share a bucket: latency is then at most an eighth of the time.
 _LATENCIES = 8
@@ -172,9 +180,17 @@ class CostModel:
         if flops == 0:
             return 0.0
         dtype = next((t.dtype for t in tree_leaves(facts.value(node)) if isinstance(t, torch.Tensor)), None)
-        rates = self.spec.matmul_flops_per_us
+        onednn = node.target is ops.onednn_linear
+        rates = self.spec.onednn_flops_per_us if onednn else self.spec.matmul_flops_per_us
         rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
         return flops / rate
+
+    def onednn_pays(self, flops: Any, known: Mapping[Any, int]) -> bool:
+        """Whether oneDNN is faster than torch's BLAS, launches included, at so many operations in float32."""
+        blas = self.spec.matmul_flops_per_us["float32"]
+        onednn = self.spec.onednn_flops_per_us.get("float32", blas)
+        count = at_hints(flops, known)
+        return count / onednn + _ONEDNN_LAUNCHES * self.spec.kernel_us < count / blas
 
 
 def tensor_bytes(val: Any) -> Any:

@@ -52,6 +52,8 @@ class HardwareSpec:
             through one function that takes many (exponential, error function, root), on data in cache, float32.
         kernel_us: host and launch time of one kernel.
         memory_bytes, host_memory_bytes: of one rank.
+        onednn_flops_per_us: on CPUs, by dtype name, the same through oneDNN where torch would take its BLAS; empty
+            where that was not measured.
         collectives: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.
@@ -72,6 +74,7 @@ class HardwareSpec:
     nvme_read: Link
     nvme_write: Link
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
+    onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
 
     def collective(self, kind: str, world: int, shared: bool = False) -> Link:
         """Link of a collective over the process group, or over memory that ranks share.

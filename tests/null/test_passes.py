@@ -6,6 +6,8 @@ import pytest
 import torch
 from expecttest import TestCase
 from null.graphs import OWNER, Build, aten, check_numbers, head_graph, lower, names_of
+from null.test_pick_kernels import ON as FASTER_ONEDNN
+from null.test_pick_kernels import three_products
 
 from zero_compiler.errors import PassRefused
 from zero_compiler.ir import dump, facts, ops
@@ -350,10 +352,26 @@ return %getitem, %mul_tensor_1, %reduce_grad_default
         )
 
 
+class Kernels(TestCase):
+    def test_pick_kernels(self):
+        b = three_products()
+        graph = lower(b, "forward", "pick-kernels", **FASTER_ONEDNN)
+        text = dump.text(graph)
+        self.assertExpectedInline(
+            text[text.index("%permute") :],
+            """\
+%permute_default_1 = aten.permute %onednn_linear_default, [1, 0]         f32[16,16]                           live 2240
+%onednn_linear_default_1 = zero.onednn_linear %t_default, %permute_default_1, None f32[16,16]                    +1024  live 3264
+%mm_default_1 = aten.mm %onednn_linear_default, %w                       f32[16,2]                      +128  live 1152
+return %onednn_linear_default_1, %mm_default_1
+""",
+        )
+
+
 def test_every_pass_has_a_golden():
     tested = {
         name.removeprefix("test_").replace("_", "-")
-        for name in (*vars(Goldens), *vars(Tiles))
+        for name in (*vars(Goldens), *vars(Tiles), *vars(Kernels))
         if name.startswith("test_")
     }
     assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested

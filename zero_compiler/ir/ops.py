@@ -60,6 +60,10 @@ _lib.define("release(Tensor(a!)[] fulls) -> ()")
 # it, so that no two are equal. `cut` ends a compute segment: the tiles of one computation share what one compiles to.
 _lib.define("tiled(Tensor[] inputs, str body) -> Tensor[]")
 _lib.define("cut() -> ()")
+# input @ weight.T + bias by oneDNN, in float32 on a CPU; any strides (see `passes/pick_kernels.py`).
+_lib.define(
+    "onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)
 
 unshard = torch.ops.zero.unshard.default
 reduce_grad = torch.ops.zero.reduce_grad.default
@@ -69,6 +73,7 @@ wait = torch.ops.zero.wait.default
 release = torch.ops.zero.release.default
 tiled = torch.ops.zero.tiled.default
 cut = torch.ops.zero.cut.default
+onednn_linear = torch.ops.zero.onednn_linear.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
 # Where one compute segment ends and the next begins.
@@ -116,6 +121,16 @@ def _(pending: Any) -> Any:
 @torch.library.register_fake("zero::release", lib=_lib)
 def _(fulls: Any) -> None:
     return None
+
+
+@torch.library.register_fake("zero::onednn_linear", lib=_lib)
+def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return input.new_empty((input.shape[0], weight.shape[0]))
+
+
+@torch.library.impl(_lib, "onednn_linear", "CPU")
+def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
 @torch.library.impl(_lib, "unshard", "CompositeExplicitAutograd")
