@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from . import eager, grads
 from .errors import ShardError
+from .group import Group
 from .policy import ParamInfo, Policy
 
 
@@ -125,7 +126,7 @@ def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) ->
     return (made.dtype, made.device) != (local.dtype, local.device)
 
 
-def _rebuild(base: type, names: tuple[str, ...], recurrent: bool) -> nn.Module:
+def _rebuild(base: type, names: tuple[str, ...], recurrent: bool, group: Group) -> nn.Module:
     cls = sharded_class(base, names, recurrent)
     made: nn.Module = object.__new__(cls)
     return made
@@ -135,7 +136,9 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     cls = type(self)
     names = tuple(a for a, v in cls.__dict__.items() if isinstance(v, property) and a != "_flat_weights")
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
-    return (_rebuild, (cls._zero_base, names, "_flat_weights" in cls.__dict__), *reduced[2:])  # type: ignore[attr-defined]
+    # The group comes first: where it is not found again, nothing else is worth reading.
+    made = (cls._zero_base, names, "_flat_weights" in cls.__dict__, self.__dict__["_zero"].policy.group)  # type: ignore[attr-defined]
+    return (_rebuild, made, *reduced[2:])
 
 
 def _flat_weights(self: Any) -> list[torch.Tensor]:
