@@ -6,6 +6,8 @@ module changes, and nothing of torch.
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from . import eager, grads
 from .errors import ShardError
+from .group import Group
 from .policy import ParamInfo, Policy
 
 
@@ -67,29 +70,42 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
         module.__class__ = sharded_class(type(module), tuple(names), isinstance(module, nn.RNNBase))
 
 
-_classes: dict[tuple[type, tuple[str, ...]], type] = {}
-
-
 def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -> type:
-    """The subclass of ``base`` whose ``names`` are full weights inside a forward. Equal arguments, equal class."""
-    cls = _classes.get((base, names))
-    if cls is None:
-        body: dict[str, Any] = {name: _weight_property(name) for name in names}
-        if recurrent:
-            # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
-            body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
-        body |= {
-            "__call__": _call(base),
-            "_apply": _apply(base),
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "__reduce_ex__": _reduce_ex,
-            "_zero_base": base,
-        }
-        cls = type(base.__name__, (base,), body)
-        _classes[(base, names)] = cls
-    return cls
+    """A subclass of ``base``, for one module, whose ``names`` are full weights inside a forward."""
+    body: dict[str, Any] = {name: _weight_property(name) for name in names}
+    if recurrent:
+        # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
+        body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    body |= {
+        "__call__": _own_code(_call(base)),
+        "_apply": _apply(base),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce_ex,
+        "_zero_base": base,
+    }
+    for name in ("forward", "_call_impl"):
+        method = inspect.getattr_static(base, name)
+        if isinstance(method, types.FunctionType):
+            body[name] = _own_code(method)
+    return type(base.__name__, (base,), body)
+
+
+def _own_code(fn: types.FunctionType) -> types.FunctionType:
+    """``fn`` with a code object of its own.
+
+    Dynamo compiles the code of a frame anew for values that its guards have not met, a few times at most
+    (``torch._dynamo.config.recompile_limit``), and runs it eagerly then. The names of weights are such values: layers
+    that share the code of their class would use up what one of them may need.
+    """
+    own = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    for attribute in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
+        setattr(own, attribute, getattr(fn, attribute))
+    own.__dict__.update(fn.__dict__)
+    return own
 
 
 def _apply(base: Any) -> Callable[..., Any]:
@@ -125,7 +141,7 @@ def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) ->
     return (made.dtype, made.device) != (local.dtype, local.device)
 
 
-def _rebuild(base: type, names: tuple[str, ...], recurrent: bool) -> nn.Module:
+def _rebuild(base: type, names: tuple[str, ...], recurrent: bool, group: Group) -> nn.Module:
     cls = sharded_class(base, names, recurrent)
     made: nn.Module = object.__new__(cls)
     return made
@@ -135,14 +151,16 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     cls = type(self)
     names = tuple(a for a, v in cls.__dict__.items() if isinstance(v, property) and a != "_flat_weights")
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
-    return (_rebuild, (cls._zero_base, names, "_flat_weights" in cls.__dict__), *reduced[2:])  # type: ignore[attr-defined]
+    # The group comes first: where it is not found again, nothing else is worth reading.
+    made = (cls._zero_base, names, "_flat_weights" in cls.__dict__, self.__dict__["_zero"].policy.group)  # type: ignore[attr-defined]
+    return (_rebuild, made, *reduced[2:])
 
 
 def _flat_weights(self: Any) -> list[torch.Tensor]:
     return [getattr(self, name) for name in self._flat_weights_names]
 
 
-def _call(base: type) -> Callable[..., Any]:
+def _call(base: type) -> Any:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__["_zero"]
         scope = state.policy.scope
@@ -156,8 +174,6 @@ def _call(base: type) -> Callable[..., Any]:
         finally:
             scope.active = False
 
-    # Dynamo caches frames by code object and bounds their number: classes must not share one.
-    __call__.__code__ = __call__.__code__.replace()
     return __call__
 
 

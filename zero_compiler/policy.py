@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,8 @@ from .transport import COPIED, LOCAL, Transport, choose
 
 log = logging.getLogger("zero_compiler")
 _serial = itertools.count()
-_keys = itertools.count()  # not the serial: copies of a model that was pickled have equal ones
+_keys = itertools.count()  # not the serial, which another process may have given out too
+_copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
 
 
 class Scope:
@@ -73,7 +75,6 @@ class Policy:
         # Equal on every rank that makes its models in the same order; used to agree with other ranks. A copy has
         # that of its original and its own number, so that a rank that makes one alone disturbs no other model.
         self.serial: tuple[int, ...] = (next(_serial),)
-        self.copies = 0
         self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
@@ -97,12 +98,12 @@ class Policy:
         own = ("_nvme", "files", "_gradient_files", "sinks", "calls")  # of _fresh
         for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
             state.pop(name)
-        self.copies += 1
-        state["serial"], state["copies"] = (*self.serial, self.copies), 0
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        _copies[self.serial] += 1
+        self.serial = (*self.serial, _copies[self.serial])
         self.runtime = None
         self._fresh()
         self.frames, self.compilers = [], {}

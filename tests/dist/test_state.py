@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
+from zero_compiler.errors import ShardError
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -185,6 +189,90 @@ def test_checkpoint_into_another_world_size(tmp_path: Path) -> None:
                 assert list(got) == list(want)
                 for name, value in want.items():
                     assert torch.equal(got[name], value), f"{key} {name} on {world} ranks"
+
+
+# --- the model itself, pickled ----------------------------------------------------------------------------------
+
+
+def _copied(model: nn.Module) -> dict[str, nn.Module]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(file, weights_only=False),
+    }
+
+
+def _go_on(call: nn.Module, rank: int) -> list[float]:
+    return train(call, torch.optim.SGD(call.parameters(), lr=0.1), rank, range(2, 4))
+
+
+def _clip_together(models: list[nn.Module]) -> None:
+    """Norms over several models: torch wants their parameters on one mesh."""
+    for model in models:
+        model(torch.ones(1, 16)).sum().backward()
+    torch.nn.utils.clip_grad_norm_([p for m in models for p in m.parameters()], 1.0)
+
+
+def save_whole(rank: int, world: int, folder: str) -> tuple[list[str], list[float]]:
+    """A model in training, and copies of it that go on as it does, each with parameters of its own."""
+    errors = []
+    torch.manual_seed(0)
+    model = zero.shard(MLP(), compute="aten")
+    call = torch.compile(model, backend="zero")
+    train(call, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
+    if rank == 0:
+        pickle.dumps(model)  # alone
+    twins = _copied(model)
+    torch.save(model, f"{folder}/{rank}.pt")
+    torch.save(call, f"{folder}/compiled-{rank}.pt")
+    want = _go_on(call, rank)
+    for how, twin in twins.items():
+        got = _go_on(torch.compile(twin, backend="zero"), rank)
+        if got != pytest.approx(want, rel=1e-6):
+            errors.append(f"{how}: losses {got}, expected {want}")
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            if not torch.equal(local(p), local(q)) or local(p).data_ptr() == local(q).data_ptr():
+                errors.append(f"{how}: a parameter that differs, or that is the original's")
+    _clip_together([model, *twins.values()])
+    return errors, want
+
+
+def load_whole(rank: int, world: int, folder: str) -> list[list[float]]:
+    out = []
+    fresh = zero.shard(MLP())
+    for name in (f"{rank}", f"{rank}", f"compiled-{rank}"):
+        model = torch.load(f"{folder}/{name}.pt", weights_only=False)
+        call = model if "compiled" in name else torch.compile(model, backend="zero")
+        out.append(_go_on(call, rank))
+        _clip_together([fresh, model])
+    return out
+
+
+def load_another(rank: int, world: int, folder: str, said: str) -> None:
+    file = Path(folder) / f"{(rank + 1) % world}.pt"
+    with pytest.raises(ShardError, match=said + ".* save model.state_dict"):
+        torch.load(file if file.exists() else Path(folder) / "0.pt", weights_only=False)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_pickled_whole(tmp_path: Path, world: int) -> None:
+    folder, group = str(tmp_path), world > 1
+    saved = run_ranks(save_whole, world, folder, timeout=200.0, group=group)
+    for rank, (errors, _) in enumerate(saved):
+        assert not errors, f"rank {rank}:\n" + "\n".join(errors)
+    loaded = run_ranks(load_whole, world, folder, timeout=200.0, group=group)
+    for (_, want), got in zip(saved, loaded, strict=True):
+        assert got == [pytest.approx(want, rel=1e-6)] * 3
+    if world == 1:
+        run_ranks(load_another, 2, folder, "pickled in one process without a process group")
+    else:
+        run_ranks(load_another, 2, folder, "pickled on rank . of 2, and is loaded on rank . of 2")
+        run_ranks(load_another, 1, folder, "pickled on rank 0 of 2, and is loaded on rank 0 of 1")
+        run_ranks(load_another, 1, folder, "there is no process group", group=False)
 
 
 # --- bf16 -------------------------------------------------------------------------------------------------------
