@@ -87,6 +87,8 @@ class Policy:
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
+        # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
+        self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def _bind(self) -> None:
         self.key = f"m{next(_keys)}"
@@ -95,7 +97,7 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        own = ("_nvme", "files", "_gradient_files", "sinks", "calls")  # of _fresh
+        own = ("_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers")  # of _fresh
         for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
             state.pop(name)
         return state
@@ -143,6 +145,11 @@ class Policy:
     def take_files(self, nvme: Nvme | None) -> None:
         """Go on with the tier in which construction has placed parameters already."""
         self._nvme = nvme or self._nvme
+
+    @property
+    def streamers(self) -> list[Any]:
+        """Who moves what rests in files through buffers of its own (``buffer_bytes``), beside the Programs."""
+        return [s for s in (self._gradient_files, *self.optimizers.values()) if s is not None]
 
     def take_gradients(self) -> None:
         """From here on gradients that rest in files go there as they land; the parameters are installed."""

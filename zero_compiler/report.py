@@ -44,8 +44,9 @@ class Memory:
 
     ``parameters``, ``gradients``, ``optimizer``, ``kept`` (gathered weights that stay: stages 1 and 2) and
     ``arena`` (gather buffers and staging) lie there between steps; ``programs`` is the largest number of bytes
-    that a Program holds beside its arena. ``host`` is the pool on the host into which files are read; it counts
-    where the CPU is the compute device. ``files`` are bytes at rest in files, which do not count.
+    that a Program holds beside its arena. ``host`` are the buffers on the host through which files are read and
+    written; they count where the CPU is the compute device. ``files`` are bytes at rest in files, which do not count.
+    ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has told.
     """
 
     parameters: int
@@ -56,6 +57,7 @@ class Memory:
     programs: int
     host: int = 0
     files: int = 0
+    assumed: int = 0
 
     @property
     def at_rest(self) -> int:
@@ -96,6 +98,7 @@ class Report:
                 "parameters_bytes": self.memory.parameters,
                 "gradients_bytes": self.memory.gradients,
                 "optimizer_bytes": self.memory.optimizer,
+                "optimizer_assumed_bytes": self.memory.assumed,
                 "optimizer_assumed_bytes_per_element": ASSUMED_STATE_BYTES,
                 "kept_bytes": self.memory.kept,
                 "arena_bytes": self.memory.arena,
@@ -158,10 +161,10 @@ class Report:
             "bytes of this rank on the compute device",
             f"  parameters at rest        {m.parameters:>16,}",
             f"  gradients                 {m.gradients:>16,}",
-            f"  optimizer states          {m.optimizer:>16,}   assumed: two fp32 values a parameter",
+            f"  optimizer states          {m.optimizer:>16,}   {_known(m.assumed)}",
             f"  weights kept gathered     {m.kept:>16,}",
             f"  arena for transfers       {m.arena:>16,}",
-            *([f"  pool that files are read to {m.host:>14,}"] if m.host else []),
+            *([f"  buffers to read and write files {m.host:>10,}"] if m.host else []),
             f"  at rest, sum of these     {m.at_rest:>16,}",
             f"  most that a Program adds  {m.programs:>16,}   activations, and full gradients as they arise",
             f"  predicted peak            {m.peak:>16,}   a step that adds to gradients: {m.gradients:,} more",
@@ -192,3 +195,9 @@ class Report:
                 lines += [f"note: {n}" for n in program.notes]
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
         return "\n".join(lines)
+
+
+def _known(assumed: int) -> str:
+    if assumed:
+        return f"{assumed:,} assumed, here or in files: two fp32 values a parameter"
+    return "as its zero.optimizer keeps them"

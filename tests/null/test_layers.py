@@ -23,6 +23,7 @@ RANKS = {
     "hardware": 2,
     "arena": 3,
     "cost": 3,
+    "knapsack": 3,
     "layout": 3,
     "group": 3,
     "eager": 4,
