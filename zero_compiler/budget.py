@@ -7,19 +7,20 @@ change) lies a choice for each weight: keeping it costs its bytes and saves its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .arena import aligned
-from .config import TIER_FIELDS
 from .errors import MemoryBudgetError
 from .group import decide
 from .ir.facts import ParamRef
 from .knapsack import Candidate, choose
+from .placing import ASSUMED_STATE_BYTES
 from .program import Compute, Program, WaitReduce
-from .report import ASSUMED_STATE_BYTES, Memory
+from .report import Memory
 
 
 def keep(
@@ -61,16 +62,14 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     for policy in policies:
         for name, info in policy.params.items():
             local = info.layout.bytes_local()
-            in_files = {
-                field for field in TIER_FIELDS if getattr(policy.config, field) == "nvme" and info.layout.cut
-            }
-            if "offload_params" in in_files:
+            tier_of = functools.partial(policy.placed.tier, name=name)
+            if tier_of("params") == "nvme":
                 files += local
             else:
                 parameters += local
             param = policy.find(name)
             if param is not None and param.requires_grad:
-                if "offload_grads" in in_files:
+                if tier_of("grads") == "nvme":
                     files += local
                 else:
                     gradients += local
@@ -79,7 +78,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                     states, tier = known.held(param)
                 else:
                     states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
-                    tier = "nvme" if "offload_optimizer" in in_files else "none"
+                    tier = tier_of("optimizer")
                     assumed += states
                 files += states if tier == "nvme" else 0
                 optimizer += states if tier == "none" else 0
@@ -145,7 +144,10 @@ def _advice(memory: Memory, world: int) -> str:
         return "stage=3, which releases gathered weights, would help most"
     if largest == "arena":
         return "param_dtype=torch.bfloat16, which halves gathered weights, would help most"
-    return f"more ranks than {world} would help most: these bytes are divided by their number"
+    return (
+        f"more ranks than {world} would help most, which share these bytes, or device_rest_bytes of zero.shard, which "
+        "moves them to other tiers"
+    )
 
 
 def peak_at(programs: Sequence[Program]) -> str:

@@ -140,7 +140,7 @@ class StreamedOptimizer(Optimizer, Done):
             entry = Entry(param, name, tier, {}, {})
             if region_of(local) is not None:
                 entry.streamed["param"] = local.element_size()
-            if policy is not None and policy.config.offload_grads == "nvme":
+            if policy is not None and policy.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
             self._held[id(param)] = (local.numel() * sum(d.itemsize for d in states.tensors.values()), tier)
             if policy is not None:
@@ -314,7 +314,7 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    tier = asked or (policy.config.offload_optimizer if policy is not None else "none")
+    tier = asked or (policy.placed.tier("optimizer", name) if policy is not None else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '

@@ -22,6 +22,7 @@ from .files import Files, GradientFiles
 from .group import Group, agree, meet, short_digest
 from .ir import ops
 from .layout import Layout
+from .placing import Given, Placed, tiers_of
 from .runtime.stores import Nvme, region_of
 from .transport import COPIED, LOCAL, Transport, choose
 
@@ -60,6 +61,7 @@ class Policy:
         self.config = config
         self.hardware = hardware.load(config.hardware)
         self.transport: Transport = LOCAL  # until the parameters are known
+        self.placed = Placed({})
         self.scope = scope or Scope()
         self.params: dict[str, ParamInfo] = {}
         self.places: dict[str, Places] = {}
@@ -115,9 +117,20 @@ class Policy:
     def choose_transport(self) -> None:
         """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
         # What rests in files is read into buffers: there is nothing at rest that peers could read.
-        at_home = self.config.offload_params != "nvme"
-        layouts = [info.layout for info in self.params.values() if at_home]
+        layouts = [i.layout for i in self.params.values() if self.placed.tier("params", i.name) != "nvme"]
         self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
+
+    def place_tensors(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Decide on which tier everything rests; the parameters are known, and not installed yet.
+
+        Raises:
+            MemoryBudgetError: the model does not fit the budgets.
+        """
+        given = {
+            name: Given(info.layout, params[name].requires_grad, in_file(params[name]))
+            for name, info in self.params.items()
+        }
+        self.placed = tiers_of(self.config, self.group.device.type, given, self.hardware)
 
     def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
@@ -125,12 +138,17 @@ class Policy:
         Raises:
             StorageError: on the ranks that have no room, and RankMismatchError on the others.
         """
-        tiers = (self.config.offload_params, self.config.offload_grads)
-        if "nvme" not in tiers or any(isinstance(local_of(p), FakeTensor) for p in params.values()):
-            return  # nothing, or only planned
-        cut = {name: info.layout for name, info in self.params.items() if info.layout.cut}
-        parameters = {n: lay for n, lay in cut.items() if tiers[0] == "nvme" and not in_file(params[n])}
-        gradients = {n: lay for n, lay in cut.items() if tiers[1] == "nvme" and params[n].requires_grad}
+        if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
+            return  # only planned
+
+        def filed(kind: str) -> dict[str, Layout]:
+            tier = self.placed.tier
+            return {name: info.layout for name, info in self.params.items() if tier(kind, name) == "nvme"}
+
+        parameters = {name: lay for name, lay in filed("params").items() if not in_file(params[name])}
+        gradients = filed("grads")
+        if not parameters and not gradients:
+            return
         problem: StorageError | None = None
         try:
             self.files = Files(self.nvme(), parameters, gradients)
@@ -292,7 +310,7 @@ def _check_tiers(group: Group, config: Config) -> None:
     global _said_host
     if group.device.type != "cpu":
         for name in TIER_FIELDS:
-            if name != "offload_optimizer" and (tier := getattr(config, name)) != "none":
+            if name != "offload_optimizer" and (tier := getattr(config, name)) not in (None, "none"):
                 raise ConfigError(
                     f'{name}="{tier}" is not available in this version on {group.device}; use "none"'
                 )

@@ -10,12 +10,10 @@ from typing import Any
 from . import picture
 from .config import Config
 from .ir.facts import ParamRef
+from .placing import ASSUMED_STATE_BYTES
 from .program import Program
 from .schedule import Choice
 from .simulate import Timeline
-
-# What the plan counts for optimizer states: two fp32 values a parameter, as Adam keeps.
-ASSUMED_STATE_BYTES = 8
 
 
 @dataclass
@@ -84,6 +82,7 @@ class Report:
     planned_only: bool
     transport: str = "local"
     transport_reason: str = ""
+    placement: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -94,6 +93,7 @@ class Report:
             "planned_only": self.planned_only,
             "transport": self.transport,
             "transport_reason": self.transport_reason,
+            "placement": list(self.placement),
             "memory": {
                 "parameters_bytes": self.memory.parameters,
                 "gradients_bytes": self.memory.gradients,
@@ -157,6 +157,7 @@ class Report:
         lines = [
             f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters",
             f"transport between ranks: {self.transport} ({self.transport_reason})",
+            *(f"at rest: {line}" for line in self.placement),
             "",
             "bytes of this rank on the compute device",
             f"  parameters at rest        {m.parameters:>16,}",

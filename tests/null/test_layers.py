@@ -29,6 +29,7 @@ RANKS = {
     "eager": 4,
     "grads": 4,
     "modules": 4,
+    "placing": 3,
     "plain": 4,
     "policy": 4,
     "shard": 4,
