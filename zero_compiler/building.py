@@ -88,7 +88,9 @@ class Placement:
             return torch.zeros(layout.chunk_numel, dtype=full.dtype, device=device)
         if self.nvme is None:
             assert self.config.nvme_dir is not None
-            self.nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+            self.nvme = Nvme(
+                self.config.nvme_dir, self.group.rank, self.config.nvme_keep, self.config.nvme_checksums
+            )
         return self.nvme.grow(what, (layout.chunk_numel,), full.dtype).tensor
 
 

@@ -46,6 +46,7 @@ PLACEMENT_FIELDS = frozenset(
         "offload_activations",
         "nvme_dir",
         "nvme_keep",
+        "nvme_checksums",
         *REST_FIELDS,
         "hardware",
         "transport",
@@ -73,6 +74,7 @@ class Config:
             nothing on the host, and no limit in ``nvme_dir`` but its room.
         nvme_dir: directory for files of the NVMe tier.
         nvme_keep: leave those files behind, under names of their own; else nothing is left when the process ends.
+        nvme_checksums: compare what is read from those files with sums of what was written; another byte is an error.
         transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
             share; "auto" takes "shared" where it is possible on every rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
@@ -101,6 +103,7 @@ class Config:
     offload_activations: str = "none"
     nvme_dir: str | None = None
     nvme_keep: bool = False
+    nvme_checksums: bool = False
     device_rest_bytes: int | None = None
     host_rest_bytes: int | None = None
     nvme_rest_bytes: int | None = None

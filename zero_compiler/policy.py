@@ -209,7 +209,9 @@ class Policy:
         if self._nvme is None:
             if self.config.nvme_dir is None:
                 raise ConfigError("the NVMe tier needs nvme_dir: give it to zero.shard")
-            self._nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+            self._nvme = Nvme(
+                self.config.nvme_dir, self.group.rank, self.config.nvme_keep, self.config.nvme_checksums
+            )
         return self._nvme
 
     def param(self, name: str) -> Any:

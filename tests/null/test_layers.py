@@ -58,6 +58,7 @@ RANKS = {
     "runtime": 8,
     "runtime._aio": 0,
     "runtime.aio": 2,
+    "runtime.checksums": 2,
     "runtime.stores": 3,
     "runtime.streaming": 3,
     "elementwise": 3,
