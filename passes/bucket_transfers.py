@@ -121,7 +121,9 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
         started: list[fx.Node] = []
         with graph.inserting_before(point):
             for bucket in buckets(
-                refs, ctx, lambda r: (ctx.params[r].gather_dtype, r.owner, ctx.params[r].released)
+                refs,
+                ctx,
+                lambda r: (ctx.params[r].gather_dtype, r.owner, ctx.params[r].released, ctx.params[r].filed),
             ):
                 elements = emit_gather(graph, bucket, unit, ctx, device)
                 started.append(elements[0].args[0].args[0])
@@ -241,7 +243,7 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
 
 def _reduce_key(ctx: Context, ref: ParamRef) -> Any:
     plan = ctx.params[ref]
-    return (plan.dtype, plan.reduce_dtype, plan.cut)
+    return (plan.dtype, plan.reduce_dtype, plan.cut, plan.grad_filed)
 
 
 def _unit_starts(waits: list[fx.Node]) -> list[fx.Node]:

@@ -27,6 +27,7 @@ from zero_compiler.errors import StorageError
 
 from .aio import Engine, Request
 from .aio import buffer as aio_buffer
+from .checksums import Checksums
 
 BLOCK_BYTES = 4096  # what direct transfers are multiples of, in the file and in memory
 
@@ -92,7 +93,7 @@ class Region:
             buffer[: part.numel()].copy_(part)
             size = blocks(part.numel())
             buffer[part.numel() : size].zero_()
-            self.store.engine.write(self.store.file, buffer[:size], self.offset + at, label=self.label).wait()
+            self.store.write(Span(self.store, self.offset + at, size, 0, self.label), buffer).wait()
 
     def span(self, start: int, nbytes: int, at: int) -> Span:
         """Bytes from ``start`` on, which is a multiple of the block; the length is rounded up to whole blocks."""
@@ -123,15 +124,27 @@ class Store:
         nbytes: its size, which is allocated now.
         label: what it holds, for messages.
         keep: give it a name, and leave it behind.
+        checksums: what is read directly must be what was written directly; what was written through a handle is not
+            checked until it is written directly again.
 
     Raises:
         StorageError: the directory takes no file, or has no room for this one.
     """
 
-    def __init__(self, engine: Engine, directory: str, nbytes: int, label: str, keep: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        directory: str,
+        nbytes: int,
+        label: str,
+        keep: bool = False,
+        checksums: bool = False,
+    ) -> None:
         self.engine, self.directory, self.label = engine, directory, label
         self.regions: dict[int, Region] = {}
         self._end = 0
+        self._checksums = Checksums(blocks(max(nbytes, 1))) if checksums else None
+        self._versions: dict[int, int] = {}  # of handles, when their bytes were last known
         self.nbytes = blocks(max(nbytes, 1))
         self.fd, self.path = _make(directory, self.nbytes, label, keep)
         closing = contextlib.ExitStack()
@@ -183,17 +196,31 @@ class Store:
         _regions[at] = self
         return region
 
-    def read(self, span: Span, buffer: torch.Tensor) -> Request:
+    def read(self, span: Span, buffer: torch.Tensor) -> Request | Checked:
         """Start to read a span of this file into its place in ``buffer``."""
-        return self.engine.read(
-            self.file, buffer[span.at : span.at + span.nbytes], span.offset, label=span.label
-        )
+        part = buffer[span.at : span.at + span.nbytes]
+        request = self.engine.read(self.file, part, span.offset, label=span.label)
+        if self._checksums is None:
+            return request
+        self._forget_mapped(self._checksums, span)
+        return Checked(request, self._checksums, span, part)
 
     def write(self, span: Span, buffer: torch.Tensor) -> Request:
         """Start to write it from there."""
-        return self.engine.write(
-            self.file, buffer[span.at : span.at + span.nbytes], span.offset, label=span.label
-        )
+        part = buffer[span.at : span.at + span.nbytes]
+        if self._checksums is not None:
+            self._forget_mapped(self._checksums, span)
+            self._checksums.note(span.offset, part)
+        return self.engine.write(self.file, part, span.offset, label=span.label)
+
+    def _forget_mapped(self, checksums: Checksums, span: Span) -> None:
+        """Nothing is known of regions in ``span`` whose handles were written to: autograd counts that."""
+        for at, region in self.regions.items():
+            if region.offset < span.offset + span.nbytes and span.offset < region.offset + region.nbytes:
+                version = region.tensor._version
+                if self._versions.setdefault(at, 0) != version:
+                    checksums.forget(region.offset, region.nbytes)
+                    self._versions[at] = version
 
     def close(self) -> None:
         """Close the file; handles stay readable for as long as they live. Idempotent."""
@@ -201,11 +228,38 @@ class Store:
         self._closer()
 
 
+class Checked:
+    """A read whose bytes are compared with the sums of what was written, once it is done."""
+
+    def __init__(self, request: Request, checksums: Checksums, span: Span, part: torch.Tensor) -> None:
+        self._request, self._checksums, self._span, self._part = request, checksums, span, part
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def wait(self) -> None:
+        """Wait for the read.
+
+        Raises:
+            StorageError: it failed, or the file holds other bytes than were written.
+        """
+        self._request.wait()
+        at = self._checksums.differs(self._span.offset, self._part)
+        if at is not None:
+            raise StorageError(
+                f"{self._span.label}: the bytes at {at:,} in {self._span.store.label} are not those that were written; "
+                "the disk is faulty, or something else wrote there (a write through p.data is not seen by "
+                "nvme_checksums: write p itself under torch.no_grad()); go on from a checkpoint on a sound disk",
+                label=self._span.label,
+                offset=at,
+            )
+
+
 def _make(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str]:
     """A new file of ``nbytes``, allocated; its descriptor and a path that opens it."""
     try:
         stat = os.statvfs(directory)
-        if nbytes > (room := stat.f_bavail * stat.f_frsize):
+        if stat.f_blocks and nbytes > (room := stat.f_bavail * stat.f_frsize):  # ramfs says nothing
             raise StorageError(
                 f"nvme_dir={directory!r} has {room:,} bytes free, and {label} need {nbytes:,}; free some, or give "
                 "another nvme_dir"
@@ -247,10 +301,11 @@ class Nvme:
         directory: ``Config.nvme_dir``.
         rank: for messages.
         keep: ``Config.nvme_keep``.
+        checksums: ``Config.nvme_checksums``.
     """
 
-    def __init__(self, directory: str, rank: int, keep: bool) -> None:
-        self.directory, self.rank, self.keep = directory, rank, keep
+    def __init__(self, directory: str, rank: int, keep: bool, checksums: bool = False) -> None:
+        self.directory, self.rank, self.keep, self.checksums = directory, rank, keep, checksums
         self.engine = Engine()
         self.stores: weakref.WeakSet[Store] = weakref.WeakSet()
         self._grown: list[Store] = []
@@ -259,7 +314,12 @@ class Nvme:
     def store(self, what: str, nbytes: int) -> Store:
         """A new file for ``what``; it lives as long as the store that is returned."""
         made = Store(
-            self.engine, self.directory, nbytes, f"{what} of rank {self.rank} in {self.directory}", self.keep
+            self.engine,
+            self.directory,
+            nbytes,
+            f"{what} of rank {self.rank} in {self.directory}",
+            self.keep,
+            self.checksums,
         )
         self.stores.add(made)
         return made

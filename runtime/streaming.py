@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .aio import Request, buffer
-from .stores import Span, merged
+from .stores import Checked, Span, merged
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Job:
 class _Turn:
     job: Job
     buffer: torch.Tensor | None
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Request | Checked] = field(default_factory=list)
 
     def done(self) -> bool:
         return all(r.done() for r in self.requests)

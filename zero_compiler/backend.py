@@ -268,8 +268,8 @@ class _FrameCompiler:
             stage=policy.config.stage,
             kept=policy.kept.get(shard.ref.name, False),
             shared=policy.transport.shared,
-            filed=info.layout.cut and policy.config.offload_params == "nvme",
-            grad_filed=info.layout.cut and policy.config.offload_grads == "nvme",
+            filed=policy.placed.tier("params", shard.ref.name) == "nvme",
+            grad_filed=policy.placed.tier("grads", shard.ref.name) == "nvme",
         )
 
     def decompositions(self) -> Any:

@@ -2,66 +2,25 @@
 
 Between stage 3 (every weight released after its last use) and stage 2 (every weight kept until the shards
 change) lies a choice for each weight: keeping it costs its bytes and saves its gather in backward. That is a
-0/1 knapsack, solved here by dynamic programming over bytes in steps of a 4096th of the room.
+0/1 knapsack (``knapsack.py``).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from .arena import aligned
-from .config import TIER_FIELDS
 from .errors import MemoryBudgetError
 from .group import decide
 from .ir.facts import ParamRef
+from .knapsack import Candidate, choose
+from .placing import ASSUMED_STATE_BYTES
 from .program import Compute, Program, WaitReduce
-from .report import ASSUMED_STATE_BYTES, Memory
-
-_STEPS = 4096
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A weight that could be kept: ``nbytes`` of memory save ``saved_us`` a step."""
-
-    name: str
-    nbytes: int
-    saved_us: float
-
-
-def choose(candidates: Sequence[Candidate], room_bytes: int) -> frozenset[str]:
-    """Names of the candidates to keep within ``room_bytes``; the time saved is largest, up to the step of bytes.
-
-    Sizes are rounded up to steps, so what is chosen always fits. The loss against the exact solution is at
-    most what ``len(candidates)`` steps of bytes would have saved. Ties go to the earlier candidate.
-    """
-    useful = [c for c in candidates if c.saved_us > 0 and c.nbytes <= room_bytes]
-    if sum(c.nbytes for c in useful) <= room_bytes:
-        return frozenset(c.name for c in useful)
-    # With fewer bytes than steps a step is one byte, and the solution is exact.
-    step = max(1, -(-room_bytes // _STEPS))
-    width = room_bytes // step
-    best = np.zeros(width + 1)
-    taken = np.zeros((len(useful), width + 1), dtype=bool)
-    for i, c in enumerate(useful):
-        need = -(-c.nbytes // step)
-        if need > width:
-            continue
-        with_it = best[: width + 1 - need] + c.saved_us
-        better = with_it > best[need:]
-        taken[i, need:] = better
-        best[need:] = np.where(better, with_it, best[need:])
-    keep, left = [], width
-    for i in range(len(useful) - 1, -1, -1):
-        if taken[i, left]:
-            keep.append(useful[i].name)
-            left -= -(-useful[i].nbytes // step)
-    return frozenset(keep)
+from .report import Memory
 
 
 def keep(
@@ -99,33 +58,41 @@ def keep(
 
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
-    parameters = gradients = optimizer = files = 0
+    parameters = gradients = optimizer = assumed = files = 0
     for policy in policies:
         for name, info in policy.params.items():
             local = info.layout.bytes_local()
-            in_files = {
-                field for field in TIER_FIELDS if getattr(policy.config, field) == "nvme" and info.layout.cut
-            }
-            if "offload_params" in in_files:
+            tier_of = functools.partial(policy.placed.tier, name=name)
+            if tier_of("params") == "nvme":
                 files += local
             else:
                 parameters += local
             param = policy.find(name)
             if param is not None and param.requires_grad:
-                states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
-                filed = (
-                    local if "offload_grads" in in_files else 0,
-                    states if "offload_optimizer" in in_files else 0,
-                )
-                files += sum(filed)
-                gradients += local - filed[0]
-                optimizer += states - filed[1]
+                if tier_of("grads") == "nvme":
+                    files += local
+                else:
+                    gradients += local
+                known = policy.optimizers.get(name)
+                if known is not None:
+                    states, tier = known.held(param)
+                else:
+                    states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
+                    tier = tier_of("optimizer")
+                    assumed += states
+                files += states if tier == "nvme" else 0
+                optimizer += states if tier == "none" else 0
     largest = max((_most(p) for p in programs), default=0)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
     arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
-    host = max((p.host_bytes for p in programs), default=0) if policies[0].group.device.type == "cpu" else 0
-    return Memory(parameters, gradients, optimizer, kept_bytes if moves else 0, arena, largest, host, files)
+    host = 0
+    if policies[0].group.device.type == "cpu":
+        streamers = {id(s): s for policy in policies for s in policy.streamers}
+        host = max((p.host_bytes for p in programs), default=0)
+        host += sum(s.buffer_bytes for s in streamers.values())
+    kept = kept_bytes if moves else 0
+    return Memory(parameters, gradients, optimizer, kept, arena, largest, host, files, assumed)
 
 
 def _most(program: Program) -> int:
@@ -177,7 +144,10 @@ def _advice(memory: Memory, world: int) -> str:
         return "stage=3, which releases gathered weights, would help most"
     if largest == "arena":
         return "param_dtype=torch.bfloat16, which halves gathered weights, would help most"
-    return f"more ranks than {world} would help most: these bytes are divided by their number"
+    return (
+        f"more ranks than {world} would help most, which share these bytes, or device_rest_bytes of zero.shard, which "
+        "moves them to other tiers"
+    )
 
 
 def peak_at(programs: Sequence[Program]) -> str:

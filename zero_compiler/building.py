@@ -62,19 +62,35 @@ class Placement:
         # is the same on every rank.
         self.met: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.nvme: Nvme | None = None  # made when first needed; the models of the scope go on with it
+        self._in_memory = 0  # bytes of shards
 
     def in_files(self, layout: Layout, full: torch.Tensor) -> bool:
-        """Whether the shard of the parameter ``full`` rests in a file."""
-        fake = full.is_meta or isinstance(full, FakeTensor)
-        return self.config.offload_params == "nvme" and layout.cut and not fake
+        """Whether the shard of the parameter ``full`` is to rest in a file; asked once for each.
 
-    def chunk(self, layout: Layout, device: torch.device, full: torch.Tensor, what: str) -> torch.Tensor:
-        """Memory at rest for this rank's flat padded chunk of a parameter: zeros."""
-        if not self.in_files(layout, full):
+        Where the planner decides, which needs to know all parameters: what still fits ``device_rest_bytes`` is put
+        into memory meanwhile.
+        """
+        config = self.config
+        if not layout.cut or full.is_meta or isinstance(full, FakeTensor):
+            return False
+        if config.offload_params is not None or config.device_rest_bytes is None or config.nvme_dir is None:
+            return config.offload_params == "nvme"
+        if config.stage != 3 or self._in_memory + layout.bytes_local() <= config.device_rest_bytes:
+            self._in_memory += layout.bytes_local()
+            return False
+        return self.group.device.type == "cpu"
+
+    def chunk(
+        self, layout: Layout, device: torch.device, full: torch.Tensor, what: str, filed: bool
+    ) -> torch.Tensor:
+        """Memory at rest for this rank's flat padded chunk of a parameter, or a place in a file: zeros."""
+        if not filed:
             return torch.zeros(layout.chunk_numel, dtype=full.dtype, device=device)
         if self.nvme is None:
             assert self.config.nvme_dir is not None
-            self.nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+            self.nvme = Nvme(
+                self.config.nvme_dir, self.group.rank, self.config.nvme_keep, self.config.nvme_checksums
+            )
         return self.nvme.grow(what, (layout.chunk_numel,), full.dtype).tensor
 
 
@@ -242,8 +258,9 @@ class Construction:
         stride = contiguous_stride(layout.shape) if full.is_contiguous() else tuple(full.stride())
         at_rest = full.device if full.is_meta else group.device
         alone = storage_uses(full) <= 2 and full.untyped_storage().nbytes() == full.numel() * full.itemsize
+        filed = placement.in_files(layout, full)
         keep = (
-            not placement.in_files(layout, full)
+            not filed
             and (group.world == 1 or not layout.cut)
             and full.is_contiguous()
             and full.device == at_rest
@@ -252,7 +269,7 @@ class Construction:
         if keep:
             local = full
         else:
-            local = rows_of(layout, placement.chunk(layout, at_rest, full, what), group.rank)
+            local = rows_of(layout, placement.chunk(layout, at_rest, full, what, filed), group.rank)
         cut = Cut(group, layout, local, full.device, stride, what)
         if not keep:
             self._mode.hold(cut, full)
@@ -292,9 +309,11 @@ class Construction:
         policy = Policy(group, placement.config)
         targets = collect(model, policy, lambda param: self._is_ours(param, placement))
         self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+        params = {name: param for name, (param, _) in targets.items()}
+        policy.place_tensors(params)
         policy.choose_transport()
         policy.take_files(placement.nvme)
-        policy.make_room({name: param for name, (param, _) in targets.items()})
+        policy.make_room(params)
         for name, (param, places) in targets.items():
             cut = cut_of(param)
             if cut is None or not isinstance(param, DTensor):

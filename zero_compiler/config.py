@@ -32,7 +32,9 @@ _COMPUTE = ("inductor", "aten")
 _KERNELS = ("auto", "torch")
 _TRANSPORTS = ("auto", "c10d", "shared")
 
-TIER_FIELDS = ("offload_params", "offload_grads", "offload_optimizer", "offload_activations")
+PLACED_FIELDS = ("offload_params", "offload_grads", "offload_optimizer")  # what rests between steps
+TIER_FIELDS = (*PLACED_FIELDS, "offload_activations")
+REST_FIELDS = ("device_rest_bytes", "host_rest_bytes", "nvme_rest_bytes")
 PLACEMENT_FIELDS = frozenset(
     {
         "stage",
@@ -44,6 +46,8 @@ PLACEMENT_FIELDS = frozenset(
         "offload_activations",
         "nvme_dir",
         "nvme_keep",
+        "nvme_checksums",
+        *REST_FIELDS,
         "hardware",
         "transport",
     }
@@ -62,9 +66,15 @@ class Config:
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
             (``param_dtype`` if given).
         offload_params, offload_grads, offload_optimizer, offload_activations: tier at rest: "none" (the
-            compute device), "host" or "nvme".
+            compute device), "host" or "nvme". None, of the first three: each tensor as the rest budgets say.
+        device_rest_bytes: bytes of shards, gradients and optimizer states that may rest on the compute device of one
+            rank. What is not told to rest elsewhere is placed tensor by tensor so that the transfers of a step take
+            least time; ``zero.inspect`` says where and why. None: all of it may.
+        host_rest_bytes, nvme_rest_bytes: the same for host memory (with an accelerator) and for ``nvme_dir``. None:
+            nothing on the host, and no limit in ``nvme_dir`` but its room.
         nvme_dir: directory for files of the NVMe tier.
         nvme_keep: leave those files behind, under names of their own; else nothing is left when the process ends.
+        nvme_checksums: compare what is read from those files with sums of what was written; another byte is an error.
         transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
             share; "auto" takes "shared" where it is possible on every rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
@@ -87,12 +97,16 @@ class Config:
     stage: int = 3
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    offload_params: str = "none"
-    offload_grads: str = "none"
-    offload_optimizer: str = "none"
+    offload_params: str | None = None
+    offload_grads: str | None = None
+    offload_optimizer: str | None = None
     offload_activations: str = "none"
     nvme_dir: str | None = None
     nvme_keep: bool = False
+    nvme_checksums: bool = False
+    device_rest_bytes: int | None = None
+    host_rest_bytes: int | None = None
+    nvme_rest_bytes: int | None = None
     transport: str = "auto"
     compute: str = "inductor"
     kernels: str = "auto"
@@ -122,6 +136,8 @@ class Config:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         for name in TIER_FIELDS:
             tier = getattr(self, name)
+            if tier is None and name in PLACED_FIELDS:
+                continue
             if tier not in TIERS:
                 raise ConfigError(f"{name} must be one of {', '.join(TIERS)}, not {tier!r}")
             if tier == "nvme" and name == "offload_activations":
@@ -134,13 +150,20 @@ class Config:
             )
         if self.nvme_dir is not None and not os.path.isdir(self.nvme_dir):
             raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
+        for name in REST_FIELDS[1:]:
+            if getattr(self, name) is not None and self.device_rest_bytes is None:
+                raise ConfigError(
+                    f"{name} bounds what moves off the device, and nothing does without device_rest_bytes: give it too"
+                )
+        if self.nvme_rest_bytes is not None and self.nvme_dir is None:
+            raise ConfigError("nvme_rest_bytes needs nvme_dir, the directory for the files")
         if self.transport not in _TRANSPORTS:
             raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
         if self.compute not in _COMPUTE:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
         if self.kernels not in _KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(_KERNELS)}, not {self.kernels!r}")
-        for name in ("bucket_bytes", "memory_budget_bytes", "tile_bytes"):
+        for name in ("bucket_bytes", "memory_budget_bytes", "tile_bytes", *REST_FIELDS):
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
                 raise ConfigError(f"{name} must be a number of bytes >= 0 or None, not {size!r}")

@@ -71,6 +71,11 @@ class GradientFiles:
         self._task: int | None = None  # autograd's number of the backward that runs
         self._stream: Stream | None = None
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory of its writes, which is taken when the first gradient lands."""
+        return min(_WRITE_BYTES, max((r.nbytes for r in self._regions.values()), default=0)) * _WRITES
+
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
         name = self._names.get(id(param))
@@ -99,8 +104,7 @@ class GradientFiles:
 
     def _ready(self) -> Stream:
         if self._stream is None:
-            largest = max(r.nbytes for r in self._regions.values())
-            self._stream = Stream(min(_WRITE_BYTES, largest), _WRITES)
+            self._stream = Stream(self.buffer_bytes // _WRITES, _WRITES)
         return self._stream
 
     def _write(self, name: str, local: torch.Tensor) -> None:

@@ -58,15 +58,13 @@ def _check_tiers(optimizer: torch.optim.Optimizer) -> None:
         return
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for policy in ops.owners():
-        tier = policy.config.offload_optimizer
-        if tier == "none" or (tier == "host" and policy.group.device.type == "cpu"):
-            continue
         for name in policy.places:
-            if id(policy.find(name)) in given:
+            tier = policy.placed.tier("optimizer", name)
+            if tier != "none" and id(policy.find(name)) in given:
                 cls = type(optimizer).__name__
                 raise ShardError(
-                    f"{cls} would keep the states of {name!r} on the device of the parameter, and the model was "
-                    f"sharded with offload_optimizer={tier!r}; make it as zero.optimizer({cls}, model, ...)"
+                    f"{cls} would keep the states of {name!r} on the device of the parameter, and by the options of "
+                    f"zero.shard they rest on {tier!r}; make it as zero.optimizer({cls}, model, ...)"
                 )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from .budget import memory_of
 from .errors import ShardError, ZeroError
 from .modules import policies_of
+from .placing import TRANSFERS
 from .policy import Policy
 from .report import Frame, Report
 
@@ -54,6 +55,7 @@ def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: boo
         planned_only=planned_only,
         transport=first.transport.name,
         transport_reason=first.transport.reason,
+        placement=tuple(line for p in policies for line in p.placed.why),
     )
 
 
@@ -65,6 +67,7 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
             "dtype": str(info.layout.dtype).removeprefix("torch."),
             "placement": "Shard(0)" if info.layout.cut else "Replicate()",
             "local_bytes": info.layout.bytes_local(),
+            "tiers": {kind: policy.placed.tier(kind, info.name) for kind in TRANSFERS},
             "gather_dtype": str(info.gather_dtype).removeprefix("torch."),
         }
         for info in policy.params.values()

@@ -21,7 +21,7 @@ from typing import Any
 from .errors import ConfigError
 from .runtime import aio
 
-MODES = ("read", "write", "both")
+MODES = {"read": 100, "write": 0, "both": 50}  # reads in percent of all bytes
 BLOCKS = (256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (4, 16, 32)
 PIECE = 8 << 20  # bytes of one request, at least
@@ -91,7 +91,7 @@ def bench(
     if seconds <= 0 or rounds < 1:
         raise ConfigError("seconds must be above 0, and rounds at least 1")
     path = Path(directory) / f"io-bench-{os.getpid()}-{time.monotonic_ns()}.nvme"
-    memory = aio.buffer(max(_memory_bytes(block, depth) for block in BLOCKS for depth in DEPTHS))
+    memory = aio.buffer(max(memory_bytes(block, depth) for block in BLOCKS for depth in DEPTHS))
     memory.random_()
     try:
         with aio.Engine(backend=backend) as io:
@@ -99,8 +99,8 @@ def bench(
             for offset in range(0, nbytes, PIECE):  # written once: later writes find their blocks in place
                 io.write(file, memory[: min(PIECE, nbytes - offset)], offset).wait()
             io.flush(file)
-            report = Report(os.fspath(directory), nbytes, seconds, io.backend, file.direct, _fio_version())
-        engine = _fio_engine(path, nbytes, report)
+            report = Report(os.fspath(directory), nbytes, seconds, io.backend, file.direct, fio_version())
+        engine = fio_engine(path, nbytes, report)
         _measure(report, path, memory, engine, rounds, progress)
     finally:
         path.unlink(missing_ok=True)
@@ -111,10 +111,10 @@ def _measure(
     report: Report, path: Path, memory: Any, engine: str | None, rounds: int, progress: Callable[[str], None]
 ) -> None:
     def ours(mode: str, block: int, depth: int) -> float:
-        return _ours(report, path, memory, mode, block, depth)
+        return our_rate(report, path, memory, mode, block, depth)
 
     def fio(mode: str, block: int, depth: int) -> float:
-        return _fio(path, report.nbytes, engine or "", mode, block, depth, report.seconds)
+        return fio_rate(path, report.nbytes, engine or "", MODES[mode], block, depth, report.seconds)
 
     runners = {"zero": ours} | ({"fio": fio} if engine else {})
     for mode in MODES:
@@ -149,13 +149,13 @@ def _measure(
         report.rows.append(row)
 
 
-def _memory_bytes(block: int, depth: int) -> int:
+def memory_bytes(block: int, depth: int) -> int:
     """Enough requests wait that the blocks under way are always ``depth``, in either direction."""
     piece = max(block, PIECE)
     return 2 * (2 * depth * block // piece + 2) * piece
 
 
-def _ours(report: Report, path: Path, memory: Any, mode: str, block: int, depth: int) -> float:
+def our_rate(report: Report, path: Path, memory: Any, mode: str, block: int, depth: int) -> float:
     """Bytes per second of requests that follow one another through the file, or through one half each."""
     piece = max(block, PIECE)
     kinds = ("read", "write") if mode == "both" else (mode,)
@@ -189,13 +189,13 @@ def _ours(report: Report, path: Path, memory: Any, mode: str, block: int, depth:
     return moved / took
 
 
-def _fio_version() -> str:
+def fio_version() -> str:
     if shutil.which("fio") is None:
         return "not installed"
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
+def fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
     """The first of fio's engines that runs here; the report says which, or why none."""
     if not report.direct or not report.fio.startswith("fio"):
         report.fio += "" if report.direct else ": not run, the directory has no O_DIRECT"
@@ -203,7 +203,7 @@ def _fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
     why = ""
     for engine in FIO_ENGINES:
         try:
-            _fio(path, nbytes, engine, "read", 1 << 20, 4, 0.1)
+            fio_rate(path, nbytes, engine, 100, 1 << 20, 4, 0.1)
         except ConfigError as error:
             why = str(error)
             continue
@@ -213,10 +213,18 @@ def _fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
     return None
 
 
-def _fio(path: Path, nbytes: int, engine: str, mode: str, block: int, depth: int, seconds: float) -> float:
+def fio_rate(
+    path: Path, nbytes: int, engine: str, read_percent: int, block: int, depth: int, seconds: float
+) -> float:
+    """Bytes per second that fio reaches in a file of ``nbytes`` with O_DIRECT, reads and writes together.
+
+    Raises:
+        ConfigError: fio failed.
+    """
+    mode = {100: "read", 0: "write"}.get(read_percent, "rw")
     command = [
         "fio", "--name=bench", f"--filename={path}", f"--size={nbytes}", "--direct=1", f"--ioengine={engine}",
-        f"--rw={'rw' if mode == 'both' else mode}", f"--bs={block}", f"--iodepth={depth}", "--time_based",
+        f"--rw={mode}", f"--rwmixread={read_percent}", f"--bs={block}", f"--iodepth={depth}", "--time_based",
         f"--runtime={int(seconds * 1000)}ms", "--output-format=json",
         *(["--fixedbufs=1", "--registerfiles=1"] if engine == "io_uring" else []),
     ]  # fmt: skip

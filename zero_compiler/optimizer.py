@@ -95,6 +95,8 @@ class StreamedOptimizer(Optimizer, Done):
         self._broken: str | None = None
         self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: dict[tuple[Any, ...], States] = {}
+        self._held: dict[int, tuple[int, str]] = {}
+        self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
         template = cls([torch.zeros(1)], **kw)
         super().__init__(params, dict(template.defaults))
@@ -138,8 +140,11 @@ class StreamedOptimizer(Optimizer, Done):
             entry = Entry(param, name, tier, {}, {})
             if region_of(local) is not None:
                 entry.streamed["param"] = local.element_size()
-            if policy is not None and policy.config.offload_grads == "nvme":
+            if policy is not None and policy.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
+            self._held[id(param)] = (local.numel() * sum(d.itemsize for d in states.tensors.values()), tier)
+            if policy is not None:
+                policy.optimizers[name] = self
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
                     needs.setdefault(policy, []).append((entry, key, dtype))
@@ -154,10 +159,15 @@ class StreamedOptimizer(Optimizer, Done):
             for batch in _batches(alike, self._overlap is not None)
         ]
         self._units += new
+        self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._units), default=0)
         if any(unit.states.eager for unit in new):
             self._begin([unit for unit in new if unit.states.eager])
         if self._overlap is not None:
             self._overlap.watch(new)
+
+    def held(self, param: torch.Tensor) -> tuple[int, str]:
+        """Bytes of the states of a parameter on this rank, and the tier on which they rest."""
+        return self._held[id(param)]
 
     def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
         options = options_of(group)
@@ -304,7 +314,7 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    tier = asked or (policy.config.offload_optimizer if policy is not None else "none")
+    tier = asked or (policy.placed.tier("optimizer", name) if policy is not None else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '

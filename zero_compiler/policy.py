@@ -22,6 +22,7 @@ from .files import Files, GradientFiles
 from .group import Group, agree, meet, short_digest
 from .ir import ops
 from .layout import Layout
+from .placing import Given, Placed, tiers_of
 from .runtime.stores import Nvme, region_of
 from .transport import COPIED, LOCAL, Transport, choose
 
@@ -60,6 +61,7 @@ class Policy:
         self.config = config
         self.hardware = hardware.load(config.hardware)
         self.transport: Transport = LOCAL  # until the parameters are known
+        self.placed = Placed({})
         self.scope = scope or Scope()
         self.params: dict[str, ParamInfo] = {}
         self.places: dict[str, Places] = {}
@@ -87,6 +89,8 @@ class Policy:
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
+        # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
+        self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def _bind(self) -> None:
         self.key = f"m{next(_keys)}"
@@ -95,7 +99,7 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        own = ("_nvme", "files", "_gradient_files", "sinks", "calls")  # of _fresh
+        own = ("_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers")  # of _fresh
         for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
             state.pop(name)
         return state
@@ -113,9 +117,20 @@ class Policy:
     def choose_transport(self) -> None:
         """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
         # What rests in files is read into buffers: there is nothing at rest that peers could read.
-        at_home = self.config.offload_params != "nvme"
-        layouts = [info.layout for info in self.params.values() if at_home]
+        layouts = [i.layout for i in self.params.values() if self.placed.tier("params", i.name) != "nvme"]
         self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
+
+    def place_tensors(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Decide on which tier everything rests; the parameters are known, and not installed yet.
+
+        Raises:
+            MemoryBudgetError: the model does not fit the budgets.
+        """
+        given = {
+            name: Given(info.layout, params[name].requires_grad, in_file(params[name]))
+            for name, info in self.params.items()
+        }
+        self.placed = tiers_of(self.config, self.group.device.type, given, self.hardware)
 
     def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
@@ -123,12 +138,17 @@ class Policy:
         Raises:
             StorageError: on the ranks that have no room, and RankMismatchError on the others.
         """
-        tiers = (self.config.offload_params, self.config.offload_grads)
-        if "nvme" not in tiers or any(isinstance(local_of(p), FakeTensor) for p in params.values()):
-            return  # nothing, or only planned
-        cut = {name: info.layout for name, info in self.params.items() if info.layout.cut}
-        parameters = {n: lay for n, lay in cut.items() if tiers[0] == "nvme" and not in_file(params[n])}
-        gradients = {n: lay for n, lay in cut.items() if tiers[1] == "nvme" and params[n].requires_grad}
+        if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
+            return  # only planned
+
+        def filed(kind: str) -> dict[str, Layout]:
+            tier = self.placed.tier
+            return {name: info.layout for name, info in self.params.items() if tier(kind, name) == "nvme"}
+
+        parameters = {name: lay for name, lay in filed("params").items() if not in_file(params[name])}
+        gradients = filed("grads")
+        if not parameters and not gradients:
+            return
         problem: StorageError | None = None
         try:
             self.files = Files(self.nvme(), parameters, gradients)
@@ -143,6 +163,11 @@ class Policy:
     def take_files(self, nvme: Nvme | None) -> None:
         """Go on with the tier in which construction has placed parameters already."""
         self._nvme = nvme or self._nvme
+
+    @property
+    def streamers(self) -> list[Any]:
+        """Who moves what rests in files through buffers of its own (``buffer_bytes``), beside the Programs."""
+        return [s for s in (self._gradient_files, *self.optimizers.values()) if s is not None]
 
     def take_gradients(self) -> None:
         """From here on gradients that rest in files go there as they land; the parameters are installed."""
@@ -184,7 +209,9 @@ class Policy:
         if self._nvme is None:
             if self.config.nvme_dir is None:
                 raise ConfigError("the NVMe tier needs nvme_dir: give it to zero.shard")
-            self._nvme = Nvme(self.config.nvme_dir, self.group.rank, self.config.nvme_keep)
+            self._nvme = Nvme(
+                self.config.nvme_dir, self.group.rank, self.config.nvme_keep, self.config.nvme_checksums
+            )
         return self._nvme
 
     def param(self, name: str) -> Any:
@@ -285,7 +312,7 @@ def _check_tiers(group: Group, config: Config) -> None:
     global _said_host
     if group.device.type != "cpu":
         for name in TIER_FIELDS:
-            if name != "offload_optimizer" and (tier := getattr(config, name)) != "none":
+            if name != "offload_optimizer" and (tier := getattr(config, name)) not in (None, "none"):
                 raise ConfigError(
                     f'{name}="{tier}" is not available in this version on {group.device}; use "none"'
                 )

@@ -10,12 +10,10 @@ from typing import Any
 from . import picture
 from .config import Config
 from .ir.facts import ParamRef
+from .placing import ASSUMED_STATE_BYTES
 from .program import Program
 from .schedule import Choice
 from .simulate import Timeline
-
-# What the plan counts for optimizer states: two fp32 values a parameter, as Adam keeps.
-ASSUMED_STATE_BYTES = 8
 
 
 @dataclass
@@ -44,8 +42,9 @@ class Memory:
 
     ``parameters``, ``gradients``, ``optimizer``, ``kept`` (gathered weights that stay: stages 1 and 2) and
     ``arena`` (gather buffers and staging) lie there between steps; ``programs`` is the largest number of bytes
-    that a Program holds beside its arena. ``host`` is the pool on the host into which files are read; it counts
-    where the CPU is the compute device. ``files`` are bytes at rest in files, which do not count.
+    that a Program holds beside its arena. ``host`` are the buffers on the host through which files are read and
+    written; they count where the CPU is the compute device. ``files`` are bytes at rest in files, which do not count.
+    ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has told.
     """
 
     parameters: int
@@ -56,6 +55,7 @@ class Memory:
     programs: int
     host: int = 0
     files: int = 0
+    assumed: int = 0
 
     @property
     def at_rest(self) -> int:
@@ -82,6 +82,7 @@ class Report:
     planned_only: bool
     transport: str = "local"
     transport_reason: str = ""
+    placement: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -92,10 +93,12 @@ class Report:
             "planned_only": self.planned_only,
             "transport": self.transport,
             "transport_reason": self.transport_reason,
+            "placement": list(self.placement),
             "memory": {
                 "parameters_bytes": self.memory.parameters,
                 "gradients_bytes": self.memory.gradients,
                 "optimizer_bytes": self.memory.optimizer,
+                "optimizer_assumed_bytes": self.memory.assumed,
                 "optimizer_assumed_bytes_per_element": ASSUMED_STATE_BYTES,
                 "kept_bytes": self.memory.kept,
                 "arena_bytes": self.memory.arena,
@@ -154,14 +157,15 @@ class Report:
         lines = [
             f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters",
             f"transport between ranks: {self.transport} ({self.transport_reason})",
+            *(f"at rest: {line}" for line in self.placement),
             "",
             "bytes of this rank on the compute device",
             f"  parameters at rest        {m.parameters:>16,}",
             f"  gradients                 {m.gradients:>16,}",
-            f"  optimizer states          {m.optimizer:>16,}   assumed: two fp32 values a parameter",
+            f"  optimizer states          {m.optimizer:>16,}   {_known(m.assumed)}",
             f"  weights kept gathered     {m.kept:>16,}",
             f"  arena for transfers       {m.arena:>16,}",
-            *([f"  pool that files are read to {m.host:>14,}"] if m.host else []),
+            *([f"  buffers to read and write files {m.host:>10,}"] if m.host else []),
             f"  at rest, sum of these     {m.at_rest:>16,}",
             f"  most that a Program adds  {m.programs:>16,}   activations, and full gradients as they arise",
             f"  predicted peak            {m.peak:>16,}   a step that adds to gradients: {m.gradients:,} more",
@@ -192,3 +196,9 @@ class Report:
                 lines += [f"note: {n}" for n in program.notes]
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
         return "\n".join(lines)
+
+
+def _known(assumed: int) -> str:
+    if assumed:
+        return f"{assumed:,} assumed, here or in files: two fp32 values a parameter"
+    return "as its zero.optimizer keeps them"

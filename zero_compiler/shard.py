@@ -79,8 +79,10 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     policy = Policy(group, config)
     targets = collect(model, policy)
     agree(group, f"shard/{policy.title()}", "the model given to zero.shard", policy.describe())
+    params = {name: param for name, (param, _) in targets.items()}
+    policy.place_tensors(params)
     policy.choose_transport()
-    policy.make_room({name: param for name, (param, _) in targets.items()})
+    policy.make_room(params)
     for name, (param, places) in targets.items():
         local = eager.scatter_from_first(group, policy.params[name].layout, param)
         install(policy, name, param, local, places)

@@ -123,10 +123,15 @@ def test_gradients_in_files_after_a_backward_that_broke_off(tmp_path):
 
 
 def _ranks(rank, world, transport, folder):
-    for tiers in (("nvme", "none", "none"), ("nvme", "nvme", "nvme")):
+    cases = (
+        (("nvme", "none", "none"), {}),
+        (("nvme", "nvme", "nvme"), {}),
+        ((None,) * 3, {"device_rest_bytes": 60_000}),  # a part of the parameters, and nothing else
+    )
+    for tiers, fields in cases:
         want = made(folder, transport=transport)
         losses = train(want, compiled(want), O.AdamW(want.parameters()), rank)
-        model = made(folder, True, tiers, transport=transport)
+        model = made(folder, True, tiers, transport=transport, **fields)
         run = compiled(model)
         optimizer = zero.optimizer(O.AdamW, model)
         assert train(model, run, optimizer, rank) == losses
@@ -135,6 +140,10 @@ def _ranks(rank, world, transport, folder):
             assert torch.equal(model.inner.weight, want.inner.weight)
         (program,) = {p.phase: p for p in policies_of(model)[0].frames[0].programs.values() if p.phase == "backward"}.values()
         assert program.host_bytes > 0
+        if fields:
+            placed = policies_of(model)[0].placed
+            assert placed.tier("params", "inner.weight") == placed.tier("grads", "first.weight") == "nvme"
+            assert placed.tier("params", "first.weight") == "none"
     return True
 
 

@@ -58,10 +58,10 @@ def test_bytes_are_counted_once(quick, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(32 << 20))
     report = io_bench.Report(str(tmp_path), 32 << 20, 0.2, "threads", True, "")
-    memory = io_bench.aio.buffer(io_bench._memory_bytes(1 << 20, 2))
+    memory = io_bench.aio.buffer(io_bench.memory_bytes(1 << 20, 2))
     for mode, reads, writes in (("read", 1, 0), ("write", 0, 1), ("both", 0.5, 0.5)):
         before = moved("read_bytes"), moved("write_bytes")
-        rate = io_bench._ours(report, path, memory, mode, 1 << 20, 2)
+        rate = io_bench.our_rate(report, path, memory, mode, 1 << 20, 2)
         assert moved("read_bytes") - before[0] >= 0.9 * reads * rate * report.seconds
         assert moved("write_bytes") - before[1] >= 0.9 * writes * rate * report.seconds
 

@@ -1,14 +1,16 @@
 """Programs that fetch from files, through the reference executor, and what the simulation says of them."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
 from harness import SimulatedModel
 from torch import nn
 
+import zero_compiler as zero
 from zero_compiler import hardware
-from zero_compiler.errors import VerifyError
+from zero_compiler.errors import MemoryBudgetError, VerifyError
 from zero_compiler.planning import report
 from zero_compiler.program import Fetch, Program, WaitFetch
 from zero_compiler.simulate import COMPUTE, DISK, simulate
@@ -94,3 +96,49 @@ def test_planning_makes_no_file(tmp_path):
     local = 4 * (8 * 16 + 8) * 4
     assert made.memory.files == local * 4  # one of parameters, one of gradients, two of states
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize(
+    ("cls", "kw", "states"),
+    [
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.AdamW, {"amsgrad": True}, 3),
+    ],
+)
+def test_states_are_counted_as_the_optimizer_keeps_them(cls, kw, states, tier, tmp_path):
+    model = zero.shard(deep(), offload_optimizer=tier, nvme_dir=str(tmp_path))
+    numel = sum(p.numel() for p in model.parameters())
+    before = zero.inspect(model).memory
+    assert before.assumed == 8 * numel
+    assert "assumed" in str(zero.inspect(model))
+    optimizer = zero.optimizer(cls, model, lr=0.1, **kw)
+    memory = zero.inspect(model).memory
+    want = 4 * numel * states
+    assert (memory.optimizer, memory.files) == ((want, 0) if tier == "none" else (0, want))
+    assert memory.assumed == 0
+    # Buffers of a step are there where something passes through them: whole blocks of each state of each tensor.
+    assert memory.host == (4 * 8 * states * 4096 if tier == "nvme" else 0)
+    assert memory.peak == 4 * numel * 2 + memory.optimizer + memory.host
+    assert "as its zero.optimizer keeps them" in str(zero.inspect(model))
+    del optimizer
+    gc.collect()
+    assert zero.inspect(model).memory == before
+
+
+def test_the_budget_counts_the_states_that_there_are(tmp_path):
+    model = zero.shard(deep())
+    numel = sum(p.numel() for p in model.parameters())
+    options = {
+        "compute": "aten",
+        "memory_budget_bytes": 4 * numel * 3,
+    }  # Adam alone takes four times the parameters
+    x = torch.ones(1, 16)
+    with pytest.raises(MemoryBudgetError, match=f"optimizer states {8 * numel:,}"):
+        torch.compile(model, backend="zero", options=options)(x)
+    torch._dynamo.reset()
+    optimizer = zero.optimizer(torch.optim.SGD, model, lr=0.1)
+    torch.compile(model, backend="zero", options=options)(x).sum().backward()
+    optimizer.step()

@@ -1,0 +1,181 @@
+"""Step time by what rests in files, one model: each placement beside the physical limit of the bytes that it moves.
+
+    python benchmarks/tiers.py DIR --json benchmarks/results/tiers.json
+
+Runs `large.py` once for each placement, on one rank, with everything in memory first. The row "optimizer" is the
+streaming of optimizer states alone. DeepSpeed's ZeRO-3 with its own offload to files stands beside where it can be
+imported and runs; where not, the table says why. Medians over the steps after the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import common
+import large
+
+PLACEMENTS: dict[str, tuple[list[str], bool]] = {
+    "none": ([], False),
+    "optimizer": (["optimizer"], False),
+    "optimizer, overlap": (["optimizer"], True),
+    "grads, optimizer": (["grads", "optimizer"], False),
+    "params, grads, optimizer": (["params", "grads", "optimizer"], False),
+    "params, optimizer, overlap": (["params", "optimizer"], True),
+}
+
+
+def main() -> None:
+    call = common.called()
+    if call is not None:
+        deepspeed(call)
+        return
+    parser = large.options(__doc__)
+    parser.set_defaults(blocks=12, width=1024, steps=6, limit_gib=0.0, seconds=1.0)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"machine": common.machine(), "command": " ".join(sys.argv), "runs": {}}
+    losses, rows = None, []
+    for name, (files, overlap) in PLACEMENTS.items():
+        args.files, args.overlap = files, overlap
+        print(f"{name}:", flush=True)
+        one = result["runs"][name] = large.run(args)
+        losses = losses or one["losses"]
+        if one["losses"] != losses:
+            raise SystemExit(f"{name}: losses {one['losses']} differ from {losses}, of everything in memory")
+        rows.append(_row(name, one))
+    result["deepspeed"] = {tier: _deepspeed(args, tier) for tier in ("none", "nvme")}
+    for tier, one in result["deepspeed"].items():
+        what = "DeepSpeed ZeRO-3, " + ("in memory" if tier == "none" else "params, optimizer")
+        rows.append([what, *([f"{_median(one['s']):.2f}"] if "s" in one else [one["why"]]), *[""] * 6])
+    built = result["runs"]["none"]["built"]
+    head = [
+        "in files",
+        "step, s",
+        "forward",
+        "backward",
+        "optimizer",
+        "limit, s",
+        "s / limit",
+        "resident, GiB",
+    ]
+    text = "\n".join(
+        [
+            "# Tiers",
+            "",
+            f"`{result['command']}`",
+            "",
+            common.machine_text(result["machine"]),
+            "",
+            f"GPT, {args.blocks} blocks of width {args.width}, {built['parameters']:,} parameters, {args.tokens} "
+            "tokens a step, AdamW in fp32, one rank. The losses of all of ours are equal in every bit.",
+            "",
+            common.table("Seconds a step, median", head, rows),
+        ]
+    )
+    print(text)
+    if args.json:
+        common.save(args.json, result, text)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values[1:] or values)
+
+
+def _row(name: str, one: dict[str, Any]) -> list[str]:
+    times = [step["s"] for step in one["steps"]]
+    by_phase = [f"{_median([t[p] for t in times]):.2f}" for p in large.PHASES]
+    whole = [sum(t.values()) for t in times]
+    limits = [sum(x.values()) for x in one.get("limit_s", [])]
+    beside = ["", ""]
+    if limits:
+        beside = [f"{_median(limits):.2f}", f"{_median([a / b for a, b in zip(whole, limits)]):.2f}"]
+    peak = one["memory"]["sampled_peak_bytes"] / large.GIB
+    return [name, f"{_median(whole):.2f}", *by_phase, *beside, f"{peak:.2f}"]
+
+
+def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
+    """Times of DeepSpeed's steps, in a process of its own; or why there are none."""
+    keys = ("blocks", "width", "vocab", "tokens", "steps")
+    call = {k: getattr(args, k) for k in keys} | {"directory": str(args.directory), "tier": tier}
+    env = os.environ | {common.RANK_CALL: json.dumps(call), "DS_ACCELERATOR": "cpu"}
+    env |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    command = [sys.executable, os.path.abspath(__file__)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=1800)
+    for line in done.stdout.splitlines():
+        if line.startswith('{"s"') or line.startswith('{"why"'):
+            return json.loads(line)
+    return {"why": f"ended with {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}"}
+
+
+def deepspeed(call: dict[str, Any]) -> None:
+    try:
+        print(json.dumps({"s": _deepspeed_steps(call)}), flush=True)
+    except Exception as error:
+        print(json.dumps({"why": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}), flush=True)
+    os._exit(0)  # its threads outlive it
+
+
+def _deepspeed_steps(call: dict[str, Any]) -> list[float]:
+    import time
+
+    import models
+    import torch
+    import torch.distributed as dist
+
+    try:
+        import deepspeed as ds
+    except ImportError:
+        raise RuntimeError("the package deepspeed is not installed") from None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29555",
+    }
+    ds.init_distributed("gloo", verbose=False)
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "reduce_bucket_size": int(1e7),
+        "stage3_prefetch_bucket_size": int(1e7),
+    }
+    if call["tier"] == "nvme":
+        there = {"device": "nvme", "nvme_path": call["directory"], "pin_memory": False}
+        numel = 4 * call["width"] ** 2
+        zero |= {
+            "offload_optimizer": there | {"buffer_count": 5},
+            "offload_param": there
+            | {"buffer_count": 12, "buffer_size": max(numel, call["vocab"] * call["width"])},
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "aio": {"block_size": 1 << 20, "queue_depth": 16},
+    }
+    torch.manual_seed(0)
+    model = models.gpt(call["blocks"], call["width"], call["vocab"], call["tokens"])
+    if call["tier"] == "nvme":
+        optimizer = ds.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
+    out = []
+    for step in range(call["steps"]):
+        tokens, targets = large.batch(step, call["tokens"], call["vocab"])
+        began = time.perf_counter()
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        out.append(time.perf_counter() - began)
+    return out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Storage that fails under a model whose parameters, gradients and states rest in files."""
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from faults import mounted, run_with_faults
+from torch import nn
+
+import zero_compiler as zero
+from dist.test_tiers import _Broken, assert_same, compiled, local, made, train
+from zero_compiler.errors import StorageError
+from zero_compiler.runtime.stores import Store, region_of
+from zero_compiler.modules import policies_of
+
+O = torch.optim
+ALL = ("nvme",) * 3
+
+
+def reference(folder):
+    want = made(folder)
+    return want, train(want, compiled(want), O.AdamW(want.parameters()))
+
+
+# System calls that fail ------------------------------------------------------------------------------------------
+
+_LOOP = """
+import functools, torch
+import zero_compiler as zero
+from torch import nn
+from zero_compiler.errors import StorageError
+from zero_compiler.runtime import aio, stores
+stores.Engine = functools.partial(aio.Engine, backend="threads", block_bytes=65536)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
+zero.shard(model, nvme_dir={folder!r}, **tiers)
+optimizer = zero.optimizer(torch.optim.AdamW, model)
+run = torch.compile(model, backend="zero", options=dict(compute="aten"))
+nvme = model._zero.policy.nvme()
+try:
+    for step in range(4):
+        torch.manual_seed(step)
+        loss = run(torch.randn(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, loss.item(), flush=True)
+    print("short", nvme.engine.counters()["short_transfers"] > 10)
+except StorageError as error:
+    print(error.errno, error.label, error)
+print("in flight", nvme.engine.counters()["in_flight"])
+"""
+
+
+def test_system_calls_that_fail_in_mid_run(tmp_path):
+    def run(call, number, first=1):
+        folder = tmp_path / "target"
+        folder.mkdir(exist_ok=True)
+        body = _LOOP.format(folder=str(folder))
+        done = run_with_faults(tmp_path, body, call=call, path="target", errno=number, first=first)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("in flight 0\n")
+        return done.stdout.splitlines()[:-1]
+
+    want = run("none", 0)
+    assert len(want) == 5
+    assert run("pread", 0) == [*want[:4], "short True"]
+    for call, number, words in (
+        ("pread", errno.EIO, ("read of", "Input/output error")),
+        ("pwrite", errno.ENOSPC, ("write of", "No space left on device; free space there")),
+    ):
+        lines = run(call, number, first=40)
+        *steps, last = lines
+        assert 0 < len(steps) < 4
+        assert steps == want[: len(steps)]
+        assert last.startswith(f"{number} ")
+        assert all(word in last for word in words)
+        assert any(name in last for name in ("0.weight", "2.weight", "0.bias", "2.bias"))
+
+
+def test_a_gradient_that_cannot_be_written(tmp_path, monkeypatch):
+    model, (want, losses) = made(tmp_path, tiers=ALL), reference(tmp_path)
+    run, optimizer = compiled(model), zero.optimizer(O.AdamW, model)
+    broken = _Broken(monkeypatch, "write")
+    broken.armed = True
+    with pytest.raises(StorageError, match="write of gradient of"):
+        run(torch.ones(2, 64)).sum().backward()
+    broken.armed = False
+    optimizer.zero_grad()
+    assert train(model, run, optimizer) == losses
+    assert_same(model, want)
+
+
+# Files that change -----------------------------------------------------------------------------------------------
+
+
+def stores_of(model):
+    return {store.label.split(" of ")[0]: store for store in policies_of(model)[0].nvme().stores}
+
+
+def test_a_truncated_file(tmp_path):
+    model = made(tmp_path, tiers=("nvme", "none", "none"))
+    run = compiled(model)
+    run(torch.ones(2, 64))
+    os.ftruncate(stores_of(model)["parameters"].fd, 4096)
+    with pytest.raises(StorageError, match=r"first.weight.*it was truncated"):
+        run(torch.ones(2, 64))
+
+
+def corrupt(store, at):
+    byte = os.pread(store.fd, 1, at)
+    os.pwrite(store.fd, bytes([byte[0] ^ 16]), at)
+
+
+def test_checksums_find_a_changed_byte(tmp_path):
+    model, (want, losses) = made(tmp_path, tiers=ALL, nvme_checksums=True), reference(tmp_path)
+    run, optimizer = compiled(model), zero.optimizer(O.AdamW, model)
+    assert train(model, run, optimizer) == losses
+    assert_same(model, want)
+    x = torch.ones(2, 64)
+    stores = stores_of(model)
+    weight = region_of(local(model.inner.weight))
+    corrupt(weight.store, weight.offset + 5000)
+    with pytest.raises(StorageError, match=rf"the bytes at {weight.offset + 4096:,} in parameters of rank 0 in .* are not those") as error:
+        run(x)
+    assert "inner.weight" in str(error.value) or "..." in str(error.value)
+    corrupt(weight.store, weight.offset + 5000)  # the bit is back
+    run(x).sum().backward()
+    corrupt(stores["optimizer states"], 100)
+    with pytest.raises(StorageError, match="in optimizer states of rank 0"):
+        optimizer.step()
+
+
+def test_checksums_take_what_is_written_through_handles(tmp_path):
+    model, want = made(tmp_path, True, ALL, nvme_checksums=True), made(tmp_path)
+    optimizer, plain = zero.optimizer(O.AdamW, model), O.AdamW(want.parameters())
+    run, other = compiled(model), compiled(want)
+    assert train(model, run, optimizer) == train(want, other, plain)
+    for m in (model, want):
+        with torch.no_grad():
+            m.inner.weight.mul_(0.5)
+        with zero.gathered(m, write=True):
+            m.last.weight.fill_(0.125)
+        m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()})
+    assert train(model, run, optimizer, begin=3) == train(want, other, plain, begin=3)
+    # From the next direct write on they are checked again.
+    corrupt(*(lambda r: (r.store, r.offset))(region_of(local(model.inner.weight))))
+    with pytest.raises(StorageError, match="are not those that were written"):
+        run(torch.ones(2, 64))
+
+
+# File systems ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*without O_DIRECT")
+@pytest.mark.parametrize("kind", ["overlay", "ramfs"])
+def test_other_file_systems(kind, tmp_path):
+    for name in ("lower", "upper", "work"):
+        (tmp_path / name).mkdir()
+    options = {
+        "overlay": ("-t", "overlay", "-o", f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work", "overlay"),
+        "ramfs": ("-t", "ramfs", "ramfs"),
+    }[kind]
+    with mounted(tmp_path / "m", *options) as folder:
+        want, losses = reference(folder)
+        model = made(folder, True, ALL)
+        assert train(model, compiled(model), zero.optimizer(O.AdamW, model)) == losses
+        assert_same(model, want)
+        assert list(folder.iterdir()) == []
+
+
+_KEPT = """
+import sys, torch
+import zero_compiler as zero
+from torch import nn
+
+def losses(folder, seed, **fields):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+    zero.shard(model, nvme_dir=folder, **fields)
+    optimizer = zero.optimizer(torch.optim.AdamW, model)
+    print("made", flush=True)
+    if fields:
+        input()
+    for step in range(10):
+        loss = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+if __name__ == "__main__":
+    tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
+    print(losses(sys.argv[1], int(sys.argv[2]), nvme_keep=True, **tiers))
+"""
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    """Both are set up before either goes on, and their kept files have names of their own."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _KEPT, str(tmp_path), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (0, 1)
+    ]
+    for run in runs:
+        assert run.stdout.readline() == "made\n"
+    assert len(list(tmp_path.iterdir())) == 6  # parameters, gradients and states of each
+    here = {"__name__": "here"}
+    exec(_KEPT, here)
+    for seed, run in enumerate(runs):
+        assert float(run.communicate("\n", timeout=120)[0]) == here["losses"](str(tmp_path), seed)
+
+
+def _forward(model, x):
+    return model(x).detach().clone(), region_of(local(model.inner.weight)) is None
+
+
+def test_a_spawned_process_gets_a_copy_in_memory(tmp_path):
+    model = made(tmp_path, tiers=ALL)
+    x = torch.ones(2, 64)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there, in_memory = pool.apply(_forward, (model, x))
+    assert in_memory
+    assert torch.equal(there, model(x))
+    assert region_of(local(model.inner.weight)) is not None
+
+
+def test_a_file_system_where_the_two_ways_disagree_is_used_through_the_page_cache(tmp_path, monkeypatch):
+    """Direct transfers that do not see what the mapping wrote: tried on every new file, before anything rests there."""
+    want, losses = reference(tmp_path)
+    tried = []
+
+    def coherent(store):
+        tried.append(store.label)
+        return False
+
+    monkeypatch.setattr(Store, "_coherent", coherent)
+    model = made(tmp_path, tiers=ALL)
+    assert train(model, compiled(model), zero.optimizer(O.AdamW, model)) == losses
+    assert_same(model, want)
+    stores = list(policies_of(model)[0].nvme().stores)
+    assert len(tried) == len(stores) == 3
+    assert not any(store.file.direct for store in stores)
+
+
+def test_a_layer_of_half_precision_and_odd_sizes(tmp_path):
+    """Nothing is a multiple of a block, and checks are on."""
+
+    def build(**fields):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(33, 77), nn.Tanh(), nn.Linear(77, 3)).to(torch.bfloat16)
+        return zero.shard(model, nvme_dir=str(tmp_path), **fields)
+
+    def steps(model):
+        run, optimizer = compiled(model), zero.optimizer(O.AdamW, model)
+        losses = []
+        for i in range(3):
+            torch.manual_seed(i)
+            loss = run(torch.randn(4, 33, dtype=torch.bfloat16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
+    want = build()
+    model = build(**tiers, nvme_checksums=True)
+    assert steps(model) == steps(want)
+    assert_same(model, want)
