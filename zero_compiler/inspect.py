@@ -54,6 +54,7 @@ def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: boo
         planned_only=planned_only,
         transport=first.transport.name,
         transport_reason=first.transport.reason,
+        copies=first.group.copies,
     )
 
 
@@ -63,7 +64,7 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
             "name": info.name,
             "shape": list(info.layout.shape),
             "dtype": str(info.layout.dtype).removeprefix("torch."),
-            "placement": "Shard(0)" if info.layout.cut else "Replicate()",
+            "placement": policy.group.placed(info.layout.cut),
             "local_bytes": info.layout.bytes_local(),
             "gather_dtype": str(info.gather_dtype).removeprefix("torch."),
         }
