@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 benchmarks/bench.py --model tiny --steps 5
 
 All modes hold a replica of the model at once and take turns at each step, after a barrier, so that drift of the
-machine hits all alike; where they do not fit into memory they run in rounds, with DDP and compiled FSDP2 in each. A step is
-forward, backward, AdamW(fused=True) and zero_grad; its time is that of the slowest rank. Ratios are taken step by
-step against a mode of the same round. With --json, what is measured so far is saved after every round.
+machine hits all alike; where they do not fit into memory they run in rounds, with DDP and compiled FSDP2 in each. A
+step is forward, backward, AdamW(fused=True) and zero_grad; its time is that of the slowest rank. Ratios are taken step
+by step against a mode of the same round. With --json, what is measured so far is saved after every round.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class ParamPlan:
     shared: bool = False  # between ranks that read each other's memory
     filed: bool = False  # at rest in a file
     grad_filed: bool = False
+    copies: int = 1  # ranks that hold the same rows; their gradients are summed too
 
     @property
     def numel(self) -> int:

@@ -70,6 +70,7 @@ class Reference:
         segments: callable of each ``Compute.segment``; takes a list that it may empty.
         layouts: layout of every parameter that the Program moves.
         ranks: the ranks, which keep their arenas from one Program to the next.
+        copies: how many of them, in turn, hold the same rows: rank ``k`` those of ``k % (len(ranks) / copies)``.
     """
 
     def __init__(
@@ -78,12 +79,18 @@ class Reference:
         segments: Sequence[Callable[[list[Any]], Sequence[Any]]],
         layouts: Mapping[ParamRef, Layout],
         ranks: Sequence[Rank],
+        copies: int = 1,
     ) -> None:
         self.program = program
         self.segments = list(segments)
         self.layouts = layouts
         self.ranks = list(ranks)
-        self.world = len(self.ranks)
+        self.world, self.copies = len(self.ranks) // copies, copies
+        for r in program.reduces:
+            if r.copies != copies:
+                raise TransferError(
+                    f"{r.label} is planned for {r.copies} ranks with the same rows, not {copies}"
+                )
         if any(g.shared for g in program.gathers) or any(r.shared for r in program.reduces):
             raise TransferError("the reference runs Programs over collectives, not over shared memory")
 
@@ -108,8 +115,9 @@ class Reference:
                 self._start(started, "gather", instr.index, self._gather_start(p.gathers[instr.index]))
             elif isinstance(instr, WaitGather):
                 inputs_of = started.pop(("gather", instr.index))
-                for rank, env in zip(self.ranks, envs, strict=True):
-                    _write(env, instr.outs, self._gather_end(rank, p.gathers[instr.index], inputs_of))
+                for k, (rank, env) in enumerate(zip(self.ranks, envs, strict=True)):
+                    sent = inputs_of[k - k % self.world :][: self.world]
+                    _write(env, instr.outs, self._gather_end(rank, p.gathers[instr.index], sent))
             elif isinstance(instr, Release):
                 for rank, env in zip(self.ranks, envs, strict=True):
                     for slot in self._slots(rank, p.gathers[instr.index]):
@@ -126,7 +134,7 @@ class Reference:
             else:
                 r = p.reduces[instr.index]
                 inputs_of = started.pop(("reduce", instr.index))
-                ends = [self._reduce_end(k, r, inputs_of) for k in range(self.world)]
+                ends = [self._reduce_end(k % self.world, r, inputs_of) for k in range(len(self.ranks))]
                 for rank, env, end in zip(self.ranks, envs, ends, strict=True):
                     if r.staging >= 0:
                         self._staging(rank, r).fill_(_POISON)
@@ -250,11 +258,17 @@ class Reference:
     def _reduce_end(self, k: int, r: ReduceDesc, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         total = sum(r.chunk_numels)
         low = 0 if r.replicated else k * total
-        mean = sent[0][low : low + total].clone()
-        for other in sent[1:]:
-            mean += other[low : low + total]
-        if self.world > 1:
-            mean /= self.world
+        sums = []
+        for copy in range(self.copies):
+            first, *others = sent[copy * self.world : (copy + 1) * self.world]
+            sums.append(first[low : low + total].clone())
+            for other in others:
+                sums[-1] += other[low : low + total]
+        mean = sums[0]
+        for other in sums[1:]:
+            mean += other
+        if len(self.ranks) > 1:
+            mean /= len(self.ranks)
         out, at = [], 0
         for name, numel, shape in zip(r.names, r.chunk_numels, r.shapes, strict=True):
             part = mean[at : at + numel].to(_dtype(r.out_dtype), copy=True)

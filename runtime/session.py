@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zero_compiler import grads
-from zero_compiler.errors import StorageError
+from zero_compiler.errors import StorageError, TransferError
 from zero_compiler.group import meet, short_digest
 from zero_compiler.program import (
     Compute,
@@ -40,6 +41,18 @@ def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
             return False
         at, size = at + size, 1 << 18
     return True
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """An all-reduce under way between ranks with the same rows, of the ``chunks`` of reduction ``which``."""
+
+    work: Any
+    which: int
+    outs: Sequence[int]
+    final: Sequence[bool]
+    chunks: Sequence[torch.Tensor]
+    label: str
 
 
 class Session:
@@ -79,9 +92,11 @@ class Session:
             if g.home:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
         self._fetching: dict[int, list[Any]] = {}
+        self._summing: list[_Sum] = []
+        self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         moves = bool(program.gathers or program.reduces)
-        self._talks = first is not None and first.policy.group.world > 1 and moves
+        self._talks = first is not None and first.policy.group.everyone.world > 1 and moves
 
     # Loading -----------------------------------------------------------------------------------------------
 
@@ -106,7 +121,7 @@ class Session:
 
     def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc, list[Any]]:
         runtime = self.runtimes[r.owner]
-        world = runtime.policy.group.world
+        group = runtime.policy.group
         index = runtime.engine.add_reduce(
             runtime.own if r.shared else runtime.transient,
             getattr(torch, r.dtype),
@@ -114,8 +129,8 @@ class Session:
             list(zip(r.chunk_numels, map(list, r.shapes), strict=True)),
             r.staging,
             r.replicated,
-            getattr(torch, r.out_dtype),
-            float(world),
+            getattr(torch, r.out_dtype if group.across is None else r.dtype),
+            float(group.data_ranks),
         )
         return runtime, index, r, [self._rows(runtime, name) for name in r.names]
 
@@ -232,6 +247,7 @@ class Session:
         except BaseException as error:
             # Transfers in flight hold buffers of the arena: end them before anything else uses it.
             self._end_fetches()
+            self._summing.clear()
             for runtime in self.runtimes.values():
                 runtime.engine.abandon(f"{type(error).__name__}: {error}")
                 runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -277,9 +293,8 @@ class Session:
                 for i in c:
                     env[i] = None
             else:
-                for i, value in zip(b, self._wait_reduce(a, c), strict=True):
-                    if i >= 0:
-                        env[i] = value
+                self._wait_reduce(env, a, b, c)
+        self._land_sums(env)
 
     def _fetch(self, which: int) -> None:
         runtime, _, g, _ = self._gathers[which]
@@ -349,12 +364,46 @@ class Session:
                     given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)
 
-    def _wait_reduce(self, which: int, final: Sequence[bool]) -> Sequence[Any]:
-        runtime, index, r, rows = self._reduces[which]
+    def _wait_reduce(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
+        runtime, index, r, _ = self._reduces[which]
         policy = runtime.policy
         if not policy.sync:
-            return [None] * len(r.names)
+            return
+        self._land_sums(env)
         chunks = runtime.engine.reduce_wait(index)
+        if policy.group.across is None:
+            self._land(env, which, outs, final, chunks)
+            return
+        # Sums of equal rows meet while the next gradients are computed: nothing waits for them before the end.
+        given = [c for c in chunks if c.numel()]
+        work = policy.group.across.pg.allreduce_coalesced(given) if given else None
+        self._summing.append(_Sum(work, which, outs, final, chunks, f"{r.label} between replicas"))
+        if not self._read.isdisjoint(outs):
+            self._land_sums(env)
+
+    def _land_sums(self, env: list[Any]) -> None:
+        """Wait for what is summed between ranks with the same rows."""
+        for s in self._summing:
+            try:
+                if s.work is not None:
+                    s.work.wait()
+            except RuntimeError as error:
+                raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
+            out_dtype = getattr(torch, self.program.reduces[s.which].out_dtype)
+            self._land(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
+        self._summing.clear()
+
+    def _land(
+        self,
+        env: list[Any],
+        which: int,
+        outs: Sequence[int],
+        final: Sequence[bool],
+        chunks: Sequence[torch.Tensor],
+    ) -> None:
+        """Give gradients to those that wait for them."""
+        runtime, _, r, rows = self._reduces[which]
+        policy = runtime.policy
         out: list[Any] = [
             chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
             for chunk, (shape, stride) in zip(chunks, rows, strict=True)
@@ -366,7 +415,9 @@ class Session:
                     policy.param(name), out[k], last and grads.alone(policy, name)
                 ):
                     out[k] = None
-        return out
+        for i, value in zip(outs, out, strict=True):
+            if i >= 0:
+                env[i] = value
 
 
 def _last_reads(program: Program) -> dict[tuple[str, str], float]:

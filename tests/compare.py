@@ -7,6 +7,7 @@ Differences are collected as sentences and not raised: ranks must stay in step, 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +26,6 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def whole(t: Any) -> torch.Tensor:
     """The whole of a tensor, copied; collective for DTensors."""
     if isinstance(t, DTensor):
@@ -38,10 +35,22 @@ def whole(t: Any) -> torch.Tensor:
 
 def part(plain: torch.Tensor, like: Any) -> torch.Tensor:
     """The rows of ``plain`` that stand on this rank where ``like`` is cut: comparing them needs no collective."""
-    if not isinstance(like, DTensor) or not like.placements[0].is_shard():
-        return plain.detach()
-    rows = -(-plain.shape[0] // world())
-    return plain.detach()[rows * rank() : rows * (rank() + 1)]
+    plain = plain.detach()
+    if isinstance(like, DTensor):
+        mesh = like.device_mesh
+        for placement, ranks, here in zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+            if placement.is_shard():
+                rows = -(-plain.shape[0] // ranks)
+                plain = plain[rows * here : rows * (here + 1)]
+    return plain
+
+
+def holders(t: Any) -> int:
+    """How many ranks hold the part of a tensor that this rank holds."""
+    if not isinstance(t, DTensor):
+        return 1
+    pairs = zip(t.placements, t.device_mesh.shape, strict=True)
+    return math.prod(ranks for placement, ranks in pairs if not placement.is_shard())
 
 
 def local(t: Any) -> torch.Tensor:
@@ -147,8 +156,7 @@ class Twin:
                 self.same(f"gradient of {name}", p.grad, q.grad)
             else:
                 self.close(f"gradient of {name}", p.grad, q.grad, None, ZERO * size)
-            share = world() if isinstance(p.grad, DTensor) and not p.placements[0].is_shard() else 1
-            square += float(local(p.grad).double().norm()) ** 2 / share
+            square += float(local(p.grad).double().norm()) ** 2 / holders(p.grad)
             reference += float(q.grad.double().norm()) ** 2
         if world() > 1:
             total = torch.tensor(square, dtype=torch.float64)

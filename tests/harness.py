@@ -36,35 +36,39 @@ class SimulatedModel:
         *,
         dynamic: bool | None = False,
         compute: str = "aten",
+        copies: int = 1,
         **fields: Any,
     ) -> None:
         self.plain = copy.deepcopy(model)
         self.model = copy.deepcopy(model)
-        self.world = world
-        self.ranks_lock = Lockstep(world)
+        self.world = world * copies  # all ranks; those of each copy, in turn, hold the model once
+        self.copies = copies
+        self.ranks_lock = Lockstep(self.world)
         self.options = {k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS} | {"compute": compute}
         fulls = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         placement = {k: v for k, v in fields.items() if k in PLACEMENT_FIELDS}
-        shard_over(self.model, planned_group(world), Config.make(None, placement))
+        shard_over(self.model, planned_group(world, copies=copies), Config.make(None, placement))
         (self.policy,) = policies_of(self.model)
         self.layouts = {ParamRef(self.policy.key, n): i.layout for n, i in self.policy.params.items()}
         self.ranks = [
-            Rank({ref: lay.cut_rows(fulls[ref.name], k).view(-1) for ref, lay in self.layouts.items()})
-            for k in range(world)
+            Rank(
+                {ref: lay.cut_rows(fulls[ref.name], k % world).view(-1) for ref, lay in self.layouts.items()}
+            )
+            for k in range(self.world)
         ]
         # Leaves that autograd sees: this rank's rows of its chunks.
         self.rows: list[dict[str, torch.Tensor]] = [
             {
                 ref.name: self.ranks[k]
-                .chunks[ref][: lay.rows(k) * lay.row_numel if lay.cut else None]
-                .view(lay.local_shape(k))
+                .chunks[ref][: lay.rows(k % world) * lay.row_numel if lay.cut else None]
+                .view(lay.local_shape(k % world))
                 .detach()
                 .requires_grad_(self.policy.param(ref.name).requires_grad)
                 for ref, lay in self.layouts.items()
             }
-            for k in range(world)
+            for k in range(self.world)
         ]
-        self._buffers = {id(b): [b.clone() for _ in range(world)] for b in self.model.buffers()}
+        self._buffers = {id(b): [b.clone() for _ in range(self.world)] for b in self.model.buffers()}
         self._kept: dict[str, dict[str, int]] = {self.policy.key: {}}
         self.frames: list[Frame] = []
         self.references: list[Reference] = []
@@ -81,7 +85,7 @@ class SimulatedModel:
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         # Through JSON: what is not in the serialised Program cannot matter.
         program = Program.from_dict(program.to_dict())
-        reference = Reference(program, segments, self.layouts, self.ranks)
+        reference = Reference(program, segments, self.layouts, self.ranks, self.copies)
         self.references.append(reference)
         return lambda inputs: self.ranks_lock.together(inputs, reference.run)
 
@@ -171,8 +175,9 @@ class SimulatedModel:
                 if full is None:
                     assert row.grad is None, f"{ref.name} has a gradient that eager has not"
                     continue
-                start = layout.start(rank) if layout.cut else 0
-                mine = full[start : start + layout.rows(rank)] if layout.cut else full
+                part = rank % layout.world
+                start = layout.start(part) if layout.cut else 0
+                mine = full[start : start + layout.rows(part)] if layout.cut else full
                 assert row.grad is not None, f"{ref.name} has no gradient on rank {rank}"
                 torch.testing.assert_close(
                     row.grad, mine, rtol=rtol, atol=atol, msg=lambda m, n=ref.name: f"gradient of {n}: {m}"

@@ -270,6 +270,7 @@ class _FrameCompiler:
             shared=policy.transport.shared,
             filed=policy.placed.tier("params", shard.ref.name) == "nvme",
             grad_filed=policy.placed.tier("grads", shard.ref.name) == "nvme",
+            copies=policy.group.copies,
         )
 
     def decompositions(self) -> Any:
@@ -281,7 +282,7 @@ class _FrameCompiler:
 
     def _dump_dir(self) -> str | None:
         base = os.environ.get("ZERO_DUMP")
-        if not base or (self.first is not None and self.first.group.rank != 0):
+        if not base or (self.first is not None and self.first.group.everyone.rank != 0):
             return None
         return os.path.join(base, f"frame{self.index}")
 

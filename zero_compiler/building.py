@@ -27,8 +27,9 @@ from torch.nn.modules import module as nn_module
 from . import eager
 from .config import Config
 from .errors import ShardError
-from .group import Group, agree, make_group
+from .group import Group, agree
 from .layout import Layout, layout_of
+from .mesh import make_group
 from .modules import state_of, swap_classes
 from .openings import KEY, SUCCESSOR, Cut, Openings, cut_of, rows_of, storage_uses
 from .policy import Policy
@@ -89,7 +90,10 @@ class Placement:
         if self.nvme is None:
             assert self.config.nvme_dir is not None
             self.nvme = Nvme(
-                self.config.nvme_dir, self.group.rank, self.config.nvme_keep, self.config.nvme_checksums
+                self.config.nvme_dir,
+                self.group.everyone.rank,
+                self.config.nvme_keep,
+                self.config.nvme_checksums,
             )
         return self.nvme.grow(what, (layout.chunk_numel,), full.dtype).tensor
 

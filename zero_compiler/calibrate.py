@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .eager import all_gather_flat, reduce_scatter_flat
-from .group import make_group
 from .hardware import Collective, HardwareSpec, Link
 from .ir import ops
+from .mesh import make_group
 from .transport import choose
 
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
-from .group import Group
+from .group import Group, first_rank
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -53,28 +53,46 @@ def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype
 def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch.dtype) -> torch.Tensor:
     """This rank's rows of the mean over ranks of ``grad``, in the dtype of the parameter."""
     grad = grad.detach().to(reduce_dtype)
-    if group.world == 1:
+    if group.data_ranks == 1:
         return grad.to(layout.dtype, copy=True)  # autograd may have given this tensor to others as well
-    if not layout.cut:
+    if not layout.cut or group.world == 1:
         total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group.pg)
-        return total.div_(group.world).to(layout.dtype)
-    padded = torch.zeros(group.world * layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
-    padded[: layout.numel].copy_(grad.reshape(-1))
-    out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
-    reduce_scatter_flat(out, padded, group=group.pg)
-    shape = layout.local_shape(group.rank)
-    return out.div_(group.world).to(layout.dtype)[: layout.rows(group.rank) * layout.row_numel].view(shape)
+        if group.world > 1:
+            dist.all_reduce(total, group=group.pg)
+    else:
+        padded = torch.zeros(group.world * layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
+        padded[: layout.numel].copy_(grad.reshape(-1))
+        out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
+        reduce_scatter_flat(out, padded, group=group.pg)
+        total = out[: layout.rows(group.rank) * layout.row_numel].view(layout.local_shape(group.rank))
+    if group.across is not None and total.numel():
+        dist.all_reduce(total, group=group.across.pg)
+    return total.div_(group.data_ranks).to(layout.dtype)
 
 
 def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
-    """This rank's padded chunk of rank 0's ``full``, on the compute device."""
+    """This rank's padded chunk of the first rank's ``full``, on the compute device."""
     if full.is_meta or isinstance(full, FakeTensor):
         return full.detach().new_empty(layout.padded_shape)
     full = full.detach().to(group.device)
-    if group.world == 1 or group.pg is None:
+    if group.pg is None:
         return layout.cut_rows(full, group.rank)
-    first = dist.get_global_rank(group.pg, 0)
+    if group.across is None:
+        return _scatter(group, layout, full)
+    # The first of the ranks with the same rows has them from the first rank, the others from it.
+    if group.across.rank == 0:
+        chunk = _scatter(group, layout, full)
+    else:
+        chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
+    if chunk.numel():
+        dist.broadcast(chunk, first_rank(group.across), group=group.across.pg)
+    return chunk
+
+
+def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
+    if group.world == 1:
+        return layout.cut_rows(full, group.rank)
+    first = first_rank(group)
     if not layout.cut:
         whole = full.clone(memory_format=torch.contiguous_format)
         if whole.numel():

@@ -1,4 +1,4 @@
-"""The ranks over which a model is partitioned: mesh, process group and the agreement between ranks.
+"""The ranks over which a model is partitioned, and the agreement between them.
 
 Agreement goes through the process group's store and never through a collective, so that ranks that
 disagree find out before the first collective.
@@ -7,7 +7,6 @@ disagree find out before the first collective.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,15 +15,22 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .errors import RankMismatchError, ShardError, TransferError
 
 
 @dataclass(frozen=True)
 class Group:
-    """A one-dimensional mesh and what is needed to talk over it.
+    """The ranks over which a model is partitioned, and what is needed to talk over them.
 
     ``pg`` is None at world size 1 without a process group; ``dist.is_initialized()`` then stays False.
+
+    Args:
+        mesh: on which parameters lie at rest; ``roles`` says what each of its dimensions is for (see `mesh.py`).
+        pg, rank, world: the ranks that hold parts of the same parameters.
+        across: the ranks that hold the same rows as this one (hybrid sharding); None where there is no other.
+        whole: all ranks of the mesh, where those are more than ``world``.
     """
 
     mesh: DeviceMesh
@@ -32,6 +38,32 @@ class Group:
     rank: int
     world: int
     device: torch.device
+    roles: tuple[str, ...] = ("shard",)
+    across: Group | None = None
+    whole: Group | None = None
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks of the mesh: those that must agree."""
+        return self.whole or self
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same rows."""
+        return self.across.world if self.across is not None else 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return self.world * self.copies
+
+    def placements(self, cut: bool) -> tuple[Placement, ...]:
+        """Of a parameter on the mesh."""
+        return tuple(Shard(0) if cut and role == "shard" else Replicate() for role in self.roles)
+
+    def placed(self, cut: bool) -> str:
+        """The same as text."""
+        return ", ".join("Shard(0)" if p.is_shard() else "Replicate()" for p in self.placements(cut))
 
     def check_still_valid(self) -> None:
         if self.pg is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -52,6 +84,13 @@ class Group:
         return self  # ranks and links are not part of a model's value
 
     def __reduce__(self) -> Any:
+        if self.mesh.ndim > 1:
+            from .mesh import find_again
+
+            return (
+                find_again,
+                (self.mesh, self.roles, self.everyone.rank, self.everyone.world, str(self.device)),
+            )
         return (_find_again, (self.mesh, self.pg is not None, self.rank, self.world, str(self.device)))
 
 
@@ -95,62 +134,6 @@ def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: s
     return Group(mesh, pg, rank, world, torch.device(device))
 
 
-def default_device() -> torch.device:
-    """The current accelerator, else CPU; with an index where the device has one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Group:
-    """Group of ``mesh``; by default one dimension over the default process group, or one rank without one.
-
-    Raises:
-        ShardError: the mesh has more than one dimension, or needs a process group that does not exist.
-    """
-    if device is None:
-        dev = default_device()
-        if mesh is not None and mesh.device_type != dev.type:
-            dev = torch.device(mesh.device_type)
-        if mesh is None and dev.type != "cpu" and dist.is_initialized() and not _backend_serves(dev.type):
-            dev = torch.device("cpu")
-    else:
-        dev = torch.device(device)
-        if dev.type != "cpu" and dev.index is None:
-            dev = torch.device(dev.type, torch.accelerator.current_device_index())
-    if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ShardError(
-                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group; "
-                    "call torch.distributed.init_process_group before zero.shard"
-                )
-            mesh = DeviceMesh(dev.type, [0], _init_backend=False, _rank=0)
-            # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
-            if not hasattr(mesh, "_dim_group_names"):
-                mesh._dim_group_names = []
-            return Group(mesh, None, 0, 1, dev)
-        mesh = _default_mesh(dev.type)
-    if mesh.ndim != 1:
-        raise ShardError(
-            f"mesh must have one dimension in this version, not {mesh.ndim}; pass mesh['name'] of the dimension "
-            "to shard over"
-        )
-    pg = mesh.get_group()
-    return Group(mesh, pg, mesh.get_local_rank(), mesh.size(), dev)
-
-
-def _backend_serves(device_type: str) -> bool:
-    config = dist.get_backend_config()
-    return device_type in str(config)
-
-
-def _default_mesh(device_type: str) -> DeviceMesh:
-    # from_group makes no new communicator: the mesh is the default group itself.
-    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
-
-
 def digest(text: str) -> bytes:
     """32 bytes that stand for ``text`` in the agreement between ranks."""
     return hashlib.sha256(text.encode()).digest()
@@ -184,8 +167,13 @@ def read_texts(
     return out
 
 
+def first_rank(group: Group) -> int:
+    """Number in the job of the first rank of a group: tells apart the groups along one dimension of a mesh."""
+    return dist.get_global_rank(group.pg, 0) if group.pg is not None else 0
+
+
 def _group_name(group: Group) -> str:
-    return str(getattr(group.pg, "group_name", "0"))
+    return f"{getattr(group.pg, 'group_name', '0')}.{first_rank(group)}"
 
 
 def first_difference(a_text: str, b_text: str, a_name: str, b_name: str) -> str:
@@ -201,12 +189,13 @@ def first_difference(a_text: str, b_text: str, a_name: str, b_name: str) -> str:
 
 
 def agree(group: Group, key: str, what: str, text: str) -> None:
-    """Every rank must say the same ``text`` under ``key``; blocks until all have spoken.
+    """Every rank of the mesh must say the same ``text`` under ``key``; blocks until all have spoken.
 
     Raises:
         RankMismatchError: on every rank, naming the first difference.
         ShardError: a rank did not speak within the process group's timeout.
     """
+    group = group.everyone
     if group.pg is None or group.world == 1:
         return
     post_text(group, key, text)
@@ -253,6 +242,7 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
         RankMismatchError: on every rank, naming the first difference.
         TransferError: a peer did not answer.
     """
+    group = group.everyone
     headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
     if any(h[:_DIGEST_BYTES] != doing for h in headers):
         _explain(group, [h[:_DIGEST_BYTES] for h in headers], text())
@@ -318,6 +308,7 @@ def decide(group: Group, key: str, text: str) -> str:
     Raises:
         RankMismatchError: rank 0 did not speak within the process group's timeout.
     """
+    group = group.everyone
     if group.pg is None or group.world == 1:
         return text
     if group.rank == 0:

@@ -56,6 +56,7 @@ def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: boo
         transport=first.transport.name,
         transport_reason=first.transport.reason,
         placement=tuple(line for p in policies for line in p.placed.why),
+        copies=first.group.copies,
     )
 
 
@@ -65,7 +66,7 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
             "name": info.name,
             "shape": list(info.layout.shape),
             "dtype": str(info.layout.dtype).removeprefix("torch."),
-            "placement": "Shard(0)" if info.layout.cut else "Replicate()",
+            "placement": policy.group.placed(info.layout.cut),
             "local_bytes": info.layout.bytes_local(),
             "tiers": {kind: policy.placed.tier(kind, info.name) for kind in TRANSFERS},
             "gather_dtype": str(info.gather_dtype).removeprefix("torch."),

@@ -28,6 +28,7 @@ def live_bytes(
     live, rows = 0, []
     holders: dict[fx.Node, set[int]] = {}
     in_flight: dict[int, tuple[int, ...]] = {}
+    summing = 0  # sums that wait for the ranks with the same rows, beside the gradients that they become
     if program.phase == "backward":
         for node in graph.find_nodes(op="placeholder"):
             # AOTAutograd's names: what forward was given is the caller's, the rest forward made and nobody else holds.
@@ -67,6 +68,10 @@ def live_bytes(
             r = program.reduces[instr.index]
             item = getattr(torch, r.out_dtype).itemsize
             live += sum(c * item for o, c in zip(instr.outs, r.chunk_numels, strict=True) if o >= 0)
+            if r.copies > 1 and r.dtype != r.out_dtype:
+                live -= summing
+                summing = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
+                live += summing
         rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
         for o in free:
             for r in roots[node_of[o]]:

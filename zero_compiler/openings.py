@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from . import eager
@@ -259,19 +259,17 @@ class Openings(TorchFunctionMode):
         return cut
 
     def _adopt(self, tensor: DTensor) -> Cut | None:
-        placements = tensor.placements
-        if len(placements) != 1 or placements[0] not in (Shard(0), Replicate()):
-            return None
         for group in self._groups():
-            if tensor.device_mesh == group.mesh:
+            cut = tensor.placements == group.placements(cut=True)
+            if tensor.device_mesh == group.mesh and (cut or tensor.placements == group.placements(cut=False)):
                 local = tensor._local_tensor
-                layout = layout_of(tensor, group.world, 3 if placements[0] == Shard(0) else 0)
-                cut = Cut(
+                layout = layout_of(tensor, group.world, 3 if cut else 0)
+                found = Cut(
                     group, layout, local, local.device, tuple(tensor.stride()), "a parameter sharded before"
                 )
-                tensor.__dict__[KEY] = cut
+                tensor.__dict__[KEY] = found
                 self._adopted.append(tensor)
-                return cut
+                return found
         return None
 
     def _open(self, cut: Cut, blind: bool) -> bool:

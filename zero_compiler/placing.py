@@ -106,7 +106,7 @@ def _of(config: Config, device: str, name: str, given: Given) -> Iterable[Restin
             asked = "none"  # a scalar, or a whole copy, which every rank has on its device
         if kind == "params" and given.filed:
             asked = "nvme"
-        able = TIERS
+        able: tuple[str, ...] = TIERS
         if asked is not None:
             able = (asked,)
         elif device != "cpu" and kind != "optimizer":

@@ -19,6 +19,7 @@ from .config import PLACEMENT_FIELDS, Config
 from .errors import ConfigError, ShardError
 from .group import Group
 from .inspect import report_of
+from .mesh import REPLICATE, SHARD
 from .modules import policies_of
 from .policy import Policy
 from .program import Program
@@ -26,15 +27,22 @@ from .report import Frame, Report
 from .shard import shard_over
 
 
-def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0) -> Group:
-    """A group of ``world`` ranks that only plans: no process group behind it, nothing can be sent."""
+def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0, copies: int = 1) -> Group:
+    """A group of ``world`` ranks that only plans: no process group behind it, nothing can be sent.
+
+    With ``copies`` the mesh has a dimension before it that replicates, of so many.
+    """
     device = torch.device(device)
     mesh_device = "cpu" if device.type == "meta" else device.type
-    mesh = DeviceMesh(mesh_device, list(range(world)), _init_backend=False, _rank=rank)
+    ranks = torch.arange(copies * world).view(*([copies] if copies > 1 else []), world)
+    mesh = DeviceMesh(mesh_device, ranks, _init_backend=False, _rank=rank)
     # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
     if not hasattr(mesh, "_dim_group_names"):
         mesh._dim_group_names = []
-    return Group(mesh, None, rank, world, device)
+    if copies == 1:
+        return Group(mesh, None, rank, world, device)
+    across = Group(mesh, None, rank // world, copies, device)
+    return Group(mesh, None, rank % world, world, device, (REPLICATE, SHARD), across)
 
 
 class PlanLoader:

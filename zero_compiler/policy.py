@@ -210,7 +210,10 @@ class Policy:
             if self.config.nvme_dir is None:
                 raise ConfigError("the NVMe tier needs nvme_dir: give it to zero.shard")
             self._nvme = Nvme(
-                self.config.nvme_dir, self.group.rank, self.config.nvme_keep, self.config.nvme_checksums
+                self.config.nvme_dir,
+                self.group.everyone.rank,
+                self.config.nvme_keep,
+                self.config.nvme_checksums,
             )
         return self._nvme
 
@@ -255,7 +258,8 @@ class Policy:
             TransferError: a peer did not answer, or an earlier call broke off.
         """
         self.check_whole()
-        if self.group.pg is None or self.group.world == 1:
+        everyone = self.group.everyone
+        if everyone.pg is None or everyone.world == 1:
             return
 
         def text() -> str:
@@ -273,8 +277,9 @@ class Policy:
 
     def break_off(self, reason: str) -> None:
         """A call ended among its collectives: peers may be waiting, and no later one can be matched to theirs."""
-        if self.group.world > 1 and self.broken is None:
-            who = self.group.name_of(self.group.rank)
+        everyone = self.group.everyone
+        if everyone.world > 1 and self.broken is None:
+            who = everyone.name_of(everyone.rank)
             self.broken = f"an earlier call of the model broke off on {who}: {reason}"
 
     def title(self) -> str:
@@ -285,9 +290,12 @@ class Policy:
         """What ranks must agree on: parameters, layout, configuration; one line each."""
         config = {k: v for k, v in self.config.to_dict().items() if k != "nvme_dir"}
         config["hardware"] = f"{self.hardware.name}, {self.hardware.date}, {self.hardware.digest()}"
-        lines = [f"world size = {self.group.world}", *(f"{k} = {v}" for k, v in sorted(config.items()))]
+        dims = " x ".join(
+            f"{role} {n}" for role, n in zip(self.group.roles, self.group.mesh.shape, strict=True)
+        )
+        lines = [f"ranks = {dims}", *(f"{k} = {v}" for k, v in sorted(config.items()))]
         for info in self.params.values():
-            place = "Shard(0)" if info.layout.cut else "Replicate()"
+            place = self.group.placed(info.layout.cut)
             lines.append(f"parameter {info.name}: {list(info.layout.shape)} {info.layout.dtype} {place}")
         return "\n".join(lines)
 

@@ -62,7 +62,9 @@ class ReduceDesc:
     """One bucket of gradients reduced by one collective; ``dtype`` is that of the arithmetic.
 
     With ``shared``, ``staging`` is where this rank lays its gradients, one after the other, for its peers to read.
-    With ``stored`` the result is written to files as it lands, and rests there.
+    With ``stored`` the result is written to files as it lands, and rests there. ``copies`` ranks hold the same rows:
+    when their own ranks' gradients are summed up, an all-reduce between them follows, which may be under way until
+    the next reduction lands, or the Program ends.
     """
 
     owner: str
@@ -76,6 +78,13 @@ class ReduceDesc:
     unit: str
     shared: bool = False
     stored: bool = False
+    copies: int = 1
+
+    @property
+    def how(self) -> str:
+        """The collectives that it takes."""
+        first = "all-reduce" if self.replicated else "reduce-scatter"
+        return first if self.copies == 1 else f"{first}, all-reduce x {self.copies}"
 
     @property
     def label(self) -> str:
@@ -236,8 +245,7 @@ class Program:
                 )
             elif isinstance(instr, Reduce):
                 r = self.reduces[instr.index]
-                how = "all-reduce" if r.replicated else "reduce-scatter"
-                lines.append(f"{how} {', '.join(r.names)} {r.dtype} {sum(r.chunk_numels)} elements a rank")
+                lines.append(f"{r.how} {', '.join(r.names)} {r.dtype} {sum(r.chunk_numels)} elements a rank")
         return "\n".join(lines)
 
     def params(self) -> list[ParamRef]:
@@ -299,7 +307,7 @@ class Program:
             return f"compute         segment {instr.segment}{of}"
         r = self.reduces[instr.index]
         if isinstance(instr, Reduce):
-            return f"{'all-reduce' if r.replicated else 'reduce-scatter':<15} {_sized(r.names, r.shapes, r.dtype)}"
+            return f"{r.how:<15} {_sized(r.names, r.shapes, r.dtype)}"
         return f"wait            gradients of {_few(r.names)}"
 
 

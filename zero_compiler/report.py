@@ -83,12 +83,14 @@ class Report:
     transport: str = "local"
     transport_reason: str = ""
     placement: tuple[str, ...] = ()
+    copies: int = 1  # ranks that hold the same rows as this one, itself included
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "rank": self.rank,
             "world": self.world,
+            "copies": self.copies,
             "stage": self.stage,
             "planned_only": self.planned_only,
             "transport": self.transport,
@@ -155,7 +157,8 @@ class Report:
     def _text(self, instructions: bool) -> str:
         m = self.memory
         lines = [
-            f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters",
+            f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters"
+            + (f", {self.copies} replicas" if self.copies > 1 else ""),
             f"transport between ranks: {self.transport} ({self.transport_reason})",
             *(f"at rest: {line}" for line in self.placement),
             "",

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from . import eager
 from .config import Config
 from .errors import ShardError
-from .group import Group, agree, make_group
+from .group import Group, agree
 from .guards import guard_optimizers
 from .layout import Layout, layout_of
+from .mesh import make_group
 from .modules import is_root, state_of, swap_classes
 from .policy import ParamInfo, Places, Policy
 
@@ -47,7 +48,9 @@ def shard(
     Args:
         model: any ``nn.Module``; parts of it may be sharded already (nested shards keep their own placement).
         stage: ZeRO stage 0 to 3 (Rajbhandari et al. 2020, section 5).
-        mesh: a one-dimensional DeviceMesh; default: the default process group, or one rank without one.
+        mesh: a DeviceMesh; default: the default process group, or one rank without one. On one of two dimensions
+            parameters are cut over the one that shards and equal along the one that replicates (hybrid sharding):
+            names with "shard" or "replicate" in them say which is which, else the first replicates.
         device: where compute happens; default: the current accelerator, else CPU.
         config: a :class:`Config`; ``fields`` are its fields given one by one.
 
@@ -170,7 +173,7 @@ def sharded_parameter(group: Group, layout: Layout, local: torch.Tensor, require
     dtensor = DTensor.from_local(
         local,
         group.mesh,
-        [Shard(0) if layout.cut else Replicate()],
+        group.placements(layout.cut),
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=contiguous_stride(layout.shape),

@@ -141,19 +141,24 @@ def transfers(
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
-    if world == 1:
-        return [(0.0, 0)] * len(program.gathers), [(0.0, 0)] * len(program.reduces)
     gathers, reduces = [], []
     for g in program.gathers:
-        if g.home or (g.kept and program.phase == "backward"):
+        if world == 1 or g.home or (g.kept and program.phase == "backward"):
             gathers.append((0.0, 0))
             continue
         nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
         gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))
     for r in program.reduces:
         kind = "all_reduce" if r.replicated else "reduce_scatter"
-        nbytes = sum(r.chunk_numels) * (1 if r.replicated else world) * getattr(torch, r.dtype).itemsize
-        reduces.append((spec.collective(kind, world, r.shared).us(nbytes), nbytes))
+        part = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
+        us, nbytes = 0.0, 0
+        if world > 1:
+            nbytes = part * (1 if r.replicated else world)
+            us = spec.collective(kind, world, r.shared).us(nbytes)
+        if r.copies > 1:
+            # As if one went right behind the other; between replicas there is no shared memory.
+            us, nbytes = us + spec.collective("all_reduce", r.copies).us(part), nbytes + part
+        reduces.append((us, nbytes))
     return gathers, reduces
 
 

@@ -120,6 +120,7 @@ def plan_slots(
             unit=facts.unit(node).split(":", 1)[-1],
             shared=plans[0].shared,
             stored=all(p.grad_filed for p in plans),
+            copies=plans[0].copies,
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]

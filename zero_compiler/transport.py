@@ -19,7 +19,7 @@ import torch
 
 from .arena import aligned
 from .errors import ShardError
-from .group import Group, group_timeout_s, post_text, read_texts
+from .group import Group, first_rank, group_timeout_s, post_text, read_texts
 from .layout import Layout
 
 # Spaces of the memory file, which is sparse: see csrc/include/zero/shared_transport.h.
@@ -139,19 +139,21 @@ def _meet(group: Group, key: str, nbytes: int) -> tuple[Segment | None, str | No
         mine["problem"] = str(error)
         if group.rank == 0:
             post_text(group, f"{key}/file", json.dumps({"problem": str(error)}))
-    post_text(group, key, json.dumps(mine))
-    said = {r: json.loads(t) for r, t in read_texts(group, key, timeout_s).items()}
+    # Whoever shares no memory with this rank must choose the same, too.
+    everyone = group.everyone
+    post_text(everyone, key, json.dumps(mine | {"first": first_rank(group), "rank": group.rank}))
+    said = {r: json.loads(t) for r, t in read_texts(everyone, key, timeout_s).items()}
     problem = next(
         (
             f"rank {r}: {said[r]['problem'] if r in said else 'did not arrive in time'}"
-            for r in range(group.world)
+            for r in range(everyone.world)
             if r not in said or said[r]["problem"]
         ),
         None,
     )
     if problem is None:
-        pids = [said[r]["pid"] for r in range(group.world)]
-        return Segment(fd, group.rank, pids, nbytes, timeout_s), None
+        pids = {s["rank"]: s["pid"] for s in said.values() if s["first"] == first_rank(group)}
+        return Segment(fd, group.rank, [pids[r] for r in range(group.world)], nbytes, timeout_s), None
     if fd >= 0:
         os.close(fd)
     return None, problem

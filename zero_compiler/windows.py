@@ -137,7 +137,7 @@ def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
 
 def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
     group = policy.group
-    if group.world == 1:
+    if group.data_ranks == 1:
         return
     sums = torch.empty(len(fulls), 16, dtype=torch.uint8)
     for i, (_, full) in enumerate(fulls):
@@ -146,9 +146,10 @@ def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
             bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
         )
     sums = sums.to(group.device)
-    every = [torch.empty_like(sums) for _ in range(group.world)]
     policy.meet("end of zero.gathered(write=True)")
-    dist.all_gather(every, sums, group=group.pg)
+    everyone = group.everyone
+    every = [torch.empty_like(sums) for _ in range(everyone.world)]
+    dist.all_gather(every, sums, group=everyone.pg)
     for rank, theirs in enumerate(every):
         differ = (theirs != every[0]).any(dim=1).nonzero().flatten().tolist()
         if differ:

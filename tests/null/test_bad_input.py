@@ -178,14 +178,6 @@ def test_a_mode_is_refused():
         torch.compile(model, backend="zero", mode="max-autotune")(batch())
 
 
-def test_a_mesh_of_two_dimensions():
-    from torch.distributed.device_mesh import DeviceMesh
-
-    mesh = DeviceMesh("cpu", [[0]], _init_backend=False, _rank=0)
-    with pytest.raises(ShardError, match="mesh must have one dimension in this version, not 2"):
-        zero.shard(net(), mesh=mesh)
-
-
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ RANKS = {
     "knapsack": 3,
     "layout": 3,
     "group": 3,
+    "mesh": 3,
     "eager": 4,
     "grads": 4,
     "modules": 4,

@@ -1,0 +1,293 @@
+"""Hybrid sharding on 2 x 2 ranks, beside plain PyTorch on all four.
+
+All cases run in one set of ranks; each is reported as a test of its own. A case returns what is wrong, in sentences.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from compare import Twin, average_gradients, local, part
+from dist.spawn import run_ranks
+from models import FAMILIES, MLP, Odd
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import zero_compiler as zero
+from zero_compiler.errors import RankMismatchError
+from zero_compiler.modules import policies_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+CASES: dict[str, Callable[..., list[str]]] = {}
+NAMES = ("replicate", "shard")
+
+
+def case(fn: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, int] = (2, 2), names: tuple[str, str] = NAMES) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def hybrid(model: nn.Module, mesh: Any = None, compiled: bool = True, **fields: Any) -> nn.Module:
+    model = zero.shard(model, mesh=mesh or mesh_of(), compute="aten", **fields)
+    return torch.compile(model, backend="zero") if compiled else model
+
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1)
+
+
+def trained(name: str, rank: int, steps: int = 3, where: str = "", **fields: Any) -> list[str]:
+    family = FAMILIES[name]
+    torch._dynamo.reset()
+    twin = Twin(family.model(), functools.partial(hybrid, **fields), ADAMW, where=f"{name} {where}", tol=family.tol)
+    for step in range(steps):
+        twin.backward(lambda m, i=step: family.loss(m, family.data(rank, i)))
+        for m in (twin.model, twin.plain):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+    return twin.errors[:5]
+
+
+@case
+def every_stage_over_both_transports(rank: int) -> list[str]:
+    errors = []
+    for stage in range(4):
+        for transport in ("c10d", "shared"):
+            where = f"stage {stage} over {transport}"
+            errors += trained("odd", rank, where=where, stage=stage, transport=transport)
+    return errors
+
+
+@case
+def a_transformer_and_adapters(rank: int) -> list[str]:
+    return [e for name in ("gpt2", "lora") for e in trained(name, rank, stage=3)]
+
+
+@case
+def code_outside_compiled_frames(rank: int) -> list[str]:
+    return trained("broken", rank, stage=3) + trained("odd", rank, stage=2, compiled=False, where="eager")
+
+
+@case
+def other_shapes_and_orders(rank: int) -> list[str]:
+    errors = trained("odd", rank, where="4 x 1", mesh=mesh_of((4, 1)), stage=3)
+    errors += trained("odd", rank, where="1 x 4", mesh=mesh_of((1, 4)), stage=3)
+    swapped = mesh_of(names=("shard", "replicate"))
+    errors += trained("odd", rank, where="shard x replicate", mesh=swapped, stage=3)
+    weight = hybrid(MLP(), swapped).norm.weight
+    if weight.placements != (Shard(0), Replicate()):
+        errors.append(f"placements are {weight.placements}")
+    return errors
+
+
+@case
+def placements_are_those_of_fsdp2(rank: int) -> list[str]:
+    errors = []
+    torch.manual_seed(0)
+    ours, theirs = zero.shard(MLP(), mesh=mesh_of(), stage=3), MLP()
+    fully_shard(theirs, mesh=mesh_of())
+    for (n, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if (p.placements, p.device_mesh, local(p).shape) != (q.placements, q.device_mesh, local(q).shape):
+            errors.append(f"{n}: {p.placements} {local(p).shape}, FSDP2 {q.placements} {local(q).shape}")
+    return errors
+
+
+@case
+def accumulation(rank: int) -> list[str]:
+    errors = []
+    for stage, compiled in ((1, True), (3, True), (3, False)):
+        torch._dynamo.reset()
+        family = FAMILIES["odd"]
+        twin = Twin(
+            family.model(), functools.partial(hybrid, stage=stage, compiled=compiled), ADAMW, where=f"stage {stage}"
+        )
+        for step in range(2):
+            with zero.no_sync(twin.call):
+                twin.backward(lambda m, i=2 * step: family.loss(m, family.data(rank, i)), average=False)
+            twin.backward(lambda m, i=2 * step + 1: family.loss(m, family.data(rank, i)), average=False)
+            average_gradients(twin.plain)
+            twin.check_gradients()
+            twin.step()
+        twin.check_parameters()
+        errors += twin.errors
+    return errors
+
+
+@case
+def full_weights_and_what_is_written_to_them(rank: int) -> list[str]:
+    errors = []
+    torch.manual_seed(rank)  # rank 0's values are kept
+    model = hybrid(Odd(), stage=3, compiled=False)
+    torch.manual_seed(0)
+    plain = Odd()
+    with zero.gathered(model, write=True):
+        for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if not torch.equal(p, q):
+                errors.append(f"{n} is not rank 0's")
+            with torch.no_grad():
+                p.mul_(2)
+    for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if not torch.equal(local(p), part(2 * q, p)):
+            errors.append(f"{n} was not written")
+    try:
+        with zero.gathered(model, write=True), torch.no_grad():
+            model.ragged.weight.fill_(float(rank // 2))  # replicas differ
+        errors.append("replicas wrote different values unseen")
+    except RankMismatchError as error:
+        if "ranks 0 and 2 wrote different values" not in str(error):
+            errors.append(str(error))
+    return errors
+
+
+@case
+def built_in_place(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    plain = FAMILIES["gpt2"].build()
+    torch.manual_seed(0)
+    with zero.init(stage=3, mesh=mesh_of()):
+        model = FAMILIES["gpt2"].build()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    return [n for (n, p), q in pairs if not torch.equal(local(p), part(q, p)) or not isinstance(p, DTensor)]
+
+
+@case
+def updates_in_mid_backward(rank: int) -> list[str]:
+    family = FAMILIES["gpt2"]
+    models = [hybrid(family.model(), stage=3, transport="c10d") for _ in range(2)]
+    opts = [
+        torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+        zero.optimizer(torch.optim.AdamW, models[1], lr=1e-2, overlap=True),
+    ]
+    for step in range(2):
+        for model, opt in zip(models, opts, strict=True):
+            family.loss(model, family.data(rank, step)).backward()
+            opt.step()
+            opt.zero_grad()
+    pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
+    return [n for (n, p), q in pairs if not torch.equal(local(p), local(q))]
+
+
+def said_by(body: Callable[[], Any]) -> str:
+    try:
+        body()
+    except RankMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+@case
+def pickled_whole(rank: int) -> list[str]:
+    model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
+    again = torch.compile(pickle.loads(pickle.dumps(model)), backend="zero", options={"compute": "aten"})
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x = torch.ones(2, 16) * (rank + 1)
+    for m in (call, again):
+        m(x).square().sum().backward()
+    pairs = zip(model.named_parameters(), again.parameters(), strict=True)
+    return [n for (n, p), q in pairs if not torch.allclose(local(p.grad), local(q.grad), rtol=1e-5, atol=1e-6)]
+
+
+@case
+def replicas_that_disagree(rank: int) -> list[str]:
+    errors = []
+    stage = 3 if rank < 2 else 2
+    said = said_by(lambda: zero.shard(MLP(), mesh=mesh_of(), stage=stage))
+    if "first difference: 'stage = 3' on rank 0 of 4, 'stage = 2' on rank 2 of 4" not in said:
+        errors.append(f"another stage on one replica: {said}")
+    model = hybrid(MLP(), stage=3)
+    x = torch.ones(2, 16)
+    model(x).sum().backward()
+
+    def call() -> None:
+        if rank < 2:
+            model(x).sum().backward()
+        else:
+            with torch.no_grad():
+                model(x)
+
+    said = said_by(call)
+    if "ranks are in different calls" not in said or "inference" not in said:
+        errors.append(f"one replica trains, the other evaluates: {said}")
+    return errors
+
+
+@case
+def what_the_report_says(rank: int) -> list[str]:
+    model = hybrid(MLP(), stage=3, transport="c10d")
+    model(torch.ones(2, 16)).sum().backward()
+    text = str(zero.inspect(model))
+    wanted = (f"rank {rank % 2} of 2, 6 parameters, 2 replicas", "reduce-scatter, all-reduce x 2")
+    placement = zero.inspect(model).to_dict()["parameters"][0]["placement"]
+    return [w for w in wanted if w not in text] + ([] if placement == "Replicate(), Shard(0)" else [placement])
+
+
+@case
+def the_transport_within_a_replica(rank: int) -> list[str]:
+    model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
+    transport = policies_of(model)[0].transport
+    return [] if transport.shared and "2 CPU ranks" in transport.reason else [f"{transport.name}: {transport.reason}"]
+
+
+def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
+    out = {}
+    for name in names:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            out[name] = CASES[name](rank)[:8]
+        except Exception:
+            out[name] = [traceback.format_exc()]
+    return out
+
+
+@functools.cache
+def results() -> list[dict[str, list[str]]]:
+    return run_ranks(run_cases, 4, list(CASES), timeout=550.0, group_timeout=60.0)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.timeout(600)
+def test_hybrid_sharding(name: str) -> None:
+    for rank, found in enumerate(results()):
+        assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+
+
+def save(rank: int, world: int, folder: str) -> None:
+    torch.manual_seed(0)
+    model = zero.shard(Odd(), mesh=mesh_of(), stage=3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def load(rank: int, world: int, folder: str, shape: tuple[int, int] | None) -> list[str]:
+    torch.manual_seed(1)
+    model = zero.shard(Odd(), mesh=mesh_of(shape) if shape else None, stage=3)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    torch.manual_seed(0)
+    want = Odd().state_dict()
+    return [n for n, p in model.state_dict().items() if not torch.equal(local(p), part(want[n], p))]
+
+
+@pytest.mark.timeout(300)
+def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
+    run_ranks(save, 4, str(tmp_path), timeout=120.0)
+    assert run_ranks(load, 4, str(tmp_path), (2, 2), timeout=120.0) == [[]] * 4
+    assert run_ranks(load, 2, str(tmp_path), None, timeout=120.0) == [[]] * 2

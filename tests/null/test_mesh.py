@@ -1,0 +1,141 @@
+"""Meshes of two dimensions: which of them partitions, and what hybrid sharding makes of a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import SimulatedModel
+from machines import machine
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_compiler as zero
+from zero_compiler.errors import ShardError, TransferError
+from zero_compiler.hardware import HardwareSpec
+from zero_compiler.mesh import roles_of
+from zero_compiler.runtime.reference import Reference
+from zero_compiler.simulate import transfers
+
+
+def mesh(*names: str, shape: tuple[int, ...] = (2, 2)) -> DeviceMesh:
+    ranks = torch.arange(torch.tensor(shape).prod()).view(shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False, _rank=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "roles"),
+    [
+        (("replicate", "shard"), ("replicate", "shard")),
+        (("shard", "replicate"), ("shard", "replicate")),
+        (("dp_replicate", "dp_shard"), ("replicate", "shard")),
+        (("Shard", "hosts"), ("shard", "replicate")),
+        (("gpus", "replicate"), ("shard", "replicate")),
+        (("hosts", "gpus"), ("replicate", "shard")),  # no name says: as FSDP2 takes them
+    ],
+)
+def test_names_say_which_dimension_shards(names, roles):
+    assert roles_of(mesh(*names)) == roles
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (mesh(), "a mesh of two dimensions must name them, so that it says which one shards"),
+        (mesh("shard", "shard_too"), "'shard' and 'shard_too' both say 'shard'; one of two must shard"),
+        (
+            mesh("replicate", "x_replicate"),
+            "both say 'replicate'; one of two must shard and the other replicate",
+        ),
+        (mesh("a", "b", "c", shape=(2, 2, 1)), "mesh must have one or two dimensions, not 3; pass mesh"),
+    ],
+    ids=["no names", "two that shard", "two that replicate", "three"],
+)
+def test_a_mesh_that_does_not_say_is_refused(given, sentence):
+    with pytest.raises(ShardError, match=sentence):
+        zero.shard(nn.Linear(2, 2), mesh=given)
+
+
+class Model(nn.Module):
+    """Rows that ranks do not divide, a scalar, a frozen and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.odd = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(5, 6, bias=False).requires_grad_(False)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        y = self.embed(tokens)
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y))
+        return self.head(self.frozen(self.odd(y)) * self.scale)
+
+
+def tokens(rank: int) -> tuple[torch.Tensor]:
+    return (torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(rank)),)
+
+
+def square(out):
+    return out.float().square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_the_mean_over_both_dimensions(world, stage):
+    run = SimulatedModel(Model(), world, copies=2, stage=stage, bucket_bytes=64)
+    run.check([tokens(k) for k in range(2 * world)], square)
+
+
+def test_the_sums_of_replicas_meet_in_the_dtype_of_reduction():
+    run = SimulatedModel(
+        Model(), 2, copies=2, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    one = SimulatedModel(Model(), 4, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    batches = [tokens(k) for k in range(4)]
+    for each in (run, one):
+        each.step(batches, square)
+    for name, info in run.policy.params.items():
+        if not info.layout.cut or run.rows[0][name].grad is None:
+            continue
+        whole = torch.cat([one.rows[k][name].grad for k in range(4)])
+        mine = whole[info.layout.start(1) : info.layout.start(1) + info.layout.rows(1)]
+        # A sum in bf16 would be off by 4e-3.
+        torch.testing.assert_close(run.rows[3][name].grad, mine, rtol=1e-5, atol=1e-6)
+
+
+def test_the_program_names_both_collectives():
+    run = SimulatedModel(nn.Linear(4, 6), 2, copies=2, stage=3)
+    run.check([(torch.randn(3, 4),) for _ in range(4)], square)
+    assert_expected_inline(
+        run.programs["backward"].text(live=False),
+        """\
+compute         segment 0: L['fn']
+reduce-scatter, all-reduce x 2 weight float32[6, 4], bias float32[6]
+wait            gradients of weight, bias""",
+    )
+
+
+def test_the_reference_runs_what_was_planned():
+    run = SimulatedModel(nn.Linear(4, 6), 2, copies=2, stage=3)
+    run.step([(torch.randn(3, 4),) for _ in range(4)], square)
+    backward = run.references[-1]
+    with pytest.raises(TransferError, match="planned for 2 ranks with the same rows, not 1"):
+        Reference(backward.program, backward.segments, run.layouts, run.ranks)
+
+
+def test_the_second_collective_costs_its_own_time():
+    spec = HardwareSpec.from_dict(machine(latency_us=3.0, bytes_per_us=8.0))
+    one = SimulatedModel(nn.Linear(4, 6), 2, stage=3)
+    two = SimulatedModel(nn.Linear(4, 6), 2, copies=2, stage=3)
+    for run in (one, two):
+        run.step([(torch.randn(3, 4),) for _ in range(run.world)], square)
+    costs = [transfers(run.programs["backward"], spec, 2)[1] for run in (one, two)]
+    part = 4 * (3 * 4 + 3)  # bytes of one rank's rows of weight and bias
+    assert [us for us, _ in costs[1]] == [us + 3.0 + part / 8.0 for us, _ in costs[0]]
+    assert [nbytes for _, nbytes in costs[1]] == [nbytes + part for _, nbytes in costs[0]]

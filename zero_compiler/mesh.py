@@ -1,0 +1,141 @@
+"""From a DeviceMesh to the ranks of a sharded model: which dimension partitions, and which replicates."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import ShardError
+from .group import Group
+
+SHARD, REPLICATE = "shard", "replicate"
+
+
+def default_device() -> torch.device:
+    """The current accelerator, else CPU; with an index where the device has one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Group:
+    """Group of ``mesh``; by default one dimension over the default process group, or one rank without one.
+
+    Collective over the ranks of a mesh of two dimensions.
+
+    Raises:
+        ShardError: the mesh does not say how to place parameters, or needs a process group that does not exist.
+    """
+    if device is None:
+        dev = default_device()
+        if mesh is not None and mesh.device_type != dev.type:
+            dev = torch.device(mesh.device_type)
+        if mesh is None and dev.type != "cpu" and dist.is_initialized() and not _backend_serves(dev.type):
+            dev = torch.device("cpu")
+    else:
+        dev = torch.device(device)
+        if dev.type != "cpu" and dev.index is None:
+            dev = torch.device(dev.type, torch.accelerator.current_device_index())
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ShardError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group; "
+                    "call torch.distributed.init_process_group before zero.shard"
+                )
+            mesh = DeviceMesh(dev.type, [0], _init_backend=False, _rank=0)
+            # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
+            if not hasattr(mesh, "_dim_group_names"):
+                mesh._dim_group_names = []
+            return Group(mesh, None, 0, 1, dev)
+        mesh = _default_mesh(dev.type)
+    roles = roles_of(mesh)
+    if mesh.ndim == 1:
+        return _along(mesh, 0, dev)
+    cut, across = (_along(mesh, roles.index(role), dev) for role in (SHARD, REPLICATE))
+    return dataclasses.replace(
+        cut, roles=roles, across=across if across.world > 1 else None, whole=_whole(mesh, dev)
+    )
+
+
+def roles_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """What each dimension of a mesh is for.
+
+    One dimension shards. Of two, a name with "shard" or "replicate" in it says so, and then the other is the other
+    one; where no name says, the first replicates and the second shards, as with FSDP2.
+
+    Raises:
+        ShardError: the mesh has more dimensions, or two whose names do not fit together.
+    """
+    if mesh.ndim == 1:
+        return (SHARD,)
+    if mesh.ndim > 2:
+        raise ShardError(
+            f"mesh must have one or two dimensions, not {mesh.ndim}; pass mesh['replicate', 'shard'] with the names "
+            "of the two to place parameters on"
+        )
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ShardError(
+            "a mesh of two dimensions must name them, so that it says which one shards: "
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    said = [_role_in(name) for name in names]
+    if said[0] is not None and said[0] == said[1]:
+        raise ShardError(
+            f"mesh dimensions {names[0]!r} and {names[1]!r} both say {said[0]!r}; one of two must shard and the other "
+            'replicate, as in ("replicate", "shard")'
+        )
+    if said[0] == SHARD or said[1] == REPLICATE:
+        return (SHARD, REPLICATE)
+    return (REPLICATE, SHARD)
+
+
+def _role_in(name: str) -> str | None:
+    return next((role for role in (SHARD, REPLICATE) if role in name.lower()), None)
+
+
+def _along(mesh: DeviceMesh, dim: int, device: torch.device) -> Group:
+    """The ranks along one dimension of a mesh."""
+    return Group(mesh, mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
+
+
+def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
+    """All ranks of a mesh, over one process group: the default one where it has no others."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    pg: Any = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        pg = dist.new_group(ranks, use_local_synchronization=True)
+    return Group(mesh, pg, ranks.index(dist.get_rank()), len(ranks), device)
+
+
+def _backend_serves(device_type: str) -> bool:
+    config = dist.get_backend_config()
+    return device_type in str(config)
+
+
+def _default_mesh(device_type: str) -> DeviceMesh:
+    # from_group makes no new communicator: the mesh is the default group itself.
+    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
+
+
+def find_again(mesh: DeviceMesh, roles: tuple[str, ...], rank: int, world: int, device: str) -> Group:
+    """The group of a model on a mesh of two dimensions that was pickled, in the process that loads it. Collective.
+
+    Raises:
+        ShardError: there is no process group, or the file holds the shards of another rank.
+    """
+    here = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    if here is None or mesh.mesh.flatten().tolist().index(here) != rank:
+        found = "there is no process group" if here is None else f"is loaded on rank {here} of the job"
+        raise ShardError(
+            f"this sharded model was pickled on rank {rank} of {world} of a mesh, and {found}: make the same mesh "
+            "before loading, and every rank loads what it saved itself"
+        )
+    return make_group(mesh, device)
