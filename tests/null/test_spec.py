@@ -9,8 +9,7 @@ import torch
 from null.graphs import OWNER, Build, aten, lower
 from null.test_passes import two_layers, two_layers_backward
 
-from zero_compiler import arena
-from zero_compiler import emit as emit_module
+from zero_compiler import arena, slots
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
@@ -424,6 +423,6 @@ def test_a_planner_that_overlaps_is_caught(monkeypatch):
 
     b = two_layers()
     lower(b, "forward")
-    monkeypatch.setattr(emit_module, "pack", everything_at_zero)
+    monkeypatch.setattr(slots, "pack", everything_at_zero)
     with pytest.raises(VerifyError, match="planned memory"):
         b.program(b.graph, "forward")
