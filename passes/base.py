@@ -45,6 +45,10 @@ class ParamPlan:
         return self.numel * self.gather_dtype.itemsize
 
     @property
+    def reduce_bytes(self) -> int:
+        return self.numel * self.reduce_dtype.itemsize
+
+    @property
     def home(self) -> bool:
         """Read where it lies at rest: every rank's rows are in memory that all share, in the dtype of the gather."""
         return self.shared and self.cut and self.gather_dtype == self.dtype and not self.filed

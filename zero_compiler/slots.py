@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,14 @@ def plan_slots(
     end: int,
     fetch_starts: Mapping[int, int],
 ) -> tuple[list[GatherDesc], list[ReduceDesc], dict[str, int]]:
+    """Descriptions of all transfers, with their offsets, and the size of each arena.
+
+    Args:
+        gathers, reduces: of each, its node, the instructions where it starts and ends, and for a gather where it is
+            ready.
+        end: number of instructions.
+        fetch_starts: instruction that starts to read the chunks of a gather from their files.
+    """
     slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": []}
     where: dict[str, list[tuple[str, int, int]]] = {pool: [] for pool in slots}
     gather_rows, reduce_rows = [], []
@@ -65,6 +74,7 @@ def plan_slots(
             total = sum(chunks) * item
             size = total * (plans[0].world + 1) if several else total
             need("transient", ("gather_staging", k, 0), Slot(size, g["start"], g["ready"]))
+    read_by_all = _read_by_all([(r["start"], r["end"]) for r in reduces], end)
     for k, r in enumerate(reduces):
         node = r["node"]
         plans = [params[ref] for ref in facts.params(node)]
@@ -73,6 +83,7 @@ def plan_slots(
         world = plans[0].world if plans[0].cut else 1
         live = r["start"], r["end"]
         if plans[0].shared:
+            live = r["start"], read_by_all[k]
             need("own", ("reduce", k, 0), Slot(sum(p.numel for p in plans) * item, *live))
         elif not _from_where_it_lies(node, plans):
             size = aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
@@ -125,6 +136,26 @@ def plan_slots(
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]
     return gather_descs, reduce_descs, sizes
+
+
+def _read_by_all(spans: Sequence[tuple[int, int]], end: int) -> list[int]:
+    """For each reduction in shared memory, the instruction after which no peer reads its slot any more.
+
+    A peer has read it when its own wait is over. This rank knows when it has waited for one that every peer starts
+    later than that.
+
+    Args:
+        spans: start and wait of each, in the order of their starts.
+    """
+    out = []
+    starts = [start for start, _ in spans]
+    # The earliest wait among a reduction and those that start after it.
+    first_wait = [end] * (len(spans) + 1)
+    for k in range(len(spans) - 1, -1, -1):
+        first_wait[k] = min(spans[k][1], first_wait[k + 1])
+    for _, wait in spans:
+        out.append(first_wait[bisect_right(starts, wait)])
+    return out
 
 
 # The end of a kept arena stands in its table of offsets under a name that no parameter has.

@@ -172,10 +172,11 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             )
         elif g.staging >= 0:
             use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
+    read = _read_by_peers(program)
     for k, r in enumerate(program.reduces):
         if r.shared:
             nbytes = sum(math.prod(s) for s in r.shapes) * _itemsize(r.dtype)
-            use(r.label, r.staging, nbytes, at[Reduce, k], at[WaitReduce, k], "own")
+            use(r.label, r.staging, nbytes, at[Reduce, k], read[k], "own")
             continue
         if r.staging < 0:
             if len(r.names) > 1 or r.replicated or r.dtype != r.out_dtype:
@@ -200,6 +201,21 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             if offset < end:
                 raise VerifyError(f"kept weights of {owner} overlap at byte {offset}")
             end = offset + nbytes
+
+
+def _read_by_peers(program: Program) -> dict[int, int]:
+    """For each reduction, the instruction by which every peer is done with what this rank laid there.
+
+    Peers are, once a reduction has ended that they start behind their wait for this one.
+    """
+    waits = {instr.index: i for i, instr in enumerate(program.instrs) if isinstance(instr, WaitReduce)}
+    soonest, done = len(program.instrs), {}
+    for instr in reversed(program.instrs):
+        if isinstance(instr, WaitReduce):
+            done[instr.index] = soonest
+        elif isinstance(instr, Reduce):
+            soonest = min(soonest, waits[instr.index])
+    return done
 
 
 def _itemsize(dtype: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expecttest import TestCase
@@ -469,6 +471,26 @@ def test_units_keep_their_order_where_one_operator_reads_several():
     b.done(b.op(aten.mm.default, x, y))
     program, _ = b.program(lower(b, "forward"), "forward")
     assert [g.names for g in program.gathers] == [("h.0.w",), ("h.1.w",), ("h.2.w",)]
+
+
+def test_reductions_in_shared_memory_hold_as_much_as_the_largest():
+    b = two_layers_backward()
+    b.plans |= {ref: replace(plan, shared=True) for ref, plan in b.plans.items()}
+    order = []
+    for node in lower(b, "backward", bucket_bytes=0).nodes:
+        start = node.args[0] if node.target is ops.wait else node
+        if getattr(start, "target", None) is ops.reduce:
+            order.append((node.target is ops.wait, facts.params(start)[0].name))
+    start, wait = False, True
+    # 80 bytes, and then 64 and 16 beside each other.
+    assert order == [
+        (start, "h.1.w"),
+        (wait, "h.1.w"),
+        (start, "h.0.w"),
+        (start, "h.0.b"),
+        (wait, "h.0.w"),
+        (wait, "h.0.b"),
+    ]
 
 
 def test_reductions_keep_their_order_where_gradients_come_at_once():
