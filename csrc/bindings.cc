@@ -294,6 +294,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           py::arg("gather"))
       .def(
+          "trim",
+          [](Engine& engine, int64_t nbytes) {
+            check(without_gil([&] { return engine.trim(nbytes); }));
+          },
+          py::arg("nbytes"))
+      .def(
           "release",
           [](Engine& engine, int id) {
             check(without_gil([&] { return engine.release(id); }));

@@ -238,6 +238,9 @@ class Session:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
         env = inputs + self._empty
         inputs.clear()
+        if self.program.idle_bytes >= 0:
+            for runtime in self.runtimes.values():
+                runtime.engine.trim(self.program.idle_bytes // len(self.runtimes))
         if self._talks:
             self._agree()
         try:

@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from . import budget, hardware, passes, plain, schedule
+from . import budget, hardware, live, passes, plain, schedule
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
@@ -147,6 +147,7 @@ def compile_frame(
             decompositions=compiler.decompositions(),
             keep_inference_input_mutations=True,
         )(captured.gm, captured.inputs)
+    compiler.lend_gradients()
     compiler.check_budget()
     return compiled, captured, compiler.frame
 
@@ -349,6 +350,20 @@ class _FrameCompiler:
         return budget.memory_of(
             list(self.policies.values()), programs, kept_bytes(self.loader.kept_offsets())
         )
+
+    def lend_gradients(self) -> None:
+        """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""
+        mine = list(self.frame.programs.values())
+        policies = list(self.policies.values())
+        if not policies or not mine:
+            return
+        others = [p for policy in policies for f in policy.frames for p in f.programs.values()]
+        gradients = budget.memory_of(policies, mine, 0).gradients
+        most = max(live.most(p, gradients) for p in (*mine, *others))
+        idle = live.idle_bytes(mine, gradients, most)
+        for program in mine:
+            if program.phase != "backward":
+                program.idle_bytes = idle
 
     def check_budget(self) -> None:
         """What was compiled fits the budget.

@@ -197,6 +197,8 @@ class Program:
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
         own_bytes: size of this rank's staging that its peers read.
         host_bytes: size of the pinned pool on the host into which files are read.
+        idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
+            Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
             without what is at rest.
     """
@@ -219,6 +221,7 @@ class Program:
     slots_ranks: int = 1
     own_bytes: int = 0
     host_bytes: int = 0
+    idle_bytes: int = -1
     version: int = VERSION
 
     @property

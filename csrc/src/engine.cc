@@ -208,6 +208,14 @@ Tensor Engine::acquire(
   return recycler_.acquire(sizes, dtype, device);
 }
 
+Status Engine::trim(int64_t nbytes) {
+  std::vector<c10::Storage> dropped;
+  const std::lock_guard lock(mutex_);
+  ZERO_RETURN_IF_ERROR(usable());
+  dropped = recycler_.trim(nbytes);
+  return {};
+}
+
 Status Engine::leave() {
   std::unique_lock lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());

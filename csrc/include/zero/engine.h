@@ -147,6 +147,10 @@ class Engine {
   // World size 1 with nothing to convert: the gradients themselves, flattened.
   Result<std::vector<at::Tensor>> reduce_wait(int id);
 
+  // Frees storages of results that nobody holds any more, until at most `nbytes`
+  // of such wait to be used again.
+  Status trim(int64_t nbytes);
+
   // The end of a call: with shared arenas, waits until no peer reads what lies
   // in this rank's memory; else does nothing.
   Status leave();
