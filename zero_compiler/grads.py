@@ -188,6 +188,19 @@ def publish(param: Any, local: torch.Tensor) -> None:
         )
 
 
+def added(param: Any, local: torch.Tensor) -> bool:
+    """Add this rank's reduced rows to ``param.grad`` without autograd, whose accumulation detaches a DTensor by way of
+    Python's dispatch; False where what stands there is for autograd to add to."""
+    grad = param.grad
+    if grad is None:
+        param.grad = as_dtensor(param, local)
+    elif type(grad) is DTensor and grad._spec is param._spec and not grad.requires_grad:
+        grad._local_tensor.add_(local)
+    else:
+        return False
+    return True
+
+
 class Sink(Protocol):
     """Who takes the gradient of a parameter as soon as it is reduced.
 
