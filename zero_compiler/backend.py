@@ -25,6 +25,7 @@ from .cost import CostModel, at_hints, bucket_bytes, hints
 from .emit import Emitted, emit
 from .errors import ConfigError, ZeroError
 from .group import decide
+from .guards import guard_optimizers
 from .hardware import HardwareSpec
 from .ir import facts, ops, spec
 from .ir.facts import ParamRef
@@ -79,6 +80,7 @@ def _compile(
         raise ConfigError(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
+    guard_optimizers()
     compiled, captured, _ = compile_frame(gm, example_inputs, options, EngineLoader())
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured) if captured.shards else compiled, example_inputs)

@@ -165,6 +165,19 @@ def keep_pending(param: Any, full: torch.Tensor) -> None:
         param.grad = PendingGrad(param, full.detach().clone(), grad)
 
 
+def check_unhooked(param: Any, name: str) -> None:
+    """Raise where a hook would have to see a gradient that is not reduced: it has the form of the parameter.
+
+    Raises:
+        GradientError: naming the parameter.
+    """
+    if hooked(param):
+        raise GradientError(
+            f"parameter {name!r} has a hook for its gradient, and zero.no_sync has none to show before it is reduced: "
+            "remove the hook, or run this backward outside zero.no_sync"
+        )
+
+
 def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
     """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
     grad = param.grad

@@ -11,7 +11,7 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError
+from zero_compiler.errors import GradientError, RankMismatchError
 
 pytestmark = pytest.mark.dist
 
@@ -117,6 +117,57 @@ def no_sync_first(rank, world):
             dist.all_reduce(q.grad)
             torch.testing.assert_close(p.grad, q.grad / world)
     return True
+
+
+def waiting(rank, world):
+    """No step before gradients are averaged, and no harm from a backward that breaks off."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    twin = copy.deepcopy(ours)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    opt = torch.optim.SGD(ours.parameters(), lr=0.1)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+
+    def gradients_are_right():
+        twin.zero_grad()
+        twin(x).sum().backward()
+        for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            torch.testing.assert_close(p.grad, q.grad / world)
+
+    for forget in (True, False):
+        with zero.no_sync(call):
+            call(x).sum().backward()
+        before = [p.detach().clone() for p in ours.parameters()]
+        with pytest.raises(GradientError, match="those of this rank alone.* outside zero.no_sync"):
+            opt.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), before, strict=True))
+        if forget:  # they no longer wait for anything
+            opt.zero_grad()
+            opt.step()
+            with zero.no_sync(call):
+                call(x).sum().mul(0.25).backward()
+        call(x).sum().mul(0.75 if forget else 0.0).backward()
+        gradients_are_right()
+        opt.step()
+        opt.zero_grad()
+        twin.load_state_dict(ours.state_dict())
+
+    def broken(grad):
+        raise KeyError
+
+    handle = ours[0].weight.register_hook(broken)
+    with pytest.raises(KeyError):
+        call(x).sum().backward()
+    handle.remove()
+    opt.zero_grad()
+    call(x).sum().backward()
+    gradients_are_right()
+    return True
+
+
+def test_no_step_before_gradients_are_averaged():
+    assert run_ranks(waiting, 2, timeout=200) == [True, True]
 
 
 def test_no_sync_before_the_first_call():

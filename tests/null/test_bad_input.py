@@ -75,6 +75,16 @@ def test_a_trainable_complex_parameter():
     zero.shard(model.requires_grad_(False))
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_from_before_the_shard(kind):
+    model = nn.Linear(3, 2)
+    handle = getattr(model.weight, kind)(lambda seen: None)
+    with pytest.raises(ShardError, match="parameter weight has a hook for its gradient.* hooks after zero.shard"):
+        zero.shard(model)
+    handle.remove()
+    zero.shard(model)
+
+
 def test_sharding_what_is_a_dtensor_already():
     sharded = zero.shard(nn.Linear(4, 3))
     other = nn.Linear(4, 3)
