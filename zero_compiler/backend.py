@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from . import budget, hardware, passes, plain, schedule
+from . import budget, grads, hardware, passes, plain, schedule
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
@@ -61,6 +61,10 @@ def zero(
         return _compile(gm, example_inputs, options, mode)
     except ZeroError as error:
         return _raiser(error)
+    except RuntimeError as error:
+        if not grads.mixes(error):
+            raise
+        return _raiser(grads.computes_with_shards())
 
 
 def _raiser(error: ZeroError) -> Callable[..., Any]:

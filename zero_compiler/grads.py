@@ -277,6 +277,20 @@ def flush_at_end(policy: Policy) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(flush)
 
 
+def mixes(error: RuntimeError) -> bool:
+    """Whether torch refused to compute with a shard and a plain tensor."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def computes_with_shards() -> ShardError:
+    """The error of a forward that reads parameters past the attributes of their modules."""
+    return ShardError(
+        "this forward computes with shards: inside it parameters(), state_dict() and _parameters hold them, and only "
+        "attributes such as module.weight are whole; read those, or add such terms to the loss outside of the forward, "
+        "made plain with .full_tensor()"
+    )
+
+
 def replaced(attribute: str, names: dict[str, str]) -> NoReturn:
     """Raise: a plain tensor stands where a sharded parameter was."""
     raise ShardError(

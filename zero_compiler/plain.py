@@ -224,6 +224,12 @@ def watch(example_inputs: Sequence[Any]) -> None:
             state.add(param, name)
 
 
+def watch_beside(model: nn.Module) -> None:
+    """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
+    if torch.is_grad_enabled() and _several_ranks():
+        watch([p for p in model.parameters() if _plain(p) and not _known(p)])
+
+
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``model`` that no shard manages, by name."""
     model = getattr(model, "_orig_mod", model)

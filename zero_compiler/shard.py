@@ -129,7 +129,12 @@ def collect(
                     "sum; keep it as torch.view_as_real(...), or freeze it"
                 )
             name = found.get(id(param))
-            if name is None and not ours(param) and grads.hooked(param) and not hasattr(param, plain.ATTRIBUTE):
+            if (
+                name is None
+                and not ours(param)
+                and grads.hooked(param)
+                and not hasattr(param, plain.ATTRIBUTE)
+            ):
                 raise ShardError(
                     f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
                     "that zero.shard replaces; register hooks after zero.shard"

@@ -174,6 +174,33 @@ def test_no_sync_before_the_first_call():
     assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
 
 
+def given_since(rank, world, how):
+    """An adapter that a sharded model was given after zero.shard."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    twin = copy.deepcopy(ours)
+    zero.shard(ours, stage=3)
+    adapter = nn.Linear(6, 1)
+    ours.append(copy.deepcopy(adapter))
+    twin.append(adapter)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"}) if how == "compiled" else ours
+    for x in batches(rank, 2):
+        with torch.no_grad():
+            call(x)
+        call(x).square().mean().backward()
+        twin(x).square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        mine = p.grad.full_tensor() if name.startswith("0.") else p.grad
+        torch.testing.assert_close(mine, q.grad / world, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    return True
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_plain_parameters_given_after_the_shard(how):
+    assert run_ranks(given_since, 2, how, timeout=200) == [True, True]
+
+
 def partly_sharded(rank, world):
     """One half is sharded, the other is not, as with adapters that are added to a sharded model."""
     torch.manual_seed(0)
