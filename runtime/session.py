@@ -238,6 +238,8 @@ class Session:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
         env = inputs + self._empty
         inputs.clear()
+        if not self._reduces_now():
+            self._check_unhooked()
         if self.program.idle_bytes >= 0:
             for runtime in self.runtimes.values():
                 runtime.engine.trim(self.program.idle_bytes // len(self.runtimes))
@@ -257,6 +259,12 @@ class Session:
                 runtime.fresh.clear()
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
+
+    def _check_unhooked(self) -> None:
+        for runtime, _, r, _ in self._reduces:
+            if not runtime.policy.sync:
+                for name in r.names:
+                    grads.check_unhooked(runtime.policy.param(name), name)
 
     def _leave(self) -> None:
         """The end of a call: no peer reads this rank's memory any more, so the caller may write to it."""

@@ -18,13 +18,14 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from . import budget, hardware, live, passes, plain, schedule
+from . import budget, grads, hardware, live, passes, plain, schedule
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
 from .emit import Emitted, emit
 from .errors import ConfigError, ZeroError
 from .group import decide
+from .guards import guard_optimizers
 from .hardware import HardwareSpec
 from .ir import facts, ops, spec
 from .ir.facts import ParamRef
@@ -60,6 +61,10 @@ def zero(
         return _compile(gm, example_inputs, options, mode)
     except ZeroError as error:
         return _raiser(error)
+    except RuntimeError as error:
+        if not grads.mixes(error):
+            raise
+        return _raiser(grads.computes_with_shards())
 
 
 def _raiser(error: ZeroError) -> Callable[..., Any]:
@@ -79,6 +84,7 @@ def _compile(
         raise ConfigError(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
+    guard_optimizers()
     compiled, captured, _ = compile_frame(gm, example_inputs, options, EngineLoader())
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured) if captured.shards else compiled, example_inputs)

@@ -165,6 +165,19 @@ def keep_pending(param: Any, full: torch.Tensor) -> None:
         param.grad = PendingGrad(param, full.detach().clone(), grad)
 
 
+def check_unhooked(param: Any, name: str) -> None:
+    """Raise where a hook would have to see a gradient that is not reduced: it has the form of the parameter.
+
+    Raises:
+        GradientError: naming the parameter.
+    """
+    if hooked(param):
+        raise GradientError(
+            f"parameter {name!r} has a hook for its gradient, and zero.no_sync has none to show before it is reduced: "
+            "remove the hook, or run this backward outside zero.no_sync"
+        )
+
+
 def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
     """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
     grad = param.grad
@@ -275,6 +288,20 @@ def flush_at_end(policy: Policy) -> None:
                 publish(param, eager.reduce(policy.group, info.layout, grad.full, info.reduce_dtype))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)
+
+
+def mixes(error: RuntimeError) -> bool:
+    """Whether torch refused to compute with a shard and a plain tensor."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def computes_with_shards() -> ShardError:
+    """The error of a forward that reads parameters past the attributes of their modules."""
+    return ShardError(
+        "this forward computes with shards: inside it parameters(), state_dict() and _parameters hold them, and only "
+        "attributes such as module.weight are whole; read those, or add such terms to the loss outside of the forward, "
+        "made plain with .full_tensor()"
+    )
 
 
 def replaced(attribute: str, names: dict[str, str]) -> NoReturn:

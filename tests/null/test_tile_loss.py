@@ -19,6 +19,10 @@ ROW = VOCAB * 4  # bytes of the logits of a token
 TOL = {"upcast": 2 * torch.finfo(torch.bfloat16).eps}
 
 
+def slow(*values: str) -> list[object]:
+    return [pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
 def notes(model: SimulatedModel) -> list[str]:
     return [n for f in model.frames for p in f.programs.values() for n in p.notes]
 
@@ -46,7 +50,7 @@ def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
     assert [g.names for g in model.programs["backward"].gathers if "head.weight" in g.names] == []
 
 
-@pytest.mark.parametrize("of", ["plain", "shifted-and-capped", "weighted", "with-z", "smoothed"])
+@pytest.mark.parametrize("of", ["weighted", *slow("plain", "shifted-and-capped", "with-z", "smoothed")])
 def test_compiled_segments_give_the_same(of):
     model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=4 * ROW, compute="inductor")
     model.check([batch(0), batch(1)], lambda out: 3 * out)
@@ -59,7 +63,7 @@ def test_tied_ends_at_every_stage(stage):
     model.check([batch(0), batch(1)], lambda out: out)
 
 
-@pytest.mark.parametrize("of", ["plain", "shifted", "with-z"])
+@pytest.mark.parametrize("of", ["plain", *slow("shifted", "with-z")])
 def test_any_length_once_sizes_are_symbols(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW, dynamic=True)
     for length in (8, 11, 30):
@@ -78,6 +82,7 @@ def test_evaluation_is_tiled_too():
     ]
 
 
+@pytest.mark.slow
 def test_which_collectives_run_does_not_depend_on_sizes():
     seen = set()
     for length, tile_bytes in ((2, 1 << 30), (64, ROW), (64, None)):
