@@ -64,10 +64,10 @@ def live_bytes(
             in_flight[instr.index], free = free, ()
         if isinstance(instr, WaitReduce):
             free = in_flight.pop(instr.index, ())
-            # Padded chunks: a plan is the same on every rank, whichever rows it has.
+            # Padded chunks: a plan is the same on every rank, whichever rows it has. Tiles fill one after the other.
             r = program.reduces[instr.index]
             item = getattr(torch, r.out_dtype).itemsize
-            live += sum(c * item for o, c in zip(instr.outs, r.chunk_numels, strict=True) if o >= 0)
+            live += sum(c * item for o, c in zip(instr.outs, r.chunk_numels, strict=True) if o >= 0 or r.tile)
             if r.copies > 1 and r.dtype != r.out_dtype:
                 live -= summing
                 summing = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
