@@ -89,15 +89,25 @@ def _wait_before(start: fx.Node, point: fx.Node) -> None:
 
 def _wait_for_room(reductions: list[fx.Node], output: fx.Node, ctx: Context) -> None:
     """Wait for the oldest of ``reductions`` where another one would not fit beside those in flight."""
-    nbytes = {s: sum(ctx.params[r].reduce_bytes for r in facts.params(s)) for s in reductions}
+    nbytes = {s: _reduced_bytes(s, ctx) for s in reductions}
     room = max(nbytes.values(), default=0)
     flying: deque[fx.Node] = deque()
+    taken = 0
     for start in reductions:
-        while flying and sum(nbytes[s] for s in flying) + nbytes[start] > room:
+        while flying and taken + nbytes[start] > room:
+            taken -= nbytes[flying[0]]
             _wait_before(flying.popleft(), start)
         flying.append(start)
+        taken += nbytes[start]
     for start in flying:
         _wait_before(start, output)
+
+
+def _reduced_bytes(start: fx.Node, ctx: Context) -> int:
+    plans, tile = [ctx.params[r] for r in facts.params(start)], facts.tile(start)
+    if tile is None:
+        return sum(p.reduce_bytes for p in plans)
+    return sum(p.reduce_bytes * tile.rows // p.chunk_rows for p in plans)
 
 
 @dataclass(frozen=True)

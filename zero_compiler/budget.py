@@ -41,7 +41,7 @@ def keep(
         return
     candidates = []
     for plan in open_:
-        if plan.ref in wanted and plan.world > 1 and not plan.home and not plan.filed:
+        if plan.ref in wanted and plan.world > 1 and not (plan.home or plan.filed or plan.tile_rows):
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)

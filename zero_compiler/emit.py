@@ -60,7 +60,7 @@ def emit(
     step_of = {n: i for i, s in enumerate(steps) if isinstance(s, list) for n in s}
     kept = set(output.all_input_nodes)
     symbols = cut.symbols_given(graph)
-    notes = [f"%{n.name}: {facts.note(n)}" for n in graph.nodes if facts.note(n)]
+    notes = [f"%{n.name}: {line}" for n in graph.nodes for line in (facts.note(n) or "").splitlines()]
 
     for i, step in enumerate(steps):
         if isinstance(step, list):

@@ -187,6 +187,27 @@ def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
     return grad.full.add_(full)
 
 
+def keep_pending_rows(param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]]) -> None:
+    """:func:`keep_pending` of some rows: pairs of those of the full gradient and those of ``part``."""
+    if not isinstance(param.grad, PendingGrad):
+        full = torch.zeros(param.shape, dtype=part.dtype, device=part.device)
+        param.grad = PendingGrad(param, full, param.grad)
+    for theirs, ours in rows:
+        param.grad.full[theirs].add_(part[ours])
+
+
+def take_pending_rows(
+    param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]], last: bool
+) -> torch.Tensor:
+    """:func:`take_pending` of some rows; ``last`` drops what waited."""
+    out, grad = part.clone(), param.grad
+    for theirs, ours in rows:
+        out[ours].add_(grad.full[theirs])
+    if last:
+        param.grad = grad.base
+    return out
+
+
 def publish(param: Any, local: torch.Tensor) -> None:
     """Add this rank's reduced rows to ``param.grad``, as autograd's accumulation would."""
     grad = param.grad
@@ -230,6 +251,9 @@ class Sink(Protocol):
 
         Returns whether it was taken; else autograd goes on with it.
         """
+
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
+        """A tile of this rank's rows, from element ``begin`` on; returns whether it was taken."""
 
 
 def goes_to_grad(param: torch.Tensor) -> bool:

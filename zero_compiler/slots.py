@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,8 @@ from torch import fx
 from .arena import Slot, aligned, check, pack
 from .errors import VerifyError
 from .ir import facts
-from .ir.facts import ParamRef
-from .program import GatherDesc, ReduceDesc
+from .ir.facts import ParamRef, Tile
+from .program import GatherDesc, Part, ReduceDesc
 from .runtime.stores import blocks
 
 
@@ -45,7 +46,7 @@ def plan_slots(
         node = g["node"]
         plans = [params[r] for r in facts.params(node)]
         item = plans[0].gather_dtype.itemsize
-        chunks = [_chunk(p) for p in plans]
+        chunks = [_chunk(p, facts.tile(node)) for p in plans]
         kept, shared = not plans[0].released, plans[0].shared
         home = all(p.home for p in plans)
         gather_rows.append((node, plans, chunks, kept, home))
@@ -78,13 +79,14 @@ def plan_slots(
     for k, r in enumerate(reduces):
         node = r["node"]
         plans = [params[ref] for ref in facts.params(node)]
-        chunks = [_chunk(p) for p in plans]
+        chunks = [_chunk(p, facts.tile(node)) for p in plans]
         item = plans[0].reduce_dtype.itemsize
         world = plans[0].world if plans[0].cut else 1
         live = r["start"], r["end"]
         if plans[0].shared:
             live = r["start"], read_by_all[k]
-            need("own", ("reduce", k, 0), Slot(sum(p.numel for p in plans) * item, *live))
+            numel = sum(math.prod(_shape(p, facts.tile(node))) for p in plans)
+            need("own", ("reduce", k, 0), Slot(numel * item, *live))
         elif not _from_where_it_lies(node, plans):
             size = aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
             need("transient", ("reduce", k, 0), Slot(size, *live))
@@ -101,7 +103,7 @@ def plan_slots(
         GatherDesc(
             owner=plans[0].ref.owner,
             names=tuple(p.ref.name for p in plans),
-            shapes=tuple(p.shape for p in plans),
+            shapes=tuple(_shape(p, facts.tile(node)) for p in plans),
             chunk_numels=tuple(chunks),
             dtype=_dtype_text(plans[0].gather_dtype),
             kept=kept,
@@ -115,6 +117,7 @@ def plan_slots(
             shared=plans[0].shared,
             fetched=tuple(at[("fetch", k, m)] for m in range(len(plans))) if k in fetch_starts else (),
             rest_dtype=_dtype_text(plans[0].dtype),
+            tile=_part(node, plans[0]),
         )
         for k, (node, plans, chunks, kept, home) in enumerate(gather_rows)
     ]
@@ -122,7 +125,7 @@ def plan_slots(
         ReduceDesc(
             owner=plans[0].ref.owner,
             names=tuple(p.ref.name for p in plans),
-            shapes=tuple(p.shape for p in plans),
+            shapes=tuple(_shape(p, facts.tile(node)) for p in plans),
             chunk_numels=tuple(chunks),
             dtype=_dtype_text(plans[0].reduce_dtype),
             out_dtype=_dtype_text(plans[0].dtype),
@@ -132,6 +135,7 @@ def plan_slots(
             shared=plans[0].shared,
             stored=all(p.grad_filed for p in plans),
             copies=plans[0].copies,
+            tile=_part(node, plans[0]),
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]
@@ -174,17 +178,28 @@ def _from_where_it_lies(node: fx.Node, plans: Sequence[Any]) -> bool:
     return (
         len(plans) == 1
         and plan.cut
-        and plan.shape[0] % plan.world == 0
+        and (facts.tile(node) is not None or plan.shape[0] % plan.world == 0)
         and plan.reduce_dtype == plan.dtype == grad.dtype
         and grad.is_contiguous()
     )
 
 
-def _chunk(plan: Any) -> int:
+def _chunk(plan: Any, tile: Tile | None) -> int:
+    """Elements that every rank has of what is moved."""
     if not plan.cut:
         return int(plan.numel)
-    rows = -(-plan.shape[0] // plan.world)
+    rows = plan.chunk_rows if tile is None else tile.rows
     return rows * (plan.numel // plan.shape[0])
+
+
+def _shape(plan: Any, tile: Tile | None) -> tuple[int, ...]:
+    """Of what is moved, from all ranks together."""
+    return plan.shape if tile is None else (plan.world * tile.rows, *plan.shape[1:])
+
+
+def _part(node: fx.Node, plan: Any) -> Part | None:
+    tile = facts.tile(node)
+    return None if tile is None else Part(tile.begin * (plan.numel // plan.shape[0]), tile.index, tile.of)
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

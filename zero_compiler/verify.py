@@ -116,10 +116,36 @@ def _transfers(program: Program) -> None:
     for k, reduction in enumerate(program.reduces):
         if state.get(("reduce", k), "idle") != "done":
             raise VerifyError(f"{reduction.label} is not waited for")
+        if reduction.tile is not None:
+            continue
         for name in reduction.names:
             if (reduction.owner, name) in reduced:
                 raise VerifyError(f"the gradient of {name} is reduced twice")
             reduced.add((reduction.owner, name))
+    _tiles(program, reduced)
+
+
+def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
+    """The tiles of a gradient follow each other, without a gap, in the order in which they are waited for; the wait
+    for the last one, and no other, gives the gradient."""
+    following: dict[tuple[str, str], tuple[int, int]] = {}
+    for i, instr in enumerate(program.instrs):
+        if not isinstance(instr, WaitReduce) or (part := program.reduces[instr.index].tile) is None:
+            continue
+        r = program.reduces[instr.index]
+        key = (r.owner, r.names[0])
+        if key in reduced:
+            raise VerifyError(f"the gradient of {r.names[0]} is reduced twice")
+        if (part.index, part.begin) != following.get(key, (0, 0)):
+            _fail(i, instr, f"{r.label} begins at element {part.begin}: it is not the next one")
+        if (instr.outs[0] >= 0) > part.last:
+            _fail(i, instr, f"{r.label} is not the last one, and gives the gradient")
+        following[key] = (part.index + 1, part.begin + r.chunk_numels[0])
+        if part.last:
+            reduced.add(key)
+            del following[key]
+    for _, name in following:
+        raise VerifyError(f"the last tile of the gradient of {name} is not reduced")
 
 
 def _memory(program: Program, worlds: Mapping[str, int]) -> None:

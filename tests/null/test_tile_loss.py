@@ -84,12 +84,13 @@ def test_evaluation_is_tiled_too():
 
 @pytest.mark.slow
 def test_which_collectives_run_does_not_depend_on_sizes():
-    seen = set()
-    for length, tile_bytes in ((2, 1 << 30), (64, ROW), (64, None)):
-        model = SimulatedModel(Head(), 2, stage=3, tile_bytes=tile_bytes)
-        model.check([batch(0, length), batch(1, length)], lambda out: out)
-        seen.add("\n".join(p.collectives() for p in model.programs.values()))
-    assert len(seen) == 1
+    for tile_bytes in (1 << 30, ROW, None):
+        seen = set()
+        for length in (2, 64):
+            model = SimulatedModel(Head(), 2, stage=3, tile_bytes=tile_bytes)
+            model.check([batch(0, length), batch(1, length)], lambda out: out)
+            seen.add("\n".join(p.collectives() for p in model.programs.values()))
+        assert len(seen) == 1
 
 
 def test_tiles_have_equal_segments():
@@ -202,4 +203,4 @@ def test_in_evaluation_too():
 def test_a_head_that_is_narrower_than_its_input_is_no_matter():
     model = SimulatedModel(nn.Sequential(nn.Linear(16, 5), nn.LogSoftmax(-1)), 2, stage=3, tile_bytes=1)
     model.check([(torch.randn(4, 16),)] * 2, lambda out: out.sum())
-    assert notes(model) == []
+    assert not [n for n in notes(model) if "logits" in n]
