@@ -294,6 +294,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           py::arg("gather"))
       .def(
+          "trim",
+          [](Engine& engine, int64_t nbytes) {
+            check(without_gil([&] { return engine.trim(nbytes); }));
+          },
+          py::arg("nbytes"))
+      .def(
           "release",
           [](Engine& engine, int id) {
             check(without_gil([&] { return engine.release(id); }));
@@ -324,6 +330,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return unwrap(without_gil([&] { return engine.reduce_wait(id); }));
           },
           py::arg("reduce"))
+      .def(
+          "expect_output",
+          [](Engine& engine, int64_t nbytes, const at::Device& device) {
+            check(without_gil([&] { return engine.expect_output(nbytes, device); }));
+          },
+          py::arg("nbytes"),
+          py::arg("device"))
+      .def(
+          "acquire_output",
+          [](Engine& engine,
+             int64_t numel,
+             c10::ScalarType dtype,
+             const at::Device& device) {
+            return unwrap(without_gil(
+                [&] { return engine.acquire_output(numel, dtype, device); }));
+          },
+          py::arg("numel"),
+          py::arg("dtype"),
+          py::arg("device"))
       .def("counters", &counters)
       .def("close", [](Engine& engine) {
         without_gil([&] { engine.close(); });

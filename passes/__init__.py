@@ -15,6 +15,7 @@ from .pick_kernels import PickKernels
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
 from .tile_loss import TileLoss
+from .tile_operators import TileOperators
 from .units import assign_units, gathered_in_backward, order_of_use
 
 # (pass, level of lowering that the verifier proves after it)
@@ -32,6 +33,7 @@ PHASE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
     (LowerMarkers(), "captured"),
     (CloneEscapes(), "lowered"),
+    (TileOperators(), "lowered"),
     (BucketTransfers(), "lowered"),
     (PlaceStarts(), "lowered"),
     (ExpandTiles(), "lowered"),
@@ -57,6 +59,7 @@ __all__ = [
     "PlaceStarts",
     "TagRecompute",
     "TileLoss",
+    "TileOperators",
     "Trace",
     "assign_units",
     "finer",

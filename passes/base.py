@@ -12,7 +12,7 @@ from torch import fx
 
 from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, spec
-from zero_compiler.ir.facts import ParamRef
+from zero_compiler.ir.facts import ParamRef, Tile
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ParamPlan:
     filed: bool = False  # at rest in a file
     grad_filed: bool = False
     copies: int = 1  # ranks that hold the same rows; their gradients are summed too
+    tile_rows: int = 0  # of a rank's chunk, that are gathered at a time; 0: the whole weight is
 
     @property
     def numel(self) -> int:
@@ -45,15 +46,33 @@ class ParamPlan:
         return self.numel * self.gather_dtype.itemsize
 
     @property
+    def reduce_bytes(self) -> int:
+        return self.numel * self.reduce_dtype.itemsize
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of one padded chunk."""
+        return -(-self.shape[0] // self.world)
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """The tiles of a weight that is never gathered whole; of equally many rows, but for the last one."""
+        begins = range(0, self.chunk_rows, self.tile_rows) if self.tile_rows else ()
+        return [
+            Tile(b, min(self.tile_rows, self.chunk_rows - b), k, len(begins)) for k, b in enumerate(begins)
+        ]
+
+    @property
     def home(self) -> bool:
         """Read where it lies at rest: every rank's rows are in memory that all share, in the dtype of the gather."""
-        return self.shared and self.cut and self.gather_dtype == self.dtype and not self.filed
+        same = self.gather_dtype == self.dtype
+        return self.shared and self.cut and same and not self.filed and not self.tile_rows
 
     @property
     def released(self) -> bool:
         """Stage 3 releases a weight after its last use of a phase, unless a memory budget has room to keep it; the
-        other stages keep every weight until the shards change."""
-        return self.stage == 3 and not self.kept
+        other stages keep every weight until the shards change. Tiles are released at every stage."""
+        return bool(self.tile_rows) or (self.stage == 3 and not self.kept)
 
 
 @dataclass(frozen=True)

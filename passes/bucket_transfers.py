@@ -61,7 +61,7 @@ def _sink_derived(graph: fx.Graph) -> None:
         ):
             derived.add(node)
     for node in reversed(list(graph.nodes)):
-        if node in derived and not facts.is_weight(node) and node.users:
+        if node in derived and not facts.is_weight(node) and node.users and not facts.stays(node):
             min(node.users).prepend(node)  # nodes compare by their place in the graph
 
 
@@ -99,10 +99,12 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
     device: Any = None
     for node in graph.find_nodes(op="call_function", target=ops.gather):
         (ref,) = facts.params(node)
+        if facts.tile(node) is not None:
+            continue  # tiles are gathered where they are used
         (wait,) = node.users
         (element,) = wait.users
         old[ref], device = element, node.args[4]
-    wanted = set(old) | {r for r in ctx.gathered or () if ctx.params[r].cut}
+    wanted = set(old) | {r for r in ctx.gathered or () if ctx.params[r].cut and not ctx.params[r].tile_rows}
     if not wanted:
         return
     if device is None:
@@ -200,6 +202,8 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
     old: dict[ParamRef, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=ops.reduce):
         (ref,) = facts.params(node)
+        if facts.tile(node) is not None:
+            continue
         (wait,) = node.users
         (element,) = wait.users
         old[ref] = element

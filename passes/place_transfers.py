@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from torch import fx
@@ -37,6 +38,10 @@ class PlaceStarts:
     What would start ahead of all waits starts at the top, as the first unit always does. A reduction's wait moves
     to the start of the second reduction group after it: two groups are in flight.
 
+    In memory that ranks share nothing moves between start and wait, which sums where the gradients lie. A wait that
+    comes late gives a peer that is behind some slack, and holds the gradients for it. There as many are in flight as
+    take the bytes of the largest one.
+
     Refuses: nothing.
     """
 
@@ -67,13 +72,42 @@ class PlaceStarts:
             _together(group)
         reductions = unit_groups(graph, ops.reduce)
         (output,) = graph.find_nodes(op="output")
+        shared = [s for group in reductions for s in group if ctx.params[facts.params(s)[0]].shared]
+        _wait_for_room(shared, output, ctx)
         for i, group in enumerate(reductions):
             point = reductions[i + 2][0] if i + 2 < len(reductions) else output
             for start in group:
-                wait = _wait(start)
-                elements = sorted(wait.users, key=lambda e: e.args[1])
-                for node in (wait, *elements):
-                    point.prepend(node)
+                if not ctx.params[facts.params(start)[0]].shared:
+                    _wait_before(start, point)
+
+
+def _wait_before(start: fx.Node, point: fx.Node) -> None:
+    wait = _wait(start)
+    for node in (wait, *sorted(wait.users, key=lambda e: e.args[1])):
+        point.prepend(node)
+
+
+def _wait_for_room(reductions: list[fx.Node], output: fx.Node, ctx: Context) -> None:
+    """Wait for the oldest of ``reductions`` where another one would not fit beside those in flight."""
+    nbytes = {s: _reduced_bytes(s, ctx) for s in reductions}
+    room = max(nbytes.values(), default=0)
+    flying: deque[fx.Node] = deque()
+    taken = 0
+    for start in reductions:
+        while flying and taken + nbytes[start] > room:
+            taken -= nbytes[flying[0]]
+            _wait_before(flying.popleft(), start)
+        flying.append(start)
+        taken += nbytes[start]
+    for start in flying:
+        _wait_before(start, output)
+
+
+def _reduced_bytes(start: fx.Node, ctx: Context) -> int:
+    plans, tile = [ctx.params[r] for r in facts.params(start)], facts.tile(start)
+    if tile is None:
+        return sum(p.reduce_bytes for p in plans)
+    return sum(p.reduce_bytes * tile.rows // p.chunk_rows for p in plans)
 
 
 @dataclass(frozen=True)

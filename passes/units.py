@@ -43,7 +43,9 @@ def assign_units(
     """Unit of each parameter, in the canonical order; small units that are no repeated block join the next one."""
     groups: dict[tuple[str, str], list[ParamRef]] = {}
     for ref in order:
-        groups.setdefault((ref.owner, unit_of(ref.name)), []).append(ref)
+        # What is gathered in tiles shares no transfer.
+        unit = ref.name if params[ref].tile_rows else unit_of(ref.name)
+        groups.setdefault((ref.owner, unit), []).append(ref)
     out: dict[ParamRef, str] = {}
     carried: list[ParamRef] = []
     items = list(groups.items())
@@ -54,7 +56,15 @@ def assign_units(
         following = items[i + 1][0] if i + 1 < len(items) else None
         # Joining a repeated block would make it differ from its siblings, and be compiled once more.
         joins = following is not None and not any(p.isdigit() for p in following[1].split("."))
-        if size < bucket_bytes and not indexed and joins and following is not None and following[0] == owner:
+        alone = following is not None and any(params[r].tile_rows for r in (*members, *groups[following]))
+        if (
+            size < bucket_bytes
+            and not indexed
+            and not alone
+            and joins
+            and following is not None
+            and following[0] == owner
+        ):
             carried = members
             continue
         carried = []

@@ -91,6 +91,7 @@ class Reference:
                 raise TransferError(
                     f"{r.label} is planned for {r.copies} ranks with the same rows, not {copies}"
                 )
+        self._tiles: dict[tuple[int, str, str], torch.Tensor] = {}
         if any(g.shared for g in program.gathers) or any(r.shared for r in program.reduces):
             raise TransferError("the reference runs Programs over collectives, not over shared memory")
 
@@ -179,7 +180,7 @@ class Reference:
     def _fetch(self, rank: Rank, g: GatherDesc, done: bool) -> None:
         for name, slot in zip(g.names, self._fetched(rank, g), strict=True):
             if done:
-                slot.copy_(rank.chunks[ParamRef(g.owner, name)])
+                slot.copy_(rank.chunks[ParamRef(g.owner, name)][g.begin :][: slot.numel()])
             else:
                 slot.view(torch.uint8).fill_(_POISON)
 
@@ -190,6 +191,8 @@ class Reference:
             for slot in self._slots(rank, g):
                 slot.fill_(_POISON)
             chunks = self._fetched(rank, g) or [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
+            if g.tile is not None and not g.fetched:
+                chunks = [chunks[0][g.begin : g.begin + g.chunk_numels[0]]]
             for name, chunk, numel in zip(g.names, chunks, g.chunk_numels, strict=True):
                 if chunk.numel() != numel:
                     raise TransferError(
@@ -273,10 +276,21 @@ class Reference:
         for name, numel, shape in zip(r.names, r.chunk_numels, r.shapes, strict=True):
             part = mean[at : at + numel].to(_dtype(r.out_dtype), copy=True)
             layout = self.layouts[ParamRef(r.owner, name)]
+            if r.tile is not None:
+                part = self._landed(k, r, layout, part)
             rows = layout.local_shape(k) if layout.cut else shape
             out.append(part[: _numel(rows)].view(rows))
             at += numel
         return out
+
+    def _landed(self, k: int, r: ReduceDesc, layout: Layout, part: torch.Tensor) -> torch.Tensor:
+        """The chunk of rank ``k`` with the tiles of its gradient that have landed so far; NaN for the others."""
+        assert r.tile is not None
+        whole = self._tiles.setdefault(
+            (k, r.owner, r.names[0]), torch.full((layout.chunk_numel,), torch.nan, dtype=part.dtype)
+        )
+        whole[r.tile.begin : r.tile.begin + part.numel()] = part
+        return self._tiles.pop((k, r.owner, r.names[0])) if r.tile.last else whole
 
 
 def _read(env: list[Any], i: int) -> Any:

@@ -13,6 +13,7 @@ import torch
 from zero_compiler import grads
 from zero_compiler.errors import StorageError, TransferError
 from zero_compiler.group import meet, short_digest
+from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (
     Compute,
     Fetch,
@@ -94,6 +95,7 @@ class Session:
         self._fetching: dict[int, list[Any]] = {}
         self._summing: list[_Sum] = []
         self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
+        self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         moves = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and moves
@@ -132,6 +134,11 @@ class Session:
             getattr(torch, r.out_dtype if group.across is None else r.dtype),
             float(group.data_ranks),
         )
+        if r.tile is not None and r.tile.index == 0:
+            numel = runtime.policy.params[r.names[0]].layout.chunk_numel
+            runtime.engine.expect_output(
+                numel * getattr(torch, r.out_dtype).itemsize, runtime.policy.group.device
+            )
         return runtime, index, r, [self._rows(runtime, name) for name in r.names]
 
     def _rows(self, runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -238,6 +245,11 @@ class Session:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
         env = inputs + self._empty
         inputs.clear()
+        if not self._reduces_now():
+            self._check_unhooked()
+        if self.program.idle_bytes >= 0:
+            for runtime in self.runtimes.values():
+                runtime.engine.trim(self.program.idle_bytes // len(self.runtimes))
         if self._talks:
             self._agree()
         try:
@@ -248,12 +260,19 @@ class Session:
             # Transfers in flight hold buffers of the arena: end them before anything else uses it.
             self._end_fetches()
             self._summing.clear()
+            self._tiles.clear()
             for runtime in self.runtimes.values():
                 runtime.engine.abandon(f"{type(error).__name__}: {error}")
                 runtime.policy.break_off(f"{type(error).__name__}: {error}")
                 runtime.fresh.clear()
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
+
+    def _check_unhooked(self) -> None:
+        for runtime, _, r, _ in self._reduces:
+            if not runtime.policy.sync:
+                for name in r.names:
+                    grads.check_unhooked(runtime.policy.param(name), name)
 
     def _leave(self) -> None:
         """The end of a call: no peer reads this rank's memory any more, so the caller may write to it."""
@@ -302,7 +321,9 @@ class Session:
         for name, at in zip(g.names, g.fetched, strict=True):
             region = runtime.region(name)
             if region is not None:
-                spans.append(region.span(0, region.nbytes, at))
+                item = region.tensor.element_size()
+                nbytes = g.chunk_numels[0] * item if g.tile else region.nbytes
+                spans.append(region.span(g.begin * item, nbytes, at))
         self._fetching[which] = [s.store.read(s, runtime.host) for s in merged(spans)]
 
     def _wait_fetch(self, which: int) -> None:
@@ -320,12 +341,12 @@ class Session:
 
     def _chunks(self, runtime: ModelRuntime, g: GatherDesc) -> list[torch.Tensor]:
         if not g.fetched:
-            return runtime.flat_chunks(g.names)
+            return [_part(chunk, g) for chunk in runtime.flat_chunks(g.names)]
         chunks = []
         dtype = getattr(torch, g.rest_dtype)
         for name, numel, at in zip(g.names, g.chunk_numels, g.fetched, strict=True):
             if runtime.region(name) is None:
-                chunks += runtime.flat_chunks([name])
+                chunks.append(_part(runtime.flat_chunks([name])[0], g))
             else:
                 chunks.append(runtime.host[at : at + numel * dtype.itemsize].view(dtype))
         return chunks
@@ -355,14 +376,38 @@ class Session:
         params = [policy.param(n) for n in r.names]
         if not policy.sync:
             for param, grad, name in zip(params, given, r.names, strict=True):
-                grads.keep_pending(param, grad.to(policy.params[name].reduce_dtype))
+                info = policy.params[name]
+                if r.tile is not None:
+                    rows = tiled_rows(info.layout, r.tile.begin, grad.shape[0])
+                    grads.keep_pending_rows(param, grad.to(info.reduce_dtype), rows)
+                else:
+                    grads.keep_pending(param, grad.to(info.reduce_dtype))
             return
         if grads.PendingGrad.ever_made:
             grads.flush_at_end(policy)
             for k, param in enumerate(params):
                 if isinstance(param.grad, grads.PendingGrad):
-                    given[k] = grads.take_pending(param, given[k].to(getattr(torch, r.dtype)))
+                    given[k] = self._with_pending(r, param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)
+
+    def _with_pending(self, r: ReduceDesc, param: Any, grad: torch.Tensor) -> torch.Tensor:
+        if r.tile is None:
+            return grads.take_pending(param, grad)
+        layout = self.runtimes[r.owner].policy.params[r.names[0]].layout
+        rows = tiled_rows(layout, r.tile.begin, grad.shape[0])
+        return grads.take_pending_rows(param, grad, rows, r.tile.last)
+
+    def _laid(self, runtime: ModelRuntime, r: ReduceDesc, part: torch.Tensor) -> torch.Tensor | None:
+        """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
+        assert r.tile is not None
+        sink, param = runtime.policy.sinks.get(r.names[0]), runtime.policy.param(r.names[0])
+        if sink is not None and sink.land_part(param, part, r.tile.begin, r.tile.last):
+            return None
+        key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
+        if r.tile.index == 0:
+            self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device)
+        self._tiles[key][r.tile.begin : r.tile.begin + part.numel()].copy_(part)
+        return self._tiles.pop(key) if r.tile.last else None
 
     def _wait_reduce(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
         runtime, index, r, _ = self._reduces[which]
@@ -404,6 +449,11 @@ class Session:
         """Give gradients to those that wait for them."""
         runtime, _, r, rows = self._reduces[which]
         policy = runtime.policy
+        if r.tile is not None:
+            whole = self._laid(runtime, r, chunks[0])
+            if whole is None:
+                return
+            chunks = [whole]
         out: list[Any] = [
             chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
             for chunk, (shape, stride) in zip(chunks, rows, strict=True)
@@ -418,6 +468,11 @@ class Session:
         for i, value in zip(outs, out, strict=True):
             if i >= 0:
                 env[i] = value
+
+
+def _part(chunk: torch.Tensor, g: GatherDesc) -> torch.Tensor:
+    """What of a flat chunk is gathered."""
+    return chunk[g.begin : g.begin + g.chunk_numels[0]] if g.tile else chunk
 
 
 def _last_reads(program: Program) -> dict[tuple[str, str], float]:

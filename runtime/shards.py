@@ -31,12 +31,35 @@ class LocalRows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
+            return _through_autograd(ctx, *given)
         ctx.calls = None
+        _unmodified(ctx, given)
+        # Of each tensor among the inputs, in order, what accumulates its gradient.
+        nodes = [node for node, _ in ctx.next_functions]
         out: list[Any] = [None, None]
-        for name, param, version, grad in zip(ctx.names, ctx.params, ctx.versions, given, strict=True):
-            if grad is not None and param._version != version:
-                grads.modified(name)
-            out.append(None if grad is None else grads.as_dtensor(param, grad))
+        for param, node, grad in zip(ctx.params, nodes, given, strict=True):
+            if grad is not None and not (
+                torch._C._will_engine_execute_node(node)
+                and not grads.hooked(param)
+                and grads.added(param, grad)
+            ):
+                out.append(grads.as_dtensor(param, grad))
+            else:
+                out.append(None)
         return tuple(out)
+
+
+@torch.autograd.function.once_differentiable
+def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
+    ctx.calls = None
+    _unmodified(ctx, given)
+    grown = (None if g is None else grads.as_dtensor(p, g) for p, g in zip(ctx.params, given, strict=True))
+    return (None, None, *grown)
+
+
+def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
+    for name, param, version, grad in zip(ctx.names, ctx.params, ctx.versions, given, strict=True):
+        if grad is not None and param._version != version:
+            grads.modified(name)

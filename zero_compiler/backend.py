@@ -18,13 +18,14 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from . import budget, hardware, passes, plain, schedule
+from . import budget, grads, hardware, live, passes, plain, schedule, tiling
 from .capture import Captured, ShardInput, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
 from .emit import Emitted, emit
 from .errors import ConfigError, ZeroError
 from .group import decide
+from .guards import guard_optimizers
 from .hardware import HardwareSpec
 from .ir import facts, ops, spec
 from .ir.facts import ParamRef
@@ -60,6 +61,10 @@ def zero(
         return _compile(gm, example_inputs, options, mode)
     except ZeroError as error:
         return _raiser(error)
+    except RuntimeError as error:
+        if not grads.mixes(error):
+            raise
+        return _raiser(grads.computes_with_shards())
 
 
 def _raiser(error: ZeroError) -> Callable[..., Any]:
@@ -79,6 +84,7 @@ def _compile(
         raise ConfigError(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
+    guard_optimizers()
     compiled, captured, _ = compile_frame(gm, example_inputs, options, EngineLoader())
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured) if captured.shards else compiled, example_inputs)
@@ -147,6 +153,7 @@ def compile_frame(
             decompositions=compiler.decompositions(),
             keep_inference_input_mutations=True,
         )(captured.gm, captured.inputs)
+    compiler.lend_gradients()
     compiler.check_budget()
     return compiled, captured, compiler.frame
 
@@ -214,6 +221,7 @@ class _FrameCompiler:
         self.frame = Frame(self.index, self.config, self.params, self.trace)
         if self.first is not None:
             self.first.frames.append(self.frame)
+        self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
         self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
         self.backward_params: frozenset[ParamRef] | None = None
@@ -257,6 +265,8 @@ class _FrameCompiler:
     def _plan(self, shard: ShardInput) -> ParamPlan:
         policy = self.policies[shard.ref.owner]
         info = policy.params[shard.ref.name]
+        filed = policy.placed.tier("params", shard.ref.name) == "nvme"
+        grad_filed = policy.placed.tier("grads", shard.ref.name) == "nvme"
         return ParamPlan(
             ref=shard.ref,
             shape=info.layout.shape,
@@ -268,16 +278,27 @@ class _FrameCompiler:
             stage=policy.config.stage,
             kept=policy.kept.get(shard.ref.name, False),
             shared=policy.transport.shared,
-            filed=policy.placed.tier("params", shard.ref.name) == "nvme",
-            grad_filed=policy.placed.tier("grads", shard.ref.name) == "nvme",
+            filed=filed,
+            grad_filed=grad_filed,
             copies=policy.group.copies,
+            tile_rows=tiling.tile_rows(
+                info.layout, info.gather_dtype, filed or grad_filed, self._tile_bytes(policy, shard.ref.name)
+            ),
         )
+
+    def _tile_bytes(self, policy: Any, name: str) -> int | None:
+        """What is gathered of a weight at a time: as the user says, else as a budget made it."""
+        return self.config.tile_bytes if self.config.tile_bytes is not None else policy.tile_bytes.get(name)
 
     def decompositions(self) -> Any:
         if self.config.compute == "inductor":
             from torch._inductor.decomposition import select_decomp_table
 
-            return select_decomp_table()
+            table = select_decomp_table()
+            if self.config.memory_budget_bytes is not None or any(p.tile_rows for p in self.params.values()):
+                # Whether an operator with a weight is one may not depend on the sizes of its other operands.
+                return {op: rule for op, rule in table.items() if op not in tiling.WHOLE}
+            return table
         return None
 
     def _dump_dir(self) -> str | None:
@@ -304,7 +325,8 @@ class _FrameCompiler:
 
     def _joint(self, gm: fx.GraphModule) -> None:
         run_passes(gm.graph, passes.JOINT, self._context("joint"), self.trace, self._dump_dir())
-        self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
+        self.order = passes.order_of_use(gm.graph)
+        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
 
     # Called by AOTAutograd -----------------------------------------------------------------------------------
 
@@ -326,19 +348,44 @@ class _FrameCompiler:
     def _spend_budget(self, forward: fx.GraphModule, backward: fx.GraphModule, budget_bytes: int) -> None:
         """Plan both phases with every weight released, and keep what fits in the room that is left.
 
-        What does not fit is tried again with smaller tiles. Prefetch comes next: its buffers serve one unit after the
-        other, in both phases, where the bytes of a kept weight save one gather.
+        What does not fit is tried again with smaller tiles, at first of logits, then of the largest weights. Prefetch
+        comes next: its buffers serve one unit after the other, in both phases, where the bytes of a kept weight save
+        one gather.
         """
         graphs = {"forward": forward, "backward": backward}
         while self._trial_peak(graphs) > budget_bytes and passes.finer(forward.graph):
             pass
+        if self.config.tile_bytes is None:
+            self._tile_weights(graphs, budget_bytes)
         lowered = self._settled(graphs)
         programs = [low.emitted.program for low in lowered.values()]
         policies = list(self.policies.values())
         memory = self._memory(programs)
         budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
         budget.keep(policies, self.params, self.backward_params or (), budget_bytes - memory.peak)
-        self.params = {s.ref: self._plan(s) for s in self.captured.shards}
+        self._plan_again()
+
+    def _tile_weights(self, graphs: Mapping[str, fx.GraphModule], budget_bytes: int) -> None:
+        """Gather the largest weights in tiles of half the bytes, and again, until the plan fits.
+
+        Decided once for a weight, by rank 0 for all.
+        """
+        undecided = tiling.undecided(self.policies, self.params)
+        if not undecided:
+            return
+        while self._trial_peak(graphs) > budget_bytes:
+            limit = tiling.largest_bytes([self.params[ref] for ref in undecided]) // 2
+            before = self.params
+            tiling.note(self.policies, undecided, limit)
+            self._plan_again()
+            if limit < tiling.LEAST_BYTES or self.params == before:
+                break
+        tiling.settle(self.policies, undecided)
+        self._plan_again()
+
+    def _plan_again(self) -> None:
+        self.params = self.frame.params = {s.ref: self._plan(s) for s in self.captured.shards}
+        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
 
     def _trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of both phases as they are."""
@@ -349,6 +396,20 @@ class _FrameCompiler:
         return budget.memory_of(
             list(self.policies.values()), programs, kept_bytes(self.loader.kept_offsets())
         )
+
+    def lend_gradients(self) -> None:
+        """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""
+        mine = list(self.frame.programs.values())
+        policies = list(self.policies.values())
+        if not policies or not mine:
+            return
+        others = [p for policy in policies for f in policy.frames for p in f.programs.values()]
+        gradients = budget.memory_of(policies, mine, 0).gradients
+        most = max(live.most(p, gradients) for p in (*mine, *others))
+        idle = live.idle_bytes(mine, gradients, most)
+        for program in mine:
+            if program.phase != "backward":
+                program.idle_bytes = idle
 
     def check_budget(self) -> None:
         """What was compiled fits the budget.
@@ -375,7 +436,8 @@ class _FrameCompiler:
         if self.config.compute == "inductor":
             _inductor_joint_passes(gm, inputs)
         run_passes(gm.graph, passes.INFERENCE, self._context("joint"), self.trace, self._dump_dir())
-        self.units = passes.assign_units(passes.order_of_use(gm.graph), self.params, self.bucket_bytes)
+        self.order = passes.order_of_use(gm.graph)
+        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
         return self._phase(gm, "inference")
 
     def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:

@@ -11,15 +11,14 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from .arena import aligned
 from .errors import MemoryBudgetError
 from .group import decide
 from .ir.facts import ParamRef
 from .knapsack import Candidate, choose
+from .live import most
 from .placing import ASSUMED_STATE_BYTES
-from .program import Compute, Program, WaitReduce
+from .program import Compute, Program
 from .report import Memory
 
 
@@ -42,7 +41,7 @@ def keep(
         return
     candidates = []
     for plan in open_:
-        if plan.ref in wanted and plan.world > 1 and not plan.home and not plan.filed:
+        if plan.ref in wanted and plan.world > 1 and not (plan.home or plan.filed or plan.tile_rows):
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
@@ -82,7 +81,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                     assumed += states
                 files += states if tier == "nvme" else 0
                 optimizer += states if tier == "none" else 0
-    largest = max((_most(p) for p in programs), default=0)
+    largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
     arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
@@ -93,20 +92,6 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
         host += sum(s.buffer_bytes for s in streamers.values())
     kept = kept_bytes if moves else 0
     return Memory(parameters, gradients, optimizer, kept, arena, largest, host, files, assumed)
-
-
-def _most(program: Program) -> int:
-    """Most bytes that a Program holds beside its arena and the gradients that it returns.
-
-    Those lie in storages that the engine keeps from step to step, which count among what is at rest.
-    """
-    most = returned = 0
-    for instr, live in zip(program.instrs, program.live, strict=True):
-        if isinstance(instr, WaitReduce):
-            r = program.reduces[instr.index]
-            returned += sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
-        most = max(most, live - program.buffer_bytes - returned)
-    return most
 
 
 def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:

@@ -87,8 +87,10 @@ class Config:
             gathered weights from forward to backward. None: no limit, and weights are released as ``stage`` says.
         bucket_bytes: gathers and reductions smaller than this share a collective, in bytes of the full
             tensors. None: derived by the cost model from latency times bandwidth.
-        tile_bytes: logits are made in tiles of at most so many bytes, together with the loss and its gradient. None:
-            as many tokens at a time as it takes for the repeated reading of the weight not to count.
+        tile_bytes: logits are made in tiles of at most so many bytes, together with the loss and its gradient; and a
+            weight whose gathered bytes are more is gathered, used and reduced in tiles (docs/tiling.md). None: as
+            many tokens at a time as it takes for the repeated reading of the weight not to count, and weights whole
+            unless ``memory_budget_bytes`` asks for tiles.
 
     Raises:
         ConfigError: a value is out of range or not of its type.

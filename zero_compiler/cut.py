@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,16 @@ def segment(
     step_of: dict[fx.Node, int],
     roots: dict[fx.Node, frozenset[fx.Node]],
     returned: set[fx.Node],
+    given: Mapping[Any, fx.Node],
 ) -> tuple[SegmentGraph, list[fx.Node], list[fx.Node]]:
-    """Run number ``index`` of ``gm``'s compute nodes as a graph, with the nodes that it takes and those it gives."""
+    """Run number ``index`` of ``gm``'s compute nodes as a graph, with the nodes that it takes and those it gives.
+
+    Args:
+        step_of: run of each compute node.
+        roots: see :func:`facts.alias_roots`.
+        returned: nodes that the whole graph returns.
+        given: see :func:`symbols_given`.
+    """
     inside = set(nodes)
     pulled: dict[fx.Node, None] = {}
     ins: dict[fx.Node, None] = {}
@@ -83,8 +92,9 @@ def segment(
     symbols: set[Any] = set()
     for node in (*nodes, *ins, *pulled):
         symbols |= facts.symbols_of(facts.value(node))
-    if symbols:
-        _bring_symbols(gm.graph, symbols, ins)
+    known = {v.node.expr for n in ins if isinstance(v := facts.value(n), torch.SymInt)}
+    for node in sorted(given[s] for s in symbols - known if s in given):
+        ins[node] = None
     outs = [
         n
         for n in nodes
@@ -117,15 +127,11 @@ def _copy_meta(src: fx.Node, dst: fx.Node) -> None:
             dst.meta[key] = src.meta[key]
 
 
-def _bring_symbols(graph: fx.Graph, symbols: set[Any], ins: dict[fx.Node, None]) -> None:
-    """Add the inputs of the graph that define symbolic sizes to those of a segment that uses them."""
-    known: set[Any] = set()
-    for node in ins:
-        val = facts.value(node)
-        if isinstance(val, torch.SymInt) and val.node.expr in symbols:
-            known.add(val.node.expr)
+def symbols_given(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """The input of the graph that defines each symbolic size."""
+    out: dict[Any, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         val = facts.value(node)
-        if isinstance(val, torch.SymInt) and val.node.expr in symbols - known:
-            ins[node] = None
-            known.add(val.node.expr)
+        if isinstance(val, torch.SymInt):
+            out.setdefault(val.node.expr, node)
+    return out

@@ -125,6 +125,7 @@ class Unshard(torch.autograd.Function):
             grads.modified(name)
         alone, ctx.call = grads.alone(policy, name), None
         if not policy.sync:
+            grads.check_unhooked(param, name)
             grads.keep_pending(param, grad.to(info.reduce_dtype))
             return None, None, None
         grad = grads.take_pending(param, grad.to(info.reduce_dtype))

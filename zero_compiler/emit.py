@@ -58,11 +58,13 @@ def emit(
     roots = facts.alias_roots(graph)
     reads: list[list[fx.Node]] = []
     step_of = {n: i for i, s in enumerate(steps) if isinstance(s, list) for n in s}
-    notes = [f"%{n.name}: {facts.note(n)}" for n in graph.nodes if facts.note(n)]
+    kept = set(output.all_input_nodes)
+    symbols = cut.symbols_given(graph)
+    notes = [f"%{n.name}: {line}" for n in graph.nodes for line in (facts.note(n) or "").splitlines()]
 
     for i, step in enumerate(steps):
         if isinstance(step, list):
-            seg, ins, outs = cut.segment(gm, step, i, step_of, roots, set(output.all_input_nodes))
+            seg, ins, outs = cut.segment(gm, step, i, step_of, roots, kept, symbols)
             if not outs and not any(cut.impure(n) for n in step):
                 continue
             segments.append(seg)

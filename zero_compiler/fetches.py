@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from .ir import facts, ops
@@ -26,6 +27,8 @@ class Fetches:
                 self._units[-1].append(k)
             else:
                 self._units.append([k])
+        # The unit that follows the last gather of each.
+        self._following = {unit[-1]: after for unit, after in pairwise(self._units)}
         self.starts: dict[int, int] = {}  # instruction that starts the fetch of each gather
 
     def before(self, index: int, at: int) -> list[Instr]:
@@ -35,10 +38,7 @@ class Fetches:
 
     def after(self, index: int, at: int) -> list[Instr]:
         """Instructions behind it."""
-        for unit, following in zip(self._units, self._units[1:], strict=False):
-            if unit[-1] == index:
-                return self._start(following, at)
-        return []
+        return self._start(self._following.get(index, []), at)
 
     def _start(self, unit: list[int], at: int) -> list[Instr]:
         filed = [k for k in unit if self._filed[k]]

@@ -68,6 +68,7 @@ class GradientFiles:
         self._names = {id(policy.find(name)): name for name in regions}
         # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
         self._landed: dict[str, tuple[Any, bool]] = {}
+        self._partly: set[str] = set()  # of which some tiles have landed
         self._task: int | None = None  # autograd's number of the backward that runs
         self._stream: Stream | None = None
 
@@ -82,10 +83,7 @@ class GradientFiles:
         if name is None or not grads.goes_to_grad(param) or grads.hooked(param):
             return False
         rows = self._rows(name, local)
-        if self._task != (task := torch._C._current_graph_task_id()):
-            self._task = task
-            self._landed.clear()  # of a backward that broke off
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._enter()
         _, written = self._landed.get(name, (param, False))
         if written:
             self._ready().drain()
@@ -98,6 +96,39 @@ class GradientFiles:
         self._landed[name] = (param, written)
         return True
 
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
+        """A tile of a gradient, ``begin`` elements after the beginning of the chunk; tiles follow each other.
+
+        Returns whether it was taken; what was not taken of the first tile is not of those after it.
+        """
+        name = self._names.get(id(param))
+        if (
+            name is None
+            or (begin == 0 and not self._takes_parts(name, param))
+            or (begin and name not in self._partly)
+        ):
+            return False
+        self._enter()
+        self._partly.add(name)
+        self._write(name, part, begin * part.element_size())
+        if last:
+            self._partly.discard(name)
+            self._landed[name] = (param, True)
+        return True
+
+    def _takes_parts(self, name: str, param: Any) -> bool:
+        """Whether nothing is there yet to which they would have to be added."""
+        there = param.grad is not None or self._landed.get(name, (param, False))[1]
+        return not there and grads.goes_to_grad(param) and not grads.hooked(param)
+
+    def _enter(self) -> None:
+        """The first gradient of a backward that lands."""
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._landed.clear()  # of a backward that broke off
+            self._partly.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
     def _rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
         tensor = self._regions[name].tensor
         return tensor[: local.shape[0]] if local.dim() else tensor
@@ -107,7 +138,8 @@ class GradientFiles:
             self._stream = Stream(self.buffer_bytes // _WRITES, _WRITES)
         return self._stream
 
-    def _write(self, name: str, local: torch.Tensor) -> None:
+    def _write(self, name: str, local: torch.Tensor, begin: int = 0) -> None:
+        """Start to write to the file of ``name``, from byte ``begin`` on."""
         region, stream = self._regions[name], self._ready()
         raw = local.detach().contiguous().view(-1).view(torch.uint8)
         for at in range(0, raw.numel(), stream.nbytes):
@@ -117,7 +149,7 @@ class GradientFiles:
                 assert buffer is not None
                 buffer[: part.numel()].copy_(part)
 
-            stream.feed(Job(blocks(part.numel()), (), (region.span(at, part.numel(), 0),), copy))
+            stream.feed(Job(blocks(part.numel()), (), (region.span(begin + at, part.numel(), 0),), copy))
         stream.admit()  # no gradient waits for a buffer beyond its own landing
 
     def _end(self) -> None:

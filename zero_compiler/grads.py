@@ -165,6 +165,19 @@ def keep_pending(param: Any, full: torch.Tensor) -> None:
         param.grad = PendingGrad(param, full.detach().clone(), grad)
 
 
+def check_unhooked(param: Any, name: str) -> None:
+    """Raise where a hook would have to see a gradient that is not reduced: it has the form of the parameter.
+
+    Raises:
+        GradientError: naming the parameter.
+    """
+    if hooked(param):
+        raise GradientError(
+            f"parameter {name!r} has a hook for its gradient, and zero.no_sync has none to show before it is reduced: "
+            "remove the hook, or run this backward outside zero.no_sync"
+        )
+
+
 def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
     """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
     grad = param.grad
@@ -172,6 +185,27 @@ def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
         return full
     param.grad = grad.base
     return grad.full.add_(full)
+
+
+def keep_pending_rows(param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]]) -> None:
+    """:func:`keep_pending` of some rows: pairs of those of the full gradient and those of ``part``."""
+    if not isinstance(param.grad, PendingGrad):
+        full = torch.zeros(param.shape, dtype=part.dtype, device=part.device)
+        param.grad = PendingGrad(param, full, param.grad)
+    for theirs, ours in rows:
+        param.grad.full[theirs].add_(part[ours])
+
+
+def take_pending_rows(
+    param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]], last: bool
+) -> torch.Tensor:
+    """:func:`take_pending` of some rows; ``last`` drops what waited."""
+    out, grad = part.clone(), param.grad
+    for theirs, ours in rows:
+        out[ours].add_(grad.full[theirs])
+    if last:
+        param.grad = grad.base
+    return out
 
 
 def publish(param: Any, local: torch.Tensor) -> None:
@@ -186,6 +220,19 @@ def publish(param: Any, local: torch.Tensor) -> None:
             f"the gradient of a sharded parameter must be a DTensor, not {type(grad).__name__}; "
             "set p.grad to None or to a DTensor with the placement of p"
         )
+
+
+def added(param: Any, local: torch.Tensor) -> bool:
+    """Add this rank's reduced rows to ``param.grad`` without autograd, whose accumulation detaches a DTensor by way of
+    Python's dispatch; False where what stands there is for autograd to add to."""
+    grad = param.grad
+    if grad is None:
+        param.grad = as_dtensor(param, local)
+    elif type(grad) is DTensor and grad._spec is param._spec and not grad.requires_grad:
+        grad._local_tensor.add_(local)
+    else:
+        return False
+    return True
 
 
 class Sink(Protocol):
@@ -204,6 +251,9 @@ class Sink(Protocol):
 
         Returns whether it was taken; else autograd goes on with it.
         """
+
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
+        """A tile of this rank's rows, from element ``begin`` on; returns whether it was taken."""
 
 
 def goes_to_grad(param: torch.Tensor) -> bool:
@@ -262,6 +312,20 @@ def flush_at_end(policy: Policy) -> None:
                 publish(param, eager.reduce(policy.group, info.layout, grad.full, info.reduce_dtype))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)
+
+
+def mixes(error: RuntimeError) -> bool:
+    """Whether torch refused to compute with a shard and a plain tensor."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def computes_with_shards() -> ShardError:
+    """The error of a forward that reads parameters past the attributes of their modules."""
+    return ShardError(
+        "this forward computes with shards: inside it parameters(), state_dict() and _parameters hold them, and only "
+        "attributes such as module.weight are whole; read those, or add such terms to the loss outside of the forward, "
+        "made plain with .full_tensor()"
+    )
 
 
 def replaced(attribute: str, names: dict[str, str]) -> NoReturn:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .errors import ShardError
 from .grads import check_reduced
 from .ir import ops
+from .plain import check_averaged
 
 _CHECKED = "_zero_checked"
 _installed = False
@@ -37,6 +38,7 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """
     for group in optimizer.param_groups:
         check_reduced(group["params"])
+        check_averaged(group["params"])
     count = sum(len(g["params"]) for g in optimizer.param_groups)
     if optimizer.__dict__.get(_CHECKED) == count:
         return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_STEPS = 4096
+STEPS = 4096
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def choose(candidates: Sequence[Candidate], room_bytes: int) -> frozenset[str]:
     if sum(c.nbytes for c in useful) <= room_bytes:
         return frozenset(c.name for c in useful)
     # With fewer bytes than steps a step is one byte, and the solution is exact.
-    step = max(1, -(-room_bytes // _STEPS))
+    step = max(1, -(-room_bytes // STEPS))
     width = room_bytes // step
     best = np.zeros(width + 1)
     taken = np.zeros((len(useful), width + 1), dtype=bool)

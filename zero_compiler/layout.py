@@ -85,3 +85,20 @@ def layout_of(tensor: torch.Tensor, world: int, stage: int) -> Layout:
     """The layout that ``zero.shard`` gives a parameter: cut where there are rows to cut."""
     cut = stage > 0 and tensor.dim() > 0 and tensor.numel() > 0
     return Layout(tuple(tensor.shape), tensor.dtype, world, cut)
+
+
+def tiled_rows(layout: Layout, begin: int, rows: int) -> list[tuple[slice, slice]]:
+    """Which rows of the full tensor are which rows of a tile; padding is in neither.
+
+    Args:
+        begin: elements of each rank's chunk before the tile.
+        rows: of the tile, from all ranks together.
+    """
+    first, each = begin // layout.row_numel, rows // layout.world
+    out = []
+    for rank in range(layout.world):
+        low = layout.start(rank) + first
+        high = min(low + each, layout.start(rank) + layout.rows(rank))
+        if low < high:
+            out.append((slice(low, high), slice(rank * each, rank * each + high - low)))
+    return out

@@ -1,16 +1,17 @@
-"""Bytes live after each instruction of a Program."""
+"""Bytes live after each instruction of a Program, and what of them is gradients at rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from .cut import SegmentGraph
 from .ir import facts
-from .program import Compute, Program, Reduce, ReduceDesc, WaitReduce
+from .program import Compute, Instr, Program, Reduce, ReduceDesc, WaitReduce
 
 
 def live_bytes(
@@ -64,23 +65,98 @@ def live_bytes(
             in_flight[instr.index], free = free, ()
         if isinstance(instr, WaitReduce):
             free = in_flight.pop(instr.index, ())
-            # Padded chunks: a plan is the same on every rank, whichever rows it has.
             r = program.reduces[instr.index]
-            item = getattr(torch, r.out_dtype).itemsize
-            live += sum(c * item for o, c in zip(instr.outs, r.chunk_numels, strict=True) if o >= 0)
             if r.copies > 1 and r.dtype != r.out_dtype:
                 live -= summing
                 summing = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
                 live += summing
-        rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
+        gone = 0
         for o in free:
             for r in roots[node_of[o]]:
                 held = holders.get(r)
                 if held is not None:
                     held.discard(o)
                     if not held and r in made:
-                        live -= made.pop(r)
+                        gone += made.pop(r)
+        live += results_of(program, instr)
+        if (
+            isinstance(instr, WaitReduce)
+            and program.slots_ranks == 1
+            and program.reduces[instr.index].copies == 1
+        ):
+            live, gone = live - gone, 0  # of one rank the gradient itself is the result
+        rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
+        live -= gone
     return rows
+
+
+def results_of(program: Program, instr: Instr) -> int:
+    """Bytes of the reduced gradients that come to be at an instruction.
+
+    Padded chunks: a plan is the same on every rank, whichever rows it has. Over c10d a lone result of the right
+    dtype is where the transport writes to, and there from the start.
+    """
+    if not isinstance(instr, (Reduce, WaitReduce)):
+        return 0
+    r = program.reduces[instr.index]
+    early = len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
+    if early != isinstance(instr, Reduce):
+        return 0
+    return sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Moment:
+    """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, and of all
+    ``others`` beside them and the arenas."""
+
+    others: int
+    gradients: int
+
+
+def moments(program: Program) -> list[Moment]:
+    """What lives when, of what a Program makes."""
+    out = []
+    results = gradients = 0
+    for instr, live in zip(program.instrs, program.live, strict=True):
+        made = results_of(program, instr)
+        results += made
+        if made and not program.reduces[instr.index].stored:  # type: ignore[union-attr]
+            gradients += made
+        out.append(Moment(live - program.buffer_bytes - results, gradients))
+    return out
+
+
+def most(program: Program, gradients: int) -> int:
+    """Most bytes that a Program holds beside its arenas, the gradients that it has made among them.
+
+    Args:
+        gradients: bytes of all gradients of the model. Those that another Program makes count during the whole
+            backward.
+    """
+    rows = moments(program)
+    rest = max(0, gradients - rows[-1].gradients) if program.phase == "backward" and rows else 0
+    return max((m.others + min(gradients, m.gradients + rest) for m in rows), default=0)
+
+
+def idle_bytes(programs: Iterable[Program], gradients: int, most_bytes: int) -> int:
+    """Of the storages of gradients, how many bytes may wait for the next backward without raising a peak.
+
+    A storage that is kept need not be allocated, and its pages not be touched for the first time, in every step.
+    Between two backwards its bytes serve nothing else: where activations make the peak, gradients are to be born in
+    memory that these have left.
+
+    Args:
+        most_bytes: that may be held at any moment, as :func:`most` counts.
+    """
+    idle = gradients
+    for program in programs:
+        rows = moments(program)
+        rest = max(0, gradients - rows[-1].gradients) if program.phase == "backward" and rows else 0
+        for m in rows:
+            if m.others + gradients > most_bytes:
+                idle = min(idle, most_bytes - m.others - m.gradients - rest)
+    return max(0, idle)
 
 
 def _read_in_place(r: ReduceDesc) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import eager, grads
+from . import eager, grads, plain
 from .errors import ShardError
 from .group import Group
 from .policy import ParamInfo, Policy
@@ -168,13 +168,29 @@ def _call(base: type) -> Any:
             args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
         if scope.active:
             return base.__call__(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            plain.watch_beside(self)
         scope.active = True
         try:
-            return base.__call__(self, *args, **kwargs)
+            out = base.__call__(self, *args, **kwargs)
+        except RuntimeError as error:
+            if grads.mixes(error):
+                raise grads.computes_with_shards() from error
+            raise
         finally:
             scope.active = False
+        if not torch.compiler.is_compiling():
+            _check_plain(out)
+        return out
 
     return __call__
+
+
+def _check_plain(out: Any) -> None:
+    """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one."""
+    for leaf in pytree.tree_leaves(out):
+        if isinstance(leaf, DTensor) and leaf.grad_fn is not None:
+            raise grads.computes_with_shards()
 
 
 def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:

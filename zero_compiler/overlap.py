@@ -88,6 +88,10 @@ class Overlap:
             self._ready(param)
         return True
 
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
+        """See :class:`~zero_compiler.grads.Sink`; updates wait for the whole of a gradient."""
+        return False
+
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None or optimizer.max_grad_norm is not None:

@@ -10,13 +10,14 @@ equal on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .config import Config
 from .errors import ConfigError, MemoryBudgetError
 from .hardware import HardwareSpec
-from .knapsack import Candidate, choose
+from .knapsack import STEPS, Candidate, choose
 from .layout import Layout
 
 # What rests, and how often a step reads it from its tier and writes it back.
@@ -142,24 +143,33 @@ def place(tensors: Sequence[Resting], room_bytes: Mapping[str, int | None], spec
         if tier not in room_bytes:
             continue
         bound = [t for t in left if _last(t, tier, room_bytes)]
-        free = [t for t in left if tier in t.tiers and t not in set(bound)]
+        free = [t for t in left if tier in t.tiers and not _last(t, tier, room_bytes)]
         room = room_bytes[tier]
         taken = {*bound, *free}
         if room is not None:
             room -= sum(t.nbytes for t in bound)
             if room < 0:
                 raise _too_much(tensors, tier, bound, room_bytes)
-            chosen = choose(
-                [
-                    Candidate(f"{t.kind} {t.name}", t.nbytes, _saved_us(t, tier, room_bytes, spec))
-                    for t in free
-                ],
-                room,
-            )
-            taken = {*bound, *(t for t in free if f"{t.kind} {t.name}" in chosen)}
+            taken = {
+                *bound,
+                *_chosen(free, room, functools.partial(_saved_us, tier=tier, room=room_bytes, spec=spec)),
+            }
         tiers |= {(t.kind, t.name): tier for t in taken}
         left = [t for t in left if t not in taken]
     return Placed(tiers, tuple(_why(tensors, tiers, room_bytes, spec)))
+
+
+def _chosen(free: Sequence[Resting], room: int, saved_us: Callable[[Resting], float]) -> set[Resting]:
+    """What of ``free`` is to stay within ``room``.
+
+    Tensors below a step of the knapsack, which would count as a whole one, come first: they save most per byte.
+    """
+    small = {t for t in free if t.nbytes * STEPS < room}
+    if _sum(small) * 8 > room:
+        small = set()
+    large = {f"{t.kind} {t.name}": t for t in free if t not in small}
+    candidates = [Candidate(key, t.nbytes, saved_us(t)) for key, t in large.items()]
+    return small | {large[key] for key in choose(candidates, room - _sum(small))}
 
 
 def _farther(t: Resting, tier: str, room: Mapping[str, int | None]) -> list[str]:

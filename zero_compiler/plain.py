@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import RankMismatchError
+from .errors import GradientError, RankMismatchError
 
 log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default
-_ATTRIBUTE = "_zero_plain"
+ATTRIBUTE = "_zero_plain"  # of a parameter: the model that it is averaged with
 _SAID = "_zero_said"
 
 
@@ -39,7 +39,7 @@ class PlainModel:
         self.sync = True
         # By index of the parameter: the average of earlier backwards, set aside while new gradients arrive.
         self.averaged: dict[int, torch.Tensor | None] = {}
-        self.queued = False
+        self.queued: int | None = None  # the backward at whose end gradients are averaged
         self.compared = False  # whether ranks are known to have begun with the same values
 
     def __reduce__(self) -> Any:
@@ -47,7 +47,7 @@ class PlainModel:
 
     def add(self, param: nn.Parameter, name: str) -> None:
         self.known.add(id(param))
-        setattr(param, _ATTRIBUTE, self)
+        setattr(param, ATTRIBUTE, self)
         if id(param) in self.hooked or not _several_ranks():
             return
         self.hooked.add(id(param))
@@ -67,12 +67,13 @@ class PlainModel:
             self.averaged[index], param.grad = param.grad, None
         elif param.grad is None:
             self.averaged[index] = None  # zero_grad() since: it drops what was averaged too
-        if not self.queued and self.sync:
-            self.queued = True
+        running = torch._C._current_graph_task_id()
+        if self.queued != running and self.sync:
+            self.queued = running
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self.queued = False
+        self.queued = None
         params, averaged = self.params, self.averaged
         self.averaged = {}
         if _several_ranks():
@@ -117,6 +118,21 @@ class PlainModel:
                 "model under the same seed on every rank, or load the same checkpoint"
             )
         self.compared = True
+
+
+def check_averaged(params: Iterable[Any]) -> None:
+    """Raise where gradients of ``params`` are those of this rank alone.
+
+    Raises:
+        GradientError: before any of them was touched.
+    """
+    for param in params:
+        state = getattr(param, ATTRIBUTE, None)
+        if state is not None and any(state.params[i].grad is not None for i in state.averaged):
+            raise GradientError(
+                "these gradients are those of this rank alone: parameters that are not sharded are averaged when a "
+                "backward outside zero.no_sync ends; run one before stepping"
+            )
 
 
 def _average(grads: Sequence[Any]) -> None:
@@ -172,7 +188,7 @@ def _plain(p: Any) -> bool:
 def _known(param: Any) -> bool:
     if not param.requires_grad:
         return True
-    state = getattr(param, _ATTRIBUTE, None)
+    state = getattr(param, ATTRIBUTE, None)
     # A process group may have been made since the model was first called.
     return state is not None and id(param) in (state.hooked if _several_ranks() else state.known)
 
@@ -208,6 +224,12 @@ def watch(example_inputs: Sequence[Any]) -> None:
             state.add(param, name)
 
 
+def watch_beside(model: nn.Module) -> None:
+    """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
+    if torch.is_grad_enabled() and _several_ranks():
+        watch([p for p in model.parameters() if _plain(p) and not _known(p)])
+
+
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``model`` that no shard manages, by name."""
     model = getattr(model, "_orig_mod", model)
@@ -217,13 +239,13 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def plain_model(params: Sequence[nn.Parameter]) -> PlainModel:
     """The state of the model that ``params`` belong to; made where there is none."""
     for param in params:
-        state = getattr(param, _ATTRIBUTE, None)
+        state = getattr(param, ATTRIBUTE, None)
         if state is not None:
             return state
     state = PlainModel()
     if params:
         # Known before it is hooked: zero.no_sync may come before the first call.
-        setattr(params[0], _ATTRIBUTE, state)
+        setattr(params[0], ATTRIBUTE, state)
     return state
 
 

@@ -67,6 +67,7 @@ class Policy:
         self.places: dict[str, Places] = {}
         # Weights of stage 3 that the memory budget keeps, by name; decided once, then fixed.
         self.kept: dict[str, bool] = {}
+        self.tile_bytes: dict[str, int | None] = {}  # what a budget decided, see `tiling.py`
         # How far ahead gathers start, by phase and order of units (schedule.py); decided once, then fixed.
         self.distances: dict[str, str] = {}
         self.sync = True

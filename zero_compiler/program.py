@@ -20,6 +20,19 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
+class Part:
+    """A tile: of every rank's padded chunk the elements from ``begin`` on; number ``index`` of ``of`` tiles."""
+
+    begin: int
+    index: int
+    of: int
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.of - 1
+
+
+@dataclass(frozen=True)
 class GatherDesc:
     """One bucket of weights gathered by one collective.
 
@@ -31,6 +44,9 @@ class GatherDesc:
 
     ``fetched``: this rank's chunks rest in files, and are read to these offsets of the pool "host" first; ``()`` where
     they rest in memory. One rank that casts nothing computes with them there.
+
+    With ``tile`` only a part of one weight is gathered (see :class:`Part`): ``shapes`` and ``chunk_numels`` are those
+    of the part.
     """
 
     owner: str
@@ -46,6 +62,12 @@ class GatherDesc:
     shared: bool = False
     fetched: tuple[int, ...] = ()
     rest_dtype: str = ""
+    tile: Part | None = None
+
+    @property
+    def begin(self) -> int:
+        """Elements of a chunk at rest before those that are gathered."""
+        return self.tile.begin if self.tile else 0
 
     @property
     def chunk_bytes(self) -> int:
@@ -54,7 +76,7 @@ class GatherDesc:
 
     @property
     def label(self) -> str:
-        return f"gather of {_few(self.names)}"
+        return f"gather of {_few(self.names)}{_of(self.tile)}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +87,7 @@ class ReduceDesc:
     With ``stored`` the result is written to files as it lands, and rests there. ``copies`` ranks hold the same rows:
     when their own ranks' gradients are summed up, an all-reduce between them follows, which may be under way until
     the next reduction lands, or the Program ends.
+    With ``tile`` only a part of one gradient is reduced; the wait for the last part gives all of this rank's rows.
     """
 
     owner: str
@@ -79,6 +102,7 @@ class ReduceDesc:
     shared: bool = False
     stored: bool = False
     copies: int = 1
+    tile: Part | None = None
 
     @property
     def how(self) -> str:
@@ -88,7 +112,11 @@ class ReduceDesc:
 
     @property
     def label(self) -> str:
-        return f"reduction of the gradients of {_few(self.names)}"
+        return f"reduction of the gradients of {_few(self.names)}{_of(self.tile)}"
+
+
+def _of(tile: Part | None) -> str:
+    return f", tile {tile.index + 1} of {tile.of}" if tile else ""
 
 
 def _few(names: tuple[str, ...]) -> str:
@@ -197,6 +225,8 @@ class Program:
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
         own_bytes: size of this rank's staging that its peers read.
         host_bytes: size of the pinned pool on the host into which files are read.
+        idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
+            Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
             without what is at rest.
     """
@@ -219,6 +249,7 @@ class Program:
     slots_ranks: int = 1
     own_bytes: int = 0
     host_bytes: int = 0
+    idle_bytes: int = -1
     version: int = VERSION
 
     @property
@@ -241,11 +272,12 @@ class Program:
                 elif g.shared:  # every rank writes into the same slots
                     where += f" at bytes {', '.join(map(str, g.offsets))}"
                 lines.append(
-                    f"gather {', '.join(g.names)} {g.dtype} {sum(g.chunk_numels)} elements a rank{where}"
+                    f"gather {', '.join(g.names)}{_of(g.tile)} {g.dtype} {sum(g.chunk_numels)} elements a rank{where}"
                 )
             elif isinstance(instr, Reduce):
                 r = self.reduces[instr.index]
-                lines.append(f"{r.how} {', '.join(r.names)} {r.dtype} {sum(r.chunk_numels)} elements a rank")
+                what = f"{', '.join(r.names)}{_of(r.tile)}"
+                lines.append(f"{r.how} {what} {r.dtype} {sum(r.chunk_numels)} elements a rank")
         return "\n".join(lines)
 
     def params(self) -> list[ParamRef]:
@@ -277,8 +309,8 @@ class Program:
             raise ValueError(f"Program version must be {VERSION}, found {data.get('version')!r}")
         data = dict(data)
         data["instrs"] = [_KINDS[i["op"]](**_tuples(i)) for i in data["instrs"]]
-        data["gathers"] = [GatherDesc(**_tuples(g)) for g in data["gathers"]]
-        data["reduces"] = [ReduceDesc(**_tuples(r)) for r in data["reduces"]]
+        data["gathers"] = [GatherDesc(**_desc(g)) for g in data["gathers"]]
+        data["reduces"] = [ReduceDesc(**_desc(r)) for r in data["reduces"]]
         return Program(**data)
 
     def text(self, live: bool = True) -> str:
@@ -293,27 +325,38 @@ class Program:
         if isinstance(instr, (Fetch, WaitFetch)):
             g = self.gathers[instr.index]
             if isinstance(instr, WaitFetch):
-                return f"wait            file of {_few(g.names)}"
-            return f"fetch           {_few(g.names)}, {g.chunk_bytes:,} bytes a rank"
+                return f"wait            file of {_few(g.names)}{_of(g.tile)}"
+            return f"fetch           {_few(g.names)}{_of(g.tile)}, {g.chunk_bytes:,} bytes a rank"
         if isinstance(instr, Gather):
             g = self.gathers[instr.index]
-            return f"{'in place' if g.home else 'gather':<15} {_sized(g.names, g.shapes, g.dtype)}"
+            return (
+                f"{'in place' if g.home else 'gather':<15} {_sized(g.names, g.shapes, g.dtype)}{_of(g.tile)}"
+            )
         if isinstance(instr, WaitGather):
-            return f"wait            {_few(self.gathers[instr.index].names)}"
+            g = self.gathers[instr.index]
+            return f"wait            {_few(g.names)}{_of(g.tile)}"
         if isinstance(instr, Release):
-            return f"release         {_few(self.gathers[instr.index].names)}"
+            g = self.gathers[instr.index]
+            return f"release         {_few(g.names)}{_of(g.tile)}"
         if isinstance(instr, Compute):
             of = f": {self.modules[instr.segment]}" if instr.segment < len(self.modules) else ""
             return f"compute         segment {instr.segment}{of}"
         r = self.reduces[instr.index]
         if isinstance(instr, Reduce):
-            return f"{r.how:<15} {_sized(r.names, r.shapes, r.dtype)}"
-        return f"wait            gradients of {_few(r.names)}"
+            return f"{r.how:<15} {_sized(r.names, r.shapes, r.dtype)}{_of(r.tile)}"
+        return f"wait            gradients of {_few(r.names)}{_of(r.tile)}"
 
 
 def _sized(names: Iterable[str], shapes: Iterable[tuple[int, ...]], dtype: str) -> str:
     pairs = [f"{n} {dtype}{list(s)}" for n, s in zip(names, shapes, strict=True)]
     return ", ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")
+
+
+def _desc(data: dict[str, Any]) -> dict[str, Any]:
+    out = _tuples(data)
+    if out.get("tile") is not None:
+        out["tile"] = Part(**out["tile"])
+    return out
 
 
 def _tuples(value: Any) -> Any:

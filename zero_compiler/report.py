@@ -41,10 +41,12 @@ class Memory:
     """Predicted bytes of one rank on the compute device.
 
     ``parameters``, ``gradients``, ``optimizer``, ``kept`` (gathered weights that stay: stages 1 and 2) and
-    ``arena`` (gather buffers and staging) lie there between steps; ``programs`` is the largest number of bytes
-    that a Program holds beside its arena. ``host`` are the buffers on the host through which files are read and
-    written; they count where the CPU is the compute device. ``files`` are bytes at rest in files, which do not count.
-    ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has told.
+    ``arena`` (gather buffers and staging) lie there between steps; ``programs`` is what a Program holds beyond all of
+    that when it holds most. Gradients make room for activations: they count from when they are reduced until the
+    next forward, which finds them dropped (``zero_grad()``). ``host`` are the buffers on the host through which files
+    are read and written; they count where the CPU is the compute device. ``files`` are bytes at rest in files, which
+    do not count. ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has
+    told.
     """
 
     parameters: int
@@ -64,8 +66,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Of a step. Gradients count throughout: the engine keeps their storages from step to step. One that adds
-        to gradients holds ``gradients`` once more."""
+        """Of a step that begins without gradients. One that adds to gradients holds ``gradients`` once more."""
         return self.at_rest + self.programs
 
 

@@ -25,12 +25,16 @@ log = logging.getLogger("zero_compiler")
 
 # Takes the list of inputs and empties it (so that the callee may free them early); returns a sequence.
 _aten_ops = torch.ops.aten
-# Views, allocations and writes in place, which tiles stand between (see `passes/expand_tiles.py`): there is nothing
-# to fuse, and Inductor would write into a copy first.
+# Views, copies, allocations and writes in place, which tiles stand between (see `passes/expand_tiles.py`): there is
+# nothing to fuse, and Inductor would write into a copy first.
 _ALONE = frozenset(
     {
         operator.getitem,
         _aten_ops.split.Tensor,
+        _aten_ops.view.default,
+        _aten_ops.slice.Tensor,
+        _aten_ops.clone.default,
+        _aten_ops.constant_pad_nd.default,
         _aten_ops.empty.memory_format,
         _aten_ops.full.default,
         _aten_ops.copy_.default,

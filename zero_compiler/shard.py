@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import eager
+from . import eager, grads, plain
 from .config import Config
 from .errors import ShardError
 from .group import Group, agree
@@ -129,6 +129,16 @@ def collect(
                     "sum; keep it as torch.view_as_real(...), or freeze it"
                 )
             name = found.get(id(param))
+            if (
+                name is None
+                and not ours(param)
+                and grads.hooked(param)
+                and not hasattr(param, plain.ATTRIBUTE)
+            ):
+                raise ShardError(
+                    f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
+                    "that zero.shard replaces; register hooks after zero.shard"
+                )
             if name is None:
                 name = _joined(prefix, attribute)
                 found[id(param)] = name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +13,8 @@ from torch import fx
 from .arena import Slot, aligned, check, pack
 from .errors import VerifyError
 from .ir import facts
-from .ir.facts import ParamRef
-from .program import GatherDesc, ReduceDesc
+from .ir.facts import ParamRef, Tile
+from .program import GatherDesc, Part, ReduceDesc
 from .runtime.stores import blocks
 
 
@@ -24,6 +26,14 @@ def plan_slots(
     end: int,
     fetch_starts: Mapping[int, int],
 ) -> tuple[list[GatherDesc], list[ReduceDesc], dict[str, int]]:
+    """Descriptions of all transfers, with their offsets, and the size of each arena.
+
+    Args:
+        gathers, reduces: of each, its node, the instructions where it starts and ends, and for a gather where it is
+            ready.
+        end: number of instructions.
+        fetch_starts: instruction that starts to read the chunks of a gather from their files.
+    """
     slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": []}
     where: dict[str, list[tuple[str, int, int]]] = {pool: [] for pool in slots}
     gather_rows, reduce_rows = [], []
@@ -36,7 +46,7 @@ def plan_slots(
         node = g["node"]
         plans = [params[r] for r in facts.params(node)]
         item = plans[0].gather_dtype.itemsize
-        chunks = [_chunk(p) for p in plans]
+        chunks = [_chunk(p, facts.tile(node)) for p in plans]
         kept, shared = not plans[0].released, plans[0].shared
         home = all(p.home for p in plans)
         gather_rows.append((node, plans, chunks, kept, home))
@@ -65,15 +75,18 @@ def plan_slots(
             total = sum(chunks) * item
             size = total * (plans[0].world + 1) if several else total
             need("transient", ("gather_staging", k, 0), Slot(size, g["start"], g["ready"]))
+    read_by_all = _read_by_all([(r["start"], r["end"]) for r in reduces], end)
     for k, r in enumerate(reduces):
         node = r["node"]
         plans = [params[ref] for ref in facts.params(node)]
-        chunks = [_chunk(p) for p in plans]
+        chunks = [_chunk(p, facts.tile(node)) for p in plans]
         item = plans[0].reduce_dtype.itemsize
         world = plans[0].world if plans[0].cut else 1
         live = r["start"], r["end"]
         if plans[0].shared:
-            need("own", ("reduce", k, 0), Slot(sum(p.numel for p in plans) * item, *live))
+            live = r["start"], read_by_all[k]
+            numel = sum(math.prod(_shape(p, facts.tile(node))) for p in plans)
+            need("own", ("reduce", k, 0), Slot(numel * item, *live))
         elif not _from_where_it_lies(node, plans):
             size = aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
             need("transient", ("reduce", k, 0), Slot(size, *live))
@@ -90,7 +103,7 @@ def plan_slots(
         GatherDesc(
             owner=plans[0].ref.owner,
             names=tuple(p.ref.name for p in plans),
-            shapes=tuple(p.shape for p in plans),
+            shapes=tuple(_shape(p, facts.tile(node)) for p in plans),
             chunk_numels=tuple(chunks),
             dtype=_dtype_text(plans[0].gather_dtype),
             kept=kept,
@@ -104,6 +117,7 @@ def plan_slots(
             shared=plans[0].shared,
             fetched=tuple(at[("fetch", k, m)] for m in range(len(plans))) if k in fetch_starts else (),
             rest_dtype=_dtype_text(plans[0].dtype),
+            tile=_part(node, plans[0]),
         )
         for k, (node, plans, chunks, kept, home) in enumerate(gather_rows)
     ]
@@ -111,7 +125,7 @@ def plan_slots(
         ReduceDesc(
             owner=plans[0].ref.owner,
             names=tuple(p.ref.name for p in plans),
-            shapes=tuple(p.shape for p in plans),
+            shapes=tuple(_shape(p, facts.tile(node)) for p in plans),
             chunk_numels=tuple(chunks),
             dtype=_dtype_text(plans[0].reduce_dtype),
             out_dtype=_dtype_text(plans[0].dtype),
@@ -121,10 +135,31 @@ def plan_slots(
             shared=plans[0].shared,
             stored=all(p.grad_filed for p in plans),
             copies=plans[0].copies,
+            tile=_part(node, plans[0]),
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]
     return gather_descs, reduce_descs, sizes
+
+
+def _read_by_all(spans: Sequence[tuple[int, int]], end: int) -> list[int]:
+    """For each reduction in shared memory, the instruction after which no peer reads its slot any more.
+
+    A peer has read it when its own wait is over. This rank knows when it has waited for one that every peer starts
+    later than that.
+
+    Args:
+        spans: start and wait of each, in the order of their starts.
+    """
+    out = []
+    starts = [start for start, _ in spans]
+    # The earliest wait among a reduction and those that start after it.
+    first_wait = [end] * (len(spans) + 1)
+    for k in range(len(spans) - 1, -1, -1):
+        first_wait[k] = min(spans[k][1], first_wait[k + 1])
+    for _, wait in spans:
+        out.append(first_wait[bisect_right(starts, wait)])
+    return out
 
 
 # The end of a kept arena stands in its table of offsets under a name that no parameter has.
@@ -143,17 +178,28 @@ def _from_where_it_lies(node: fx.Node, plans: Sequence[Any]) -> bool:
     return (
         len(plans) == 1
         and plan.cut
-        and plan.shape[0] % plan.world == 0
+        and (facts.tile(node) is not None or plan.shape[0] % plan.world == 0)
         and plan.reduce_dtype == plan.dtype == grad.dtype
         and grad.is_contiguous()
     )
 
 
-def _chunk(plan: Any) -> int:
+def _chunk(plan: Any, tile: Tile | None) -> int:
+    """Elements that every rank has of what is moved."""
     if not plan.cut:
         return int(plan.numel)
-    rows = -(-plan.shape[0] // plan.world)
+    rows = plan.chunk_rows if tile is None else tile.rows
     return rows * (plan.numel // plan.shape[0])
+
+
+def _shape(plan: Any, tile: Tile | None) -> tuple[int, ...]:
+    """Of what is moved, from all ranks together."""
+    return plan.shape if tile is None else (plan.world * tile.rows, *plan.shape[1:])
+
+
+def _part(node: fx.Node, plan: Any) -> Part | None:
+    tile = facts.tile(node)
+    return None if tile is None else Part(tile.begin * (plan.numel // plan.shape[0]), tile.index, tile.of)
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

@@ -116,10 +116,36 @@ def _transfers(program: Program) -> None:
     for k, reduction in enumerate(program.reduces):
         if state.get(("reduce", k), "idle") != "done":
             raise VerifyError(f"{reduction.label} is not waited for")
+        if reduction.tile is not None:
+            continue
         for name in reduction.names:
             if (reduction.owner, name) in reduced:
                 raise VerifyError(f"the gradient of {name} is reduced twice")
             reduced.add((reduction.owner, name))
+    _tiles(program, reduced)
+
+
+def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
+    """The tiles of a gradient follow each other, without a gap, in the order in which they are waited for; the wait
+    for the last one, and no other, gives the gradient."""
+    following: dict[tuple[str, str], tuple[int, int]] = {}
+    for i, instr in enumerate(program.instrs):
+        if not isinstance(instr, WaitReduce) or (part := program.reduces[instr.index].tile) is None:
+            continue
+        r = program.reduces[instr.index]
+        key = (r.owner, r.names[0])
+        if key in reduced:
+            raise VerifyError(f"the gradient of {r.names[0]} is reduced twice")
+        if (part.index, part.begin) != following.get(key, (0, 0)):
+            _fail(i, instr, f"{r.label} begins at element {part.begin}: it is not the next one")
+        if (instr.outs[0] >= 0) > part.last:
+            _fail(i, instr, f"{r.label} is not the last one, and gives the gradient")
+        following[key] = (part.index + 1, part.begin + r.chunk_numels[0])
+        if part.last:
+            reduced.add(key)
+            del following[key]
+    for _, name in following:
+        raise VerifyError(f"the last tile of the gradient of {name} is not reduced")
 
 
 def _memory(program: Program, worlds: Mapping[str, int]) -> None:
@@ -172,10 +198,11 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             )
         elif g.staging >= 0:
             use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
+    read = _read_by_peers(program)
     for k, r in enumerate(program.reduces):
         if r.shared:
             nbytes = sum(math.prod(s) for s in r.shapes) * _itemsize(r.dtype)
-            use(r.label, r.staging, nbytes, at[Reduce, k], at[WaitReduce, k], "own")
+            use(r.label, r.staging, nbytes, at[Reduce, k], read[k], "own")
             continue
         if r.staging < 0:
             if len(r.names) > 1 or r.replicated or r.dtype != r.out_dtype:
@@ -200,6 +227,21 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             if offset < end:
                 raise VerifyError(f"kept weights of {owner} overlap at byte {offset}")
             end = offset + nbytes
+
+
+def _read_by_peers(program: Program) -> dict[int, int]:
+    """For each reduction, the instruction by which every peer is done with what this rank laid there.
+
+    Peers are, once a reduction has ended that they start behind their wait for this one.
+    """
+    waits = {instr.index: i for i, instr in enumerate(program.instrs) if isinstance(instr, WaitReduce)}
+    soonest, done = len(program.instrs), {}
+    for instr in reversed(program.instrs):
+        if isinstance(instr, WaitReduce):
+            done[instr.index] = soonest
+        elif isinstance(instr, Reduce):
+            soonest = min(soonest, waits[instr.index])
+    return done
 
 
 def _itemsize(dtype: str) -> int:

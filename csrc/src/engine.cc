@@ -201,11 +201,37 @@ void Engine::abandon(const std::string& reason) {
   }
 }
 
+Status Engine::expect_output(int64_t nbytes, c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  ZERO_RETURN_IF_ERROR(usable());
+  recycler_.expect(nbytes, device);
+  return {};
+}
+
+Result<Tensor> Engine::acquire_output(
+    int64_t numel,
+    c10::ScalarType dtype,
+    c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  ZERO_RETURN_IF_ERROR(usable());
+  return guarded([&]() -> Result<Tensor> {
+    return acquire(at::IntArrayRef{numel}, dtype, device);
+  });
+}
+
 Tensor Engine::acquire(
     at::IntArrayRef sizes,
     c10::ScalarType dtype,
     c10::Device device) {
   return recycler_.acquire(sizes, dtype, device);
+}
+
+Status Engine::trim(int64_t nbytes) {
+  std::vector<c10::Storage> dropped;
+  const std::lock_guard lock(mutex_);
+  ZERO_RETURN_IF_ERROR(usable());
+  dropped = recycler_.trim(nbytes);
+  return {};
 }
 
 Status Engine::leave() {

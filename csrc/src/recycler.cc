@@ -89,6 +89,39 @@ at::Tensor Recycler::acquire(
   return fresh;
 }
 
+std::vector<c10::Storage> Recycler::trim(int64_t nbytes) {
+  int64_t known = 0;  // in the pool, held by others or not
+  for (const auto& [key, pool] : classes_) {
+    known += key.first * static_cast<int64_t>(pool.storages.size());
+  }
+  std::vector<c10::Storage> dropped;
+  if (known <= nbytes) {
+    return dropped;
+  }
+  int64_t idle = 0;
+  // The largest go first: few calls of the allocator give back the most.
+  for (auto it = classes_.rbegin(); it != classes_.rend(); ++it) {
+    for (const c10::Storage& storage : it->second.storages) {
+      idle += held_by_nobody_else(storage) ? it->first.first : 0;
+    }
+  }
+  for (auto it = classes_.rbegin(); it != classes_.rend() && idle > nbytes; ++it) {
+    auto& storages = it->second.storages;
+    for (size_t i = 0; i < storages.size() && idle > nbytes;) {
+      if (!held_by_nobody_else(storages[i])) {
+        ++i;
+        continue;
+      }
+      idle -= it->first.first;
+      dropped.push_back(std::move(storages[i]));
+      storages[i] = std::move(storages.back());
+      storages.pop_back();
+    }
+    it->second.next = 0;
+  }
+  return dropped;
+}
+
 void Recycler::clear() {
   classes_.clear();
 }

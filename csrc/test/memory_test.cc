@@ -112,6 +112,29 @@ TEST(the_pool_forgets_what_is_held_for_ever) {
   CHECK_EQ(meter.live(), 0);
 }
 
+TEST(the_pool_gives_back_what_nobody_holds) {
+  const Metered meter;
+  zero::Recycler pool;
+  for (const int64_t nbytes : {400, 4000, 4000}) {
+    pool.expect(nbytes, kCpu);
+  }
+  Tensor held = pool.acquire({1000}, at::kFloat, kCpu);
+  for (const int64_t numel : {1000, 100}) {
+    pool.acquire({numel}, at::kFloat, kCpu);
+  }
+  CHECK_EQ(meter.live(), 8400);
+  CHECK_TRUE(pool.trim(4400).empty());
+  CHECK_EQ(pool.trim(4399).size(), size_t{1});  // the larger one
+  CHECK_EQ(meter.live(), 4400);
+  held.fill_(1.0);
+  CHECK_EQ(pool.trim(0).size(), size_t{1});
+  CHECK_EQ(meter.live(), 4000);
+  // What is left serves on.
+  held.reset();
+  CHECK_EQ(pool.acquire({1000}, at::kFloat, kCpu).numel(), 1000);
+  CHECK_EQ(pool.allocations(), 3);
+}
+
 TEST(the_pool_serves_tensors_dropped_on_other_threads) {
   zero::Recycler pool;
   pool.expect(4000, kCpu);

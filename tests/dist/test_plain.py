@@ -11,7 +11,7 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError
+from zero_compiler.errors import GradientError, RankMismatchError
 
 pytestmark = pytest.mark.dist
 
@@ -119,8 +119,86 @@ def no_sync_first(rank, world):
     return True
 
 
+def waiting(rank, world):
+    """No step before gradients are averaged, and no harm from a backward that breaks off."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    twin = copy.deepcopy(ours)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    opt = torch.optim.SGD(ours.parameters(), lr=0.1)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+
+    def gradients_are_right():
+        twin.zero_grad()
+        twin(x).sum().backward()
+        for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            torch.testing.assert_close(p.grad, q.grad / world)
+
+    for forget in (True, False):
+        with zero.no_sync(call):
+            call(x).sum().backward()
+        before = [p.detach().clone() for p in ours.parameters()]
+        with pytest.raises(GradientError, match="those of this rank alone.* outside zero.no_sync"):
+            opt.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), before, strict=True))
+        if forget:  # they no longer wait for anything
+            opt.zero_grad()
+            opt.step()
+            with zero.no_sync(call):
+                call(x).sum().mul(0.25).backward()
+        call(x).sum().mul(0.75 if forget else 0.0).backward()
+        gradients_are_right()
+        opt.step()
+        opt.zero_grad()
+        twin.load_state_dict(ours.state_dict())
+
+    def broken(grad):
+        raise KeyError
+
+    handle = ours[0].weight.register_hook(broken)
+    with pytest.raises(KeyError):
+        call(x).sum().backward()
+    handle.remove()
+    opt.zero_grad()
+    call(x).sum().backward()
+    gradients_are_right()
+    return True
+
+
+def test_no_step_before_gradients_are_averaged():
+    assert run_ranks(waiting, 2, timeout=200) == [True, True]
+
+
 def test_no_sync_before_the_first_call():
     assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
+
+
+def given_since(rank, world, how):
+    """An adapter that a sharded model was given after zero.shard."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    twin = copy.deepcopy(ours)
+    zero.shard(ours, stage=3)
+    adapter = nn.Linear(6, 1)
+    ours.append(copy.deepcopy(adapter))
+    twin.append(adapter)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"}) if how == "compiled" else ours
+    for x in batches(rank, 2):
+        with torch.no_grad():
+            call(x)
+        call(x).square().mean().backward()
+        twin(x).square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        mine = p.grad.full_tensor() if name.startswith("0.") else p.grad
+        torch.testing.assert_close(mine, q.grad / world, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    return True
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_plain_parameters_given_after_the_shard(how):
+    assert run_ranks(given_since, 2, how, timeout=200) == [True, True]
 
 
 def partly_sharded(rank, world):

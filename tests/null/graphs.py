@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,17 @@ class Build:
 
     Args:
         params: full shape of each managed parameter; a scalar ``()`` is held whole by every rank.
+        tile_rows: of those that are gathered in tiles, rows of a rank's chunk in a tile.
     """
 
     def __init__(
-        self, world: int = 2, stage: int = 3, *, gather_dtype=None, **params: tuple[int, ...]
+        self,
+        world: int = 2,
+        stage: int = 3,
+        *,
+        gather_dtype=None,
+        tile_rows: Mapping[str, int] | None = None,
+        **params: tuple[int, ...],
     ) -> None:
         self.world = world
         self.mode = FakeTensorMode()
@@ -44,7 +51,10 @@ class Build:
         for name, shape in params.items():
             ref = ParamRef(OWNER, name.replace("__", "."))
             cut = bool(shape) and stage > 0
-            self.plans[ref] = ParamPlan(ref, shape, torch.float32, dtype, dtype, cut, world, stage)
+            rows = (tile_rows or {}).get(name, 0)
+            self.plans[ref] = ParamPlan(
+                ref, shape, torch.float32, dtype, dtype, cut, world, stage, tile_rows=rows
+            )
             node = self.graph.placeholder(f"{name}_shard")
             facts.set_value(node, self._fake(self.layout(ref).local_shape(0)))
             self.shards[ref.name] = node
@@ -180,6 +190,29 @@ def head_graph(**kw) -> Build:
     dx = b.op(aten.mm.default, grad, w)
     dw = b.op(aten.mm.default, b.op(aten.t.default, grad), x)
     b.done(total, dx, b.reduced("w", dw))
+    return b
+
+
+def linear_graph(world: int, rows: int, form: str = "linear", out: int = 8, inner: int = 6) -> Build:
+    """Forward and backward of one linear layer in one graph; ``form`` names how its operators are written."""
+    b = Build(
+        world=world, tile_rows={"w": rows}, w=(inner, out) if form == "conv1d" else (out, inner), b=(out,)
+    )
+    x, g = b.input("x", 4, inner), b.input("g", 4, out)
+    w, bias = b.weight("w"), b.weight("b")
+    wt = w if form == "conv1d" else b.op(aten.t.default, w)
+    if form == "mm":
+        y = b.op(aten.mm.default, x, wt)
+    else:
+        y = b.op(aten.addmm.default, bias, x, wt)
+    dx = b.op(aten.mm.default, g, b.op(aten.t.default, wt))
+    if form == "conv1d":
+        dw = b.op(aten.mm.default, b.op(aten.t.default, x), g)
+    elif form == "linear":
+        dw = b.op(aten.t.default, b.op(aten.mm.default, b.op(aten.t.default, x), g))
+    else:
+        dw = b.op(aten.mm.default, b.op(aten.t.default, g), x)
+    b.done(y, dx, b.reduced("w", dw))
     return b
 
 

@@ -81,6 +81,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     ops=operations,
@@ -303,6 +304,7 @@ def test_memory_of_a_dropped_request_stays_until_it_is_done(io, tmp_path):
 # --- nothing is left behind ---
 
 
+@pytest.mark.slow
 def test_nothing_leaks_over_a_thousand_requests_and_engines(backend, tmp_path):
     with aio.Engine(backend=backend, block_bytes=4096, depth=4) as io:
         file = io.open(tmp_path / "warm", 1 << 16, create=True)
@@ -356,6 +358,7 @@ def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
     assert descriptors_now() == descriptors
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_closing_ends(backend, tmp_path):
     body = f"""
         from zero_compiler.runtime import aio
@@ -369,6 +372,7 @@ def test_a_program_that_ends_without_closing_ends(backend, tmp_path):
 # --- processes ---
 
 
+@pytest.mark.slow
 def test_a_forked_child_gets_a_clear_error_and_makes_its_own(backend, tmp_path):
     body = f"""
         import os, sys
@@ -415,6 +419,7 @@ def test_an_engine_does_not_travel_to_a_spawned_process(io):
             send(io)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_waiting_and_not_the_request(backend, tmp_path):
     """One small block at a time: the request takes seconds on any disk."""
     body = f"""
@@ -445,6 +450,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_request(backend, tmp_path):
     assert done.stdout.strip() == "interrupted True False", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or os.uname().machine != "x86_64", reason="the filter is for x86-64"
 )

@@ -223,7 +223,7 @@ PROGRAM = """
         ("fdatasync", errno.EIO, "flush of 'PATH' failed: Input/output error"),
     ],
 )
-@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("first", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_calls_that_fail(tmp_path, call, number, said, first):
     path = tmp_path / "target.bin"
     first = 1 if call == "fdatasync" else first
@@ -234,6 +234,7 @@ def test_calls_that_fail(tmp_path, call, number, said, first):
     assert said.replace("PATH", str(path)) in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["pread", "pwrite"])
 def test_calls_that_move_less_than_asked_go_on(tmp_path, call):
     done = run_with_faults(
@@ -242,6 +243,7 @@ def test_calls_that_move_less_than_asked_go_on(tmp_path, call):
     assert done.stdout == "equal True\n", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_calls_that_are_interrupted_are_repeated(tmp_path):
     """EINTR once; the shim would otherwise repeat it for ever."""
     body = PROGRAM.format(path=tmp_path / "target.bin")
@@ -249,6 +251,7 @@ def test_calls_that_are_interrupted_are_repeated(tmp_path):
     assert done.stdout.startswith(f"{errno.EINTR} read of"), "repeated for a while, then told: " + done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_a_write_leaves_a_file_that_says_its_size(tmp_path):
     """Space is there from the start: what is lost is bytes not yet flushed, never the file's shape."""
     body = f"""

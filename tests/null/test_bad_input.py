@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -73,6 +75,18 @@ def test_a_trainable_complex_parameter():
     with pytest.raises(ShardError, match=r"parameter weight is trainable and torch\.complex64.*view_as_real"):
         zero.shard(model)
     zero.shard(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_from_before_the_shard(kind):
+    model = nn.Linear(3, 2)
+    handle = getattr(model.weight, kind)(lambda seen: None)
+    with pytest.raises(
+        ShardError, match="parameter weight has a hook for its gradient.* hooks after zero.shard"
+    ):
+        zero.shard(model)
+    handle.remove()
+    zero.shard(model)
 
 
 def test_sharding_what_is_a_dtensor_already():
@@ -330,3 +344,45 @@ def test_a_gradient_of_another_kind(how):
         model[0].weight.grad = torch.zeros(2, 2)
     call(batch()).sum().backward()
     assert model[0].weight.grad.shape == model[0].weight.shape
+
+
+# --- reading parameters past their modules -------------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    def __init__(self, what, scalar=True):
+        super().__init__()
+        self.inner, self.what, self.scalar = nn.Linear(4, 4), what, scalar
+
+    def forward(self, x):
+        reads = {
+            "parameters": lambda: list(self.parameters()),
+            "named_parameters": lambda: [p for _, p in self.named_parameters()],
+            "state_dict": lambda: list(self.state_dict(keep_vars=True).values()),
+            "_parameters": lambda: list(self.inner._parameters.values()),
+            "attributes": lambda: [self.inner.weight, self.inner.bias],
+        }
+        penalty = sum(p.square().sum() for p in reads[self.what]())
+        return self.inner(x).square().mean() + penalty
+
+
+@both
+@pytest.mark.parametrize("what", ["parameters", "named_parameters", "state_dict", "_parameters"])
+def test_a_forward_that_computes_with_shards(how, what):
+    model = zero.shard(Reads(what))
+    with pytest.raises(
+        ShardError, match=r"computes with shards.* only attributes such as module\.weight are whole"
+    ):
+        use(model, how)(torch.randn(2, 4))
+
+
+@both
+def test_what_that_sentence_says_to_do(how):
+    plain = Reads("attributes")
+    model = zero.shard(copy.deepcopy(plain))
+    x = torch.randn(2, 4)
+    use(model, how)(x).backward()
+    (sum(p.square().sum() for p in model.parameters()).full_tensor()).backward()
+    (plain(x) + sum(p.square().sum() for p in plain.parameters())).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)

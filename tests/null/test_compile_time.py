@@ -8,6 +8,7 @@ import pytest
 from null.graphs import Build, aten, lower
 
 from zero_compiler import prefetch
+from zero_compiler.passes import JOINT, run_passes
 
 
 def layered(layers: int) -> tuple[Build, Build]:
@@ -38,10 +39,36 @@ def layered(layers: int) -> tuple[Build, Build]:
     return f, b
 
 
+def joint(layers: int) -> Build:
+    """The same layers as one graph, before it is cut into forward and backward."""
+    b = Build(**{f"h__{i}__{n}": s for i in range(layers) for n, s in (("w", (8, 8)), ("b", (8,)))})
+    x, g = b.input("x", 2, 8), b.input("tangents_1", 2, 8)
+    acts, weights = [], []
+    for i in range(layers):
+        acts.append(x)
+        weights.append(b.weight(f"h.{i}.w"))
+        y = b.op(aten.addmm.default, b.weight(f"h.{i}.b"), x, b.op(aten.t.default, weights[i]))
+        for _ in range(5):
+            y = b.op(aten.tanh.default, y)
+        x = b.op(aten.add.Tensor, x, y)
+    grads = []
+    for i in reversed(range(layers)):
+        d = g
+        for _ in range(5):
+            d = b.op(aten.mul.Tensor, d, acts[i])
+        grads.append(b.reduced(f"h.{i}.w", b.op(aten.mm.default, b.op(aten.t.default, d), acts[i])))
+        grads.append(b.reduced(f"h.{i}.b", b.op(aten.sum.dim_IntList, d, [0])))
+        g = b.op(aten.add.Tensor, g, b.op(aten.mm.default, d, weights[i]))
+    b.done(x, *grads)
+    return b
+
+
 def seconds(layers: int) -> tuple[int, float]:
     f, b = layered(layers)
     nodes = len(f.graph.nodes) + len(b.graph.nodes)
+    whole = joint(layers)
     start = time.process_time()
+    run_passes(whole.graph, JOINT, whole.context("joint"))
     for build, phase in ((f, "forward"), (b, "backward")):
         build.program(lower(build, phase, bucket_bytes=256), phase)
     return nodes, time.process_time() - start

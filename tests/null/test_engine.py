@@ -124,6 +124,21 @@ def test_gradients_are_recycled_once_nobody_holds_them(engine):
     assert engine.counters()["recycled"] == 1
 
 
+def test_storages_of_gradients_are_given_back(engine, meter):
+    reduce = reduce_of(engine, (512, 2), dtype=torch.float32)
+    grad = torch.ones(512, 2, dtype=torch.bfloat16)
+    before = meter.meter_current()
+    engine.reduce_start(reduce, [grad])
+    (chunk,) = engine.reduce_wait(reduce)
+    engine.trim(0)  # it is held
+    assert meter.meter_current() - before == 4096
+    del chunk
+    engine.trim(4096)
+    assert meter.meter_current() - before == 4096
+    engine.trim(4095)
+    assert meter.meter_current() == before
+
+
 def test_gradients_held_for_ever_are_forgotten(engine, meter):
     reduce = reduce_of(engine, (512, 2), dtype=torch.float32)
     grad = torch.ones(512, 2, dtype=torch.bfloat16)

@@ -19,6 +19,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(io_bench, "DEPTHS", (2,))
 
 
+@pytest.mark.slow
 def test_a_small_run(quick, tmp_path):
     path = tmp_path / "out.json"
     arguments = ["io-bench", str(tmp_path), "--bytes", str(32 << 20), "--seconds", "0.05", "--rounds", "2"]
@@ -66,6 +67,7 @@ def test_bytes_are_counted_once(quick, tmp_path):
         assert moved("write_bytes") - before[1] >= 0.9 * writes * rate * report.seconds
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured(tmp_path):
     with pytest.raises(ConfigError, match="needs an existing directory"):
         io_bench.bench(tmp_path / "no")

@@ -34,6 +34,7 @@ RANKS = {
     "plain": 4,
     "policy": 4,
     "shard": 4,
+    "tiling": 4,
     "transport": 4,
     "openings": 4,
     "building": 5,

@@ -6,11 +6,24 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from null.graphs import OWNER, Build, lower
 from null.test_passes import two_layers, two_layers_backward
 from torch import fx
 
-from zero_compiler.program import Compute, Gather, GatherDesc, Program, Reduce, Release, WaitGather
+from zero_compiler.live import idle_bytes, most
+from zero_compiler.program import (
+    Compute,
+    Gather,
+    GatherDesc,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Release,
+    WaitGather,
+    WaitReduce,
+)
 
 
 class Allocations:
@@ -105,3 +118,41 @@ def test_live_bytes_bound_what_a_run_allocates(build, phase, bucket_bytes):
         assert real <= planned, f"{line}: a run has {real}"
     # And it is no wild guess: the worst instant is met within what the batch and saved values add.
     assert max(program.live) <= max(measured) + saved + 64, (program.live, measured)
+
+
+def reducing(phase: str, rows: list[tuple[int, int]]) -> Program:
+    """A Program with one reduction for each (elements of the gradient, bytes of all else while it is waited for)."""
+    instrs: list = []
+    reduces, live, made = [], [], 0
+    for k, (numel, others) in enumerate(rows):
+        reduces.append(
+            ReduceDesc(OWNER, (f"w{k}",), ((numel,),), (numel,), "float32", "float32", False, 0, "", True)
+        )
+        instrs += [Reduce(k, (), ()), WaitReduce(k, ())]
+        live += [others + made, others + made + 4 * numel]
+        made += 4 * numel
+    return Program(phase, 0, 0, instrs, [], [], reduces, [], 0, live=live)
+
+
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 400)), min_size=1, max_size=5),
+)
+@settings(max_examples=300, deadline=None)
+def test_as_many_storages_of_gradients_wait_as_raise_no_peak(before, rows):
+    forward, backward = reducing("forward", []), reducing("backward", rows)
+    forward.instrs, forward.live = [Compute(0, (), (), ())] * len(before), before
+    gradients = 4 * sum(numel for numel, _ in rows)
+    peak = max(most(p, gradients) for p in (forward, backward))
+    made, without = 0, []
+    for numel, others in rows:
+        without += [(others, made), (others, made + 4 * numel)]
+        made += 4 * numel
+    assert peak == max(*before, *(others + born for others, born in without))
+
+    def held(idle: int) -> int:
+        return max(*(b + idle for b in before), *(o + min(gradients, born + idle) for o, born in without))
+
+    idle = idle_bytes([forward, backward], gradients, peak)
+    assert held(idle) <= peak
+    assert idle == gradients or held(idle + 1) > peak

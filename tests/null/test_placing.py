@@ -98,6 +98,16 @@ def test_parameters_stay_nearest():
     assert {lower.tier("params", n) for n in params} == {"none"}
 
 
+def test_small_tensors_stay_whatever_the_room():
+    """They are far below a step of the knapsack, and cost most per byte."""
+    params = {f"b{i}": Given(Layout((64,), torch.float32, 1, True), True, False) for i in range(500)}
+    params |= {f"w{i}": Given(Layout((1024, 1024), torch.float32, 1, True), True, False) for i in range(50)}
+    placed = tiers_of(Config(device_rest_bytes=100 << 20, nvme_dir="/"), "cpu", params, SPEC)
+    assert {placed.tier(kind, f"b{i}") for kind in TRANSFERS for i in range(500)} == {"none"}
+    held = sum(placed.tier("params", f"w{i}") == "none" for i in range(50))
+    assert held == 24  # 4 MiB each; the small ones take half a MiB
+
+
 def _ms(kind, count, nbytes):
     return f"{count * cost_us(kind, nbytes, 'nvme', SPEC) / 1e3:,.1f}"
 

@@ -78,6 +78,7 @@ def sequences(frames) -> dict[str, str]:
 # Equality --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equal_inputs_give_equal_programs():
     assert text_of(planned()) == text_of(planned())
 
@@ -87,6 +88,7 @@ def plan_as_json(rank, world):
     return {phase: p.to_json() for phase, p in frame.programs.items()}
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_bytes():
     first, second = (run_ranks(plan_as_json, 1, group=False)[0] for _ in range(2))
     assert first == second
@@ -98,6 +100,7 @@ def test_a_device_that_torch_was_built_without():
         planned(device="cuda")
 
 
+@pytest.mark.slow
 def test_nothing_in_a_plan_depends_on_the_rank():
     # 17 rows over 4 ranks: 5, 5, 5, 2.
     first = text_of(planned(rank=0))
@@ -136,6 +139,7 @@ def test_a_plan_for_512_ranks_allocates_nothing():
 # Order -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_collectives_do_not_depend_on_local_shapes():
     # The last is memory-hungry: attention alone is far larger than all weights, so a partitioner by sizes
     # would save other values.
@@ -143,6 +147,7 @@ def test_collectives_do_not_depend_on_local_shapes():
     assert all(s == seen[0] for s in seen)
 
 
+@pytest.mark.slow
 def test_collectives_of_a_transformer():
     got = sequences(planned(world=2))
     gathers = [line for line in got["forward"].splitlines() if line.startswith("gather")]
@@ -185,6 +190,7 @@ def test_kept_weights_are_gathered_but_not_released():
 # Segments --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_share_their_segments():
     few, many = (planned(model=Transformer(layers)) for layers in (3, 7))
     for phase in ("forward", "backward"):

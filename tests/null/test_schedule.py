@@ -88,6 +88,7 @@ def test_a_large_weight_starts_as_early_as_its_transfer_needs(on):
     assert [s.label for s in timeline.waited_for()] == ["gather of h.0.weight"]
 
 
+@pytest.mark.slow
 def test_the_search_sees_what_the_simulation_sees(on):
     hardware = on()
     for phase in ("forward", "backward"):
@@ -128,6 +129,7 @@ def test_kept_weights_move_nothing_in_backward(on):
     assert ahead(frame.programs["forward"])["head"] > 1
 
 
+@pytest.mark.slow
 def test_a_budget_bounds_what_is_in_flight(on):
     tight = reported(on(share=True))
     hardware = on()

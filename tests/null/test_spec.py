@@ -9,8 +9,7 @@ import torch
 from null.graphs import OWNER, Build, aten, lower
 from null.test_passes import two_layers, two_layers_backward
 
-from zero_compiler import arena
-from zero_compiler import emit as emit_module
+from zero_compiler import arena, slots
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
@@ -412,6 +411,16 @@ def test_chunks_that_are_too_small():
     bad(p, "its chunks")
 
 
+def test_gradients_that_peers_may_still_read():
+    b = two_layers_backward()
+    b.plans |= {ref: dataclasses.replace(plan, shared=True) for ref, plan in b.plans.items()}
+    p = b.program(lower(b, "backward", bucket_bytes=0), "backward")[0]
+    one, two = (at(p, kind, k) for kind, k in ((WaitReduce, 0), (Reduce, 1)))
+    assert one < two  # on this rank the first has ended
+    p.reduces[1] = dataclasses.replace(p.reduces[1], staging=p.reduces[0].staging)
+    bad(p, r"planned memory \(own\): slots")
+
+
 def test_kept_weights_that_overlap():
     p = program(stage=2)
     p.gathers[0] = dataclasses.replace(p.gathers[0], offsets=(0, 4))
@@ -424,6 +433,6 @@ def test_a_planner_that_overlaps_is_caught(monkeypatch):
 
     b = two_layers()
     lower(b, "forward")
-    monkeypatch.setattr(emit_module, "pack", everything_at_zero)
+    monkeypatch.setattr(slots, "pack", everything_at_zero)
     with pytest.raises(VerifyError, match="planned memory"):
         b.program(b.graph, "forward")

@@ -331,6 +331,7 @@ def run_python(code, **env):
     )
 
 
+@pytest.mark.slow
 def test_the_backend_is_found_without_importing_the_package():
     done = run_python(
         "import torch\n"

@@ -511,3 +511,23 @@ def test_zero_dump_writes_a_file_a_pass_and_only_when_set(tmp_path, monkeypatch)
         )
         assert "first.weight" in (frame / phase / "program.txt").read_text()
         assert "live" in (frame / phase / numbered[-1]).read_text()
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_no_sync_refuses_hooks_that_would_see_no_gradient(how, kind):
+    model = zero.shard(two())
+    call = use(model, how)
+    handle = getattr(model.second.weight, kind)(lambda seen: None)
+    call(batch()).backward()
+    with zero.no_sync(model):
+        with pytest.raises(GradientError, match=r"parameter 'second\.weight' has a hook .* remove the hook"):
+            call(batch()).backward()
+        handle.remove()
+        model.zero_grad()
+        call(batch()).backward()
+    call(batch()).backward()
+    plain = two()
+    for _ in range(2):
+        plain(batch()).backward()
+    same(grads(model), grads(plain))

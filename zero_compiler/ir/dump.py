@@ -129,6 +129,11 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     return names
 
 
+def _tile(node: fx.Node) -> str:
+    tile = facts.tile(node)
+    return f" tile {tile.index + 1} of {tile.of}" if tile else ""
+
+
 def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, str]) -> str:
     def arg(a: Any) -> str:
         if isinstance(a, fx.Node):
@@ -154,9 +159,9 @@ def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, 
     elif node.target in (ops.unshard, ops.reduce_grad):
         head = f"{name} = {target_text(node)} {arg(node.args[0])} [{node.args[4]}]"
     elif node.target is ops.gather:
-        head = f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]"
+        head = f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]{_tile(node)}"
     elif node.target is ops.reduce:
-        head = f"{name} = zero.reduce {', '.join(arg(a) for a in node.args[0])}"
+        head = f"{name} = zero.reduce {', '.join(arg(a) for a in node.args[0])}{_tile(node)}"
     else:
         args = [arg(a) for a in node.args] + [f"{k}={arg(v)}" for k, v in node.kwargs.items()]
         head = f"{name} = {target_text(node)} {', '.join(args)}"

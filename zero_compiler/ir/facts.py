@@ -21,6 +21,8 @@ _PARAMS = "zero_params"
 _UNIT = "zero_unit"
 _NOTE = "zero_note"
 _TILING = "zero_tiling"
+_TILE = "zero_tile"
+_STAYS = "zero_stays"
 
 
 class ParamRef(NamedTuple):
@@ -57,6 +59,42 @@ def set_unit(node: fx.Node, name: str) -> None:
     node.meta[_UNIT] = name
 
 
+class Tile(NamedTuple):
+    """Part of a weight or of a gradient: of every rank's padded chunk ``rows`` rows from row ``begin`` on.
+
+    What is gathered of it lies rank after rank: row ``j`` of the full weight, which rank ``j // chunk_rows`` holds,
+    is row ``(j // chunk_rows) * rows + j % chunk_rows - begin`` of the tile.
+    """
+
+    begin: int
+    rows: int
+    index: int
+    of: int
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.of - 1
+
+
+def tile(node: fx.Node) -> Tile | None:
+    """What part of its only parameter a transfer moves; None: all of it."""
+    return node.meta.get(_TILE)
+
+
+def set_tile(node: fx.Node, tile: Tile) -> None:
+    node.meta[_TILE] = tile
+
+
+def stays(node: fx.Node) -> bool:
+    """Whether a value that is made of weights alone is made where it stands, and not before its first reader."""
+    return _STAYS in node.meta
+
+
+def set_stays(node: fx.Node) -> fx.Node:
+    node.meta[_STAYS] = True
+    return node
+
+
 def note(node: fx.Node) -> str | None:
     """A sentence for the report."""
     return node.meta.get(_NOTE)
@@ -64,6 +102,12 @@ def note(node: fx.Node) -> str | None:
 
 def set_note(node: fx.Node, text: str) -> None:
     node.meta[_NOTE] = text
+
+
+def add_note(graph: fx.Graph, text: str) -> None:
+    """A sentence that belongs to no node that stays."""
+    (output,) = graph.find_nodes(op="output")
+    output.meta[_NOTE] = "\n".join([*(output.meta.get(_NOTE) or "").splitlines(), text])
 
 
 @dataclass(frozen=True)

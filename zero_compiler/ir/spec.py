@@ -117,17 +117,23 @@ def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> No
         for ref, val in zip(refs, vals, strict=True):
             plan = params[ref]
             if node.target is ops.gather:
-                if tuple(val.shape) != plan.shape or val.dtype != plan.gather_dtype:
+                if tuple(val.shape) != _moved(node, plan) or val.dtype != plan.gather_dtype:
                     _fail(
                         node,
-                        f"gathers {ref.name} as {dumped(val)}, its plan says {plan.shape} {plan.gather_dtype}",
+                        f"gathers {ref.name} as {dumped(val)}, its plan says {_moved(node, plan)} {plan.gather_dtype}",
                     )
                 if not plan.cut:
                     _fail(node, f"gathers {ref.name}, which every rank holds whole")
         if node.target is ops.reduce:
             for grad, ref in zip(node.args[0], refs, strict=True):
-                if tuple(facts.value(grad).shape) != params[ref].shape:
+                if tuple(facts.value(grad).shape) != _moved(node, params[ref]):
                     _fail(node, f"gradient of {ref.name} has shape {tuple(facts.value(grad).shape)}")
+
+
+def _moved(node: fx.Node, plan: Any) -> tuple[int, ...]:
+    """Shape of what a transfer moves of a parameter."""
+    tile = facts.tile(node)
+    return plan.shape if tile is None else (plan.world * tile.rows, *plan.shape[1:])
 
 
 def dumped(val: Any) -> str:
@@ -150,13 +156,18 @@ def _waited_once(graph: fx.Graph) -> None:
 
 
 def _one_reduction_each(graph: fx.Graph) -> None:
-    seen: dict[ParamRef, fx.Node] = {}
+    seen: dict[tuple[ParamRef, int], fx.Node] = {}
     returned = {n for out in graph.find_nodes(op="output") for n in out.all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=ops.reduce):
+        tile = facts.tile(node)
         for ref in facts.params(node):
-            if ref in seen:
-                _fail(node, f"gradient of {ref.name} is reduced twice, first by %{seen[ref].name}")
-            seen[ref] = node
+            key = (ref, -1 if tile is None else tile.begin)
+            other = seen.get(key) or seen.get((ref, -1))
+            if other is not None:
+                _fail(node, f"gradient of {ref.name} is reduced twice, first by %{other.name}")
+            seen[key] = node
+        if tile is not None and not tile.last:
+            continue  # the wait for the last one gives the gradient
         (wait,) = node.users
         elements = {u.args[1] for u in wait.users if u in returned}
         for i, ref in enumerate(facts.params(node)):

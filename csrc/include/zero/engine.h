@@ -147,6 +147,18 @@ class Engine {
   // World size 1 with nothing to convert: the gradients themselves, flattened.
   Result<std::vector<at::Tensor>> reduce_wait(int id);
 
+  // Frees storages of results that nobody holds any more, until at most `nbytes`
+  // of such wait to be used again.
+  Status trim(int64_t nbytes);
+
+  // A contiguous tensor for what leaves the engine in parts, of a size that
+  // expect_output() announced: recycled like the outputs of reductions.
+  Status expect_output(int64_t nbytes, c10::Device device);
+  Result<at::Tensor> acquire_output(
+      int64_t numel,
+      c10::ScalarType dtype,
+      c10::Device device);
+
   // The end of a call: with shared arenas, waits until no peer reads what lies
   // in this rank's memory; else does nothing.
   Status leave();

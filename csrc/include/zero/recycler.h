@@ -6,7 +6,8 @@
 //
 // Ownership  The pool and the receiver share each storage. The pool remembers
 //            at most `limit` storages a size (see expect()); it forgets the one
-//            handed out longest ago, which its holder then frees.
+//            handed out longest ago, which its holder then frees. trim() gives
+//            back what nobody outside holds.
 // Streams    A storage is reused at once, so on an accelerator its last reader
 //            must be queued on the stream that will write it, or be waited for.
 // Threads    acquire() and expect() must not overlap (the Engine's lock guards
@@ -38,6 +39,10 @@ class Recycler {
       at::IntArrayRef sizes,
       c10::ScalarType dtype,
       c10::Device device);
+
+  // Forgets storages that nobody else holds until at most `nbytes` of such are
+  // left. Gives them to the caller, who frees them.
+  std::vector<c10::Storage> trim(int64_t nbytes);
 
   void clear();
 

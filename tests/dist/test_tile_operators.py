@@ -1,0 +1,152 @@
+"""Weights that are gathered in tiles, on two ranks: the values of plain PyTorch, and the memory that it takes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from dist.spawn import run_ranks
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.runtime import _C
+
+pytestmark = pytest.mark.dist
+WIDTH, BATCH, STEPS = 512, 8, 3
+LAYER = 4 * WIDTH * WIDTH * 4  # bytes of the large layer
+
+
+class Net(nn.Module):
+    """A linear layer of ``rows``, and a small one. No two ranks can hold 4 * WIDTH - 1 rows alike."""
+
+    def __init__(self, rows: int = 4 * WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.small = nn.Linear(WIDTH, WIDTH)
+        self.large = nn.Linear(WIDTH, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(torch.tanh(self.small(x))).square().mean()
+
+
+def batches(rank: int, count: int) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(rank)
+    return [torch.randn(BATCH, WIDTH, generator=gen) for _ in range(count)]
+
+
+def trained(rank: int, world: int, given: nn.Module, micro: int = 1, **fields: Any) -> tuple[nn.Module, int]:
+    """The model after some steps of ``micro`` batches each, and the most bytes that training took."""
+    model = zero.shard(copy.deepcopy(given), stage=3, bucket_bytes=0, compute="aten", **fields)
+    gc.collect()
+    base = _C.meter_current()
+    _C.meter_reset_peak()
+    step = torch.compile(model, backend="zero")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = iter(batches(rank, STEPS * micro))
+    for _ in range(STEPS):
+        for k in range(micro):
+            with zero.no_sync(model) if k < micro - 1 else torch.enable_grad():
+                step(next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, _C.meter_peak() - base
+
+
+def plainly(world: int, model: nn.Module, micro: int = 1) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = [iter(batches(rank, STEPS * micro)) for rank in range(world)]
+    for _ in range(STEPS):
+        for _ in range(micro):
+            (sum(model(next(d)) for d in data) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def close(model: nn.Module, want: nn.Module) -> None:
+    with zero.gathered(model):
+        for (name, a), b in zip(model.named_parameters(), want.parameters(), strict=True):
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _equal(rank: int, world: int, rows: int, micro: int, transport: str) -> tuple[set[str], bool]:
+    _C.meter_install()
+    plain = Net(rows)
+    model, _ = trained(rank, world, plain, micro, tile_bytes=LAYER // 8, transport=transport)
+    close(model, plainly(world, plain, micro))
+    state = model.state_dict()
+    assert list(state) == ["small.weight", "small.bias", "large.weight"]
+    (frame,) = zero.inspect(model).frames
+    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile}, True
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@pytest.mark.parametrize(("rows", "micro"), [(4 * WIDTH, 1), (4 * WIDTH - 1, 2)])
+def test_training_equals_plain(rows: int, micro: int, transport: str) -> None:
+    for tiled, _ in run_ranks(_equal, 2, rows, micro, transport):
+        assert tiled == {"large.weight", "small.weight"}
+
+
+def _measured(rank: int, world: int) -> tuple[int, list[tuple[int, int]]]:
+    _C.meter_install()
+    rows = []
+    for tile_bytes in (None, LAYER // 8, LAYER // 32):
+        torch._dynamo.reset()
+        model, peak = trained(rank, world, Net(), tile_bytes=tile_bytes, transport="c10d")
+        rows.append((peak, zero.inspect(model).memory.peak))
+        del model
+    return rows
+
+
+def test_working_memory_falls_with_the_tiles() -> None:
+    """Whole: the weight, and its gradient until it is reduced. In ``n`` tiles: at most three tiles of the weight
+    (in use, arriving, cast or staged) and three of the gradient (being made, two under way)."""
+    for whole, *tiled in run_ranks(_measured, 2):
+        for (measured, planned), n in zip(tiled, (8, 32), strict=True):
+            assert whole[0] - measured >= 2 * LAYER - 6 * LAYER // n
+            assert measured <= 1.05 * planned + 2 * BATCH * WIDTH * 4 + 65536
+
+
+def _budget(rank: int, world: int) -> tuple[int, int, int]:
+    _C.meter_install()
+    model, _ = trained(rank, world, Net(), tile_bytes=LAYER // 16, transport="c10d")
+    budget = zero.inspect(model).memory.peak
+    del model
+    torch._dynamo.reset()
+    with pytest.raises(MemoryBudgetError, match="bytes too small"):
+        trained(rank, world, Net(), tile_bytes=1 << 40, memory_budget_bytes=budget, transport="c10d")
+    torch._dynamo.reset()
+    plain = Net()
+    model, measured = trained(rank, world, plain, memory_budget_bytes=budget, transport="c10d")
+    close(model, plainly(world, plain))
+    # What one rank would need for the states of this layer alone, were they not partitioned.
+    return budget, measured, 4 * LAYER
+
+
+def test_a_layer_that_is_larger_than_the_budget_trains() -> None:
+    for budget, measured, states in run_ranks(_budget, 2):
+        assert budget < states
+        assert measured <= budget + 2 * BATCH * WIDTH * 4 + 65536
+
+
+def _filed(rank: int, world: int, folder: str) -> set[str]:
+    plain = Net(4 * WIDTH - 1)
+    fields = {"offload_params": "nvme", "offload_grads": "nvme", "nvme_dir": folder}
+    model = zero.shard(copy.deepcopy(plain), stage=3, compute="aten", tile_bytes=LAYER // 8, **fields)
+    step = torch.compile(model, backend="zero")
+    want = copy.deepcopy(plain)
+    for x in batches(rank, 2):
+        step(x).backward()
+        want(x).backward()
+    for (name, a), b in zip(model.named_parameters(), want.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b[1].grad, msg=lambda m, n=name: f"{n}: {m}")
+    (frame,) = zero.inspect(model).frames
+    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile and g.fetched}
+
+
+def test_tiles_of_weights_in_files(tmp_path: Any) -> None:
+    assert run_ranks(_filed, 1, str(tmp_path), group=False) == [{"large.weight", "small.weight"}]

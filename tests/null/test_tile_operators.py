@@ -1,0 +1,174 @@
+"""Operators with weights that are too large to be gathered whole: the numbers of plain PyTorch, and what never exists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import SimulatedModel
+from null.graphs import check_numbers, linear_graph
+from torch import nn
+
+from zero_compiler.errors import VerifyError
+from zero_compiler.layout import Layout, tiled_rows
+from zero_compiler.tiling import tile_rows
+from zero_compiler.verify import verify_program
+
+
+@pytest.mark.parametrize("form", ["linear", "mm", "conv1d"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("world", "out"), [(1, 8), (2, 8), (2, 7), (3, 7), (4, 9)])
+def test_a_linear_layer_in_tiles_keeps_the_numbers(world, out, rows, form):
+    check_numbers(linear_graph(world, rows, form, out, inner=out), "forward")
+
+
+# Whole models ------------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Every operator with a weight that is known, under any number of rows."""
+
+    def __init__(self, rows: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(rows, 6, padding_idx=1)
+        self.conv = nn.Conv1d(6, rows, 3, padding=1)
+        self.up = nn.Linear(rows, 4 * rows)
+        self.down = nn.Linear(4 * rows, rows, bias=False)
+        self.experts = nn.Parameter(torch.randn(rows, rows, 3) / 4)
+        self.frozen = nn.Linear(3, rows)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.conv(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        x = x + self.down(F.gelu(self.up(x)))
+        x = torch.bmm(x.transpose(0, 1)[: self.experts.shape[0]], self.experts)
+        return self.frozen(x)
+
+
+def ids(rank: int, rows: int, batch: int = 2) -> torch.Tensor:
+    return torch.randint(0, rows, (batch, rows), generator=torch.Generator().manual_seed(rank))
+
+
+def notes(model: SimulatedModel) -> list[str]:
+    return [n for f in model.frames for p in f.programs.values() for n in p.notes]
+
+
+def run(world: int, rows: int = 12, tol: float = 1e-5, **fields) -> SimulatedModel:
+    model = SimulatedModel(Layers(rows), world, bucket_bytes=0, **fields)
+    given = [(ids(r, rows),) for r in range(world)]
+    model.check(given, lambda out: out.square().sum(), rtol=tol, atol=tol)
+    return model
+
+
+@pytest.mark.parametrize("tile_bytes", [96, 250])
+@pytest.mark.parametrize(("world", "rows"), [(2, 12), (2, 11), (3, 13), (4, 12)])
+def test_every_operator_equals_plain(world, rows, tile_bytes):
+    model = run(world, rows, stage=3, tile_bytes=tile_bytes)
+    assert not [n for n in notes(model) if "whole" in n]
+    for program in model.programs.values():
+        for g in (g for g in program.gathers if len(g.shapes[0]) > 1):
+            # One row a rank is the least that can be gathered.
+            row = g.chunk_numels[0] // (g.shapes[0][0] // world) * world * 4
+            assert sum(g.chunk_numels) * world * 4 <= max(tile_bytes, row)
+    tiled = {r.names[0] for r in model.programs["backward"].reduces if r.tile}
+    assert {"embed.weight", "conv.weight", "up.weight", "down.weight", "experts"} <= tiled
+    assert "frozen.weight" not in tiled
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_tiles_are_kept_at_no_stage(stage):
+    model = run(2, stage=stage, tile_bytes=300)
+    for program in model.programs.values():
+        assert {g.names[0] for g in program.gathers if g.tile} & {"up.weight", "down.weight"}
+        assert not [g for g in program.gathers if g.tile and g.kept]
+
+
+def test_compiled_segments_give_the_same():
+    run(2, stage=3, tile_bytes=600, compute="inductor")
+
+
+# Rules -------------------------------------------------------------------------------------------------------
+
+
+def layout(rows: int, world: int, width: int = 10) -> Layout:
+    return Layout((rows, width), torch.float32, world, cut=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "world", "limit", "want"),
+    [
+        (64, 2, None, 0),
+        (64, 2, 64 * 40, 0),  # it fits
+        (64, 2, 64 * 40 - 1, 16),
+        (64, 2, 1, 1),  # a row a rank at least
+        (64, 2, 11 * 80, 8),  # equal tiles where that takes less than twice as many
+        (62, 2, 10 * 80, 10),  # 31 rows a rank: none are equal
+        (2, 2, 1, 0),  # a row a rank: there is nothing to cut
+        (64, 1, 1, 0),  # nothing is gathered
+    ],
+)
+def test_rows_of_a_tile(rows, world, limit, want):
+    assert tile_rows(layout(rows, world), torch.float32, filed=False, limit_bytes=limit) == want
+
+
+def test_tiles_of_what_is_cast_and_of_what_rests_in_files():
+    one = layout(4096, 1, 1024)
+    assert tile_rows(one, torch.bfloat16, filed=False, limit_bytes=1 << 20) == 512
+    odd = layout(4096, 1, 100)  # 400 bytes a row: 256 rows are 25 blocks of 4096 bytes
+    assert tile_rows(odd, torch.float32, filed=True, limit_bytes=1) == 256
+    assert tile_rows(odd, torch.float32, filed=True, limit_bytes=300_000) == 512
+
+
+@pytest.mark.parametrize(("rows", "world"), [(12, 2), (11, 2), (13, 4), (5, 4)])
+def test_every_row_is_in_one_tile(rows, world):
+    lay = layout(rows, world)
+    for size in range(1, lay.chunk_rows + 1):
+        seen = []
+        for begin in range(0, lay.chunk_rows, size):
+            each = min(size, lay.chunk_rows - begin)
+            for theirs, ours in tiled_rows(lay, begin * 10, world * each):
+                assert theirs.stop - theirs.start == ours.stop - ours.start <= each
+                seen += range(theirs.start, theirs.stop)
+        assert sorted(seen) == list(range(rows))
+
+
+def test_the_verifier_sees_a_tile_of_a_gradient_that_is_left_out():
+    model = run(2, stage=3, tile_bytes=300)
+    program = model.programs["backward"]
+    worlds = {model.policy.key: 2}
+    verify_program(program, worlds)
+    k, first = next((k, r) for k, r in enumerate(program.reduces) if r.tile and r.tile.index == 1)
+    program.reduces[k] = replace(first, tile=replace(first.tile, begin=first.tile.begin + 1))
+    with pytest.raises(VerifyError, match=r"tile 2 of \d+ begins at element \d+: it is not the next one"):
+        verify_program(program, worlds)
+    program.reduces[k] = replace(first, tile=None)
+    with pytest.raises(VerifyError, match="is reduced twice|not the next one"):
+        verify_program(program, worlds)
+
+
+# What is left whole ------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A weight that is multiplied before it is used, and one that is returned."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.scale = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.rand(8, 1))
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.returns:
+            return F.linear(x, self.weight), self.weight
+        return (F.linear(x, self.weight * self.scale),)
+
+
+@pytest.mark.parametrize(("returns", "why"), [(False, "aten.mul.Tensor reads it"), (True, "it is returned")])
+def test_what_is_left_whole_is_right_and_named(returns, why):
+    model = SimulatedModel(Scaled(returns), 2, stage=3, bucket_bytes=0, tile_bytes=64)
+    model.check([(torch.randn(4, 6),)] * 2, lambda out: sum(o.sum() for o in out))
+    assert [n for n in notes(model) if f"gathered whole: weight, 192 bytes, because {why}" in n], notes(model)

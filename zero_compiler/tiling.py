@@ -1,0 +1,95 @@
+"""Which weights are gathered in tiles, and how many rows at a time: by size alone, so that all ranks agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .group import decide, digest
+from .ir.facts import ParamRef
+from .layout import Layout
+from .runtime.stores import BLOCK_BYTES
+
+_aten = torch.ops.aten
+# What a compiler takes apart by the sizes of a batch.
+WHOLE = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.embedding_dense_backward.default,
+    }
+)
+
+
+def tile_rows(layout: Layout, dtype: torch.dtype, filed: bool, limit_bytes: int | None) -> int:
+    """Rows of a rank's chunk in a tile; 0 where the weight is gathered whole, as every vector is.
+
+    A tile is gathered in at most ``limit_bytes``, or of the fewest rows that can be: one, or in a file as many as
+    whole blocks hold. One rank that computes with a weight where it lies at rest gathers nothing, and tiles nothing.
+
+    Args:
+        dtype: in which it is gathered.
+        filed: it, or its gradient, rests in a file.
+    """
+    row_bytes = layout.row_numel * dtype.itemsize
+    if limit_bytes is None or not layout.cut or len(layout.shape) < 2:
+        return 0
+    if layout.world * layout.chunk_rows * row_bytes <= limit_bytes:
+        return 0
+    if layout.world == 1 and dtype == layout.dtype and not filed:
+        return 0
+    least = math.lcm(layout.row_numel * layout.dtype.itemsize, BLOCK_BYTES) // (
+        layout.row_numel * layout.dtype.itemsize
+    )
+    least = least if filed else 1
+    rows = max(1, limit_bytes // (layout.world * row_bytes) // least) * least
+    if rows >= layout.chunk_rows:
+        return 0
+    tiles = -(-layout.chunk_rows // rows)
+    even = next((n for n in range(tiles, 2 * tiles) if layout.chunk_rows % n == 0), None)
+    if even is not None and layout.chunk_rows // even % least == 0:
+        return layout.chunk_rows // even  # then one artifact serves all tiles
+    return rows
+
+
+# Tiles of fewer bytes are not tried for a budget: their latency would be most of their time.
+LEAST_BYTES = 1 << 16
+
+
+def undecided(policies: Mapping[str, Any], params: Mapping[ParamRef, Any]) -> list[ParamRef]:
+    """Weights of which nobody has decided yet whether a budget makes tiles of them."""
+    return [
+        ref for ref, plan in params.items() if plan.cut and ref.name not in policies[ref.owner].tile_bytes
+    ]
+
+
+def largest_bytes(plans: Iterable[Any]) -> int:
+    """Most bytes that are gathered at a time, of any of the weights that can be tiled."""
+    most = 0
+    for plan in plans:
+        row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
+        if plan.world > 1 or plan.filed or plan.gather_dtype != plan.dtype:
+            most = max(most, row * (plan.tile_rows or plan.chunk_rows))
+    return most
+
+
+def note(policies: Mapping[str, Any], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
+    """Have weights gathered in tiles of at most so many bytes; None: whole."""
+    for ref in refs:
+        policies[ref.owner].tile_bytes[ref.name] = limit_bytes
+
+
+def settle(policies: Mapping[str, Any], refs: Sequence[ParamRef]) -> None:
+    """What rank 0 noted of these weights, for all ranks: what fits depends on the sizes of activations, which ranks
+    may legally disagree about, and collectives must not."""
+    first = next(iter(policies.values()))
+    chosen = policies[refs[0].owner].tile_bytes.get(refs[0].name)
+    names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
+    key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
+    text = decide(first.group, key, "" if chosen is None else str(chosen))
+    note(policies, refs, int(text) if text else None)
