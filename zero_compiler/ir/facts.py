@@ -59,7 +59,8 @@ def set_unit(node: fx.Node, name: str) -> None:
     node.meta[_UNIT] = name
 
 
-class Tile(NamedTuple):
+@dataclass(frozen=True)
+class Tile:
     """Part of a weight or of a gradient: of every rank's padded chunk ``rows`` rows from row ``begin`` on.
 
     What is gathered of it lies rank after rank: row ``j`` of the full weight, which rank ``j // chunk_rows`` holds,
