@@ -144,7 +144,9 @@ class Store:
         self.regions: dict[int, Region] = {}
         self._end = 0
         self._checksums = Checksums(blocks(max(nbytes, 1))) if checksums else None
-        self._versions: dict[int, int] = {}  # of handles, when their bytes were last known
+        # Of handles: the DTensors over them, which see what eager code writes, and versions when bytes were last known.
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._versions: dict[int, int] = {}
         self.nbytes = blocks(max(nbytes, 1))
         self.fd, self.path = _make(directory, self.nbytes, label, keep)
         closing = contextlib.ExitStack()
@@ -213,14 +215,37 @@ class Store:
             self._checksums.note(span.offset, part)
         return self.engine.write(self.file, part, span.offset, label=span.label)
 
+    def watch(self, region: Region, tensor: torch.Tensor) -> None:
+        """``tensor`` is what eager code writes through to ``region`` from here on."""
+        if self._checksums is not None:
+            at = region.tensor.data_ptr()
+            self._look(at, region, self._checksums)
+            self._watched[at] = weakref.ref(tensor)
+            self._versions[at] = self._version(at, region)
+
+    def written(self, region: Region) -> None:
+        """What was counted as a write through the handle since the last transfer was a direct one."""
+        if self._checksums is not None:
+            at = region.tensor.data_ptr()
+            self._versions[at] = self._version(at, region)
+
+    def _version(self, at: int, region: Region) -> int:
+        """Grows with every write through the handle: autograd counts those of a DTensor, and of what is under it."""
+        seen = self._watched.get(at)
+        watched = seen() if seen is not None else None
+        return region.tensor._version + (0 if watched is None else watched._version)
+
     def _forget_mapped(self, checksums: Checksums, span: Span) -> None:
-        """Nothing is known of regions in ``span`` whose handles were written to: autograd counts that."""
+        """Nothing is known of regions in ``span`` whose handles were written to."""
         for at, region in self.regions.items():
             if region.offset < span.offset + span.nbytes and span.offset < region.offset + region.nbytes:
-                version = region.tensor._version
-                if self._versions.setdefault(at, 0) != version:
-                    checksums.forget(region.offset, region.nbytes)
-                    self._versions[at] = version
+                self._look(at, region, checksums)
+
+    def _look(self, at: int, region: Region, checksums: Checksums) -> None:
+        version = self._version(at, region)
+        if self._versions.setdefault(at, 0) != version:
+            checksums.forget(region.offset, region.nbytes)
+            self._versions[at] = version
 
     def close(self) -> None:
         """Close the file; handles stay readable for as long as they live. Idempotent."""
@@ -253,6 +278,12 @@ class Checked:
                 label=self._span.label,
                 offset=at,
             )
+
+
+def watch(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """``tensor``, a DTensor over ``local``, is what eager code writes through, where that rests in a file."""
+    if (region := region_of(local)) is not None:
+        region.store.watch(region, tensor)
 
 
 def _make(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import torch
 
 from . import grads
 from .layout import Layout
-from .runtime.stores import Nvme, Region, Store, blocks
+from .runtime.stores import Nvme, Region, Store, blocks, watch
 from .runtime.streaming import Job, Stream
 
 # What one write of a gradient takes at a time, and how many of them: one is copied while another is written.
@@ -163,3 +163,4 @@ class GradientFiles:
                 # From outside: autograd added to nothing meanwhile, or the user had put it there before.
                 rows.add_(grad._local_tensor) if written else rows.copy_(grad._local_tensor)
             param.grad = grads.as_dtensor(param, rows)
+            watch(param.grad, rows)

@@ -278,6 +278,8 @@ class StreamedOptimizer(Optimizer, Done):
 
     def param(self, param: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(param)  # a backward of an earlier forward is told
+        if (region := region_of(local_of(param))) is not None:
+            region.store.written(region)
 
     def options(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
         if changed and not any(g is group for g, _ in self._changed):

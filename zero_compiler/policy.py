@@ -23,7 +23,7 @@ from .group import Group, agree, meet, short_digest
 from .ir import ops
 from .layout import Layout
 from .placing import Given, Placed, tiers_of
-from .runtime.stores import Nvme, region_of
+from .runtime.stores import Nvme, region_of, watch
 from .transport import COPIED, LOCAL, Transport, choose
 
 log = logging.getLogger("zero_compiler")
@@ -172,6 +172,8 @@ class Policy:
 
     def take_gradients(self) -> None:
         """From here on gradients that rest in files go there as they land; the parameters are installed."""
+        for name in self.places:
+            watch(self.param(name), local_of(self.param(name)))
         if self.files is not None and self.files.gradients:
             self._gradient_files = GradientFiles(self, self.files.gradients)
             for name in self.files.gradients:

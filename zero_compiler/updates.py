@@ -21,7 +21,7 @@ from . import grads
 from .elementwise import States, make, step_of
 from .errors import OptimizerError
 from .policy import local_of
-from .runtime.stores import BLOCK_BYTES, Region, Span, blocks, region_of
+from .runtime.stores import BLOCK_BYTES, Region, Span, blocks, region_of, watch
 from .runtime.streaming import Job
 
 # Entries of a parameter group that are not the class's own.
@@ -102,6 +102,7 @@ class Entry:
                 )
             self.regions[key].fill(local) if key in self.regions else rest.copy_(local)
             held[key] = like(self.param, rest)
+            watch(held[key], rest)
         self.fresh.clear()
 
 
@@ -349,7 +350,8 @@ class Unit:
                 if isinstance(value, torch.Tensor) and key in self.states.tensors:
                     if isinstance(now, torch.Tensor) and local_of(now).data_ptr() == value.data_ptr():
                         continue
-                    value = like(entry.param, value)
+                    local, value = value, like(entry.param, value)
+                    watch(value, local)
                 kept[key] = value
         if piece.last:
             entry.given = None
