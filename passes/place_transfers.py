@@ -40,7 +40,7 @@ class PlaceStarts:
 
     In memory that ranks share nothing moves between start and wait, which sums where the gradients lie. A wait that
     comes late gives a peer that is behind some slack, and holds the gradients for it. There as many are in flight as
-    take the bytes of the largest one.
+    take the bytes of the largest one, or of two buckets.
 
     Refuses: nothing.
     """
@@ -90,7 +90,7 @@ def _wait_before(start: fx.Node, point: fx.Node) -> None:
 def _wait_for_room(reductions: list[fx.Node], output: fx.Node, ctx: Context) -> None:
     """Wait for the oldest of ``reductions`` where another one would not fit beside those in flight."""
     nbytes = {s: _reduced_bytes(s, ctx) for s in reductions}
-    room = max(nbytes.values(), default=0)
+    room = max(2 * ctx.bucket_bytes, *nbytes.values()) if nbytes else 0
     flying: deque[fx.Node] = deque()
     taken = 0
     for start in reductions:

@@ -96,3 +96,15 @@ def test_packing_is_near_linear():
 
     # Four times the slots: 4x where it is linear, 16x where it is quadratic.
     assert seconds(4000) < 9 * seconds(1000)
+
+
+def test_the_order_of_starts_where_it_takes_less():
+    # Each layer in turn: two of 12 and 4 that live together, then one of 16, then another, which the first of the next
+    # layer outlives by nothing. Two of 16 side by side are enough; by size, the 12 would come to stand beyond them.
+    slots = []
+    for t in range(0, 30, 5):
+        for pages, start, end in ((12, t, t + 2), (4, t + 1, t + 2), (16, t + 2, t + 4), (16, t + 4, t + 5)):
+            slots.append(Slot(pages * ALIGN, start, end))
+    offsets, size = pack(slots)
+    assert check(slots, offsets, size) is None
+    assert size == 32 * ALIGN
