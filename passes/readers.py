@@ -185,7 +185,15 @@ def looked_up(emit: Emitter, picks: fx.Node, plan: ParamPlan) -> Callable[[Tile]
     for tile in plan.tiles:
         above = emit(aten.ge.Scalar, row, tile.begin)
         inside = emit(aten.logical_and.default, above, emit(aten.lt.Scalar, row, tile.begin + tile.rows))
-        place = emit(aten.add.Tensor, emit(aten.mul.Scalar, rank, tile.rows), row)
-        place = emit(aten.sub.Scalar, place, tile.begin)
-        found[tile] = emit(aten.masked_fill.Scalar, place, emit(aten.logical_not.default, inside), 0), inside
+        place = emit(aten.add.Tensor, emit(aten.mul.Tensor, rank, tile.rows), row)
+        place = emit(aten.sub.Tensor, place, tile.begin)
+        found[tile] = either(emit, inside, place, 0), inside
     return found.__getitem__
+
+
+def either(emit: Emitter, inside: fx.Node, place: fx.Node, other: int) -> fx.Node:
+    """``place`` where ``inside``, else ``other``: in operators that stand in graphs that were decomposed."""
+    val = facts.value(place)
+    return emit(
+        aten.where.self, inside, place, emit(aten.full.default, [], other, dtype=val.dtype, device=val.device)
+    )

@@ -25,6 +25,7 @@ from .emitter import Emitter
 aten = torch.ops.aten
 
 _FREE = axes._VIEWS | axes._PERMUTES | {aten.unsqueeze.default, aten.squeeze.dim}
+_PUTS = {aten.index_put.default, aten._unsafe_index_put.default}
 _ABOVE = _FREE | axes._SAME | readers._CASTS
 
 
@@ -70,10 +71,7 @@ class Sliced:
     node: fx.Node
     dim: int
     given: list[tuple[fx.Node, Sliced]] = field(default_factory=list)
-
-    @property
-    def special(self) -> bool:
-        return self.node.target in _SPECIAL
+    special: bool = False  # an operator that has a tile of its own kind
 
     def leaves(self) -> Iterator[Sliced]:
         if not self.given and not self.special:
@@ -111,12 +109,12 @@ def _above(node: fx.Node, dim: int) -> Sliced:
     t = node.target
     if t in (aten.mm.default, aten.bmm.default):
         return Sliced(node, dim, [(n, _below(n, d)) for n, d in _factors(node, dim)])
-    if t is aten.embedding_dense_backward.default and dim == 0:
-        return Sliced(node, dim)
+    if dim == 0 and (t is aten.embedding_dense_backward.default or _adds_rows(node)):
+        return Sliced(node, dim, special=True)
     if t is operator.getitem and node.args[1] == 1 and dim == 0:
         call = node.args[0]
         if call.target is aten.convolution_backward.default and readers.plain_convolution(call):
-            return Sliced(node, dim)
+            return Sliced(node, dim, special=True)
     if t in _ABOVE:
         return Sliced(node, dim, [(n, _above(n, r.at)) for n, r in _rows(node, dim) if r is not None])
     if t is aten.add.Tensor and all(
@@ -124,6 +122,14 @@ def _above(node: fx.Node, dim: int) -> Sliced:
     ):
         return Sliced(node, dim, [(n, _above(n, dim)) for n in node.all_input_nodes])
     return Sliced(node, dim)
+
+
+def _adds_rows(node: fx.Node) -> bool:
+    """The gradient of an embedding as compilers write it: rows are added to zeros at indices."""
+    if node.target not in _PUTS:
+        return False
+    base, picks, _, accumulate = node.args
+    return len(picks) == 1 and isinstance(picks[0], fx.Node) and accumulate is True and axes.is_zero(base)
 
 
 def _below(node: fx.Node, dim: int) -> Sliced:
@@ -151,18 +157,23 @@ def _factors(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
     """What is not of the tile is added to a row behind the others, which nobody keeps."""
-    grad, picks, _, padding, by_frequency = node.args
+    puts = node.target in _PUTS
+    picks, val = node.args[1][0] if puts else node.args[1], facts.value(node)
     find = readers.looked_up(emit, picks, plan)
-    skipped = emit(aten.eq.Scalar, picks, padding)
     found = {}
     for tile in plan.tiles:
         place, inside = find(tile)
-        outside = emit(aten.logical_or.default, emit(aten.logical_not.default, inside), skipped)
-        found[tile] = emit(aten.masked_fill.Scalar, place, outside, plan.world * tile.rows)
+        if not puts:
+            inside = emit(aten.logical_and.default, inside, emit(aten.ne.Scalar, picks, node.args[3]))
+        found[tile] = readers.either(emit, inside, place, plan.world * tile.rows)
 
     def make(tile: Tile, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        rows = plan.world * tile.rows
-        out = emit(node.target, grad, found[tile], rows + 1, rows, by_frequency)
+        rows, place = plan.world * tile.rows, found[tile]
+        if puts:
+            zeros = emit(aten.full.default, [rows + 1, *val.shape[1:]], 0, dtype=val.dtype, device=val.device)
+            out = emit(node.target, zeros, [place], node.args[2], True)
+        else:
+            out = emit(node.target, node.args[0], place, rows + 1, rows, node.args[4])
         return emit(aten.slice.Tensor, out, 0, 0, rows)
 
     return make
@@ -185,5 +196,6 @@ def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
 
 _SPECIAL: dict[Any, Any] = {
     aten.embedding_dense_backward.default: _of_embedding,
+    **dict.fromkeys(_PUTS, _of_embedding),
     operator.getitem: _of_convolution,
 }

@@ -141,6 +141,8 @@ class _Loop:
         if find is not None:
             self._cut()
         result, places = self._result()
+        for said in (facts.note(reader.node) or "").splitlines():
+            facts.add_note(self.graph, said)
         facts.set_note(result, self._note(given))
         for tile in plan.tiles:
             env = {reader.operand: self._weight(tile)}

@@ -376,9 +376,11 @@ class _FrameCompiler:
         while self._trial_peak(graphs) > budget_bytes:
             limit = tiling.largest_bytes([self.params[ref] for ref in undecided]) // 2
             before = self.params
+            if limit < tiling.LEAST_BYTES:
+                break
             tiling.note(self.policies, undecided, limit)
             self._plan_again()
-            if limit < tiling.LEAST_BYTES or self.params == before:
+            if self.params == before:
                 break
         tiling.settle(self.policies, undecided)
         self._plan_again()

@@ -21,7 +21,6 @@ WHOLE = frozenset(
         _aten.addmm.default,
         _aten.bmm.default,
         _aten.baddbmm.default,
-        _aten.embedding_dense_backward.default,
     }
 )
 
