@@ -41,9 +41,7 @@ class LocalRows(torch.autograd.Function):
         out: list[Any] = [None, None]
         for param, node, grad in zip(ctx.params, nodes, given, strict=True):
             if grad is not None and not (
-                torch._C._will_engine_execute_node(node)
-                and not grads.hooked(param)
-                and grads.added(param, grad)
+                grads.will_run(node) and not grads.hooked(param) and grads.added(param, grad)
             ):
                 out.append(grads.as_dtensor(param, grad))
             else:

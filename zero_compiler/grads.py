@@ -258,10 +258,14 @@ class Sink(Protocol):
 
 def goes_to_grad(param: torch.Tensor) -> bool:
     """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
+    return param.requires_grad and will_run(torch.autograd.graph.get_gradient_edge(param).node)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs comes to ``node``, which adds to a ``.grad``."""
     try:
-        node = torch.autograd.graph.get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of torch.autograd.grad
+    except RuntimeError:  # torch does not say so within torch.autograd.grad, which adds to none
         return False
 
 

@@ -50,8 +50,26 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     f"{type(optimizer).__name__} was made before zero.shard and holds the parameter {name!r} that "
                     "sharding replaced; make the optimizer after zero.shard, from model.parameters()"
                 )
+    _check_kind(optimizer)
     _check_tiers(optimizer)
     optimizer.__dict__[_CHECKED] = count
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers whose arithmetic torch cannot do on rows of a parameter."""
+    if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.Rprop)):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor) and param.device_mesh.size() > 1 and not _whole(param):
+                raise ShardError(
+                    f"{type(optimizer).__name__} needs parameters that are whole on every rank: use stage 0 or another "
+                    "optimizer"
+                )
+
+
+def _whole(param: DTensor) -> bool:
+    return all(p.is_replicate() for p in param.placements)
 
 
 def _check_tiers(optimizer: torch.optim.Optimizer) -> None:

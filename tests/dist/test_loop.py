@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from compare import Twin, average_gradients, local, part, whole
 from dist.spawn import run_ranks
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
+from zero_compiler.errors import ShardError
 from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -232,6 +234,39 @@ def adam_with_its_own_eps(rank: int) -> list[str]:
         if float(bound[n].median()) > lr:
             twin.say(f"the bound on {n} says nothing: {float(bound[n].median()):.1e}")
     return twin.errors
+
+
+@case
+def optimizers_that_need_whole_parameters(rank: int) -> list[str]:
+    errors = []
+    for cls in (torch.optim.LBFGS, torch.optim.Rprop):
+        make = functools.partial(cls, lr=0.1)
+        twin = Twin(MLP(), functools.partial(eager, stage=0), make, where=f"{cls.__name__}, stage 0")
+
+        def again(model: nn.Module, opt: torch.optim.Optimizer) -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(rank, 0)(model)
+            loss.backward()
+            if model is twin.plain_call:
+                average_gradients(model)
+            mean = loss.detach().clone()  # ranks stop together
+            dist.all_reduce(mean)
+            return mean
+
+        for _ in range(2):
+            for model, opt in ((twin.call, twin.opt), (twin.plain_call, twin.plain_opt)):
+                opt.step(functools.partial(again, model, opt))
+        twin.check_parameters()
+        errors += twin.errors[:4]
+        model = eager(MLP())
+        loss_of(rank, 0)(model).backward()
+        try:
+            make(model.parameters()).step(lambda: torch.zeros(()))
+            errors.append(f"{cls.__name__} stepped shards")
+        except ShardError as error:
+            if f"{cls.__name__} needs parameters that are whole" not in str(error):
+                errors.append(str(error))
+    return errors
 
 
 @case
