@@ -126,7 +126,7 @@ def _above(node: fx.Node, dim: int) -> Sliced:
 
 def _adds_rows(node: fx.Node) -> bool:
     """The gradient of an embedding as compilers write it: rows are added to zeros at indices."""
-    if node.target not in _PUTS:
+    if node.target not in _PUTS or len(node.args) < 4:
         return False
     base, picks, _, accumulate = node.args
     return len(picks) == 1 and isinstance(picks[0], fx.Node) and accumulate is True and axes.is_zero(base)
