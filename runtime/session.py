@@ -247,12 +247,12 @@ class Session:
         inputs.clear()
         if not self._reduces_now():
             self._check_unhooked()
-        if self.program.idle_bytes >= 0:
-            for runtime in self.runtimes.values():
-                runtime.engine.trim(self.program.idle_bytes // len(self.runtimes))
         if self._talks:
             self._agree()
         try:
+            if self.program.idle_bytes >= 0:
+                for runtime in self.runtimes.values():
+                    runtime.engine.trim(self.program.idle_bytes // len(self.runtimes))
             self._walk(env)
             if self._talks:
                 self._leave()
