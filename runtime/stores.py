@@ -112,7 +112,9 @@ def region_of(tensor: torch.Tensor) -> Region | None:
     if tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
         return None
     store = _regions.get(at := tensor.untyped_storage().data_ptr())
-    return store.regions.get(at) if store is not None else None
+    region = store.regions.get(at) if store is not None else None
+    # torch moves storages that it sends to another process: what lies at the address of a handle may be another's.
+    return region if region is not None and region.tensor.data_ptr() == at else None
 
 
 class Store:
