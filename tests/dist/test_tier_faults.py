@@ -238,13 +238,16 @@ def _forward(model, x):
 
 
 def test_a_spawned_process_gets_a_copy_in_memory(tmp_path):
-    """torch moves what it sends into shared memory, so this rank's shards leave their file: their values stay."""
-    model = made(tmp_path, tiers=ALL)
+    """torch moves what it sends into shared memory, so this rank's shards leave their file: they stay right."""
+    (want, losses), model = reference(tmp_path), made(tmp_path, tiers=ALL)
+    optimizer = zero.optimizer(O.AdamW, model)
     x = torch.ones(2, 64)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         there, in_memory = pool.apply(_forward, (model, x))
     assert in_memory
     assert torch.equal(there, model(x))
+    assert train(model, compiled(model), optimizer) == losses
+    assert_same(model, want)
 
 
 def test_a_file_system_where_the_two_ways_disagree_is_used_through_the_page_cache(tmp_path, monkeypatch):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 from null.graphs import Build, aten, lower
+from torch import fx
 
 from zero_compiler import prefetch
 from zero_compiler.passes import JOINT, run_passes
@@ -27,16 +29,21 @@ def layered(layers: int) -> tuple[Build, Build]:
     b = Build(**shapes)
     acts = [b.input(f"act_{i}", 2, 8) for i in range(layers)]
     g = b.input("tangents_1", 2, 8)
+    b.done(*backward_of(b, g, acts, lambda i: b.weight(f"h.{i}.w")))
+    return f, b
+
+
+def backward_of(b: Build, g: fx.Node, acts: list[fx.Node], weight: Callable[[int], fx.Node]) -> list[fx.Node]:
+    """The layers' gradients, last layer first; ``weight`` gives a layer's full weight."""
     grads = []
-    for i in reversed(range(layers)):
+    for i in reversed(range(len(acts))):
         d = g
         for _ in range(5):
             d = b.op(aten.mul.Tensor, d, acts[i])
         grads.append(b.reduced(f"h.{i}.w", b.op(aten.mm.default, b.op(aten.t.default, d), acts[i])))
         grads.append(b.reduced(f"h.{i}.b", b.op(aten.sum.dim_IntList, d, [0])))
-        g = b.op(aten.add.Tensor, g, b.op(aten.mm.default, d, b.weight(f"h.{i}.w")))
-    b.done(*grads)
-    return f, b
+        g = b.op(aten.add.Tensor, g, b.op(aten.mm.default, d, weight(i)))
+    return grads
 
 
 def joint(layers: int) -> Build:
@@ -51,15 +58,7 @@ def joint(layers: int) -> Build:
         for _ in range(5):
             y = b.op(aten.tanh.default, y)
         x = b.op(aten.add.Tensor, x, y)
-    grads = []
-    for i in reversed(range(layers)):
-        d = g
-        for _ in range(5):
-            d = b.op(aten.mul.Tensor, d, acts[i])
-        grads.append(b.reduced(f"h.{i}.w", b.op(aten.mm.default, b.op(aten.t.default, d), acts[i])))
-        grads.append(b.reduced(f"h.{i}.b", b.op(aten.sum.dim_IntList, d, [0])))
-        g = b.op(aten.add.Tensor, g, b.op(aten.mm.default, d, weights[i]))
-    b.done(x, *grads)
+    b.done(x, *backward_of(b, g, acts, lambda i: weights[i]))
     return b
 
 
