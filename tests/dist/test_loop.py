@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compare import Twin, average_gradients, local, part, whole
-from dist.spawn import run_ranks
+from dist.spawn import answers, run_ranks
 from models import FAMILIES, MLP, Broken
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -39,15 +38,7 @@ def case(fn: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
 
 
 def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    out = {}
-    for name in names:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        try:
-            out[name] = CASES[name](rank)[:8]
-        except Exception:
-            out[name] = [traceback.format_exc()]
-    return out
+    return answers(CASES, rank, names)
 
 
 @functools.cache

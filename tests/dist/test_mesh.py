@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
-from dist.spawn import run_ranks
+from dist.spawn import answers, run_ranks
 from models import FAMILIES, MLP, Odd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -246,15 +245,7 @@ def the_transport_within_a_replica(rank: int) -> list[str]:
 
 
 def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    out = {}
-    for name in names:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        try:
-            out[name] = CASES[name](rank)[:8]
-        except Exception:
-            out[name] = [traceback.format_exc()]
-    return out
+    return answers(CASES, rank, names)
 
 
 @functools.cache
