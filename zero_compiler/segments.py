@@ -8,6 +8,7 @@ compile time does not grow with depth.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import operator
@@ -151,6 +152,7 @@ def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Segme
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    _call_in_place_products()
     gm = seg.gm
     output = next(iter(gm.graph.find_nodes(op="output")))
     # Values between segments keep the strides that the graph promises: the reader was compiled for them.
@@ -164,6 +166,18 @@ def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Segme
     with V.set_fake_mode(mode), _strides_not_reported():
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
     return compiled
+
+
+@functools.cache
+def _call_in_place_products() -> None:
+    # Inductor calls an operator that it has no lowering for, as `addmm_` is to be called here; but with CI set in the
+    # environment it refuses those that could be decomposed, a check of its own tables. So it is told.
+    from torch._inductor import lowering
+
+    if _aten_ops.addmm_.default not in lowering.lowerings:
+        lowering.make_fallback(
+            _aten_ops.addmm_.default, layout_constraint=lowering.constrain_to_fx_strides, warn=False
+        )
 
 
 @contextlib.contextmanager
