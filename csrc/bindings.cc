@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "zero/alloc_meter.h"
 #include "zero/c10d_transport.h"
 #include "zero/engine.h"
+#include "zero/hosts_transport.h"
 #include "zero/shared_segment.h"
 #include "zero/shared_transport.h"
 #include "zero/status.h"
@@ -88,50 +90,86 @@ struct DestroyWithoutGil {
 using SegmentOfRanks =
     std::tuple<int, int64_t, std::vector<int64_t>, double, int64_t>;
 
+// (process group of the ranks with the same place on each host, this rank's
+// place, segment of this host's ranks)
+using RanksOfHosts = std::tuple<py::object, int, SegmentOfRanks>;
+
+std::unique_ptr<zero::Transport> over_group(
+    const py::object& group,
+    int rank,
+    int world) {
+  // Through the raw pointer: torch registers the class with a holder type of
+  // its own.
+  auto* raw = group.cast<::c10d::ProcessGroup*>();
+  if (raw->getSize() != world || raw->getRank() != rank) {
+    raise(
+        "the process group has rank " + std::to_string(raw->getRank()) +
+        " of " + std::to_string(raw->getSize()) + ", not " +
+        std::to_string(rank) + " of " + std::to_string(world));
+  }
+  return zero::make_c10d_transport(
+      c10::intrusive_ptr<::c10d::ProcessGroup>::reclaim_copy(raw));
+}
+
+std::unique_ptr<zero::Transport> over_segment(
+    std::unique_ptr<zero::Transport> inner,
+    const SegmentOfRanks& shared,
+    int rank,
+    std::function<bool()> asks) {
+  const auto& [fd, space_bytes, pids, seconds, rest_bytes] = shared;
+  zero::SharedOptions options{
+      .rank = rank,
+      .pids = {},
+      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
+          std::chrono::duration<double>(seconds)),
+      .rest_bytes = rest_bytes,
+      .interrupted = std::move(asks)};
+  for (const int64_t pid : pids) {
+    options.pids.push_back(static_cast<pid_t>(pid));
+  }
+  return unwrap(zero::make_shared_transport(
+      std::move(inner),
+      unwrap(zero::SharedSegment::open(fd, space_bytes)),
+      std::move(options)));
+}
+
 std::unique_ptr<Engine, DestroyWithoutGil> make_engine(
     const py::object& group,
     int rank,
     int world,
     bool scribble_on_release,
-    const std::optional<SegmentOfRanks>& shared) {
+    const std::optional<SegmentOfRanks>& shared,
+    const std::optional<RanksOfHosts>& hosts) {
   std::unique_ptr<zero::Transport> transport;
-  if (group.is_none()) {
+  if (hosts) {
+    const auto& [across, place, segment] = *hosts;
+    const int places = static_cast<int>(std::get<2>(segment).size());
+    if (shared || places < 1 || world % places != 0 || rank % places != place) {
+      raise(
+          "place " + std::to_string(place) + " of " + std::to_string(places) +
+          " on a host is not that of rank " + std::to_string(rank) + " of " +
+          std::to_string(world));
+    }
+    transport = zero::make_hosts_transport(
+        over_group(across, rank / places, world / places),
+        over_segment(nullptr, segment, place, {}),  // its waits are a thread's
+        {.rank = rank,
+         .world = world,
+         .local_world = places,
+         .interrupted = interrupted});
+  } else if (group.is_none()) {
     if (world != 1 || rank != 0) {
       raise("an engine without a process group has rank 0 of 1");
     }
     transport = std::make_unique<zero::LocalTransport>();
   } else {
-    // Through the raw pointer: torch registers the class with a holder type of
-    // its own.
-    auto* raw = group.cast<::c10d::ProcessGroup*>();
-    if (raw->getSize() != world || raw->getRank() != rank) {
-      raise(
-          "the process group has rank " + std::to_string(raw->getRank()) +
-          " of " + std::to_string(raw->getSize()) + ", not " +
-          std::to_string(rank) + " of " + std::to_string(world));
-    }
-    transport = zero::make_c10d_transport(
-        c10::intrusive_ptr<::c10d::ProcessGroup>::reclaim_copy(raw));
+    transport = over_group(group, rank, world);
   }
   if (shared && world > 1) {
-    const auto& [fd, space_bytes, pids, seconds, rest_bytes] = *shared;
-    if (static_cast<int>(pids.size()) != world) {
+    if (static_cast<int>(std::get<2>(*shared).size()) != world) {
       raise("a shared segment needs the process of each rank");
     }
-    zero::SharedOptions options{
-        .rank = rank,
-        .pids = {},
-        .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
-            std::chrono::duration<double>(seconds)),
-        .rest_bytes = rest_bytes,
-        .interrupted = interrupted};
-    for (const int64_t pid : pids) {
-      options.pids.push_back(static_cast<pid_t>(pid));
-    }
-    transport = unwrap(zero::make_shared_transport(
-        std::move(transport),
-        unwrap(zero::SharedSegment::open(fd, space_bytes)),
-        std::move(options)));
+    transport = over_segment(std::move(transport), *shared, rank, interrupted);
   }
   return std::unique_ptr<Engine, DestroyWithoutGil>(new Engine(
       std::move(transport),
@@ -233,7 +271,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("world"),
           py::kw_only(),
           py::arg("scribble_on_release") = false,
-          py::arg("shared") = std::nullopt)
+          py::arg("shared") = std::nullopt,
+          py::arg("hosts") = std::nullopt)
       .def(
           "add_shared_arena",
           [](Engine& engine, int64_t nbytes, const std::string& space) {

@@ -26,10 +26,14 @@ class ModelRuntime:
         group = policy.group
         self._policy = weakref.ref(policy)
         self._views: dict[Any, list[torch.Tensor]] = {}
-        segment = policy.transport.segment
+        segment, hosts = policy.transport.segment, policy.transport.hosts
         self.shared = segment is not None
         self.engine = _C.Engine(
-            group.pg, group.rank, group.world, shared=None if segment is None else segment.for_engine()
+            group.pg,
+            group.rank,
+            group.world,
+            shared=None if segment is None else segment.for_engine(),
+            hosts=None if hosts is None else hosts.for_engine(),
         )
         self.transient = self.engine.add_arena(0, group.device)
         # Shared: gather buffers are the same memory on every rank; staging of reductions is read by peers.

@@ -76,7 +76,8 @@ class Config:
         nvme_keep: leave those files behind, under names of their own; else nothing is left when the process ends.
         nvme_checksums: compare what is read from those files with sums of what was written; another byte is an error.
         transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
-            share; "auto" takes "shared" where it is possible on every rank. ``zero.inspect`` says which, and why.
+            share, with the process group between several hosts; "auto" takes "shared" where it is possible on every
+            rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
         kernels: "auto" gives large float32 products on CPU to oneDNN where calibration found it faster than torch's
             BLAS; "torch" leaves every operator to the library that torch takes.

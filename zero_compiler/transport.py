@@ -2,7 +2,8 @@
 
 "shared": ranks are CPU processes of one host. What lies at rest lies in one memory file that all of them map,
 rank after rank for each parameter, so that the full weight is there already: a gather in the parameter's own
-dtype moves nothing. "c10d": the process group's collectives, on any device, across hosts. "local": one rank.
+dtype moves nothing. "shared+c10d": of several hosts, equally many on each; what crosses to a host does so once, and
+its ranks copy it, or add it up, in memory. "c10d": the process group's collectives, on any device. "local": one rank.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .arena import aligned
 from .errors import ShardError
-from .group import Group, first_rank, group_timeout_s, post_text, read_texts
+from .group import Group, first_rank, group_timeout_s, post_text, read_texts, store_of
 from .layout import Layout
 
 # Spaces of the memory file, which is sparse: see csrc/include/zero/shared_transport.h.
@@ -66,16 +69,34 @@ class Segment:
         return (self.fd, SPACE_BYTES, self.pids, self.timeout_s, rest)
 
 
+class Hosts:
+    """This rank's end of what the ranks of several hosts talk over.
+
+    Args:
+        segment: memory of the ranks of this host; nothing lies at rest in it.
+        across: process group of the ranks with the same place, one a host.
+        hosts: how many.
+    """
+
+    def __init__(self, segment: Segment, across: Any, hosts: int) -> None:
+        self.segment, self.across, self.hosts = segment, across, hosts
+
+    def for_engine(self) -> tuple[Any, int, tuple[int, int, list[int], float, int]]:
+        return (self.across, self.segment.rank, self.segment.for_engine())
+
+
 @dataclass(frozen=True)
 class Transport:
-    """What was chosen ("shared", "c10d" or "local"), why, and the segment where it is "shared"."""
+    """What was chosen ("shared", "shared+c10d", "c10d" or "local"), why, and what it works with."""
 
     name: str
     reason: str
     segment: Segment | None = None
+    hosts: Hosts | None = None
 
     @property
     def shared(self) -> bool:
+        """Whether every rank maps what lies at rest on all of them."""
         return self.segment is not None
 
 
@@ -103,65 +124,122 @@ def choose(group: Group, asked: str, key: str, layouts: Iterable[Layout]) -> Tra
         return LOCAL
     if asked == "c10d":
         return Transport("c10d", "asked for")
+    problem: str | None = None
     if group.device.type != "cpu":
-        problem: str | None = f"the compute device is {group.device}"
-        segment = None
+        problem = f"the compute device is {group.device}"
     else:
-        segment, problem = _meet(group, key, sum(home_bytes(x) for x in layouts))
-    if segment is not None:
-        reason = f"{group.world} CPU ranks of one host" + (", asked for" if asked == "shared" else "")
-        return Transport("shared", reason, segment)
+        found = _meet(group, key, sum(home_bytes(x) for x in layouts))
+        if isinstance(found, Transport):
+            return found
+        problem = found
     if asked == "shared":
         raise ShardError(f'transport="shared" is not possible: {problem}; use "auto" or "c10d"')
     return Transport("c10d", f"no shared memory: {problem}")
 
 
-def _meet(group: Group, key: str, nbytes: int) -> tuple[Segment | None, str | None]:
-    """Rank 0 makes the memory file, the others open it; a sentence instead where one of them could not."""
+def _meet(group: Group, key: str, nbytes: int) -> Transport | str:
+    """The first rank of each host makes a memory file, the others open it; a sentence where one of them could not."""
     timeout_s = group_timeout_s(group)
     fd = -1
+    inside: list[int] = []
+    hosts = 0
     mine: dict[str, Any] = {"pid": os.getpid(), "problem": None}
     try:
         host = _host()
-        if group.rank == 0:
+        inside, hosts = _neighbours(group, key, host, timeout_s)
+        # What lies at rest is shared where all ranks can map it.
+        nbytes = nbytes if hosts == 1 else 0
+        if group.rank == inside[0]:
             token = secrets.token_hex(16)
             fd = _make(token, nbytes)
-            post_text(
-                group, f"{key}/file", json.dumps({"fd": fd, "pid": os.getpid(), "token": token, **host})
-            )
+            post_text(group, f"{key}/file", json.dumps({"fd": fd, "pid": os.getpid(), "token": token}))
         else:
-            found = read_texts(group, f"{key}/file", timeout_s, ranks=(0,))
-            if 0 not in found:
-                mine["problem"] = "rank 0 made no memory file"
-            else:
-                fd = _open(json.loads(found[0]), host)
+            found = read_texts(group, f"{key}/file", timeout_s, ranks=inside[:1])
+            if inside[0] not in found:
+                raise OSError(f"rank {inside[0]} made no memory file")
+            fd = _open(json.loads(found[inside[0]]), inside[0])
     except (OSError, AttributeError, ValueError) as error:
         mine["problem"] = str(error)
-        if group.rank == 0:
+        if inside and group.rank == inside[0]:
             post_text(group, f"{key}/file", json.dumps({"problem": str(error)}))
     # Whoever shares no memory with this rank must choose the same, too.
     everyone = group.everyone
-    post_text(everyone, key, json.dumps(mine | {"first": first_rank(group), "rank": group.rank}))
+    mine |= {"first": first_rank(group), "rank": group.rank, "hosts": hosts}
+    post_text(everyone, key, json.dumps(mine))
     said = {r: json.loads(t) for r, t in read_texts(everyone, key, timeout_s).items()}
-    problem = next(
-        (
-            f"rank {r}: {said[r]['problem'] if r in said else 'did not arrive in time'}"
-            for r in range(everyone.world)
-            if r not in said or said[r]["problem"]
-        ),
-        None,
+    problem = _first_problem(said, everyone.world)
+    if problem is not None:
+        if fd >= 0:
+            os.close(fd)
+        return problem
+    pids = {s["rank"]: s["pid"] for s in said.values() if s["first"] == first_rank(group)}
+    place = inside.index(group.rank)
+    segment = Segment(fd, place, [pids[r] for r in inside], nbytes, timeout_s)
+    if hosts == 1:
+        return Transport("shared", f"{group.world} CPU ranks of one host", segment)
+    across = _gloo(
+        store_of(group), f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside), hosts, timeout_s
     )
-    if problem is None:
-        pids = {s["rank"]: s["pid"] for s in said.values() if s["first"] == first_rank(group)}
-        return Segment(fd, group.rank, [pids[r] for r in range(group.world)], nbytes, timeout_s), None
-    if fd >= 0:
-        os.close(fd)
-    return None, problem
+    reason = f"{hosts} hosts with {len(inside)} CPU ranks each"
+    return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts))
 
 
-def _host() -> dict[str, str]:
+def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dist.ProcessGroup:
+    """A process group of one model, which ends with it: transfers of two models may overlap in any order.
+
+    Not by ``dist.new_group``, whose groups last until they are destroyed, and whose names come from their ranks.
+    """
+    prefix = dist.PrefixStore(name, store)
+    group = dist.ProcessGroup(prefix, rank, world)
+    backend = dist.ProcessGroupGloo(prefix, rank, world, timedelta(seconds=timeout_s))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def _neighbours(group: Group, key: str, host: str, timeout_s: float) -> tuple[list[int], int]:
+    """The ranks of this rank's host, and how many hosts there are.
+
+    Raises:
+        OSError: hosts have one rank each, or different numbers of them, or ranks are not numbered host by host.
+    """
+    post_text(group, f"{key}/host", host)
+    found = read_texts(group, f"{key}/host", timeout_s)
+    for rank in range(group.world):
+        if rank not in found:
+            raise OSError(f"rank {rank} did not say in time on which host it runs")
+    by_host: dict[str, list[int]] = {}
+    for rank in range(group.world):
+        by_host.setdefault(found[rank], []).append(rank)
+    places = group.world // len(by_host)
+    if places == 1:
+        raise OSError(f"each of {len(by_host)} hosts has one rank")
+    for ranks in by_host.values():
+        if ranks != list(range(ranks[0], ranks[0] + places)):
+            listed = "; ".join(", ".join(map(str, r)) for r in by_host.values())
+            raise OSError(
+                f"of {len(by_host)} hosts each must have as many ranks as the others, with numbers that follow each "
+                f"other, and they have ranks {listed}"
+            )
+    return by_host[host], len(by_host)
+
+
+def _first_problem(said: dict[int, dict[str, Any]], world: int) -> str | None:
+    for rank in range(world):
+        if rank not in said:
+            return f"rank {rank}: did not arrive in time"
+        if said[rank]["problem"]:
+            return f"rank {rank}: {said[rank]['problem']}"
+    if len({s["hosts"] for s in said.values()}) > 1:
+        return "groups of ranks along one dimension of the mesh lie on different numbers of hosts"
+    return None
+
+
+def _host() -> str:
+    """Equal on ranks that can open each other's files through /proc: of one host, in one namespace of processes."""
     with open("/proc/sys/kernel/random/boot_id") as f:
-        return {"boot": f.read().strip(), "name": os.uname().nodename}
+        boot = f.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _make(token: str, nbytes: int) -> int:
@@ -181,17 +259,14 @@ def _make(token: str, nbytes: int) -> int:
     return fd
 
 
-def _open(file: dict[str, Any], host: dict[str, str]) -> int:
+def _open(file: dict[str, Any], maker: int) -> int:
     if "problem" in file:
-        raise OSError(f"rank 0 could make no memory file ({file['problem']})")
-    if file["boot"] != host["boot"]:
-        raise OSError(f"it runs on {host['name']!r}, another host than rank 0 on {file['name']!r}")
+        raise OSError(f"rank {maker} could make no memory file ({file['problem']})")
     fd = os.open(f"/proc/{file['pid']}/fd/{file['fd']}", os.O_RDWR | os.O_CLOEXEC)
-    # In another namespace of processes the same number may be another process.
     mark = _MAGIC + file["token"].encode()
     if os.pread(fd, len(mark), 0) != mark:
         os.close(fd)
-        raise OSError("rank 0 is in another namespace of processes")
+        raise OSError(f"what rank {maker} made is not what this rank finds under its name")
     return fd
 
 

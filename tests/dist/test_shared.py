@@ -372,13 +372,13 @@ def chosen(rank, world):
     # One rank cannot: all take c10d, and say whose fault it is.
     honest = transport._host
     if rank == 1:
-        transport._host = lambda: {"boot": "another", "name": "elsewhere"}
+        transport._host = lambda: "another"
     model, compiled = make("auto")
     found = policies_of(model)[0].transport
     assert found.name == "c10d"
-    assert "rank 1" in found.reason and "another host" in found.reason, found.reason
+    assert "each of 2 hosts has one rank" in found.reason, found.reason
     loss_of(compiled, batch(rank, 0)).backward()
-    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 1: it runs on'):
+    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 0: each of 2 hosts'):
         make("shared")
     transport._host = honest
     # Nor is there room.

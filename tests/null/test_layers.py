@@ -53,6 +53,7 @@ RANKS = {
     "prefetch": 7,
     "report": 7,
     "schedule": 7,
+    "scratch": 7,
     "segments": 7,
     "verify": 7,
     "budget": 7,

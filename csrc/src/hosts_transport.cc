@@ -1,0 +1,356 @@
+#include "zero/hosts_transport.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "zero/sum.h"
+
+namespace zero {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+
+// One collective: what is to be done, and how it ended.
+struct Job {
+  explicit Job(std::function<Status()> what) : run(std::move(what)) {}
+
+  std::function<Status()> run;  // holds its tensors
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  Status status;
+};
+
+class JobHandle final : public Handle {
+ public:
+  JobHandle(std::shared_ptr<Job> job, std::function<bool()> interrupted)
+      : job_(std::move(job)), interrupted_(std::move(interrupted)) {}
+
+  Status wait() override {
+    std::unique_lock lock(job_->mutex);
+    while (!job_->changed.wait_for(lock, kSlice, [&] { return job_->done; })) {
+      if (interrupted_) {
+        lock.unlock();
+        const bool stop = interrupted_();
+        lock.lock();
+        if (stop && !job_->done) {
+          return Status::error("interrupted");
+        }
+      }
+    }
+    return job_->status;
+  }
+
+ private:
+  const std::shared_ptr<Job> job_;
+  const std::function<bool()> interrupted_;
+};
+
+// What the thread works with. It belongs to the transport and to the thread, which
+// may sit in a collective whose peers are gone when the transport is dropped.
+class Worker {
+ public:
+  Worker(
+      std::unique_ptr<Transport> across,
+      std::unique_ptr<Transport> inside,
+      const HostsOptions& options)
+      : across_(std::move(across)),
+        inside_(std::move(inside)),
+        peers_(*inside_->peers()),
+        place_(options.rank % options.local_world),
+        places_(options.local_world),
+        hosts_(options.world / options.local_world) {}
+
+  void post(std::shared_ptr<Job> job) {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back(std::move(job));
+    changed_.notify_one();
+  }
+
+  // True if the thread will end at once.
+  bool stop() {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    changed_.notify_one();
+    return !busy_ && jobs_.empty();
+  }
+
+  void loop() {
+    Status failed;
+    for (;;) {
+      std::shared_ptr<Job> job;
+      {
+        std::unique_lock lock(mutex_);
+        busy_ = false;
+        changed_.wait(lock, [&] { return stopped_ || !jobs_.empty(); });
+        if (jobs_.empty()) {
+          return;
+        }
+        job = std::move(jobs_.front());
+        jobs_.pop_front();
+        busy_ = true;
+      }
+      if (failed.ok()) {
+        failed = carry_out(*job);
+        if (!failed.ok()) {
+          peers_.give_up(failed.message());
+        }
+      }
+      auto run = std::move(job->run);
+      run = nullptr;  // tensors go before the one who waits goes on
+      const std::lock_guard lock(job->mutex);
+      job->status = failed;
+      job->done = true;
+      job->changed.notify_all();
+    }
+  }
+
+  void close() {
+    peers_.close();
+  }
+
+  int64_t scratch_bytes() const {
+    return scratch_bytes_.load(std::memory_order_relaxed);
+  }
+
+  Status all_gather(const at::Tensor& in, const at::Tensor& out) {
+    const auto chunk = static_cast<int64_t>(in.nbytes());
+    ZERO_RETURN_IF_ERROR(own(hosts_ * chunk));
+    const at::Tensor landing =
+        own_.narrow(0, 0, hosts_ * chunk).view(in.scalar_type());
+    ZERO_RETURN_IF_ERROR(wait(across_->start_all_gather(in, landing)));
+    const int64_t number = publish();
+    ZERO_RETURN_IF_ERROR(peers_.wait_published(number, "a gather"));
+    auto* to = static_cast<char*>(out.mutable_data_ptr());
+    for (int place = 0; place < places_; ++place) {
+      auto from = peers_.published(place, number, hosts_ * chunk);
+      ZERO_RETURN_IF_ERROR(from.status());
+      for (int host = 0; host < hosts_; ++host) {
+        std::memcpy(
+            to + (int64_t{host} * places_ + place) * chunk,
+            static_cast<const char*>(from.value()) + host * chunk,
+            static_cast<size_t>(chunk));
+      }
+    }
+    peers_.release(number);
+    return {};
+  }
+
+  Status reduce_scatter(const at::Tensor& in, const at::Tensor& out) {
+    const auto chunk = static_cast<int64_t>(out.nbytes());
+    const at::Tensor sums = sums_like(out, hosts_);
+    ZERO_RETURN_IF_ERROR(sum_inside(in, [&](const Parts& parts) -> Status {
+      for (int host = 0; host < hosts_; ++host) {
+        const int64_t at = (int64_t{host} * places_ + place_) * chunk;
+        Parts here;
+        for (const void* part : parts) {
+          here.push_back(static_cast<const char*>(part) + at);
+        }
+        ZERO_RETURN_IF_ERROR(sum_parts(
+            here, out.scalar_type(), 1.0,
+            sums.narrow(0, host * out.numel(), out.numel())));
+      }
+      return {};
+    }));
+    return wait(across_->start_reduce_scatter(sums, out));
+  }
+
+  Status all_reduce(const at::Tensor& inout) {
+    const at::Tensor sum = sums_like(inout, 1);
+    ZERO_RETURN_IF_ERROR(sum_inside(inout, [&](const Parts& parts) {
+      return sum_parts(parts, inout.scalar_type(), 1.0, sum);
+    }));
+    ZERO_RETURN_IF_ERROR(wait(across_->start_all_reduce(sum)));
+    inout.copy_(sum);
+    return {};
+  }
+
+ private:
+  using Parts = std::vector<const void*>;
+
+  static Status carry_out(Job& job) {
+    try {
+      return job.run();
+    } catch (const std::exception& error) {
+      return Status::error(error.what());
+    }
+  }
+
+  static Status wait(StartResult started) {
+    ZERO_RETURN_IF_ERROR(started.status());
+    return started.value()->wait();
+  }
+
+  // Lays `in` where this host's ranks read it, and has `sum` add what all of them
+  // laid there.
+  template <typename Sum>
+  Status sum_inside(const at::Tensor& in, Sum&& sum) {
+    const auto nbytes = static_cast<int64_t>(in.nbytes());
+    ZERO_RETURN_IF_ERROR(own(nbytes));
+    std::memcpy(
+        own_.mutable_data_ptr(), in.const_data_ptr(),
+        static_cast<size_t>(nbytes));
+    const int64_t number = publish();
+    ZERO_RETURN_IF_ERROR(peers_.wait_published(number, "a reduction"));
+    Parts parts;
+    for (int place = 0; place < places_; ++place) {
+      auto part = peers_.published(place, number, nbytes);
+      ZERO_RETURN_IF_ERROR(part.status());
+      parts.push_back(part.value());
+    }
+    ZERO_RETURN_IF_ERROR(sum(parts));
+    peers_.release(number);
+    return {};
+  }
+
+  // Room in own_ that no peer reads any more.
+  Status own(int64_t nbytes) {
+    if (last_ >= 0) {
+      ZERO_RETURN_IF_ERROR(peers_.wait_released(last_, "the next transfer"));
+    }
+    if (own_.defined() && own_.numel() >= nbytes) {
+      return {};
+    }
+    auto block =
+        peers_.block(PeerMemory::Space::kOwn, std::max<int64_t>(nbytes, 1));
+    ZERO_RETURN_IF_ERROR(block.status());
+    own_ = std::move(block.value());
+    count_scratch();
+    return {};
+  }
+
+  int64_t publish() {
+    last_ = peers_.begin();
+    peers_.publish(last_, 0);
+    return last_;
+  }
+
+  at::Tensor sums_like(const at::Tensor& tensor, int64_t times) {
+    const auto nbytes = static_cast<int64_t>(tensor.nbytes()) * times;
+    if (!sums_.defined() || sums_.numel() < nbytes) {
+      sums_ = at::Tensor();
+      sums_ = at::empty({nbytes}, at::TensorOptions(at::kByte));
+      count_scratch();
+    }
+    return sums_.narrow(0, 0, nbytes).view(tensor.scalar_type());
+  }
+
+  void count_scratch() {
+    scratch_bytes_.store(
+        (own_.defined() ? own_.numel() : 0) +
+            (sums_.defined() ? sums_.numel() : 0) + across_->scratch_bytes(),
+        std::memory_order_relaxed);
+  }
+
+  const std::unique_ptr<Transport> across_;
+  const std::unique_ptr<Transport> inside_;
+  PeerMemory& peers_;
+  const int place_;
+  const int places_;
+  const int hosts_;
+
+  // The thread's alone.
+  int64_t last_ = -1;  // number of the last transfer inside
+  at::Tensor own_;  // uint8, what this host's ranks read
+  at::Tensor sums_;  // uint8
+  std::atomic<int64_t> scratch_bytes_ = 0;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+  bool stopped_ = false;
+  bool busy_ = true;  // until the thread looks for work
+};
+
+class HostsTransport final : public Transport {
+ public:
+  HostsTransport(std::shared_ptr<Worker> worker, HostsOptions options)
+      : options_(std::move(options)),
+        process_(::getpid()),
+        worker_(std::move(worker)),
+        thread_([worker = worker_] { worker->loop(); }) {}
+
+  ~HostsTransport() override {
+    if (::getpid() != process_) {
+      thread_.detach();  // a forked copy of the rank has no such thread
+      return;
+    }
+    // A collective whose peers are gone ends with its timeout, which nobody is
+    // to wait for.
+    const bool ends = worker_->stop();
+    worker_->close();
+    if (ends) {
+      thread_.join();
+    } else {
+      thread_.detach();
+    }
+  }
+
+  std::string name() const override {
+    return "shared memory inside a host, c10d between hosts";
+  }
+
+  StartResult start_all_gather(const at::Tensor& in, const at::Tensor& out)
+      override {
+    return start(
+        [worker = worker_.get(), in, out] { return worker->all_gather(in, out); });
+  }
+
+  StartResult start_reduce_scatter(const at::Tensor& in, const at::Tensor& out)
+      override {
+    return start([worker = worker_.get(), in, out] {
+      return worker->reduce_scatter(in, out);
+    });
+  }
+
+  StartResult start_all_reduce(const at::Tensor& inout) override {
+    return start(
+        [worker = worker_.get(), inout] { return worker->all_reduce(inout); });
+  }
+
+  int64_t scratch_bytes() const override {
+    return worker_->scratch_bytes();
+  }
+
+ private:
+  StartResult start(std::function<Status()> run) {
+    auto job = std::make_shared<Job>(std::move(run));
+    worker_->post(job);
+    return StartResult(
+        std::make_unique<JobHandle>(std::move(job), options_.interrupted));
+  }
+
+  const HostsOptions options_;
+  const pid_t process_;
+  const std::shared_ptr<Worker> worker_;
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_hosts_transport(
+    std::unique_ptr<Transport> across,
+    std::unique_ptr<Transport> inside,
+    HostsOptions options) {
+  auto worker =
+      std::make_shared<Worker>(std::move(across), std::move(inside), options);
+  return std::make_unique<HostsTransport>(
+      std::move(worker), std::move(options));
+}
+
+}  // namespace zero
