@@ -52,6 +52,7 @@ RANKS = {
     "picture": 7,
     "prefetch": 7,
     "report": 7,
+    "saving": 7,
     "schedule": 7,
     "segments": 7,
     "verify": 7,
