@@ -4,8 +4,10 @@ The joint graph (forward and backward together, with markers) is rewritten first
 then each phase is lowered and scheduled.
 """
 
+from .activations import Remade, held_bytes, remade
 from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
+from .choose_saved import ChooseSaved
 from .clone_escapes import CloneEscapes
 from .expand_tiles import ExpandTiles, finer
 from .keep_old_values import KeepOldValues
@@ -24,6 +26,7 @@ JOINT: list[tuple[Pass, str]] = [
     (KeepOldValues(), "merged"),
     (TileLoss(), "merged"),
     (TagRecompute(), "merged"),
+    (ChooseSaved(), "merged"),
 ]
 INFERENCE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
@@ -46,6 +49,7 @@ __all__ = [
     "JOINT",
     "PHASE",
     "BucketTransfers",
+    "ChooseSaved",
     "CloneEscapes",
     "Context",
     "ExpandTiles",
@@ -57,6 +61,7 @@ __all__ = [
     "Pass",
     "PickKernels",
     "PlaceStarts",
+    "Remade",
     "TagRecompute",
     "TileLoss",
     "TileOperators",
@@ -64,6 +69,8 @@ __all__ = [
     "assign_units",
     "finer",
     "gathered_in_backward",
+    "held_bytes",
     "order_of_use",
+    "remade",
     "run_passes",
 ]

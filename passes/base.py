@@ -93,6 +93,12 @@ class Context:
         distances: by unit, how many waits of units before its own its gathers start ahead of; 1 where not named.
             Decided once for all ranks (see ``schedule.py``).
         kernels: operators may go to another library than the one that torch takes.
+        recompute: backward may run forward's costly operators again. The same on every rank: backward then gathers
+            more of the small weights.
+        activation_bytes: most bytes that backward may hold at once of what forward made; None: no limit.
+        cuts: what was found for a copy of the same joint graph, by price of a byte (see ``choose_saved.py``); grows.
+        forward_outputs: of a joint graph, how many of its outputs are forward's.
+        fused: whether element-wise operators of a segment are fused.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -105,6 +111,11 @@ class Context:
     machine: HardwareSpec | None = None
     distances: Mapping[str, int] = field(default_factory=dict)
     kernels: bool = False
+    recompute: bool = False
+    activation_bytes: int | None = None
+    cuts: dict[float, frozenset[str]] = field(default_factory=dict)
+    forward_outputs: int = 0
+    fused: bool = False
 
 
 class Pass(Protocol):

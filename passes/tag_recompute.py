@@ -15,7 +15,7 @@ from .base import Context
 
 # Above every id that torch.utils.checkpoint gives a region: partitioners compare ids, and save what a
 # higher region reads from a lower one.
-_REGION = 1 << 40
+REGION = 1 << 40
 
 _aten = torch.ops.aten
 # Partitioners do not recompute these; said here so that it does not depend on their settings.
@@ -52,7 +52,8 @@ class TagRecompute:
     Weights that backward needs for autograd's own formulas may be used there by recomputed values too, and so
     may small ones. The readers of the others (large; or whose reader is an operator that is too costly to run
     twice) are saved and not recomputed: so which weights backward gathers does not depend on the sizes of
-    activations, which ranks may legally disagree about.
+    activations, which ranks may legally disagree about. Under a budget for activations (``ctx.recompute``) backward
+    gathers every small weight that forward reads, and the costly readers of what it gathers may be run twice.
 
     Refuses: nothing.
     """
@@ -62,20 +63,21 @@ class TagRecompute:
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         backward = facts.depends_on_tangents(graph)
         derived = facts.made_of_weights(graph)
-        allowed = regathered(graph, ctx.bucket_bytes)
+        allowed = regathered(graph, ctx.bucket_bytes, ctx.recompute)
         for node in derived:
-            facts.tag_recompute(node, CheckpointPolicy.MUST_RECOMPUTE, _REGION)
+            facts.tag_recompute(node, CheckpointPolicy.MUST_RECOMPUTE, REGION)
         for node in graph.find_nodes(op="call_function", target=ops.tiled):
             # What it makes for backward is made where the loss is.
             for kept in (node, *node.users):
                 facts.tag_recompute(kept, CheckpointPolicy.MUST_SAVE, 0)
         for node, marks in derived.items():
             for user in _forward_readers(node, derived, backward):
-                if (user.target in _COSTLY or not marks <= allowed) and not facts.user_region(user):
+                costly = user.target in _COSTLY and not ctx.recompute
+                if (costly or not marks <= allowed) and not facts.user_region(user):
                     facts.tag_recompute(user, CheckpointPolicy.MUST_SAVE, 0)
 
 
-def regathered(graph: fx.Graph, small_bytes: int) -> set[fx.Node]:
+def regathered(graph: fx.Graph, small_bytes: int, recompute: bool = False) -> set[fx.Node]:
     """Markers of the weights that backward gathers: see :class:`TagRecompute`."""
     backward = facts.depends_on_tangents(graph)
     out: set[fx.Node] = set()
@@ -83,7 +85,7 @@ def regathered(graph: fx.Graph, small_bytes: int) -> set[fx.Node]:
     for node, marks in derived.items():
         if any(u in backward for u in node.users):
             out |= marks
-        elif any(u.target not in _COSTLY for u in _forward_readers(node, derived, backward)):
+        elif any(recompute or u.target not in _COSTLY for u in _forward_readers(node, derived, backward)):
             out |= {m for m in marks if facts.bytes_of(facts.value(m)) < small_bytes}
     return out
 

@@ -74,13 +74,13 @@ def assign_units(
 
 
 def gathered_in_backward(
-    graph: fx.Graph, params: Mapping[ParamRef, ParamPlan], small_bytes: int
+    graph: fx.Graph, params: Mapping[ParamRef, ParamPlan], small_bytes: int, recompute: bool = False
 ) -> frozenset[ParamRef]:
     """Weights that backward gathers whatever its graph reads, off the tagged joint graph.
 
     A partitioner may recompute what a small weight was used for, or save it, by the sizes of activations;
     gathering it in any case keeps the sequence of collectives the same on ranks whose sizes differ.
     """
-    markers = regathered(graph, small_bytes)
+    markers = regathered(graph, small_bytes, recompute)
     refs = {ParamRef(m.args[3], m.args[4]) for m in markers}
     return frozenset(r for r in refs if params[r].cut)

@@ -82,6 +82,9 @@ class SimulatedModel:
     def kept_offsets(self) -> dict[str, dict[str, int]]:
         return self._kept
 
+    def decide(self, policy: Any, key: str, text: str) -> str:
+        return text
+
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         # Through JSON: what is not in the serialised Program cannot matter.
         program = Program.from_dict(program.to_dict())

@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,7 @@ from .report import Frame, Memory
 from .runtime.model import ModelRuntime
 from .runtime.session import Session
 from .runtime.shards import LocalRows
+from .saving import Phases, held_bytes, within_activations, within_memory
 from .schedule import Choice
 from .segments import SegmentCompiler
 from .simulate import simulate
@@ -224,6 +225,9 @@ class _FrameCompiler:
         self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
         self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
+        # Backward may run costly operators again; then it gathers more weights, so all ranks hold to one answer.
+        self.recompute = self.config.activation_budget_bytes is not None
+        self.cuts: dict[float, frozenset[str]] = {}
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
 
@@ -321,10 +325,15 @@ class _FrameCompiler:
             self._machine(),
             self.choices[phase].distances if phase in self.choices else {},
             self.config.compute == "inductor" and self.config.kernels == "auto",
+            recompute=self.recompute,
+            fused=self.config.compute == "inductor",
         )
 
-    def _joint(self, gm: fx.GraphModule) -> None:
-        run_passes(gm.graph, passes.JOINT, self._context("joint"), self.trace, self._dump_dir())
+    def _joint(self, gm: fx.GraphModule, outputs: int, activation_bytes: int | None) -> None:
+        context = replace(
+            self._context("joint"), forward_outputs=outputs, activation_bytes=activation_bytes, cuts=self.cuts
+        )
+        run_passes(gm.graph, passes.JOINT, context, self.trace, self._dump_dir())
         self.order = passes.order_of_use(gm.graph)
         self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
 
@@ -336,25 +345,56 @@ class _FrameCompiler:
         """Rewrite the joint graph and cut it into forward and backward."""
         if self.config.compute == "inductor":
             _inductor_joint_passes(gm, inputs)
-        self._joint(gm)
-        self.backward_params = passes.gathered_in_backward(gm.graph, self.params, self.bucket_bytes)
-        self.reduced = spec.reduced_by(gm.graph)
-        forward, backward = min_cut_rematerialization_partition(gm, inputs, **kwargs)
-        spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"])
-        if self.config.memory_budget_bytes is not None and self.policies:
-            self._spend_budget(forward, backward, self.config.memory_budget_bytes)
-        return forward, backward
+        activations, memory = self.config.activation_budget_bytes, self.config.memory_budget_bytes
 
-    def _spend_budget(self, forward: fx.GraphModule, backward: fx.GraphModule, budget_bytes: int) -> None:
+        def cut(nbytes: int | None) -> Phases:
+            """Forward and backward whose activations take at most so many bytes."""
+            joint = gm if activations is None and memory is None else facts.copy_module(gm)
+            self._joint(joint, kwargs["num_fwd_outputs"], nbytes)
+            self.backward_params = passes.gathered_in_backward(
+                joint.graph, self.params, self.bucket_bytes, self.recompute
+            )
+            self.reduced = spec.reduced_by(joint.graph)
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+            spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"])
+            return {"forward": forward, "backward": backward}
+
+        graphs = cut(None)
+        if activations is not None:
+            graphs = within_activations(cut, graphs, activations)
+        if memory is not None and self.policies:
+            if not self.recompute and self._may_recompute(self._over_in_small_tiles(graphs, memory) > 0):
+                self.recompute = True
+                self.cuts.clear()
+                graphs = cut(None)  # backward gathers more weights now
+            graphs = within_memory(
+                cut, graphs, functools.partial(self._over_in_small_tiles, budget_bytes=memory)
+            )
+            self._spend_budget(graphs, memory)
+        self.frame.held_bytes = held_bytes(graphs)
+        self.frame.remade = passes.remade(
+            graphs["backward"].graph, CostModel(self._machine()), self.config.compute == "inductor"
+        )
+        return graphs["forward"], graphs["backward"]
+
+    def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
+        """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes."""
+        while (over := self._trial_peak(graphs) - budget_bytes) > 0 and passes.finer(graphs["forward"].graph):
+            pass
+        return over
+
+    def _may_recompute(self, wanted: bool) -> bool:
+        """What was decided for all ranks, now or before."""
+        key = schedule.key_of("recompute", list(self.units.values()))
+        decided = self.first.distances.get(key) or self.loader.decide(self.first, key, str(wanted))
+        return decided == str(True)
+
+    def _spend_budget(self, graphs: Phases, budget_bytes: int) -> None:
         """Plan both phases with every weight released, and keep what fits in the room that is left.
 
-        What does not fit is tried again with smaller tiles, at first of logits, then of the largest weights. Prefetch
-        comes next: its buffers serve one unit after the other, in both phases, where the bytes of a kept weight save
-        one gather.
+        What does not fit even so is tried again with the largest weights in tiles. Prefetch comes next: its buffers
+        serve one unit after the other, in both phases, where the bytes of a kept weight save one gather.
         """
-        graphs = {"forward": forward, "backward": backward}
-        while self._trial_peak(graphs) > budget_bytes and passes.finer(forward.graph):
-            pass
         if self.config.tile_bytes is None:
             self._tile_weights(graphs, budget_bytes)
         lowered = self._settled(graphs)

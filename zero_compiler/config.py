@@ -86,6 +86,9 @@ class Config:
         memory_budget_bytes: bytes of the compute device that one rank may use; what it covers is in
             docs/semantics.md. A plan that does not fit is an error before step 1; room that is left keeps
             gathered weights from forward to backward. None: no limit, and weights are released as ``stage`` says.
+        activation_budget_bytes: most bytes that backward may hold at once of what forward made, saved from forward or
+            made again. What does not fit is made again, the cheapest first. None: no limit of its own; under
+            ``memory_budget_bytes``, what that leaves.
         bucket_bytes: gathers and reductions smaller than this share a collective, in bytes of the full
             tensors. None: derived by the cost model from latency times bandwidth.
         tile_bytes: logits are made in tiles of at most so many bytes, together with the loss and its gradient; and a
@@ -115,6 +118,7 @@ class Config:
     kernels: str = "auto"
     hardware: str | None = None
     memory_budget_bytes: int | None = None
+    activation_budget_bytes: int | None = None
     bucket_bytes: int | None = None
     tile_bytes: int | None = None
 
@@ -166,7 +170,8 @@ class Config:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
         if self.kernels not in _KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(_KERNELS)}, not {self.kernels!r}")
-        for name in ("bucket_bytes", "memory_budget_bytes", "tile_bytes", *REST_FIELDS):
+        sizes = ("bucket_bytes", "memory_budget_bytes", "activation_budget_bytes", "tile_bytes", *REST_FIELDS)
+        for name in sizes:
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
                 raise ConfigError(f"{name} must be a number of bytes >= 0 or None, not {size!r}")

@@ -138,8 +138,12 @@ class CostModel:
         moved = self.moved_bytes(node)
         if moved == 0:
             return 0.0
-        arithmetic = self._arithmetic_us(node) + self._vector_us(node)
+        arithmetic = self._arithmetic_us(node) + self.vector_us(node)
         return _longer(arithmetic, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
+
+    def heavy(self, node: fx.Node) -> bool:
+        """Whether it is matrix-like: such an operator runs by itself, and what it reads and writes lies in memory."""
+        return getattr(node.target, "overloadpacket", None) in _FLOPS
 
     def region_us(self, graph: fx.Graph, fused: bool) -> Any:
         """Time of a compute segment.
@@ -151,7 +155,7 @@ class CostModel:
         nodes = [n for n in graph.nodes if facts.is_compute(n)]
         if not fused:
             return sum(self.node_us(n) for n in nodes)
-        heavy = {n for n in nodes if getattr(n.target, "overloadpacket", None) in _FLOPS}
+        heavy = {n for n in nodes if self.heavy(n)}
         total = sum(self.node_us(n) for n in heavy)
         light = [n for n in nodes if n not in heavy and self.moved_bytes(n) != 0]
         if not light:
@@ -161,10 +165,10 @@ class CostModel:
             n for n in light if any(u not in inside for u in n.users)
         }
         moved = sum(tensor_bytes(facts.value(n)) for n in border)
-        vector = sum(self._vector_us(n) for n in light)
+        vector = sum(self.vector_us(n) for n in light)
         return total + _longer(vector, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
 
-    def _vector_us(self, node: fx.Node) -> Any:
+    def vector_us(self, node: fx.Node) -> Any:
         """Time of an element-wise operator or a reduction on data in cache; 0 for matrix-like ones."""
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _FLOPS:

@@ -66,7 +66,12 @@ class CaptureError(ZeroError):
 
 
 class MemoryBudgetError(ZeroError):
-    """A plan does not fit the memory budget; raised before anything runs."""
+    """A plan does not fit the memory budget; raised before anything runs.
+
+    ``least_bytes``: the smallest budget that would do, where that is known.
+    """
+
+    least_bytes: int | None = None
 
 
 class PassRefused(ZeroError):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .backend import compile_frame
 from .config import PLACEMENT_FIELDS, Config
-from .errors import ConfigError, ShardError
+from .errors import ConfigError, ShardError, ZeroError
 from .group import Group
 from .inspect import report_of
 from .mesh import REPLICATE, SHARD
@@ -93,6 +93,7 @@ def plan(
     Raises:
         ConfigError: an unknown or contradictory field, or a ``device`` that this build of torch does not know.
         ShardError: ``model`` is sharded already.
+        MemoryBudgetError: it does not fit a budget.
     """
     return _planned(model, example_inputs, world, rank, device, dynamic, fields)[0]
 
@@ -138,7 +139,12 @@ def _planned(
     group = planned_group(world, device, rank)  # a mesh is made of real numbers, outside of the mode
     with mode:
         shard_over(model, group, config)
-        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        try:
+            torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, ZeroError):
+                raise error.inner_exception from None
+            raise
     return frames, policies_of(model)
 
 

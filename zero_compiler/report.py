@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import picture
@@ -13,7 +13,7 @@ from .ir.facts import ParamRef
 from .placing import ASSUMED_STATE_BYTES
 from .program import Program
 from .schedule import Choice
-from .simulate import Timeline
+from .simulate import Timeline, duration
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Frame:
     timelines: dict[str, Timeline] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
     kept_bytes: int = 0
+    remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
+    held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
 
     def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
         self.programs[program.phase] = program
@@ -125,6 +127,8 @@ class Report:
                         }
                         for phase, c in f.choices.items()
                     },
+                    "held_bytes": f.held_bytes,
+                    "remade": [asdict(r) for r in f.remade],
                     "timelines": {phase: t.to_dict() for phase, t in f.timelines.items()},
                 }
                 for f in self.frames
@@ -198,6 +202,9 @@ class Report:
                     *([program.text()] if instructions else []),
                 ]
                 lines += [f"note: {n}" for n in program.notes]
+            if "backward" in frame.programs:
+                lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
+            lines += remade_lines(frame.remade)
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
         return "\n".join(lines)
 
@@ -206,3 +213,28 @@ def _known(assumed: int) -> str:
     if assumed:
         return f"{assumed:,} assumed, here or in files: two fp32 values a parameter"
     return "as its zero.optimizer keeps them"
+
+
+_SHOWN = 12  # kinds of tensors that are made again, in the text; all of them are in the JSON
+
+
+def remade_lines(rows: Sequence[Any]) -> list[str]:
+    """What backward makes again, equal tensors of repeated blocks together; those with most bytes first."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for r in rows:
+        module = ".".join("*" if part.isdigit() else part for part in r.module.split("."))
+        groups.setdefault((r.why, module, r.op, str(r.nbytes)), []).append(r)
+    if not groups:
+        return []
+    kinds = sorted(groups.items(), key=lambda kv: (-sum(r.nbytes for r in kv[1]), kv[0]))
+    lines = [
+        f"backward makes {len(rows)} tensors again: {sum(r.nbytes for r in rows):,} bytes not held, "
+        f"{duration(sum(r.us for r in rows))} paid"
+    ]
+    for (why, module, op, _), same in kinds[:_SHOWN]:
+        nbytes, us = sum(r.nbytes for r in same), sum(r.us for r in same)
+        where = f" of {module}" if module else ""
+        lines.append(f"  {len(same)} x {op}{where}: {nbytes:,} bytes, {duration(us)}; {why}")
+    if len(kinds) > _SHOWN:
+        lines.append(f"  and {sum(len(same) for _, same in kinds[_SHOWN:])} more")
+    return lines

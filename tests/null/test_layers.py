@@ -52,6 +52,7 @@ RANKS = {
     "picture": 7,
     "prefetch": 7,
     "report": 7,
+    "saving": 7,
     "schedule": 7,
     "scratch": 7,
     "segments": 7,

@@ -20,6 +20,7 @@ from . import ops
 _PARAMS = "zero_params"
 _UNIT = "zero_unit"
 _NOTE = "zero_note"
+_REASON = "zero_reason"
 _TILING = "zero_tiling"
 _TILE = "zero_tile"
 _STAYS = "zero_stays"
@@ -109,6 +110,17 @@ def add_note(graph: fx.Graph, text: str) -> None:
     """A sentence that belongs to no node that stays."""
     (output,) = graph.find_nodes(op="output")
     output.meta[_NOTE] = "\n".join([*(output.meta.get(_NOTE) or "").splitlines(), text])
+
+
+def reason(node: fx.Node) -> str:
+    """Why backward makes the value again."""
+    if _REASON in node.meta:
+        return node.meta[_REASON]
+    return "a region of torch.utils.checkpoint" if user_region(node) else "cheaper than to read it back"
+
+
+def set_reason(node: fx.Node, text: str) -> None:
+    node.meta[_REASON] = text
 
 
 @dataclass(frozen=True)

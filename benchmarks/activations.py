@@ -1,0 +1,188 @@
+"""Time of a step at equal peak memory: activations within a budget, beside torch's own and checkpointing every block.
+
+    python benchmarks/activations.py --model gpt,llama,moe --json out.json
+
+One process and one thread, fp32, forward and backward, compiled by Inductor; products by torch's BLAS in every row.
+Every mode runs in a fresh process with an allocator that keeps freed pages.
+Peers:
+  torch            torch.compile
+  torch 0.5        the same with torch's activation_memory_budget at 0.5 (its default solver and estimator)
+  blocks           the same with torch.utils.checkpoint around every block
+For each peer the memory that it takes is measured: the largest number of live bytes of torch's CPU allocator in steps
+after warm-up, above those of the parameters (so gradients and buffers count). Then zero_compiler runs with the budget
+that brings its own memory to that of the peer or below; both times stand beside each other. Logits are tiled by
+zero_compiler in every row; its first row, without a budget, shows what that alone saves.
+
+The search for a budget takes a few runs, and memory does not depend on what else the machine does: `--budgets out.json`
+takes those that a run before found, and measures once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+from models import Spec, gpt, llama, moe
+
+MODELS = {
+    "gpt": Spec(
+        "GPT, 6 layers, width 384, vocabulary 512, sequence 256, batch 8",
+        lambda: gpt(6, 384, 512, 256),
+        512,
+        256,
+        8,
+    ),
+    "llama": Spec(
+        "Llama-like, 6 layers, width 384, hidden 1024, vocabulary 512, sequence 256, batch 8",
+        lambda: llama(6, 384, 1024, 512, 256),
+        512,
+        256,
+        8,
+    ),
+    "moe": Spec(
+        "Mixture of Experts, 4 layers, width 384, 8 experts of 768, vocabulary 512, sequence 256, batch 6",
+        lambda: moe(4, 384, 768, 8, 512, 256),
+        512,
+        256,
+        6,
+    ),
+    "tiny": Spec("GPT, 2 layers, width 64", lambda: gpt(2, 64, 64, 32), 64, 32, 4),
+}
+_TRIES = 3  # budgets tried at most to come down to a peer's memory
+
+
+def main() -> None:
+    call = common.called()
+    if call is not None:
+        common.answer(call, measure(call))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=lambda s: s.split(","), default=["gpt", "llama", "moe"])
+    parser.add_argument("--fractions", type=lambda s: [float(x) for x in s.split(",")], default=[0.5, 0.2])
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
+    parser.add_argument("--budgets", help="what --json wrote in a run before")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    known: dict[tuple[str, str], int] = {}
+    if args.budgets:
+        for found in json.loads(Path(args.budgets).read_text())["runs"]:
+            known |= {(found["model"], r["name"]): r["zero"].get("budget") for r in found["rows"][1:]}
+    common.hardware(args.hardware, 1)
+    m = common.machine()
+    print(common.machine_text(m), flush=True)
+    result: dict[str, Any] = {"machine": m, "arguments": vars(args), "runs": []}
+    pages = []
+    for name in args.model:
+        rows = compare(name, args, known)
+        result["runs"].append({"model": name, "rows": rows})
+        pages.append(report(name, rows))
+        print(pages[-1], flush=True)
+        if args.json:
+            text = f"# Time at equal memory\n\n{common.machine_text(m)}\n\n" + "\n".join(pages)
+            common.save(args.json, result, text)
+
+
+def compare(name: str, args: argparse.Namespace, known: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+    """Each peer, and zero_compiler within the memory of each; ``known``: with which budget."""
+
+    def run(mode: str, **more: Any) -> dict[str, Any]:
+        call = {"model": name, "mode": mode, "steps": args.steps, "warmup": args.warmup, **more}
+        (found,) = common.run_ranks(os.path.abspath(__file__), call, 1, "keep")
+        print(f"  {name} {mode} {more or ''}: {found['ms']:.0f} ms, {found['bytes']:,} bytes", flush=True)
+        return {"mode": mode, **more, **found}
+
+    free = run("zero")
+    rows = [free]
+    peers = [run("torch"), *(run("torch", fraction=f) for f in args.fractions), run("blocks")]
+    for peer in peers:
+        peer["name"] = f"torch {peer['fraction']}" if "fraction" in peer else peer["mode"]
+        ours = free
+        if budget := known.get((name, peer["name"])):
+            ours = run("zero", budget=budget)
+        else:
+            budget = free["held"]
+            for _ in range(_TRIES):
+                budget -= ours["bytes"] - peer["bytes"]
+                if ours["bytes"] <= peer["bytes"] or "refused" in ours or budget <= 0:
+                    break
+                ours = run("zero", budget=budget)
+        peer["zero"] = ours
+        rows.append(peer)
+    return rows
+
+
+def measure(call: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import torch._functorch.config
+    from torch.utils.checkpoint import checkpoint
+
+    import zero_compiler as zero
+    from zero_compiler.errors import MemoryBudgetError
+    from zero_compiler.runtime import _C
+
+    common.init_group()
+    spec = MODELS[call["model"]]
+    _C.meter_install()
+    model: Any = spec.build()
+    held = 0
+    if call["mode"] == "blocks":
+        for block in model.blocks:
+            block.forward = _checkpointed(block.forward, checkpoint)
+    if call["mode"] == "zero":
+        model = zero.shard(model, stage=3, kernels="torch", activation_budget_bytes=call.get("budget"))
+        step = torch.compile(model, backend="zero")
+    else:
+        torch._functorch.config.activation_memory_budget = call.get("fraction", 1.0)
+        step = torch.compile(model)
+    gc.collect()
+    base = _C.meter_current()  # parameters
+    times = []
+    for i in range(call["warmup"] + call["steps"]):
+        tokens, targets = spec.data(i, 0)
+        model.zero_grad()
+        gc.collect()
+        if i == call["warmup"]:
+            _C.meter_reset_peak()
+        begin = time.perf_counter()
+        try:
+            loss = step(tokens, targets)
+        except MemoryBudgetError as error:
+            return {"refused": str(error), "ms": float("nan"), "bytes": 0, "held": 0}
+        loss.backward()
+        times.append((time.perf_counter() - begin) * 1e3)
+    peak = _C.meter_peak() - base
+    if call["mode"] == "zero":
+        held = zero.inspect(model).frames[0].held_bytes
+    median = sorted(times[call["warmup"] :])[call["steps"] // 2]
+    return {"ms": median, "times": times[call["warmup"] :], "bytes": peak, "held": held, "loss": loss.item()}
+
+
+def _checkpointed(forward: Any, checkpoint: Any) -> Any:
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def report(name: str, rows: list[dict[str, Any]]) -> str:
+    free, peers = rows[0], rows[1:]
+    head = ["peer", "MiB", "ms", "zero: MiB", "ms", "ratio of times"]
+    table = [["-", "", "", f"{free['bytes'] / 2**20:.1f}", f"{free['ms']:.0f}", ""]]
+    for p in peers:
+        ours = p["zero"]
+        if "refused" in ours or ours["bytes"] > p["bytes"]:
+            mine = ["does not fit", "", ""]
+        else:
+            mine = [f"{ours['bytes'] / 2**20:.1f}", f"{ours['ms']:.0f}", f"{ours['ms'] / p['ms']:.2f}"]
+        table.append([p["name"], f"{p['bytes'] / 2**20:.1f}", f"{p['ms']:.0f}", *mine])
+    return common.table(f"{name}: {MODELS[name].about}", head, table)
+
+
+if __name__ == "__main__":
+    main()

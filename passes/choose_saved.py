@@ -1,0 +1,177 @@
+"""Joint graph: what forward saves for backward fits a number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zero_compiler.cost import CostModel
+from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.ir import facts
+
+from .activations import Activations, Choice
+from .base import Context
+from .tag_recompute import REGION
+
+_CUTS = 24  # minimum cuts at most, each at another price
+_TRIALS = 64  # single changes tried at most where nothing else fits
+_SINGLE = 8  # and where there is room for some
+
+
+@dataclass(frozen=True)
+class ChooseSaved:
+    """Say of every value that backward wants whether it is saved or made again: within the budget, at least time.
+
+    Before::
+
+        %a = aten.mm %x, %w
+        %b = aten.gelu %a
+        %g = aten.mm %tangents_1, %b
+
+    After, where the bytes of ``%a`` and ``%b`` are not to be had: both tagged ``MUST_RECOMPUTE``, ``%x`` tagged
+    ``MUST_SAVE``.
+
+    Bytes get a price. At each price the best choice is a minimum cut (see :class:`.activations.Activations`); the
+    prices that matter are found one from the other, as slopes between choices. The fastest choice that fits is taken,
+    and goes as far towards the next faster one as its room allows, layer by layer. Regions of the user's own
+    ``torch.utils.checkpoint`` stay as they are. Random operators are never run twice, nor is a lookup in a table. A
+    weight that backward gathers serves what is made again and the gradient alike; none is gathered for the former
+    alone unless it is small.
+
+    Refuses: a budget smaller than the least that backward has to hold.
+    """
+
+    name: str = "choose-saved"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        if ctx.activation_bytes is None or ctx.machine is None:
+            return
+        acts = Activations(
+            graph,
+            ctx.forward_outputs,
+            CostModel(ctx.machine),
+            fused=ctx.fused,
+            small_bytes=ctx.bucket_bytes,
+            recompute=ctx.recompute,
+            known=ctx.cuts,
+        )
+        tag(acts, choose(acts, ctx.activation_bytes))
+
+
+def choose(acts: Activations, budget_bytes: int) -> Choice:
+    """The fastest choice found that fits.
+
+    Raises:
+        MemoryBudgetError: none does.
+    """
+
+    def worth_a_look(fast: Choice, small: Choice) -> bool:
+        return fast.peak_bytes > budget_bytes and small.saved_bytes <= budget_bytes
+
+    found = _frontier(acts, worth_a_look)
+    fits = [c for c in found if c.peak_bytes <= budget_bytes]
+    if not fits:
+        least = _smallest(acts)
+        if least.peak_bytes > budget_bytes:
+            error = MemoryBudgetError(
+                f"activation_budget_bytes={budget_bytes:,} is {least.peak_bytes - budget_bytes:,} bytes too small: "
+                f"backward must hold {least.peak_bytes:,} bytes of activations at least; give {least.peak_bytes:,}, or "
+                "a smaller batch"
+            )
+            error.least_bytes = least.peak_bytes
+            raise error
+        fits = [least]
+    best = min(fits, key=lambda c: (c.us, c.peak_bytes))
+    faster = [c for c in found if c.us < best.us]
+    if not faster:
+        return best
+    return _toward(acts, best, max(faster, key=lambda c: c.us), budget_bytes)
+
+
+def _frontier(acts: Activations, worth_a_look: Callable[[Choice, Choice], bool]) -> list[Choice]:
+    """Choices that are best at some price of a byte, from the fastest to the smallest.
+
+    Between two of them lie others, as long as the two are ``worth_a_look``.
+    """
+    fast, small = acts.at(0.0), acts.at(2.0 * sum(acts.us.values()) + 1.0)
+    found, todo = [fast, small], [(fast, small)]
+    for _ in range(_CUTS):
+        if not todo:
+            break
+        a, b = todo.pop(0)
+        if b.saved_bytes >= a.saved_bytes or b.us <= a.us or not worth_a_look(a, b):
+            continue
+        c = acts.at((b.us - a.us) / (a.saved_bytes - b.saved_bytes))
+        if c.again not in (a.again, b.again) and b.saved_bytes < c.saved_bytes < a.saved_bytes:
+            found.append(c)
+            todo += [(a, c), (c, b)]
+    return sorted(found, key=lambda c: (-c.saved_bytes, c.us))
+
+
+def _smallest(acts: Activations) -> Choice:
+    """The choice of the lowest peak that was found.
+
+    To save less than it does is to make longer chains again, which pays as long as these are not the peak.
+    """
+    found = _frontier(acts, lambda fast, small: True)
+    best = min(found, key=lambda c: c.peak_bytes)
+    less = [c for c in found if c.saved_bytes < best.saved_bytes][:1]
+    for part in [p for c in less for p in _parts(acts, best.again ^ c.again)][:_TRIALS]:
+        tried = acts.choice(best.again ^ part)
+        if tried.peak_bytes < best.peak_bytes:
+            best = tried
+    return best
+
+
+def _toward(acts: Activations, start: Choice, goal: Choice, budget_bytes: int) -> Choice:
+    """Go from ``start``, which fits, towards ``goal``, which does not, by as many parts of the difference as fit.
+
+    Between two neighbours of the frontier lie the choices that save a tensor in some layers and not in others.
+    """
+    parts = _parts(acts, start.again ^ goal.again)
+    best, fit, over = start, 0, len(parts)
+    while over - fit > 1:
+        some = (fit + over) // 2
+        tried = acts.choice(start.again ^ frozenset().union(*parts[:some]))
+        if tried.peak_bytes <= budget_bytes:
+            best, fit = tried, some
+        else:
+            over = some
+    for part in parts[fit + 1 :][:_SINGLE]:
+        tried = acts.choice(best.again ^ part)
+        if tried.peak_bytes <= budget_bytes and tried.us < best.us:
+            best = tried
+    return best
+
+
+def _parts(acts: Activations, nodes: frozenset[fx.Node]) -> list[frozenset[fx.Node]]:
+    """Connected parts of ``nodes``, in the order of the graph."""
+    out: list[frozenset[fx.Node]] = []
+    seen: set[fx.Node] = set()
+    for first in sorted(nodes, key=acts.place.__getitem__):
+        if first in seen:
+            continue
+        part, todo = set(), [first]
+        while todo:
+            n = todo.pop()
+            if n not in part:
+                part.add(n)
+                todo += [m for m in (*n.all_input_nodes, *n.users) if m in nodes]
+        seen |= part
+        out.append(frozenset(part))
+    return out
+
+
+def tag(acts: Activations, choice: Choice) -> None:
+    """Tell the partitioner."""
+    for n in acts.forward:
+        if n.op != "call_function":
+            continue
+        if n in choice.again or n in acts.forced:
+            facts.set_reason(n, "a region of torch.utils.checkpoint" if n in acts.forced else "the budget")
+            facts.tag_recompute(n, CheckpointPolicy.MUST_RECOMPUTE, REGION)
+        elif n in choice.saved:
+            facts.tag_recompute(n, CheckpointPolicy.MUST_SAVE, 0)

@@ -1,0 +1,119 @@
+"""A budget for activations on two ranks: it holds when measured, and the losses are the same bits."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dist.spawn import run_ranks
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.runtime import _C
+
+pytestmark = pytest.mark.dist
+WIDTH, LAYERS, ROWS = 64, 4, 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+def _run(rank, rows=ROWS, **fields):
+    """Losses, the measured peak of the steps in bytes, and the model."""
+    torch._dynamo.reset()
+    gc.collect()
+    base = _C.meter_current()
+    torch.manual_seed(0)
+    model = zero.shard(Net(), stage=3, transport="c10d", **fields)
+    gc.collect()
+    _C.meter_reset_peak()
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    torch.manual_seed(1 + rank)
+    losses = []
+    for _ in range(3):
+        loss = step(torch.randn(rows, WIDTH))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, _C.meter_peak() - base, model
+
+
+def _held(model):
+    (frame,) = model._zero.policy.frames
+    return frame
+
+
+def _budgets(rank, world):
+    _C.meter_install()
+    outside = ROWS * WIDTH * 4 * 2 + 4096  # the batch and eager code
+    want, free, model = _run(rank)
+    most, gathers = _held(model).held_bytes, model._zero.policy.runtime.engine.counters()["gathers"]
+    planned = zero.inspect(model).memory.peak
+    assert free <= planned + outside
+    del model
+    rows = [(most, free)]
+    for part in (0.6, 0.4):
+        got, measured, model = _run(rank, activation_budget_bytes=int(most * part))
+        assert got == want
+        assert _held(model).held_bytes <= most * part
+        assert measured <= zero.inspect(model).memory.peak + outside
+        # Making again takes no further gather: biases share the bucket of their layer's norm.
+        assert model._zero.policy.runtime.engine.counters()["gathers"] <= gathers
+        rows.append((int(most * part), measured))
+        del model
+    # The whole budget brings the same about.
+    got, measured, model = _run(rank, memory_budget_bytes=planned - most // 2)
+    assert got == want
+    assert measured <= planned - most // 2 + outside
+    assert any(r.why == "the budget" for r in _held(model).remade)
+    return rows
+
+
+def test_the_measured_peak_falls_with_the_budget_and_losses_stay():
+    for rows in run_ranks(_budgets, 2):
+        for (more, high), (less, low) in zip(rows, rows[1:], strict=False):
+            assert high - low >= 0.8 * (more - less), rows
+
+
+def _uneven(rank, world):
+    """Only rank 0 has to make anything again under this budget; the collectives are the same."""
+    _, _, model = _run(rank)
+    budget = int(_held(model).held_bytes * 0.5)
+    del model
+    _, _, model = _run(rank, rows=ROWS if rank == 0 else ROWS // 8, activation_budget_bytes=budget)
+    return any(r.why == "the budget" for r in _held(model).remade)
+
+
+def test_ranks_with_batches_of_different_sizes():
+    assert run_ranks(_uneven, 2) == [True, False]
+
+
+def _too_small(rank, world):
+    with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=1,000 is .* bytes too small"):
+        _run(rank, activation_budget_bytes=1000)
+    return True
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank_before_step_one():
+    assert run_ranks(_too_small, 2) == [True, True]
