@@ -36,7 +36,8 @@ class PlaceStarts:
         %t2 = zero.wait %s2
 
     What would start ahead of all waits starts at the top, as the first unit always does. A reduction's wait moves
-    to the start of the second reduction group after it: two groups are in flight.
+    to the start of the second reduction group after it: two groups are in flight. On one rank nothing moves, and it
+    stands behind the starts of its group.
 
     In memory that ranks share nothing moves between start and wait, which sums where the gradients lie. A wait that
     comes late gives a peer that is behind some slack, and holds the gradients for it. There as many are in flight as
@@ -76,9 +77,13 @@ class PlaceStarts:
         _wait_for_room(shared, output, ctx)
         for i, group in enumerate(reductions):
             point = reductions[i + 2][0] if i + 2 < len(reductions) else output
+            behind = group[-1].next
+            while behind is _wait(group[-1]) or facts.is_element(behind):
+                behind = behind.next
             for start in group:
-                if not ctx.params[facts.params(start)[0]].shared:
-                    _wait_before(start, point)
+                plan = ctx.params[facts.params(start)[0]]
+                if not plan.shared:
+                    _wait_before(start, point if plan.world * plan.copies > 1 else behind)
 
 
 def _wait_before(start: fx.Node, point: fx.Node) -> None:

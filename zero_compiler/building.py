@@ -7,6 +7,7 @@ function that may allocate or write, the parameters of owners whose frame is gon
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import sys
@@ -33,6 +34,7 @@ from .mesh import make_group
 from .modules import state_of, swap_classes
 from .openings import KEY, SUCCESSOR, Cut, Openings, cut_of, rows_of, storage_uses
 from .policy import Policy
+from .runtime import heap
 from .runtime.stores import Nvme
 from .shard import collect, contiguous_stride, install
 
@@ -122,6 +124,7 @@ class Construction:
         self._thread = threading.get_ident()
         self._mode = Openings(self.sweep, self._meet, lambda: [p.group for p in self.placements])
         self._handles: list[Any] = []
+        self._apart = contextlib.ExitStack()
 
     def start(self) -> None:
         self._handles = [
@@ -132,6 +135,8 @@ class Construction:
 
     def enter(self, placement: Placement) -> None:
         self.placements.append(placement)
+        if placement.config.nvme_dir is not None:
+            self._apart.enter_context(heap.apart())  # full values are made one after the other, and dropped
         self._log += [f"{k} = {v}" for k, v in sorted(placement.config.to_dict().items()) if k != "nvme_dir"]
 
     def stop(self) -> None:
@@ -140,6 +145,7 @@ class Construction:
         for handle in self._handles:
             handle.remove()
         self._mode.close()
+        self._apart.close()
         for root in self._roots:
             for param in root.parameters():
                 param.__dict__.pop(KEY, None)

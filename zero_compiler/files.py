@@ -12,9 +12,10 @@ from .layout import Layout
 from .runtime.stores import Nvme, Region, Store, blocks, watch
 from .runtime.streaming import Job, Stream
 
-# What one write of a gradient takes at a time, and how many of them: one is copied while another is written.
+# What one write of a gradient takes at a time. Of the largest gradient twice as many are under way, so that what lands
+# together is written while backward goes on, up to a limit; and one is copied.
 _WRITE_BYTES = 8 << 20
-_WRITES = 3
+_WRITES = 16
 
 
 class Files:
@@ -75,7 +76,14 @@ class GradientFiles:
     @property
     def buffer_bytes(self) -> int:
         """Host memory of its writes, which is taken when the first gradient lands."""
-        return min(_WRITE_BYTES, max((r.nbytes for r in self._regions.values()), default=0)) * _WRITES
+        size, count = self._writes()
+        return size * count
+
+    def _writes(self) -> tuple[int, int]:
+        """Bytes of one write at most, and how many buffers there are."""
+        largest = max((r.nbytes for r in self._regions.values()), default=0)
+        size = min(_WRITE_BYTES, largest)
+        return size, 1 + min(_WRITES, 2 * -(-largest // max(size, 1)))
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
@@ -135,7 +143,7 @@ class GradientFiles:
 
     def _ready(self) -> Stream:
         if self._stream is None:
-            self._stream = Stream(self.buffer_bytes // _WRITES, _WRITES)
+            self._stream = Stream(*self._writes())
         return self._stream
 
     def _write(self, name: str, local: torch.Tensor, begin: int = 0) -> None:

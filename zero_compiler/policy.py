@@ -23,6 +23,7 @@ from .group import Group, agree, meet, short_digest
 from .ir import ops
 from .layout import Layout
 from .placing import Given, Placed, tiers_of
+from .runtime import heap
 from .runtime.stores import Nvme, region_of, watch
 from .transport import COPIED, LOCAL, Transport, choose
 
@@ -178,6 +179,8 @@ class Policy:
             self._gradient_files = GradientFiles(self, self.files.gradients)
             for name in self.files.gradients:
                 self.sinks[name] = self._gradient_files
+        if self.files is not None:
+            heap.give_back()  # what was built in memory rests in files now
 
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         """Where the padded ``chunk`` of a parameter is to lie: in a file, or in memory that peers read."""

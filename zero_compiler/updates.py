@@ -7,6 +7,7 @@ buffer, and one on another device through a copy.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from . import grads
 from .elementwise import States, make, step_of
 from .errors import OptimizerError
 from .policy import local_of
+from .runtime import heap
 from .runtime.stores import BLOCK_BYTES, Region, Span, blocks, region_of, watch
 from .runtime.streaming import Job
 
@@ -278,7 +280,10 @@ class Unit:
         inner = self.inner
         if not begin:
             self._lend(inner, params, parts, buffer, given)
-            step_of(self.cls)(inner)
+            made = buffer is not None and any(part.small is None for part in parts)
+            # States that the class makes now are copied to where they rest, and dropped.
+            with heap.apart() if made else contextlib.nullcontext():
+                step_of(self.cls)(inner)
             done.options(
                 self.group,
                 {k: v for k, v in inner.param_groups[0].items() if k in given and v is not given[k]},

@@ -63,6 +63,7 @@ RANKS = {
     "runtime._aio": 0,
     "runtime.aio": 2,
     "runtime.checksums": 2,
+    "runtime.heap": 0,
     "runtime.stores": 3,
     "runtime.streaming": 3,
     "elementwise": 3,
