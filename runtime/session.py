@@ -376,6 +376,8 @@ class Session:
         params = [policy.param(n) for n in r.names]
         if not policy.sync:
             for param, grad, name in zip(params, given, r.names, strict=True):
+                if not grads.goes_to_grad(param):
+                    continue
                 info = policy.params[name]
                 if r.tile is not None:
                     rows = tiled_rows(info.layout, r.tile.begin, grad.shape[0])
@@ -384,8 +386,10 @@ class Session:
                     grads.keep_pending(param, grad.to(info.reduce_dtype))
             return
         if grads.PendingGrad.ever_made:
-            grads.flush_at_end(policy)
             for k, param in enumerate(params):
+                if not grads.goes_to_grad(param):
+                    continue
+                grads.flush_at_end(policy)
                 if isinstance(param.grad, grads.PendingGrad):
                     given[k] = self._with_pending(r, param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)

@@ -29,14 +29,15 @@ from . import eager
 from .config import Config
 from .errors import ShardError
 from .group import Group, agree
+from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import state_of, swap_classes
-from .openings import KEY, SUCCESSOR, Cut, Openings, cut_of, rows_of, storage_uses
+from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
 from .policy import Policy
 from .runtime import heap
 from .runtime.stores import Nvme
-from .shard import collect, contiguous_stride, install
+from .shard import SUCCESSOR, collect, contiguous_stride, inherit, install
 
 _serials = itertools.count()
 _thread = threading.local()
@@ -251,11 +252,10 @@ class Construction:
             what = f"parameter {type(owner).__name__}.{attribute}"
             self._log.append(f"{what}: {list(old.shape)} {old.dtype}")
             new = self._shard_of(pending.placement, old, what)
-            for key, value in old.__dict__.items():
-                new.__dict__.setdefault(key, value)
+            inherit(new, old)
             # Whoever kept the whole one and registers or optimises it later is led to the new one.
             old.__dict__[SUCCESSOR] = new
-            old.__dict__["_zero_stale"] = attribute
+            old.__dict__[STALE] = attribute
         owner._parameters[attribute] = new
         flat = owner.__dict__.get("_flat_weights")
         if isinstance(flat, list):  # nn.RNNBase keeps a second list
@@ -349,6 +349,7 @@ class Construction:
                     ]
         swap_classes(model, policy)
         policy.take_gradients()
+        guard_optimizers()
         self._roots.append(model)
 
     # --- agreement -------------------------------------------------------------------------------------------

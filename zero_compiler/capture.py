@@ -44,6 +44,23 @@ class Captured:
     keep: list[int]
 
 
+def _refuse_writes(gm: fx.GraphModule) -> None:
+    """A gathered weight is a copy, so a write to it in forward would be lost."""
+    for sub in gm.modules():
+        if not isinstance(sub, fx.GraphModule):
+            continue
+        for node in sub.graph.nodes:
+            if node.op == "call_function" and node.target in (ops.unshard, torch.ops.zero.unshard):
+                # Dynamo has run the frame on this value: writes to it, and to views of it, have been counted.
+                value = node.meta.get("example_value")
+                if isinstance(value, torch.Tensor) and value._version:
+                    raise CaptureError(
+                        f"this forward writes to parameter {node.args[4]!r} in place, and inside a forward a sharded "
+                        "parameter is a gathered copy: write outside of it, to model.parameters() or in "
+                        "zero.gathered(model, write=True)"
+                    )
+
+
 def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows.
 
@@ -58,6 +75,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captu
         mode = torch._subclasses.fake_tensor.FakeTensorMode(
             shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
         )
+    _refuse_writes(gm)
     gm = _copy(gm)
     _hoist_reads(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))

@@ -126,10 +126,13 @@ class Unshard(torch.autograd.Function):
         alone, ctx.call = grads.alone(policy, name), None
         if not policy.sync:
             grads.check_unhooked(param, name)
-            grads.keep_pending(param, grad.to(info.reduce_dtype))
+            if grads.goes_to_grad(param):
+                grads.keep_pending(param, grad.to(info.reduce_dtype))
             return None, None, None
-        grad = grads.take_pending(param, grad.to(info.reduce_dtype))
-        grads.flush_at_end(policy)
+        grad = grad.to(info.reduce_dtype)
+        if grads.goes_to_grad(param):
+            grad = grads.take_pending(param, grad)
+            grads.flush_at_end(policy)
         policy.meet(f"eager reduction of the gradient of {name}")
         local = reduce(policy.group, info.layout, grad, info.reduce_dtype)
         sink = policy.sinks.get(name) if policy.sinks else None

@@ -15,6 +15,7 @@ from .ir import ops
 from .plain import check_averaged
 
 _CHECKED = "_zero_checked"
+STALE = "_zero_stale"  # of a parameter that was replaced: its name, for an optimizer that still holds it
 _installed = False
 
 
@@ -44,7 +45,7 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name = getattr(param, "_zero_stale", None)
+            name = getattr(param, STALE, None)
             if name is not None:
                 raise ShardError(
                     f"{type(optimizer).__name__} was made before zero.shard and holds the parameter {name!r} that "
@@ -56,7 +57,15 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Optimizers whose arithmetic torch cannot do on rows of a parameter."""
+    """Optimizers whose arithmetic torch cannot do on rows of a parameter, or on a DTensor at all."""
+    if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
+        for group in optimizer.param_groups:
+            if group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]):
+                cls = type(optimizer).__name__
+                raise ShardError(
+                    f"{cls}(fused=True): torch has no fused kernel of {cls} for sharded parameters (DTensor); leave "
+                    f"fused out, or make it as zero.optimizer({cls}, model, fused=True, ...)"
+                )
     if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.Rprop)):
         return
     for group in optimizer.param_groups:

@@ -31,13 +31,11 @@ from .errors import ShardError
 from .group import Group
 from .layout import Layout, layout_of
 from .runtime.stores import region_of
-from .shard import sharded_parameter
+from .shard import SUCCESSOR, sharded_parameter
 
 # Attribute of a cut tensor and of its aliases. An attribute moves along in torch.utils.swap_tensors, by which
 # nn.Module.to changes a DTensor in place; a weak reference to the tensor would make that fail.
 KEY = "_zero_cut"
-# Attribute of a whole parameter that was cut while somebody kept it: the cut one. They share their values.
-SUCCESSOR = "_zero_successor"
 
 
 class Cut:
@@ -416,6 +414,11 @@ def _repoint(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     cut = cut_of(tensor)
     assert cut is not None
+    if tuple(value.shape) == cut.layout.shape and value.dtype != cut.layout.dtype:
+        # ``module.half()`` and the like, of a module that was whole when they began.
+        torch.utils.swap_tensors(tensor, _convert(mode, torch.Tensor.to, (tensor, value.dtype), {}))
+        cut = cut_of(tensor)
+        assert cut is not None
     if tuple(value.shape) != cut.layout.shape or value.dtype != cut.layout.dtype:
         raise ShardError(
             f"{cut.what}: .data = a tensor of shape {list(value.shape)} and {value.dtype}, but the parameter is "

@@ -37,6 +37,7 @@ class PlainModel:
         self.known: set[int] = set()
         self.hooked: set[int] = set()
         self.sync = True
+        self.pg: Any = None  # of the ranks that are averaged over; None: the default group
         # By index of the parameter: the average of earlier backwards, set aside while new gradients arrive.
         self.averaged: dict[int, torch.Tensor | None] = {}
         self.queued: int | None = None  # the backward at whose end gradients are averaged
@@ -48,7 +49,7 @@ class PlainModel:
     def add(self, param: nn.Parameter, name: str) -> None:
         self.known.add(id(param))
         setattr(param, ATTRIBUTE, self)
-        if id(param) in self.hooked or not _several_ranks():
+        if id(param) in self.hooked or not _several_ranks(self.pg):
             return
         self.hooked.add(id(param))
         index = len(self.params)
@@ -76,20 +77,20 @@ class PlainModel:
         self.queued = None
         params, averaged = self.params, self.averaged
         self.averaged = {}
-        if _several_ranks():
+        if _several_ranks(self.pg):
             self._compare()
             device = params[0].device
             used = torch.zeros(len(params), dtype=torch.uint8)
             used[list(averaged)] = 1
             used = used.to(device)
-            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
             todo = [i for i, flag in enumerate(used.tolist()) if flag]
             for i in todo:
                 if i not in averaged:
                     averaged[i], params[i].grad = params[i].grad, None
                 if params[i].grad is None:
                     params[i].grad = torch.zeros_like(params[i])
-            _average([params[i].grad for i in todo])
+            _average([params[i].grad for i in todo], self.pg)
         for i, earlier in averaged.items():
             # The earlier tensor keeps its identity, as under plain accumulation.
             if earlier is not None:
@@ -109,7 +110,7 @@ class PlainModel:
             [p.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in self.params]
         )
         most = torch.cat([sums, -sums])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pg)
         highest, lowest = most.view(2, -1) * torch.tensor([[1], [-1]], device=most.device)
         differ = (highest != lowest).nonzero().flatten().tolist()
         if differ:
@@ -135,16 +136,16 @@ def check_averaged(params: Iterable[Any]) -> None:
             )
 
 
-def _average(grads: Sequence[Any]) -> None:
-    """Average ``grads`` over the default group, in place, in buckets of one dtype."""
-    world = dist.get_world_size()
+def _average(grads: Sequence[Any], pg: Any) -> None:
+    """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype."""
+    world = dist.get_world_size(pg)
     bucket: list[torch.Tensor] = []
 
     def flush() -> None:
         if not bucket:
             return
         flat = torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].contiguous()
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=pg)
         flat.div_(world)
         at = 0
         for g in bucket:
@@ -190,11 +191,21 @@ def _known(param: Any) -> bool:
         return True
     state = getattr(param, ATTRIBUTE, None)
     # A process group may have been made since the model was first called.
-    return state is not None and id(param) in (state.hooked if _several_ranks() else state.known)
+    return state is not None and id(param) in (state.hooked if _several_ranks(state.pg) else state.known)
 
 
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _several_ranks(pg: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1
+
+
+def _ranks_of(model: nn.Module) -> Any:
+    """Process group of the ranks that train the sharded parts of a model: its plain parts are theirs too.
+
+    None, the default group, where nothing is sharded. Of parts on several meshes the largest counts.
+    """
+    parts = (m.__dict__["_zero"].policy.group.everyone for m in model.modules() if "_zero" in m.__dict__)
+    largest = max(parts, key=lambda group: group.world, default=None)
+    return None if largest is None else largest.pg
 
 
 def watch(example_inputs: Sequence[Any]) -> None:
@@ -208,6 +219,8 @@ def watch(example_inputs: Sequence[Any]) -> None:
     else:
         members = {f"number {i}": p for i, p in enumerate(params)}
     state = plain_model(list(members.values()))
+    if model is not None:
+        state.pg = _ranks_of(model)
     trained = sum(p.requires_grad for p in members.values())
     if trained and not getattr(state, _SAID, False):
         setattr(state, _SAID, True)
@@ -226,7 +239,7 @@ def watch(example_inputs: Sequence[Any]) -> None:
 
 def watch_beside(model: nn.Module) -> None:
     """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
-    if torch.is_grad_enabled() and _several_ranks():
+    if torch.is_grad_enabled() and _several_ranks(None):
         watch([p for p in model.parameters() if _plain(p) and not _known(p)])
 
 

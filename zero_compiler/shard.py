@@ -18,7 +18,7 @@ from . import eager, grads, plain
 from .config import Config
 from .errors import ShardError
 from .group import Group, agree
-from .guards import guard_optimizers
+from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import is_root, state_of, swap_classes
@@ -30,6 +30,8 @@ class _Default(int):
 
 
 DEFAULT_STAGE = _Default(3)
+# Attribute of a whole parameter that was cut while somebody kept it: the cut one. They share their values.
+SUCCESSOR = "_zero_successor"
 
 
 def shard(
@@ -111,6 +113,7 @@ def collect(
             raise ShardError(
                 f"{prefix or 'the model'} is a TorchScript module; zero.shard takes eager modules"
             )
+        _check_table(prefix, module)
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
@@ -148,6 +151,23 @@ def collect(
     return targets
 
 
+def _check_table(prefix: str, module: nn.Module) -> None:
+    """What an embedding may be told that its rows on several ranks cannot do."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.sparse:
+        raise ShardError(
+            f"{prefix or 'the model'}: {type(module).__name__}(sparse=True) has sparse gradients, which are not "
+            "reduced over ranks; make it with sparse=False"
+        )
+    if module.max_norm is not None:
+        raise ShardError(
+            f"{prefix or 'the model'}: {type(module).__name__}(max_norm={module.max_norm}) writes to its weight in "
+            "forward, where a gathered weight is a copy; make it with max_norm=None and limit the norms in "
+            "zero.gathered(model, write=True), or to model.parameters() after the step"
+        )
+
+
 def _joined(prefix: str, attribute: str) -> str:
     return f"{prefix}.{attribute}" if prefix else attribute
 
@@ -169,13 +189,19 @@ def install(
     chunk = policy.settle(name, chunk)
     local = chunk[: layout.rows(policy.group.rank)] if layout.cut else chunk
     param = sharded_parameter(policy.group, layout, local, old.requires_grad)
-    for key, value in old.__dict__.items():
-        param.__dict__.setdefault(key, value)
-    old.__dict__["_zero_stale"] = name  # an optimizer that still holds it is told so at its first step
+    inherit(param, old)
+    old.__dict__[STALE] = name
     for module, attribute in places:
         module._parameters[attribute] = param
     policy.places[name] = places
     return param
+
+
+def inherit(new: torch.Tensor, old: torch.Tensor) -> None:
+    """Give a parameter the attributes of the one whose place it takes; not what says that one was replaced itself."""
+    for key, value in old.__dict__.items():
+        if key not in (SUCCESSOR, STALE):
+            new.__dict__.setdefault(key, value)
 
 
 def sharded_parameter(group: Group, layout: Layout, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
