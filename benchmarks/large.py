@@ -38,6 +38,7 @@ def main() -> None:
         train(call)
         return
     args = options(__doc__).parse_args()
+    planned_for(args)
     result = run(args)
     text = report(result)
     print(text)
@@ -60,8 +61,18 @@ def options(about: str | None) -> argparse.ArgumentParser:
         "--overlap", action="store_true", help="update while backward runs: no gradient rests"
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement of the disk; 0: none")
+    parser.add_argument(
+        "--hardware",
+        help="what `zero-compiler calibrate` wrote, for the plan; default: calibrate first; none: no machine is known",
+    )
     parser.add_argument("--json")
     return parser
+
+
+def planned_for(args: argparse.Namespace) -> None:
+    """The runs inherit what the plan is made for, which decides to which library matrix products go."""
+    if args.compute == "inductor" and args.hardware != "none":
+        common.hardware(args.hardware, 1)
 
 
 def kinds(text: str) -> list[str]:
@@ -73,7 +84,9 @@ def kinds(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     call = {
-        k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("json", "seconds")
+        k: str(v) if isinstance(v, Path) else v
+        for k, v in vars(args).items()
+        if k not in ("json", "seconds", "hardware")
     }
     result: dict[str, Any] = {
         "machine": common.machine(),
@@ -223,20 +236,21 @@ def train(call: dict[str, Any]) -> None:
         k for k in call["files"] if not (k == "grads" and call["overlap"])
     ]  # those are used up as they land
     torch.manual_seed(0)
-    with zero.init(nvme_dir=call["directory"], **{f"offload_{kind}": "nvme" for kind in files}):
+    where: dict[str, Any] = {"nvme_dir": call["directory"], "hardware": os.environ.get(common.HARDWARE)}
+    with zero.init(**where, **{f"offload_{kind}": "nvme" for kind in files}):
         model = models.gpt(call["blocks"], call["width"], call["vocab"], call["tokens"])
     run_model = torch.compile(model, backend="zero", options={"compute": call["compute"]})
     optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-4, fused=True, overlap=call["overlap"])
     params = list(model.parameters())
     nbytes = sum(p._local_tensor.nbytes for p in params)
-    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    looked_up = sum(t._local_tensor.nbytes for t in tables)
+    once = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)] + [model.head.weight]
+    read_once = sum(p._local_tensor.nbytes for p in once)
     say(
         {
             "build_s": time.perf_counter() - began,
             "parameters": sum(p.numel() for p in params),
             "model_states_bytes": 4 * nbytes,
-            "must_bytes": must(nbytes, looked_up, files, call["overlap"]),
+            "must_bytes": must(nbytes, read_once, files, call["overlap"]),
         }
     )
     losses = []
@@ -259,7 +273,28 @@ def train(call: dict[str, Any]) -> None:
         losses.append(loss.item())
         say({"step": step, "loss": losses[-1], "s": times, "io_bytes": bytes_})
         del loss
-    print(json.dumps({"losses": losses}), flush=True)
+    print(json.dumps({"losses": losses, "planned": planned(model)}), flush=True)
+
+
+def planned(model: Any) -> dict[str, dict[str, float]]:
+    """Of the Programs of forward and backward: bytes that they read from files, and their predicted timelines."""
+    import zero_compiler as zero
+    from zero_compiler.program import Fetch
+    from zero_compiler.simulate import COMPUTE, DISK
+
+    (frame,) = zero.inspect(model).frames
+    out = {}
+    for phase, program in frame.programs.items():
+        time_ = frame.timelines[phase]
+        out[phase] = {
+            "read_bytes": sum(
+                program.gathers[i.index].chunk_bytes for i in program.instrs if isinstance(i, Fetch)
+            ),
+            "predicted_s": time_.total_us / 1e6,
+            "compute_busy": time_.busy_us(COMPUTE) / time_.total_us,
+            "files_busy": time_.busy_us(DISK) / time_.total_us,
+        }
+    return out
 
 
 def batch(step: int, tokens: int, vocab: int) -> Any:
@@ -270,18 +305,19 @@ def batch(step: int, tokens: int, vocab: int) -> Any:
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def must(nbytes: int, looked_up: int, files: list[str], overlap: bool) -> dict[str, dict[str, list[int]]]:
+def must(nbytes: int, read_once: int, files: list[str], overlap: bool) -> dict[str, dict[str, list[int]]]:
     """Bytes (read, written) that each phase of a step must move, where parameters take ``nbytes``.
 
-    Forward reads every weight; backward reads it again, but for the tables of embeddings (``looked_up`` bytes), and
-    writes its gradient; the update reads weight, gradient and two states, and writes all but the gradient. The first
-    step finds no states yet. With ``overlap`` the update is part of the backward.
+    Forward reads every weight; backward reads it again, but for ``read_once`` bytes (tables of embeddings, whose
+    gradient needs none, and the head, whose gradient is made with the loss), and writes its gradient; the update reads
+    weight, gradient and two states, and writes all but the gradient. The first step finds no states yet. With
+    ``overlap`` the update is part of the backward.
     """
     params, grads, two = (n * nbytes * (kind in files) for kind, n in zip(KINDS, (1, 1, 2)))
     out = {}
     for step in ("first", "later"):
         update = [params + grads + (two if step == "later" else 0), params + two]
-        backward = [max(0, params - looked_up), grads]
+        backward = [max(0, params - read_once), grads]
         if overlap:
             backward, update = [a + b for a, b in zip(backward, update)], [0, 0]
         out[step] = dict(zip(PHASES, ([params, 0], backward, update)))
@@ -318,7 +354,7 @@ def report(result: dict[str, Any]) -> str:
         + ", ".join(f"{k} {_gib(v)}" for k, v in memory["sampled_parts"].items())
         + ").",
         "",
-        f"Losses: {', '.join(str(x) for x in result['losses'])}.",
+        f"Losses: {', '.join(str(x) for x in result['losses'])}. By the plan: {_planned(result['planned'])}.",
         "",
     ]
     rows = []
@@ -354,6 +390,14 @@ def report(result: dict[str, Any]) -> str:
 def _row(name: str, s: float, must_: list[int], io: list[int], limit: float | None) -> list[str]:
     bytes_ = [f"{b / GIB:.2f}" for b in (*must_, *io)]
     return [name, f"{s:.2f}", *bytes_, *([f"{limit:.2f}", f"{s / limit:.2f}"] if limit else ["", ""])]
+
+
+def _planned(phases: dict[str, dict[str, float]]) -> str:
+    return "; ".join(
+        f"{phase} reads {p['read_bytes'] / GIB:.2f} GiB from files and takes {p['predicted_s']:.2f} s, with the lane "
+        f"of files busy for {p['files_busy']:.0%} of it and compute for {p['compute_busy']:.0%}"
+        for phase, p in phases.items()
+    )
 
 
 def _gib(nbytes: int | None) -> str:

@@ -2,9 +2,11 @@
 
     python benchmarks/tiers.py DIR --json benchmarks/results/tiers.json
 
-Runs `large.py` once for each placement, on one rank, with everything in memory first. The row "optimizer" is the
-streaming of optimizer states alone. DeepSpeed's ZeRO-3 with its own offload to files stands beside where it can be
-imported and runs; where not, the table says why. Medians over the steps after the first.
+Runs `large.py` once for each placement, on one rank, with everything in memory first: compute is on the CPU, so that
+is the host's memory too. The row "optimizer" is the streaming of optimizer states alone. "files busy" is the share of
+forward and of backward for which the plan's timeline sees the lane of files at work. DeepSpeed's ZeRO-3 with its own
+offload to files stands beside where it can be imported and runs; where not, the table says why. Medians over the steps
+after the first.
 """
 
 from __future__ import annotations
@@ -36,8 +38,16 @@ def main() -> None:
         return
     parser = large.options(__doc__)
     parser.set_defaults(blocks=12, width=1024, steps=6, limit_gib=0.0, seconds=1.0)
+    parser.add_argument(
+        "--deepspeed-python", default=sys.executable, help="a Python that can import deepspeed"
+    )
     args = parser.parse_args()
-    result: dict[str, Any] = {"machine": common.machine(), "command": " ".join(sys.argv), "runs": {}}
+    large.planned_for(args)
+    result: dict[str, Any] = {
+        "machine": common.machine(),
+        "command": " ".join(["python", "benchmarks/tiers.py", "DIR", *_without_paths(sys.argv[2:])]),
+        "runs": {},
+    }
     losses, rows = None, []
     for name, (files, overlap) in PLACEMENTS.items():
         args.files, args.overlap = files, overlap
@@ -50,7 +60,7 @@ def main() -> None:
     result["deepspeed"] = {tier: _deepspeed(args, tier) for tier in ("none", "nvme")}
     for tier, one in result["deepspeed"].items():
         what = "DeepSpeed ZeRO-3, " + ("in memory" if tier == "none" else "params, optimizer")
-        rows.append([what, *([f"{_median(one['s']):.2f}"] if "s" in one else [one["why"]]), *[""] * 6])
+        rows.append([what, *([f"{_median(one['s']):.2f}"] if "s" in one else [one["why"]]), *[""] * 7])
     built = result["runs"]["none"]["built"]
     head = [
         "in files",
@@ -60,6 +70,7 @@ def main() -> None:
         "optimizer",
         "limit, s",
         "s / limit",
+        "files busy, plan",
         "resident, GiB",
     ]
     text = "\n".join(
@@ -81,6 +92,10 @@ def main() -> None:
         common.save(args.json, result, text)
 
 
+def _without_paths(words: list[str]) -> list[str]:
+    return [os.path.basename(word) for word in words]
+
+
 def _median(values: list[float]) -> float:
     return statistics.median(values[1:] or values)
 
@@ -93,8 +108,9 @@ def _row(name: str, one: dict[str, Any]) -> list[str]:
     beside = ["", ""]
     if limits:
         beside = [f"{_median(limits):.2f}", f"{_median([a / b for a, b in zip(whole, limits)]):.2f}"]
+    busy = ", ".join(f"{p['files_busy']:.0%}" for p in one["planned"].values() if p["files_busy"])
     peak = one["memory"]["sampled_peak_bytes"] / large.GIB
-    return [name, f"{_median(whole):.2f}", *by_phase, *beside, f"{peak:.2f}"]
+    return [name, f"{_median(whole):.2f}", *by_phase, *beside, busy, f"{peak:.2f}"]
 
 
 def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
@@ -103,7 +119,7 @@ def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
     call = {k: getattr(args, k) for k in keys} | {"directory": str(args.directory), "tier": tier}
     env = os.environ | {common.RANK_CALL: json.dumps(call), "DS_ACCELERATOR": "cpu"}
     env |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    command = [sys.executable, os.path.abspath(__file__)]
+    command = [args.deepspeed_python, os.path.abspath(__file__)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=1800)
     for line in done.stdout.splitlines():
         if line.startswith('{"s"') or line.startswith('{"why"'):

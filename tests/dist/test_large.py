@@ -1,0 +1,42 @@
+"""Training under a quarter of the bytes of its model states, and the losses of the run without a limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "large.py"
+# 257 million parameters: a quarter of their states must hold Python and torch too.
+SIZE = ("--blocks", "36", "--width", "768", "--vocab", "2048", "--tokens", "16", "--steps", "3")
+
+
+def run(folder, name, *arguments):
+    out = folder / f"{name}.json"
+    command = [sys.executable, str(SCRIPT), str(folder), "--json", str(out), "--seconds", "0", "--compute", "aten"]
+    done = subprocess.run([*command, *SIZE, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+def test_a_quarter_of_the_model_states_is_enough(tmp_path):
+    unlimited = run(tmp_path, "none", "--files", "none", "--limit-gib", "0")
+    states = unlimited["built"]["model_states_bytes"]
+    assert unlimited["memory"]["sampled_peak_bytes"] > states
+    limit = states // 4
+    made = run(tmp_path, "files", "--limit-gib", str(limit / 2**30))
+    assert made["losses"] == unlimited["losses"]
+    memory = made["memory"]
+    assert 0 < memory["sampled_peak_bytes"] <= limit, memory
+    if memory["cgroup"] == "yes":  # the kernel kept it within the limit, page cache and all
+        assert memory["cgroup_peak_bytes"] <= limit
+    # What had to move moved, and little else. The first step reads libraries too.
+    for step in made["steps"][1:]:
+        for phase, must in made["built"]["must_bytes"]["later"].items():
+            for got, due in zip(step["io_bytes"][phase], must, strict=True):
+                assert 0.9 * due <= got <= 1.01 * due + (16 << 20), (phase, got, due)
