@@ -32,6 +32,11 @@ def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Gr
     Raises:
         ShardError: the mesh does not say how to place parameters, or needs a process group that does not exist.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ShardError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, not {type(mesh).__name__}; make one with "
+            "init_device_mesh, or leave it out to shard over all ranks"
+        )
     if device is None:
         dev = default_device()
         if mesh is not None and mesh.device_type != dev.type:
@@ -39,7 +44,13 @@ def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Gr
         if mesh is None and dev.type != "cpu" and dist.is_initialized() and not _backend_serves(dev.type):
             dev = torch.device("cpu")
     else:
-        dev = torch.device(device)
+        try:
+            dev = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ShardError(
+                f'device must be one of torch, such as "cpu" or "cuda", not {device!r}; leave it out for the current '
+                "accelerator"
+            ) from error
         if dev.type != "cpu" and dev.index is None:
             dev = torch.device(dev.type, torch.accelerator.current_device_index())
     if mesh is None:

@@ -66,8 +66,32 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
         module.__dict__["_zero"] = ModuleState(policy, names, module is model)
         if isinstance(module, nn.RNNBase):
             module.__dict__.pop("_flat_weights", None)  # a list of the whole weights; see sharded_class
+        if names:
+            module.register_load_state_dict_pre_hook(_lay_out)
         # A property is found before nn.Module.__getattr__, so the instance keeps its parameters where they were.
         module.__class__ = sharded_class(type(module), tuple(names), isinstance(module, nn.RNNBase))
+
+
+def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before ``load_state_dict``: of a whole value for a sharded parameter, as a plain checkpoint has it, take this
+    rank's rows. What has another shape is left for torch to refuse."""
+    state = state_of(module)
+    assert state is not None
+    for attribute, name in state.names.items():
+        value, param = state_dict.get(prefix + attribute), module._parameters.get(attribute)
+        if (
+            not isinstance(param, DTensor)
+            or not isinstance(value, torch.Tensor)
+            or isinstance(value, DTensor)
+        ):
+            continue
+        layout, rank = state.policy.params[name].layout, state.policy.group.rank
+        if value.shape != layout.shape:
+            continue
+        rows = value.detach()
+        if layout.cut:
+            rows = rows[layout.start(rank) : layout.start(rank) + layout.rows(rank)].contiguous()
+        state_dict[prefix + attribute] = grads.as_dtensor(param, rows)
 
 
 def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -> type:

@@ -25,6 +25,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     The next backward outside reduces the total. ``model`` may be plain, sharded or compiled, before or after
     its first call. Stepping or clipping while gradients wait is an error.
     """
+    _check_module("zero.no_sync", model)
     states: list[Any] = [*policies_of(model)]
     unsharded = plain.plain_parameters(model)
     if unsharded:
@@ -44,6 +45,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             s.sync = sync
 
 
+def _check_module(what: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"{what} takes an nn.Module, plain or compiled, not {type(model).__name__}")
+
+
 @contextlib.contextmanager
 def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
     """Full weights for a while: generation, surgery, export. Collective: every rank enters and leaves.
@@ -56,6 +62,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
         RankMismatchError: ranks wrote different values; the shards are then left as they were.
         ShardError: a parameter has another shape at exit, or the model is gathered already.
     """
+    _check_module("zero.gathered", model)
     policies = policies_of(model)
     for policy in policies:
         if policy.opened:

@@ -586,6 +586,42 @@ def backward_with_inputs(rank: int) -> list[str]:
 
 
 @case
+def waiting_gradients_and_the_other_doors(rank: int) -> list[str]:
+    """What waits from zero.no_sync goes to .grad in the next backward that goes there, and nowhere else."""
+    errors = []
+    for make in (sharded, eager):
+        for door in ("grad", "inputs under no_sync", "inputs after it", "grad under no_sync"):
+            twin = Twin(MLP(), make, where=f"{make.__name__} {door}")
+            few = {"inputs": [twin.model.layers[0].weight]}, {"inputs": [twin.plain.layers[0].weight]}
+            first = few if door == "inputs under no_sync" else ({}, {})
+            with zero.no_sync(twin.call):
+                loss_of(rank, 0)(twin.call).backward(**first[0])
+                loss_of(rank, 0)(twin.plain).backward(**first[1])
+                if door == "grad under no_sync":
+                    x = torch.ones(2, 16, requires_grad=True)
+                    (found,) = torch.autograd.grad(twin.call(x).sum(), [x])
+                    (want,) = torch.autograd.grad(twin.plain(x).sum(), [x])
+                    if not torch.allclose(found, want, rtol=1e-5, atol=1e-6):
+                        errors.append(f"{twin.where}: the gradient of the input differs")
+            if door == "grad":
+                ours = torch.autograd.grad(loss_of(rank, 1)(twin.call), list(twin.model.parameters()))
+                theirs = torch.autograd.grad(loss_of(rank, 1)(twin.plain), list(twin.plain.parameters()))
+                for g, h in zip(ours, theirs, strict=True):
+                    dist.all_reduce(h)
+                    if not torch.allclose(g.full_tensor(), h / dist.get_world_size(), rtol=1e-5, atol=1e-6):
+                        errors.append(f"{twin.where}: what waits is in torch.autograd.grad")
+            if door == "inputs after it":
+                loss_of(rank, 1)(twin.call).backward(**few[0])
+                loss_of(rank, 1)(twin.plain).backward(**few[1])
+            loss_of(rank, 2)(twin.call).backward()
+            loss_of(rank, 2)(twin.plain).backward()
+            average_gradients(twin.plain)
+            twin.check_gradients()
+            errors += twin.errors[:3]
+    return errors
+
+
+@case
 def hooks(rank: int) -> list[str]:
     """Hooks see the reduced gradient as a DTensor, may change it, and run once a backward."""
     errors = []

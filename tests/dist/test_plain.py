@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from dist.spawn import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, RankMismatchError
@@ -260,3 +261,28 @@ def group_made_late(rank, world, path):
 def test_a_process_group_made_after_the_first_call(tmp_path):
     first, second = run_ranks(group_made_late, 2, str(tmp_path / "store"), group=False)
     assert first == second == [[0.5] * 3] * 2
+
+
+def beside_a_part_of_some_ranks(rank, world):
+    """Two of three ranks train a model together: what is plain in it is theirs too."""
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return True
+    mesh = DeviceMesh.from_group(pair, "cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    twin = copy.deepcopy(model)
+    zero.shard(model[0], mesh=mesh, device="cpu")
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+    call(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad, group=pair)
+        mine = p.grad.full_tensor() if name.startswith("0.") else p.grad
+        torch.testing.assert_close(mine, q.grad / 2, rtol=1e-5, atol=1e-7)
+    return True
+
+
+def test_what_stands_beside_a_part_of_some_ranks_is_averaged_over_those():
+    assert run_ranks(beside_a_part_of_some_ranks, 3, timeout=60, group_timeout=20) == [True] * 3

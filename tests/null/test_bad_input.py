@@ -386,3 +386,84 @@ def test_what_that_sentence_says_to_do(how):
     (plain(x) + sum(p.square().sum() for p in plain.parameters())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+# --- what a gathered weight cannot do ----------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.inner, self.what = nn.Linear(4, 4), what
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.what == "whole":
+                self.inner.weight.clamp_(-0.1, 0.1)
+            elif self.what == "part":
+                self.inner.bias[1:3].zero_()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("what", "name"), [("whole", "inner.weight"), ("part", "inner.bias")])
+def test_a_forward_that_writes_to_a_weight(what, name):
+    model = zero.shard(Writes(what), device="cpu")
+    with pytest.raises(ZeroError, match=rf"writes to parameter '{name}' in place.*zero\.gathered"):
+        use(model, "compiled")(torch.randn(2, 4))
+    use(zero.shard(Writes("none"), device="cpu"), "compiled")(torch.randn(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_with_a_limited_norm_or_sparse_gradients(cls):
+    with pytest.raises(ShardError, match=r"0: Embedding\w*\(max_norm=1\.0\) writes to its weight in forward"):
+        zero.shard(nn.Sequential(cls(5, 3, max_norm=1.0)))
+    with pytest.raises(ShardError, match=r"sparse=True\) has sparse gradients.*sparse=False"):
+        zero.shard(nn.Sequential(cls(5, 3, sparse=True)))
+
+
+# --- arguments of the wrong type ---------------------------------------------------------------------------------
+
+
+def test_arguments_of_the_wrong_type():
+    with pytest.raises(ShardError, match="mesh must be a .*DeviceMesh, not str"):
+        zero.shard(net(), mesh="x")
+    with pytest.raises(ShardError, match="device must be one of torch, .*not 'foo'"):
+        zero.shard(net(), device="foo")
+    for manager in (zero.gathered, zero.no_sync):
+        with pytest.raises(ShardError, match=rf"zero\.{manager.__name__} takes an nn\.Module, .*not int"):
+            with manager(3):
+                pass
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_kernels_that_torch_has_for_plain_tensors_alone(cls):
+    model = zero.shard(net(), device="cpu")
+    opt = cls(model.parameters(), lr=0.1, fused=True)
+    model(batch()).sum().backward()
+    with pytest.raises(ShardError, match=rf"{cls.__name__}\(fused=True\): .*zero\.optimizer\({cls.__name__}"):
+        opt.step()
+    # What that sentence says to do, beside the plain one.
+    plain, model = net(), zero.shard(net(), device="cpu")
+    ours = zero.optimizer(cls, model, lr=0.1, fused=True)
+    theirs = cls(plain.parameters(), lr=0.1, fused=True)
+    for m, o in ((model, ours), (plain, theirs)):
+        m(batch()).sum().backward()
+        o.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
+# --- plain checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_plain_checkpoint_is_cut_on_loading(assign):
+    saved, model = net(1), zero.shard(net(0), device="cpu")
+    found = model.load_state_dict(saved.state_dict(), assign=assign)
+    assert found == ([], [])
+    for p, q in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+    torch.testing.assert_close(use(model, "compiled")(batch()), saved(batch()))
+    wrong = {k: v[:1] for k, v in saved.state_dict().items()}
+    with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+        model.load_state_dict(wrong)

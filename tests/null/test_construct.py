@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import made
@@ -524,3 +526,65 @@ def test_load_safetensors_that_do_not_fit(tmp_path, file):
     missing, unexpected = zero.load_safetensors(model, tmp_path / "part.safetensors", strict=False)
     assert (len(missing), unexpected) == (7, ["other"])
     assert model.scale.to_local() == 1
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.turn(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_orthogonal_weight_can_be_trained(compiled):
+    with zero.init(device="cpu"):
+        model = Turned()
+    call = torch.compile(model, backend="zero", options={"compute": "aten"}) if compiled else model
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    call(torch.randn(2, 8)).square().mean().backward()
+    opt.step()
+    assert not all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+class Halved(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = how(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.second(self.first(x).to(self.second.weight.dtype))
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "double"])
+def test_a_part_that_changes_its_dtype_while_the_model_is_built(how):
+    torch.manual_seed(0)
+    plain = Halved(lambda m: getattr(m, how)())
+    torch.manual_seed(0)
+    with zero.init(device="cpu"):
+        model = Halved(lambda m: getattr(m, how)())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.dtype == q.dtype
+        assert torch.equal(p.full_tensor(), q)
+    model(torch.randn(2, 8)).float().sum().backward()
+
+
+def test_optimizers_are_guarded_without_a_call_of_shard():
+    # In a process of its own: elsewhere something has called zero.shard before.
+    body = """
+import torch, zero_compiler as zero
+from torch import nn
+with zero.init(device="cpu"):
+    model = nn.Sequential(nn.Linear(8, 8))
+opt = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+model(torch.randn(2, 8)).sum().backward()
+try:
+    opt.step()
+except zero.ShardError as error:
+    print("told:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=120)
+    assert "told: SGD(fused=True)" in done.stdout, done.stderr
