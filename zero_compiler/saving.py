@@ -13,6 +13,7 @@ Phases = Mapping[str, fx.GraphModule]  # the graphs of forward and backward, wit
 # Phases whose activations take at most so many bytes, as the joint graph tells.
 Cut = Callable[[int | None], Phases]
 _CUTS = 4  # how often the joint graph is cut again at most
+_STEPS = 32  # of a budget, what is tried at least: choices are a tensor of every layer apart
 
 
 def held_bytes(graphs: Phases) -> int:
@@ -40,8 +41,9 @@ def within_activations(cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
                 raise
             break
         over = held_bytes(graphs) - budget_bytes
-        room = max(0, room - over)
-    graphs = _smallest(cut)
+        room = max(0, room - max(over, budget_bytes // _STEPS))
+    if over > 0:
+        graphs = _smallest(cut)
     held = held_bytes(graphs)
     if held > budget_bytes:
         error = MemoryBudgetError(
@@ -54,12 +56,16 @@ def within_activations(cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
 
 
 def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int]) -> Phases:
-    """Phases that take no byte ``over`` a budget for everything, or those of the fewest activations."""
+    """Phases that take no byte ``over`` a budget for everything, or those of the fewest activations.
+
+    Args:
+        over: by how many bytes a plan of phases passes the budget; makes their tiles as small as that takes.
+    """
     room, excess = held_bytes(graphs), over(graphs)
     for _ in range(_CUTS):
         if excess <= 0 or room == 0:
             break
-        room = max(0, room - excess)
+        room = max(0, room - max(excess, room // _STEPS))
         try:
             graphs = cut(room)
         except MemoryBudgetError as refused:
@@ -67,6 +73,9 @@ def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int]) -> Ph
                 raise
             graphs, room = cut(refused.least_bytes), 0
         excess = over(graphs)
+    if excess > 0 and room > 0:
+        graphs = _smallest(cut)
+        over(graphs)
     return graphs
 
 

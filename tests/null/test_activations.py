@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import zero_compiler as zero
+from zero_compiler import saving
 from zero_compiler.config import Config
 from zero_compiler.cost import CostModel
 from zero_compiler.errors import ConfigError, MemoryBudgetError
@@ -240,6 +241,28 @@ def test_the_plan_holds_what_the_budget_says_and_pays_for_it():
         assert sum(r.us for r in paid) > 0
         assert told.memory.programs < free.memory.programs
         assert "; the budget" in str(told)
+
+
+def test_a_budget_that_the_joint_graph_tells_wrong_is_met_in_small_steps():
+    """What a backward holds lies 10 % above what the joint graph tells, and choices lie 3 apart."""
+    tried = []
+
+    def cut(nbytes):
+        tried.append(nbytes)
+        if nbytes < 40:
+            error = MemoryBudgetError("too small")
+            error.least_bytes = 40
+            raise error
+        return (nbytes // 3 * 3) * 1.1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "held_bytes", lambda held: held)
+        assert 90 <= saving.within_activations(cut, 150, 100) <= 100
+        assert len(tried) <= 4
+        assert saving.within_activations(cut, 150, 46) <= 46  # the least is found where steps go below it
+        with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=42 is .* bytes too small"):
+            saving.within_activations(cut, 150, 42)
+        assert 80 <= saving.within_memory(cut, 150, lambda held: held - 100) <= 100
 
 
 def test_what_fits_anyway_is_left_as_it_is():
