@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import common
@@ -116,11 +117,14 @@ def _row(name: str, one: dict[str, Any]) -> list[str]:
 def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
     """Times of DeepSpeed's steps, in a process of its own; or why there are none."""
     keys = ("blocks", "width", "vocab", "tokens", "steps")
-    call = {k: getattr(args, k) for k in keys} | {"directory": str(args.directory), "tier": tier}
-    env = os.environ | {common.RANK_CALL: json.dumps(call), "DS_ACCELERATOR": "cpu"}
-    env |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     command = [args.deepspeed_python, os.path.abspath(__file__)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=1800)
+    with tempfile.TemporaryDirectory(
+        prefix="deepspeed-", dir=args.directory
+    ) as folder:  # it leaves its files behind
+        call = {k: getattr(args, k) for k in keys} | {"directory": folder, "tier": tier}
+        env[common.RANK_CALL] = json.dumps(call)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=1800)
     for line in done.stdout.splitlines():
         if line.startswith('{"s"') or line.startswith('{"why"'):
             return json.loads(line)

@@ -214,6 +214,7 @@ class StreamedOptimizer(Optimizer, Done):
             job = unit.job(self.state, self)
             if job is not None:
                 self._ready().feed(job)
+                self._ready().admit()  # gradients that wait for a buffer would pile up where the disk is slower
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

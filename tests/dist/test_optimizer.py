@@ -11,6 +11,7 @@ from torch import nn
 import zero_compiler as zero
 from dist.spawn import run_ranks
 from zero_compiler.errors import ConfigError, GradientError, OptimizerError, ShardError
+from zero_compiler.runtime import streaming
 from zero_compiler.runtime.stores import region_of
 
 MODULE = sys.modules["zero_compiler.optimizer"]
@@ -281,6 +282,24 @@ def test_overlap_updates_while_backward_runs_and_never_before_the_last_read(tmp_
     assert {id(model.layers[5].weight), id(model.layers[4].weight), id(model.layers[3].weight)} <= early
     assert set(order) >= {id(p) for p in model.parameters()}
     optimizer.step()
+
+
+def test_overlap_keeps_no_gradients_waiting_for_a_buffer(tmp_path, monkeypatch):
+    monkeypatch.setattr(MODULE, "UNIT_BYTES", 1)
+    monkeypatch.setattr(streaming._Turn, "done", lambda turn: False)  # a disk that is slower than backward
+    model = zero.shard(Deep(), offload_optimizer="nvme", nvme_dir=str(tmp_path))
+    optimizer = zero.optimizer(O.SGD, model, lr=0.1, momentum=0.9, overlap=True)
+    run = torch.compile(model, backend="zero", options={"compute": "aten", "bucket_bytes": 0})
+    waiting = []
+    feed = optimizer.feed
+    monkeypatch.setattr(
+        optimizer, "feed", lambda unit: (feed(unit), waiting.append(len(optimizer._stream._waiting)))
+    )
+    for _ in range(2):  # the second reads states too
+        run(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+    assert len(waiting) > 2 * MODULE.BUFFERS
+    assert set(waiting) == {0}
 
 
 def test_overlap_waits_for_a_weight_that_is_read_twice(tmp_path):
