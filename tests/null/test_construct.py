@@ -577,13 +577,14 @@ def test_optimizers_are_guarded_without_a_call_of_shard():
     body = """
 import torch, zero_compiler as zero
 from torch import nn
+from zero_compiler.errors import ShardError
 with zero.init(device="cpu"):
     model = nn.Sequential(nn.Linear(8, 8))
 opt = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
 model(torch.randn(2, 8)).sum().backward()
 try:
     opt.step()
-except zero.ShardError as error:
+except ShardError as error:
     print("told:", error)
 """
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=120)
