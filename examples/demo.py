@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +101,14 @@ class Interrupts:
         signal.set_wakeup_fd(told)
         threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
         signal.signal(signal.SIGINT, self._on_signal)
+        # Raised inside a callback of the interpreter (of a weak reference, say) it goes no further: the watcher ends
+        # the rank then, and there is nothing to report.
+        sys.unraisablehook = self._unraised
+
+    @staticmethod
+    def _unraised(what: Any) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(what)
 
     def _watch(self, heard: int) -> None:
         while os.read(heard, 1)[0] != signal.SIGINT:
@@ -110,6 +119,7 @@ class Interrupts:
     def _on_signal(self, signum: int, frame: Any) -> None:
         self.seen = True
         if not self._deferred:
+            warnings.simplefilter("ignore")  # torch has words about what is cut short
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
