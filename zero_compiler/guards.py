@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,11 +61,12 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Optimizers whose arithmetic torch cannot do on rows of a parameter, or on a DTensor at all."""
     if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
         for group in optimizer.param_groups:
-            if group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]):
+            fused = group.get("fused") and any(isinstance(p, DTensor) for p in group["params"])
+            if fused and not _fused_kernels_take_shards():
                 cls = type(optimizer).__name__
                 raise ShardError(
-                    f"{cls}(fused=True): torch has no fused kernel of {cls} for sharded parameters (DTensor); leave "
-                    f"fused out, or make it as zero.optimizer({cls}, model, fused=True, ...)"
+                    f"{cls}(fused=True): this torch has no fused kernel of {cls} for sharded parameters (DTensor); "
+                    f"leave fused out, or make it as zero.optimizer({cls}, model, fused=True, ...)"
                 )
     if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.Rprop)):
         return
@@ -75,6 +77,21 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__} needs parameters that are whole on every rank: use stage 0 or another "
                     "optimizer"
                 )
+
+
+@functools.cache
+def _fused_kernels_take_shards() -> bool:
+    """Give the fused kernels of SGD and Adagrad, which torch 2.13 leaves out, DTensor's rule for Adam's: each shard by
+    itself. False where this torch keeps its rules elsewhere."""
+    try:
+        from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise as register
+    except ImportError:
+        return False
+    kernels = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
+    for op in (getattr(kernel, name) for kernel in kernels for name in kernel.overloads()):
+        if op._schema.name.endswith("_") and "out" not in op._overloadname:
+            register(op)
+    return True
 
 
 def _whole(param: DTensor) -> bool:

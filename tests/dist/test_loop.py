@@ -152,6 +152,7 @@ def optimizers_and_schedules(rank: int) -> list[str]:
         "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
         "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3),
         "adamw foreach": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=True),
+        "sgd fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
         "adamw fused": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
     }
     for name, make in kinds.items():
