@@ -61,9 +61,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", type=lambda s: s.split(","), default=["gpt", "llama", "moe"])
     parser.add_argument("--fractions", type=lambda s: [float(x) for x in s.split(",")], default=[0.5, 0.2])
     parser.add_argument("--steps", type=int, default=9)

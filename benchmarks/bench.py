@@ -61,9 +61,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     names = [n for n in MODELS if not n.startswith("tiny")]
     parser.add_argument(
         "--model", type=_list, default=names, help=f"of {', '.join(MODELS)}; default: all but tiny ones"

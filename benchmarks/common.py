@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import datetime
 import json
@@ -29,6 +30,11 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 }
 RANK_CALL = "ZERO_BENCH_CALL"
 HARDWARE = "ZERO_BENCH_HARDWARE"  # the file that our plans are made for
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """For a script whose ``about`` is laid out for its readers."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def hardware(file: str | None, ranks: int) -> str:

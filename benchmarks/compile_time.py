@@ -8,7 +8,6 @@ batch 2, one rank.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -27,9 +26,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--modes", type=_list, default=MODES)
     parser.add_argument("--layers", type=_list, default=["4", "8", "16", "32", "64", "96"])
     parser.add_argument("--json")

@@ -10,7 +10,6 @@ threads) stands beside wall time: with peers, wall time has waiting in it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -49,9 +48,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--modes", type=_list, default=MODES)
     parser.add_argument("--layers", type=int, default=200)
     parser.add_argument("--steps", type=int, default=51)

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def options(about: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(about)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--width", type=int, default=2048)

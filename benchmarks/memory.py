@@ -32,9 +32,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=[n for n in MODELS if not n.startswith("tiny")])
     parser.add_argument("--modes", type=_list, default=modes.DEFAULT)
     parser.add_argument("--steps", type=int, default=3)

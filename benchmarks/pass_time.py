@@ -10,7 +10,6 @@ the simulation of the timeline. Each size runs in a fresh process.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -30,9 +29,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call["nodes"]))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--nodes", type=_list, default=["10000", "30000", "100000"])
     parser.add_argument("--json")
     args = parser.parse_args()

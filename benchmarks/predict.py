@@ -10,7 +10,6 @@ warm-up, of the rank with the most.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -27,9 +26,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=[n for n in MODELS if not n.startswith("tiny")])
     parser.add_argument("--mode", default="zero3", help="one of ours, with options as in bench.py")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")

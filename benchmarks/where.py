@@ -8,7 +8,6 @@ by rank. Wall time far above CPU time in a wait is waiting for peers; in compute
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import resource
@@ -27,9 +26,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         common.answer(call, measure(call))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt-6x512")
     parser.add_argument(
         "--mode", default="zero3", help="one mode; of others than ours only whole phases are shown"

@@ -398,6 +398,25 @@ class Nested(nn.Module):
 family("nested", vectors, squared)(Nested)
 
 
+class Odd(nn.Module):
+    """Uneven rows, fewer rows than ranks, a tied weight, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 9)
+        self.one = nn.Linear(9, 1)
+        self.down = nn.Linear(9, 6)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        h = torch.tanh(self.up(self.embed(ids)))
+        h = self.down(h) * self.scale + self.one(h)
+        return self.head(h)
+
+
 class MLP(nn.Module):
     def __init__(self, width: int = 16, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()

@@ -13,13 +13,13 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "fake_transport.h"
+#include "ranks.h"
 
 namespace {
 
@@ -75,27 +75,9 @@ std::unique_ptr<Engine> make_engine(const std::shared_ptr<Hub>& hub, int rank) {
 // Runs `body(engine, rank)` on every rank; the first failure is thrown.
 void on_ranks(int world, const std::function<void(Engine&, int)>& body) {
   const auto hub = std::make_shared<Hub>(world);
-  std::mutex mutex;
-  std::string failure;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const auto engine = make_engine(hub, rank);
-        body(*engine, rank);
-      } catch (const std::exception& error) {
-        const std::lock_guard lock(mutex);
-        failure += "rank " + std::to_string(rank) + ": " + error.what() + "\n";
-        hub->kill(rank);
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  if (!failure.empty()) {
-    throw std::runtime_error(failure);
-  }
+  zero::test::on_ranks(
+      world, [&](int rank) { body(*make_engine(hub, rank), rank); },
+      [&](int rank) { hub->kill(rank); });
 }
 
 // Lays slots one after the other, 64 bytes apart at least.

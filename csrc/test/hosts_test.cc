@@ -10,13 +10,13 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "fake_transport.h"
+#include "ranks.h"
 #include "zero/hosts_transport.h"
 #include "zero/shared_segment.h"
 #include "zero/shared_transport.h"
@@ -48,42 +48,26 @@ void on_hosts(int hosts, int places, const Body& body) {
     segments.push_back(value_of(SharedSegment::create(int64_t{1} << 30)));
   }
   const std::vector<pid_t> pids(static_cast<size_t>(places), ::getpid());
-  std::mutex mutex;
-  std::string failure;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < hosts * places; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const auto host = static_cast<size_t>(rank / places);
-        const int place = rank % places;
-        auto inside = value_of(zero::make_shared_transport(
-            nullptr, segments[host],
-            {.rank = place,
-             .pids = pids,
-             .timeout = std::chrono::seconds(20),
-             .rest_bytes = 0,
-             .interrupted = {}}));
-        auto across = std::make_unique<FakeTransport>(
-            job.hubs[static_cast<size_t>(place)], rank / places);
-        const auto transport = zero::make_hosts_transport(
-            std::move(across), std::move(inside),
-            {.rank = rank,
-             .world = hosts * places,
-             .local_world = places,
-             .interrupted = {}});
-        body(*transport, rank, job);
-      } catch (const std::exception& error) {
-        const std::lock_guard lock(mutex);
-        failure += "rank " + std::to_string(rank) + ": " + error.what() + "\n";
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  if (!failure.empty()) {
-    throw std::runtime_error(failure);
-  }
+  zero::test::on_ranks(hosts * places, [&](int rank) {
+    const auto host = static_cast<size_t>(rank / places);
+    const int place = rank % places;
+    auto inside = value_of(zero::make_shared_transport(
+        nullptr, segments[host],
+        {.rank = place,
+         .pids = pids,
+         .timeout = std::chrono::seconds(20),
+         .rest_bytes = 0,
+         .interrupted = {}}));
+    auto across = std::make_unique<FakeTransport>(
+        job.hubs[static_cast<size_t>(place)], rank / places);
+    const auto transport = zero::make_hosts_transport(
+        std::move(across), std::move(inside),
+        {.rank = rank,
+         .world = hosts * places,
+         .local_world = places,
+         .interrupted = {}});
+    body(*transport, rank, job);
+  });
 }
 
 Tensor numbers(int64_t first, int64_t count) {

@@ -15,12 +15,12 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "ranks.h"
 #include "zero/engine.h"
 #include "zero/shared_segment.h"
 #include "zero/shared_transport.h"
@@ -58,26 +58,9 @@ std::unique_ptr<Engine> make_engine(
 void on_threads(int world, const Body& body) {
   const auto segment = value_of(SharedSegment::create(kSpace));
   const std::vector<pid_t> pids(static_cast<size_t>(world), ::getpid());
-  std::mutex mutex;
-  std::string failure;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const auto engine = make_engine(segment, rank, pids);
-        body(*engine, rank);
-      } catch (const std::exception& error) {
-        const std::lock_guard lock(mutex);
-        failure += "rank " + std::to_string(rank) + ": " + error.what() + "\n";
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  if (!failure.empty()) {
-    throw std::runtime_error(failure);
-  }
+  zero::test::on_ranks(world, [&](int rank) {
+    body(*make_engine(segment, rank, pids), rank);
+  });
 }
 
 // Exit statuses of the ranks, each a child process.

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from dist.spawn import run_ranks
+from models import Odd
 from torch import nn
 
 import zero_compiler as zero
@@ -19,25 +20,6 @@ from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, Tra
 from zero_compiler.modules import policies_of
 
 pytestmark = pytest.mark.dist
-
-
-class Odd(nn.Module):
-    """Uneven rows, fewer rows than ranks, a tied weight, a scalar."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.up = nn.Linear(6, 9)
-        self.one = nn.Linear(9, 1)
-        self.down = nn.Linear(9, 6)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        h = torch.tanh(self.up(self.embed(ids)))
-        h = self.down(h) * self.scale + self.one(h)
-        return self.head(h)
 
 
 def make(kind, stage=3, seed=0, **fields):

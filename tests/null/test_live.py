@@ -12,6 +12,8 @@ from null.graphs import OWNER, Build, lower
 from null.test_passes import two_layers, two_layers_backward
 from torch import fx
 
+from zero_compiler import live
+from zero_compiler.ir import ops
 from zero_compiler.live import idle_bytes, most
 from zero_compiler.program import (
     Compute,
@@ -24,6 +26,7 @@ from zero_compiler.program import (
     WaitGather,
     WaitReduce,
 )
+from zero_compiler.runtime import _C
 
 
 class Allocations:
@@ -156,3 +159,22 @@ def test_as_many_storages_of_gradients_wait_as_raise_no_peak(before, rows):
     idle = idle_bytes([forward, backward], gradients, peak)
     assert held(idle) <= peak
     assert idle == gradients or held(idle + 1) > peak
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_a_product_by_onednn_holds_while_it_runs_is_counted(transposed):
+    rows = torch.randn(256, 2048).t() if transposed else torch.randn(2048, 256)
+    weight = torch.randn(512, 256)
+    graph = torch.fx.Graph()
+    left, right = graph.placeholder("left"), graph.placeholder("right")
+    product = graph.call_function(ops.onednn_linear, (left, right, None))
+    left.meta["val"] = rows
+    _C.meter_install()
+    ops.onednn_linear(rows, weight, None)
+    before = _C.meter_current()
+    _C.meter_reset_peak()
+    out = ops.onednn_linear(rows, weight, None)
+    held = _C.meter_peak() - before - out.nbytes
+    assert held <= live._copied(product)
+    assert not transposed or held >= rows.nbytes
