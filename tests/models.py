@@ -398,7 +398,7 @@ class Nested(nn.Module):
 family("nested", vectors, squared)(Nested)
 
 
-class Odd(nn.Module):
+class Uneven(nn.Module):
     """Uneven rows, fewer rows than ranks, a tied weight, a scalar."""
 
     def __init__(self):

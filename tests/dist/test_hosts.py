@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.spawn import run_ranks
-from models import Odd
+from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.dist
 
 def make(kind, stage=3, **fields):
     torch.manual_seed(0)
-    model = zero.shard(Odd(), stage=stage, transport=kind, device="cpu", **fields)
+    model = zero.shard(Uneven(), stage=stage, transport=kind, device="cpu", **fields)
     return model, torch.compile(model, backend="zero", options={"compute": "aten"})
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from dist.spawn import run_ranks
-from models import Odd
+from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.dist
 
 def make(kind, stage=3, seed=0, **fields):
     torch.manual_seed(seed)
-    model = zero.shard(Odd(), stage=stage, transport=kind, **fields)
+    model = zero.shard(Uneven(), stage=stage, transport=kind, **fields)
     return model, torch.compile(model, backend="zero", options={"compute": "aten"})
 
 
@@ -162,7 +162,7 @@ def kept_weights(rank, world):
                 with zero.gathered(model):
                     full = [p.detach().clone() for p in model.parameters()]
             assert not torch.equal(first, second)
-            plain = Odd()
+            plain = Uneven()
             with torch.no_grad():
                 for p, value in zip(plain.parameters(), full, strict=True):
                     p.copy_(value)
