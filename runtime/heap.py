@@ -20,6 +20,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _APART_BYTES = 1 << 20
 # Where glibc's own threshold ends; it frees the end of the heap from twice that on.
 _HIGHEST_BYTES = 32 << 20
+_inside = 0  # how many are in `apart`: the threshold is one for the whole process
 
 
 @functools.cache
@@ -38,16 +39,20 @@ def apart() -> Iterator[None]:
     For tensors that are made once and dropped: each touches its pages for the first time. In all threads. Afterwards
     the threshold is as high as glibc itself would raise it.
     """
+    global _inside
     libc = _libc()
     if libc is None:
         yield
         return
+    _inside += 1
     libc.mallopt(_M_MMAP_THRESHOLD, _APART_BYTES)
     try:
         yield
     finally:
-        libc.mallopt(_M_MMAP_THRESHOLD, _HIGHEST_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _HIGHEST_BYTES)
+        _inside -= 1
+        if not _inside:
+            libc.mallopt(_M_MMAP_THRESHOLD, _HIGHEST_BYTES)
+            libc.mallopt(_M_TRIM_THRESHOLD, 2 * _HIGHEST_BYTES)
 
 
 def give_back() -> None:

@@ -8,6 +8,7 @@ updated at the end of the backward.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 from . import grads
 from .grads import AppliedGrad
 from .ir import ops
+from .runtime import heap
 
 if TYPE_CHECKING:
     from .optimizer import StreamedOptimizer
@@ -37,6 +39,8 @@ class Overlap:
             int, set[int]
         ] = {}  # of each unit that has not run, parameters without a final gradient
         self._hooks: list[Any] = []
+        self._first = True  # no backward has ended yet
+        self._apart = contextlib.ExitStack()
         weakref.finalize(self, _remove, self._hooks)
 
     def watch(self, units: Sequence[Unit]) -> None:
@@ -75,6 +79,11 @@ class Overlap:
         if any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
             raise grads.used_up()
         self._task = task
+        self._apart.close()  # of a backward that broke off
+        if (
+            self._first
+        ):  # gradients come and go between states that are made, and what lives on with each of them
+            self._apart.enter_context(heap.apart())
         self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -108,7 +117,8 @@ class Overlap:
 
     def _end(self) -> None:
         """The backward is over: nothing reads weights any more, and all gradients are there."""
-        optimizer, self._task = self._optimizer(), None
+        optimizer, self._task, self._first = self._optimizer(), None, False
+        self._apart.close()
         if optimizer is None or optimizer.max_grad_norm is not None:
             return
         for entry, _ in self._of.values():
