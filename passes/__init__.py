@@ -13,6 +13,7 @@ from .expand_tiles import ExpandTiles, finer
 from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
+from .partition_activations import PartitionActivations
 from .pick_kernels import PickKernels
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
@@ -58,6 +59,7 @@ __all__ = [
     "LowerMarkers",
     "MergeMarkers",
     "ParamPlan",
+    "PartitionActivations",
     "Pass",
     "PickKernels",
     "PlaceStarts",

@@ -130,6 +130,8 @@ class Activations:
             return True
         if not facts.is_pure(node) or node.target in _LOOKUPS or node.target is ops.tiled:
             return False
+        if facts.sends(node) and not facts.aliased_inputs(node):
+            return False  # ranks might choose differently, and nothing travels twice
         # A weight that backward does not gather anyway is not gathered for this.
         return all(self._weights[i] <= self._usable for i in node.all_input_nodes if i in self._weights)
 

@@ -33,6 +33,7 @@ class ParamPlan:
     grad_filed: bool = False
     copies: int = 1  # ranks that hold the same rows; their gradients are summed too
     tile_rows: int = 0  # of a rank's chunk, that are gathered at a time; 0: the whole weight is
+    split: bool = False  # a part of what tensor-parallel ranks hold together: theirs are others
 
     @property
     def numel(self) -> int:

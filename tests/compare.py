@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 TOL = 1e-5
 # Some gradients are zero in exact arithmetic (the bias of a key: softmax does not see it), so that what stands in
@@ -38,10 +39,16 @@ def part(plain: torch.Tensor, like: Any) -> torch.Tensor:
     plain = plain.detach()
     if isinstance(like, DTensor):
         mesh = like.device_mesh
-        for placement, ranks, here in zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True):
-            if placement.is_shard():
-                rows = -(-plain.shape[0] // ranks)
-                plain = plain[rows * here : rows * (here + 1)]
+        cuts = list(zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True))
+        # What tensor parallelism has cut first is cut again, although it stands behind.
+        for placement, ranks, here in sorted(cuts, key=lambda c: isinstance(c[0], _StridedShard)):
+            if not placement.is_replicate():
+                rows = -(-plain.shape[placement.dim] // ranks)
+                plain = (
+                    plain.split(max(rows, 1), placement.dim)[here]
+                    if here * rows < plain.shape[placement.dim]
+                    else plain.narrow(placement.dim, 0, 0)
+                )
     return plain
 
 
@@ -50,7 +57,7 @@ def holders(t: Any) -> int:
     if not isinstance(t, DTensor):
         return 1
     pairs = zip(t.placements, t.device_mesh.shape, strict=True)
-    return math.prod(ranks for placement, ranks in pairs if not placement.is_shard())
+    return math.prod(ranks for placement, ranks in pairs if placement.is_replicate())
 
 
 def local(t: Any) -> torch.Tensor:

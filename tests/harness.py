@@ -85,6 +85,9 @@ class SimulatedModel:
     def decide(self, policy: Any, key: str, text: str) -> str:
         return text
 
+    def show(self, policy: Any, text: str) -> list[str]:
+        return [text]
+
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         # Through JSON: what is not in the serialised Program cannot matter.
         program = Program.from_dict(program.to_dict())

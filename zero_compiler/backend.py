@@ -19,12 +19,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from . import budget, grads, hardware, live, passes, plain, schedule, tiling
-from .capture import Captured, ShardInput, lower_parameters
+from .capture import Captured, ShardInput, check_outputs, lower_parameters
 from .config import PLACEMENT_FIELDS, Config
 from .cost import CostModel, at_hints, bucket_bytes, hints
 from .emit import Emitted, emit
 from .errors import ConfigError, ZeroError
-from .group import decide
+from .group import decide, show
 from .guards import guard_optimizers
 from .hardware import HardwareSpec
 from .ir import facts, ops, spec
@@ -103,6 +103,9 @@ class Loader(Protocol):
     def decide(self, policy: Any, key: str, text: str) -> str:
         """What all ranks of the model hold to from now on, given what this rank would choose."""
 
+    def show(self, policy: Any, text: str) -> list[str]:
+        """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
+
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         """A callable that runs ``program`` on a list of inputs, which it may empty."""
 
@@ -134,6 +137,14 @@ class EngineLoader:
         if self.binding:
             policy.distances[key] = text = decide(policy.group, f"prefetch/{policy.serial}/{key}", text)
         return text
+
+    def show(self, policy: Any, text: str) -> list[str]:
+        if not self.binding:
+            return [text]
+        if text not in policy.shown:  # a rank that compiles again, alone, need not ask
+            key = f"shown/{policy.serial}/{len(policy.shown)}"
+            policy.shown[text] = show(policy.group.tensor, key, text, "partition_activations")
+        return list(policy.shown[text])
 
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         return Session(program, segments, self.runtimes, self.first).run
@@ -288,6 +299,7 @@ class _FrameCompiler:
             tile_rows=tiling.tile_rows(
                 info.layout, info.gather_dtype, filed or grad_filed, self._tile_bytes(policy, shard.ref.name)
             ),
+            split=info.part is not None and not info.part.placement.is_replicate(),
         )
 
     def _tile_bytes(self, policy: Any, name: str) -> int | None:
@@ -343,6 +355,7 @@ class _FrameCompiler:
         self, gm: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Rewrite the joint graph and cut it into forward and backward."""
+        check_outputs(self.captured.gm)
         if self.config.compute == "inductor":
             _inductor_joint_passes(gm, inputs)
         activations, memory = self.config.activation_budget_bytes, self.config.memory_budget_bytes
@@ -370,6 +383,9 @@ class _FrameCompiler:
             graphs = within_memory(
                 cut, graphs, functools.partial(self._over_in_small_tiles, budget_bytes=memory)
             )
+        if self.config.partition_activations:
+            self._partition_activations(graphs, kwargs["num_fwd_outputs"])
+        if memory is not None and self.policies:
             self._spend_budget(graphs, memory)
         self.frame.held_bytes = held_bytes(graphs)
         self.frame.remade = passes.remade(
@@ -388,6 +404,18 @@ class _FrameCompiler:
         key = schedule.key_of("recompute", list(self.units.values()))
         decided = self.first.distances.get(key) or self.loader.decide(self.first, key, str(wanted))
         return decided == str(True)
+
+    def _partition_activations(self, graphs: Phases, num_outputs: int) -> None:
+        """Once for what budgets have chosen: how often they choose again may differ between ranks."""
+        policy = next((p for p in self.policies.values() if p.group.tensor is not None), None)
+        if policy is None:
+            raise ConfigError(
+                "partition_activations=True needs tensor-parallel ranks, which save the same activations: give "
+                'zero.shard a mesh with a dimension called "tp" and call parallelize_module before it, or leave it out'
+            )
+        peers, show = policy.group.tensor, functools.partial(self.loader.show, policy)
+        cut = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
+        cut.run(graphs["forward"].graph, graphs["backward"].graph, num_outputs, self._context("joint"))
 
     def _spend_budget(self, graphs: Phases, budget_bytes: int) -> None:
         """Plan both phases with every weight released, and keep what fits in the room that is left.

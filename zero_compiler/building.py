@@ -384,6 +384,11 @@ class Building:
         if construction is not None and not options.given:
             return  # nothing of its own: part of what is being built around it
         group = make_group(options.mesh, options.device)
+        if group.tensor is not None:
+            raise ShardError(
+                "construction makes plain parameters, and tensor parallelism comes between it and zero.shard: build "
+                "the model, call parallelize_module, then zero.shard with this mesh"
+            )
         if construction is not None:
             around = construction.placements[-1]
             if around.config == options.config and _same(around.group, group):

@@ -112,6 +112,22 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captu
     return Captured(gm, inputs, shards, keep)
 
 
+def check_outputs(gm: fx.GraphModule) -> None:
+    """A frame that is trained returns no DTensors: their gradients would enter the joint graph in parts.
+
+    Raises:
+        CaptureError: it returns one.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if isinstance(node.meta.get("example_value"), DTensor):
+            raise CaptureError(
+                f"a compiled frame returns a DTensor, {node.name!r}, and gradients of it are not followed; end the "
+                "plan of parallelize_module with use_local_output=True (and output_layouts=Replicate() where the "
+                "loss needs the whole), or put the loss into the forward"
+            )
+
+
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     # Dynamo reads its own graph again after the backend has returned.
     graph = fx.Graph()

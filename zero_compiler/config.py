@@ -95,6 +95,8 @@ class Config:
             weight whose gathered bytes are more is gathered, used and reduced in tiles (docs/tiling.md). None: as
             many tokens at a time as it takes for the repeated reading of the weight not to count, and weights whole
             unless ``memory_budget_bytes`` asks for tiles.
+        partition_activations: of what forward saves alike on all tensor-parallel ranks each keeps one part, and
+            backward gathers it (Pa of ZeRO-R, Rajbhandari et al. 2020, section 6.1). Needs a mesh with such ranks.
 
     Raises:
         ConfigError: a value is out of range or not of its type.
@@ -121,6 +123,7 @@ class Config:
     activation_budget_bytes: int | None = None
     bucket_bytes: int | None = None
     tile_bytes: int | None = None
+    partition_activations: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> Config:
         """Notes which fields the user gave. All of them at once is a copy: then those that are no default."""
@@ -170,6 +173,10 @@ class Config:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
         if self.kernels not in _KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(_KERNELS)}, not {self.kernels!r}")
+        if not isinstance(self.partition_activations, bool):
+            raise ConfigError(
+                f"partition_activations must be True or False, not {self.partition_activations!r}"
+            )
         sizes = ("bucket_bytes", "memory_budget_bytes", "activation_budget_bytes", "tile_bytes", *REST_FIELDS)
         for name in sizes:
             size = getattr(self, name)

@@ -89,6 +89,15 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor) -> torc
     return chunk
 
 
+def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of the first rank, copied."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return tensor
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(tensor, first_rank(group), group=group.pg)
+    return tensor
+
+
 def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     if group.world == 1:
         return layout.cut_rows(full, group.rank)

@@ -362,9 +362,9 @@ def missing(name: str, opened: bool) -> NoReturn:
 
 def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> NoReturn:
     """Raise: ``.to()``, ``.half()`` or the like changed a sharded parameter, or another one was put in its place."""
-    if tuple(param.shape) != info.layout.shape:
+    if tuple(param.shape) != info.shape:
         raise ShardError(
-            f"parameter {name!r} was sharded with shape {list(info.layout.shape)}, and a sharded parameter of shape "
+            f"parameter {name!r} was sharded with shape {list(info.shape)}, and a sharded parameter of shape "
             f"{list(param.shape)} stands in its place now; a shape can only change before zero.shard"
         )
     raise ShardError(

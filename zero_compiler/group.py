@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from .errors import RankMismatchError, ShardError, TransferError
 
@@ -31,6 +32,8 @@ class Group:
         pg, rank, world: the ranks that hold parts of the same parameters.
         across: the ranks that hold the same rows as this one (hybrid sharding); None where there is no other.
         whole: all ranks of the mesh, where those are more than ``world``.
+        tensor: the ranks over which tensor parallelism has placed parameters, on a mesh of their own; None where there
+            are none.
     """
 
     mesh: DeviceMesh
@@ -41,6 +44,7 @@ class Group:
     roles: tuple[str, ...] = ("shard",)
     across: Group | None = None
     whole: Group | None = None
+    tensor: Group | None = None
 
     @property
     def everyone(self) -> Group:
@@ -57,13 +61,26 @@ class Group:
         """Over how many ranks gradients are averaged."""
         return self.world * self.copies
 
-    def placements(self, cut: bool) -> tuple[Placement, ...]:
-        """Of a parameter on the mesh."""
-        return tuple(Shard(0) if cut and role == "shard" else Replicate() for role in self.roles)
+    def placements(self, cut: bool, over: Placement | None = None) -> tuple[Placement, ...]:
+        """Of a parameter on the mesh.
 
-    def placed(self, cut: bool) -> str:
+        Args:
+            over: its placement over the tensor-parallel dimension.
+        """
+        out: list[Placement] = [Replicate()] * len(self.roles)
+        if "tensor" in self.roles:
+            out[self.roles.index("tensor")] = over or Replicate()
+        if cut:
+            at = self.roles.index("shard")
+            out[at] = Shard(0)
+            if self.tensor is not None and over == Shard(0) and self.roles.index("tensor") > at:
+                # A DTensor is cut over the dimensions of its mesh from left to right, and this one was not.
+                out[at] = _StridedShard(0, split_factor=self.tensor.world)
+        return tuple(out)
+
+    def placed(self, cut: bool, over: Placement | None = None) -> str:
         """The same as text."""
-        return ", ".join("Shard(0)" if p.is_shard() else "Replicate()" for p in self.placements(cut))
+        return ", ".join("Replicate()" if p.is_replicate() else _text(p) for p in self.placements(cut, over))
 
     def check_still_valid(self) -> None:
         if self.pg is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -134,6 +151,10 @@ def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: s
     return Group(mesh, pg, rank, world, torch.device(device))
 
 
+def _text(placement: Any) -> str:
+    return f"Shard({placement.dim})"
+
+
 def digest(text: str) -> bytes:
     """32 bytes that stand for ``text`` in the agreement between ranks."""
     return hashlib.sha256(text.encode()).digest()
@@ -198,14 +219,7 @@ def agree(group: Group, key: str, what: str, text: str) -> None:
     group = group.everyone
     if group.pg is None or group.world == 1:
         return
-    post_text(group, key, text)
-    timeout_s = group_timeout_s(group)
-    texts = read_texts(group, key, timeout_s)
-    missing = [r for r in range(group.world) if r not in texts]
-    if missing:
-        raise RankMismatchError(
-            f"{what}: {group.name_of(missing[0])} did not arrive within {timeout_s:.0f} s"
-        )
+    texts = show(group, key, text, what)
     # The same two ranks on every rank, so that all say the same.
     for rank in range(1, group.world):
         if texts[rank] != texts[0]:
@@ -321,6 +335,23 @@ def decide(group: Group, key: str, text: str) -> str:
     except (RuntimeError, dist.DistStoreError):
         raise RankMismatchError(f"{key}: rank 0 did not decide within {timeout_s:.0f} s") from None
     return store_of(group).get(name).decode()
+
+
+def show(group: Group, key: str, text: str, what: str) -> list[str]:
+    """Texts of all ranks of the group under ``key``, in order, given this rank's; blocks until all have spoken.
+
+    Raises:
+        RankMismatchError: a rank did not speak within the process group's timeout.
+    """
+    post_text(group, key, text)
+    timeout_s = group_timeout_s(group)
+    texts = read_texts(group, key, timeout_s)
+    missing = [r for r in range(group.world) if r not in texts]
+    if missing:
+        raise RankMismatchError(
+            f"{what}: {group.name_of(missing[0])} did not arrive within {timeout_s:.0f} s"
+        )
+    return [texts[r] for r in range(group.world)]
 
 
 def group_timeout_s(group: Group) -> float:

@@ -57,6 +57,7 @@ def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: boo
         transport_reason=first.transport.reason,
         placement=tuple(line for p in policies for line in p.placed.why),
         copies=first.group.copies,
+        tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
     )
 
 
@@ -64,9 +65,9 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
     return [
         {
             "name": info.name,
-            "shape": list(info.layout.shape),
+            "shape": list(info.shape),
             "dtype": str(info.layout.dtype).removeprefix("torch."),
-            "placement": policy.group.placed(info.layout.cut),
+            "placement": info.placed(policy.group),
             "local_bytes": info.layout.bytes_local(),
             "tiers": {kind: policy.placed.tier(kind, info.name) for kind in TRANSFERS},
             "gather_dtype": str(info.gather_dtype).removeprefix("torch."),

@@ -161,18 +161,21 @@ def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
         _replace(slots, new)
         return
     policy = first.state.policy
-    layout = policy.params[first.state.names[first.attribute]].layout
-    rank = policy.group.rank
+    info = policy.params[first.state.names[first.attribute]]
+    layout, rank = info.layout, policy.group.rank
     local = old._local_tensor
     if local.is_meta:
         chunk = policy.place(first.state.names[first.attribute])
         local = chunk[: layout.rows(rank)] if layout.cut else chunk
-        _replace(slots, sharded_parameter(policy.group, layout, local, old.requires_grad))
-    if not layout.cut:
+        _replace(slots, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part))
+    if not layout.shape:
         local.copy_(reader.get_tensor(name))
-    elif rows := layout.rows(rank):
-        start = layout.start(rank)
-        local.copy_(reader.get_slice(name)[start : start + rows])
+    elif local.numel():
+        starts = list(info.part.start() if info.part is not None else (0,) * local.dim())
+        starts[0] += layout.start(rank) if layout.cut else 0
+        local.copy_(
+            reader.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(starts, local.shape, strict=True))]
+        )
 
 
 def _replace(slots: Sequence[_Slot], new: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import ShardError
 from .group import Group
 
-SHARD, REPLICATE = "shard", "replicate"
+SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 
 
 def default_device() -> torch.device:
@@ -24,10 +24,16 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Group:
+def make_group(
+    mesh: DeviceMesh | None, device: torch.device | str | None, tensor: DeviceMesh | None = None
+) -> Group:
     """Group of ``mesh``; by default one dimension over the default process group, or one rank without one.
 
     Collective over the ranks of a mesh of two dimensions.
+
+    Args:
+        tensor: the mesh over which tensor parallelism has placed parameters. ``mesh`` holds it as one of its
+            dimensions, or is another dimension of the same mesh.
 
     Raises:
         ShardError: the mesh does not say how to place parameters, or needs a process group that does not exist.
@@ -66,20 +72,39 @@ def make_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Gr
                 mesh._dim_group_names = []
             return Group(mesh, None, 0, 1, dev)
         mesh = _default_mesh(dev.type)
-    roles = roles_of(mesh)
+    tensor_name = tensor.mesh_dim_names[0] if tensor is not None and tensor.mesh_dim_names else None
+    if tensor is not None and mesh.ndim == 1:
+        mesh = _both(mesh, tensor)
+    roles = roles_of(mesh, tensor_name)
     if mesh.ndim == 1:
         return _along(mesh, 0, dev)
-    cut, across = (_along(mesh, roles.index(role), dev) for role in (SHARD, REPLICATE))
-    return dataclasses.replace(
-        cut, roles=roles, across=across if across.world > 1 else None, whole=_whole(mesh, dev)
-    )
+    cut = dataclasses.replace(_along(mesh, roles.index(SHARD), dev), roles=roles, whole=_whole(mesh, dev))
+    if TENSOR in roles:
+        assert mesh.mesh_dim_names is not None
+        return dataclasses.replace(cut, tensor=_along(mesh[mesh.mesh_dim_names[roles.index(TENSOR)]], 0, dev))
+    across = _along(mesh, roles.index(REPLICATE), dev)
+    return dataclasses.replace(cut, across=across if across.world > 1 else None)
 
 
-def roles_of(mesh: DeviceMesh) -> tuple[str, ...]:
+def _both(mesh: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh:
+    """The mesh of two dimensions of which ``mesh`` and ``tensor`` are one each; ``mesh`` where there is none."""
+    root = mesh._get_root_mesh()
+    names = [*(mesh.mesh_dim_names or ()), *(tensor.mesh_dim_names or ())]
+    known = root.mesh_dim_names or ()
+    if root != tensor._get_root_mesh() or len(set(names)) < 2 or not set(names) <= set(known):
+        return mesh
+    return root[tuple(name for name in known if name in names)]
+
+
+def roles_of(mesh: DeviceMesh, tensor: str | None = None) -> tuple[str, ...]:
     """What each dimension of a mesh is for.
 
+    Args:
+        tensor: the dimension over which there are parameters already, whatever its name says.
+
     One dimension shards. Of two, a name with "shard" or "replicate" in it says so, and then the other is the other
-    one; where no name says, the first replicates and the second shards, as with FSDP2.
+    one. "tp" and names with "tensor" in them are for tensor parallelism, and then the other shards. Where no name says,
+    the first replicates and the second shards, as with FSDP2.
 
     Raises:
         ShardError: the mesh has more dimensions, or two whose names do not fit together.
@@ -97,19 +122,24 @@ def roles_of(mesh: DeviceMesh) -> tuple[str, ...]:
             "a mesh of two dimensions must name them, so that it says which one shards: "
             'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
         )
-    said = [_role_in(name) for name in names]
-    if said[0] is not None and said[0] == said[1]:
+    said = [TENSOR if name == tensor else _role_in(name) for name in names]
+    if None not in said and SHARD not in said or said == [SHARD, SHARD]:
         raise ShardError(
-            f"mesh dimensions {names[0]!r} and {names[1]!r} both say {said[0]!r}; one of two must shard and the other "
-            'replicate, as in ("replicate", "shard")'
+            f"mesh dimensions {names[0]!r} and {names[1]!r} say {said[0]!r} and {said[1]!r}; one of two must shard, "
+            'and the other replicate or be tensor-parallel, as in ("replicate", "shard") or ("dp", "tp")'
         )
-    if said[0] == SHARD or said[1] == REPLICATE:
-        return (SHARD, REPLICATE)
-    return (REPLICATE, SHARD)
+    if said == [None, None]:
+        return (REPLICATE, SHARD)
+    # What is said of one says it of the other.
+    other = {SHARD: REPLICATE, REPLICATE: SHARD, TENSOR: SHARD}
+    return (said[0] or other[said[1] or ""], said[1] or other[said[0] or ""])
 
 
 def _role_in(name: str) -> str | None:
-    return next((role for role in (SHARD, REPLICATE) if role in name.lower()), None)
+    name = name.lower()
+    if "tensor" in name or "tp" in name.split("_"):
+        return TENSOR
+    return next((role for role in (SHARD, REPLICATE) if role in name), None)
 
 
 def _along(mesh: DeviceMesh, dim: int, device: torch.device) -> Group:
@@ -142,11 +172,15 @@ def find_again(mesh: DeviceMesh, roles: tuple[str, ...], rank: int, world: int, 
     Raises:
         ShardError: there is no process group, or the file holds the shards of another rank.
     """
+    ranks = sorted(mesh.mesh.flatten().tolist())
     here = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
-    if here is None or mesh.mesh.flatten().tolist().index(here) != rank:
+    if here is None or here not in ranks or ranks.index(here) != rank:
         found = "there is no process group" if here is None else f"is loaded on rank {here} of the job"
         raise ShardError(
             f"this sharded model was pickled on rank {rank} of {world} of a mesh, and {found}: make the same mesh "
             "before loading, and every rank loads what it saved itself"
         )
-    return make_group(mesh, device)
+    tensor = (
+        mesh[mesh.mesh_dim_names[roles.index(TENSOR)]] if TENSOR in roles and mesh.mesh_dim_names else None
+    )
+    return make_group(mesh, device, tensor)

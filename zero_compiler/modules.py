@@ -85,10 +85,11 @@ def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
             or isinstance(value, DTensor)
         ):
             continue
-        layout, rank = state.policy.params[name].layout, state.policy.group.rank
-        if value.shape != layout.shape:
+        info, rank = state.policy.params[name], state.policy.group.rank
+        layout = info.layout
+        if value.shape != info.shape:
             continue
-        rows = value.detach()
+        rows = value.detach() if info.part is None else info.part.take(value.detach(), layout.shape)
         if layout.cut:
             rows = rows[layout.start(rank) : layout.start(rank) + layout.rows(rank)].contiguous()
         state_dict[prefix + attribute] = grads.as_dtensor(param, rows)
@@ -204,16 +205,19 @@ def _call(base: type) -> Any:
         finally:
             scope.active = False
         if not torch.compiler.is_compiling():
-            _check_plain(out)
+            _check_plain(out, state.policy.group)
         return out
 
     return __call__
 
 
-def _check_plain(out: Any) -> None:
-    """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one."""
+def _check_plain(out: Any, group: Group) -> None:
+    """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one.
+
+    One over the tensor-parallel ranks alone is what tensor parallelism makes.
+    """
     for leaf in pytree.tree_leaves(out):
-        if isinstance(leaf, DTensor) and leaf.grad_fn is not None:
+        if isinstance(leaf, DTensor) and leaf.grad_fn is not None and leaf.device_mesh == group.mesh:
             raise grads.computes_with_shards()
 
 
@@ -237,10 +241,14 @@ def _weight_property(attribute: str) -> property:
         if torch.compiler.is_compiling():
             if param is None or not policy.scope.active:
                 return param
+            if policy.opened:
+                return param
             if not isinstance(param, DTensor):
-                return param if policy.opened else grads.replaced(attribute, state.names)
+                grads.replaced(attribute, state.names)
             name, info = managed(param, attribute, state)
-            return torch.ops.zero.unshard(param.to_local(), param.shape, info.gather_dtype, policy.key, name)
+            shape = param.shape if info.part is None else info.layout.shape
+            full = torch.ops.zero.unshard(param.to_local(), shape, info.gather_dtype, policy.key, name)
+            return full if info.part is None else info.part.of(full)
         return read_eager(param, attribute, state)
 
     def set_(self: nn.Module, value: Any) -> None:
@@ -264,12 +272,14 @@ def read_eager(param: Any, attribute: str, state: ModuleState) -> Any:
     # Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients
     # enabled; hooks on parameters and gradients run there too, without.
     inside = policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
-    if param is None or not inside:
+    if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
-        return param if policy.opened else grads.replaced(attribute, state.names)
+        grads.replaced(attribute, state.names)
     policy.group.check_still_valid()
-    return eager.Unshard.apply(param, policy, managed(param, attribute, state)[0])
+    name, info = managed(param, attribute, state)
+    full = eager.Unshard.apply(param, policy, name)
+    return full if info.part is None else info.part.of(full)
 
 
 def managed(param: Any, attribute: str, state: ModuleState) -> tuple[str, ParamInfo]:
@@ -277,10 +287,6 @@ def managed(param: Any, attribute: str, state: ModuleState) -> tuple[str, ParamI
     name = state.names[attribute]
     info = state.policy.params[name]
     device = state.policy.group.device
-    if (
-        param.dtype != info.layout.dtype
-        or param.device.type != device.type
-        or param.shape != info.layout.shape
-    ):
+    if param.dtype != info.layout.dtype or param.device.type != device.type or param.shape != info.shape:
         grads.moved(name, info, param, device)
     return name, info

@@ -60,6 +60,9 @@ class PlanLoader:
     def decide(self, policy: Any, key: str, text: str) -> str:
         return text
 
+    def show(self, policy: Any, text: str) -> list[str]:
+        return [text]
+
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         def run(inputs: list[Any]) -> list[Any]:
             raise ShardError("this Program was only planned and cannot run")

@@ -25,6 +25,7 @@ from .layout import Layout
 from .placing import Given, Placed, tiers_of
 from .runtime import heap
 from .runtime.stores import Nvme, region_of, watch
+from .tensor_parallel import TensorPart
 from .transport import COPIED, LOCAL, Transport, choose
 
 log = logging.getLogger("zero_compiler")
@@ -48,6 +49,16 @@ class ParamInfo:
     layout: Layout
     gather_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    part: TensorPart | None = None  # the layout is that of what tensor parallelism leaves to this rank
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter as the user sees it."""
+        return self.layout.shape if self.part is None else self.part.shape
+
+    def placed(self, group: Group) -> str:
+        """Placements on the mesh, as text."""
+        return group.placed(self.layout.cut, None if self.part is None else self.part.placement)
 
 
 Places = list[tuple[nn.Module, str]]
@@ -71,6 +82,8 @@ class Policy:
         self.tile_bytes: dict[str, int | None] = {}  # what a budget decided, see `tiling.py`
         # How far ahead gathers start, by phase and order of units (schedule.py); decided once, then fixed.
         self.distances: dict[str, str] = {}
+        # What tensor-parallel ranks showed of their graphs, by what this one did (partition_activations).
+        self.shown: dict[str, list[str]] = {}
         self.sync = True
         self.opened = False  # inside zero.gathered: parameters are whole
         self.runtime: Any = None  # made by the first compile; dies with the policy
@@ -238,7 +251,7 @@ class Policy:
         """The same, or None where no sharded parameter stands there now."""
         for module, attribute in self.places[name]:
             found = module._parameters.get(attribute)
-            if isinstance(found, DTensor):
+            if isinstance(found, DTensor) and not hasattr(found, "_zero_full"):  # of zero.gathered
                 return found
         return None
 
@@ -301,8 +314,8 @@ class Policy:
         )
         lines = [f"ranks = {dims}", *(f"{k} = {v}" for k, v in sorted(config.items()))]
         for info in self.params.values():
-            place = self.group.placed(info.layout.cut)
-            lines.append(f"parameter {info.name}: {list(info.layout.shape)} {info.layout.dtype} {place}")
+            place = info.placed(self.group)
+            lines.append(f"parameter {info.name}: {list(info.shape)} {info.layout.dtype} {place}")
         return "\n".join(lines)
 
 

@@ -87,6 +87,7 @@ class Report:
     transport_reason: str = ""
     placement: tuple[str, ...] = ()
     copies: int = 1  # ranks that hold the same rows as this one, itself included
+    tensor_ranks: int = 1  # over which tensor parallelism has placed parameters
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -94,6 +95,7 @@ class Report:
             "rank": self.rank,
             "world": self.world,
             "copies": self.copies,
+            "tensor_ranks": self.tensor_ranks,
             "stage": self.stage,
             "planned_only": self.planned_only,
             "transport": self.transport,
@@ -163,7 +165,8 @@ class Report:
         m = self.memory
         lines = [
             f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters"
-            + (f", {self.copies} replicas" if self.copies > 1 else ""),
+            + (f", {self.copies} replicas" if self.copies > 1 else "")
+            + (f", {self.tensor_ranks} tensor-parallel ranks" if self.tensor_ranks > 1 else ""),
             f"transport between ranks: {self.transport} ({self.transport_reason})",
             *(f"at rest: {line}" for line in self.placement),
             "",

@@ -22,7 +22,8 @@ from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import is_root, state_of, swap_classes
-from .policy import ParamInfo, Places, Policy
+from .policy import ParamInfo, Places, Policy, local_of
+from .tensor_parallel import TensorPart, part_of, tensor_mesh_of
 
 
 class _Default(int):
@@ -52,7 +53,8 @@ def shard(
         stage: ZeRO stage 0 to 3 (Rajbhandari et al. 2020, section 5).
         mesh: a DeviceMesh; default: the default process group, or one rank without one. On one of two dimensions
             parameters are cut over the one that shards and equal along the one that replicates (hybrid sharding):
-            names with "shard" or "replicate" in them say which is which, else the first replicates.
+            names with "shard" or "replicate" in them say which is which, else the first replicates. One called "tp"
+            is that of ``parallelize_module``, which comes first; the other then cuts what it leaves to a rank.
         device: where compute happens; default: the current accelerator, else CPU.
         config: a :class:`Config`; ``fields`` are its fields given one by one.
 
@@ -76,7 +78,7 @@ def shard(
         raise ShardError(
             f"this {type(model).__name__} belongs to a model that is sharded already; shard inner modules first"
         )
-    return shard_over(model, make_group(mesh, device), merged)
+    return shard_over(model, make_group(mesh, device, tensor_mesh_of(model)), merged)
 
 
 def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
@@ -89,7 +91,10 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     policy.choose_transport()
     policy.make_room(params)
     for name, (param, places) in targets.items():
-        local = eager.scatter_from_first(group, policy.params[name].layout, param)
+        info, local = policy.params[name], local_of(param)
+        if group.tensor is not None and info.part is None:
+            local = eager.from_first(group.tensor, local.to(group.device))
+        local = eager.scatter_from_first(group, info.layout, local)
         install(policy, name, param, local, places)
     swap_classes(model, policy)
     policy.take_gradients()
@@ -117,11 +122,6 @@ def collect(
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
-            if isinstance(param, DTensor) and not ours(param):
-                raise ShardError(
-                    f"parameter {_joined(prefix, attribute)} is a DTensor already; this version shards plain "
-                    "parameters only"
-                )
             if nn.parameter.is_lazy(param):
                 raise ShardError(
                     f"parameter {_joined(prefix, attribute)} is lazy; run one forward before zero.shard"
@@ -146,7 +146,8 @@ def collect(
                 name = _joined(prefix, attribute)
                 found[id(param)] = name
                 targets[name] = (param, [])
-                policy.params[name] = describe_param(name, param, policy)
+                part = None if ours(param) else part_of(name, param, policy.group)
+                policy.params[name] = describe_param(name, param, policy, part)
             targets[name][1].append((module, attribute))
     return targets
 
@@ -172,23 +173,24 @@ def _joined(prefix: str, attribute: str) -> str:
     return f"{prefix}.{attribute}" if prefix else attribute
 
 
-def describe_param(name: str, param: torch.Tensor, policy: Policy) -> ParamInfo:
+def describe_param(name: str, param: torch.Tensor, policy: Policy, part: TensorPart | None) -> ParamInfo:
     config = policy.config
-    layout = layout_of(param, policy.group.world, config.stage)
+    layout = layout_of(local_of(param) if part is not None else param, policy.group.world, config.stage)
     floating = param.dtype.is_floating_point
     gather_dtype = config.param_dtype if config.param_dtype is not None and floating else param.dtype
     reduce_dtype = config.reduce_dtype if config.reduce_dtype is not None and floating else gather_dtype
-    return ParamInfo(name, layout, gather_dtype, reduce_dtype)
+    return ParamInfo(name, layout, gather_dtype, reduce_dtype, part)
 
 
 def install(
     policy: Policy, name: str, old: nn.Parameter, chunk: torch.Tensor, places: Places
 ) -> nn.Parameter:
     """Put the padded local ``chunk`` in place of ``old`` wherever it is tied; attributes of ``old`` are kept."""
-    layout = policy.params[name].layout
+    info = policy.params[name]
+    layout = info.layout
     chunk = policy.settle(name, chunk)
     local = chunk[: layout.rows(policy.group.rank)] if layout.cut else chunk
-    param = sharded_parameter(policy.group, layout, local, old.requires_grad)
+    param = sharded_parameter(policy.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)
     old.__dict__[STALE] = name
     for module, attribute in places:
@@ -204,15 +206,22 @@ def inherit(new: torch.Tensor, old: torch.Tensor) -> None:
             new.__dict__.setdefault(key, value)
 
 
-def sharded_parameter(group: Group, layout: Layout, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter at rest over ``local``: this rank's rows without padding, or the whole where it is not cut."""
+def sharded_parameter(
+    group: Group, layout: Layout, local: torch.Tensor, requires_grad: bool, part: TensorPart | None = None
+) -> nn.Parameter:
+    """A parameter at rest over ``local``: this rank's rows without padding, or the whole where it is not cut.
+
+    Args:
+        part: where the layout is that of a part of the parameter only.
+    """
+    shape = layout.shape if part is None else part.shape
     dtensor = DTensor.from_local(
         local,
         group.mesh,
-        group.placements(layout.cut),
+        group.placements(layout.cut, None if part is None else part.placement),
         run_check=False,
-        shape=torch.Size(layout.shape),
-        stride=contiguous_stride(layout.shape),
+        shape=torch.Size(shape),
+        stride=contiguous_stride(shape),
     )
     return nn.Parameter(dtensor, requires_grad=requires_grad)
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from . import eager, plain
 from .errors import GradientError, RankMismatchError, ShardError
 from .modules import policies_of
-from .policy import Places, Policy
+from .policy import Places, Policy, local_of
 
 
 @contextlib.contextmanager
@@ -105,7 +106,7 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
             full = eager.gather(policy.group, info.layout, param._local_tensor, info.layout.dtype)
             if policy.group.world == 1 or not info.layout.cut:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
-            whole = nn.Parameter(full, requires_grad=False)
+            whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)
             whole._zero_full = True  # type: ignore[attr-defined]
         opened.append(_Opened(policy, name, param, whole, at))
         for module, attribute in at:
@@ -123,7 +124,12 @@ def _close(o: _Opened) -> torch.Tensor:
 
 def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
     for o, full in written:
-        shape = o.policy.params[o.name].layout.shape
+        shape = o.policy.params[o.name].shape
+        if isinstance(o.whole, DTensor) and not isinstance(full, DTensor):
+            raise ShardError(
+                f"zero.gathered(write=True): a plain tensor stands at exit where parameter {o.name!r} was a DTensor "
+                "over the tensor-parallel dimension; write into that one"
+            )
         if tuple(full.shape) != shape:
             raise ShardError(
                 f"zero.gathered(write=True): parameter {o.name!r} has shape {tuple(full.shape)} at exit, expected "
@@ -135,6 +141,7 @@ def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
         for o, full in written:
             layout = o.policy.params[o.name].layout
             rank = o.policy.group.rank
+            full = local_of(full)
             rows = full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.cut else full
             local = o.original._local_tensor
             if not torch.equal(local, rows.to(local.dtype)):
@@ -146,9 +153,11 @@ def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
     group = policy.group
     if group.data_ranks == 1:
         return
-    sums = torch.empty(len(fulls), 16, dtype=torch.uint8)
+    # Ranks of one place in the tensor-parallel dimension hold the same values; that place comes last.
+    sums = torch.zeros(len(fulls) + 1, 16, dtype=torch.uint8)
+    sums[-1, 0] = group.tensor.rank if group.tensor is not None else 0
     for i, (_, full) in enumerate(fulls):
-        raw = full.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+        raw = local_of(full).to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
         sums[i] = torch.frombuffer(
             bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
         )
@@ -158,9 +167,10 @@ def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
     every = [torch.empty_like(sums) for _ in range(everyone.world)]
     dist.all_gather(every, sums, group=everyone.pg)
     for rank, theirs in enumerate(every):
-        differ = (theirs != every[0]).any(dim=1).nonzero().flatten().tolist()
+        first = next(r for r, t in enumerate(every) if torch.equal(t[-1], theirs[-1]))
+        differ = (theirs != every[first]).any(dim=1).nonzero().flatten().tolist()
         if differ:
             raise RankMismatchError(
-                f"zero.gathered(write=True): ranks 0 and {rank} wrote different values to {fulls[differ[0]][0]!r}; "
-                "every rank must write the same; nothing was written"
+                f"zero.gathered(write=True): ranks {first} and {rank} wrote different values to "
+                f"{fulls[differ[0]][0]!r}; every rank must write the same; nothing was written"
             )

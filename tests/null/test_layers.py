@@ -27,6 +27,7 @@ RANKS = {
     "layout": 3,
     "group": 3,
     "mesh": 3,
+    "tensor_parallel": 4,
     "eager": 4,
     "grads": 4,
     "modules": 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import SimulatedModel
 from machines import machine
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.hardware import HardwareSpec
-from zero_compiler.mesh import roles_of
+from zero_compiler.mesh import find_again, roles_of
 from zero_compiler.runtime.reference import Reference
 from zero_compiler.simulate import transfers
 
@@ -31,6 +32,9 @@ def mesh(*names: str, shape: tuple[int, ...] = (2, 2)) -> DeviceMesh:
         (("dp_replicate", "dp_shard"), ("replicate", "shard")),
         (("Shard", "hosts"), ("shard", "replicate")),
         (("gpus", "replicate"), ("shard", "replicate")),
+        (("dp", "tp"), ("shard", "tensor")),
+        (("model_tp", "data"), ("tensor", "shard")),
+        (("dp_shard", "tensor_parallel"), ("shard", "tensor")),
         (("hosts", "gpus"), ("replicate", "shard")),  # no name says: as FSDP2 takes them
     ],
 )
@@ -42,18 +46,37 @@ def test_names_say_which_dimension_shards(names, roles):
     ("given", "sentence"),
     [
         (mesh(), "a mesh of two dimensions must name them, so that it says which one shards"),
-        (mesh("shard", "shard_too"), "'shard' and 'shard_too' both say 'shard'; one of two must shard"),
+        (
+            mesh("shard", "shard_too"),
+            "'shard' and 'shard_too' say 'shard' and 'shard'; one of two must shard",
+        ),
         (
             mesh("replicate", "x_replicate"),
-            "both say 'replicate'; one of two must shard and the other replicate",
+            "say 'replicate' and 'replicate'; one of two must shard, and the other",
         ),
+        (mesh("dp_replicate", "tp"), "say 'replicate' and 'tensor'; one of two must shard"),
+        (mesh("tp", "tensor"), "say 'tensor' and 'tensor'; one of two must shard"),
         (mesh("a", "b", "c", shape=(2, 2, 1)), "mesh must have one or two dimensions, not 3; pass mesh"),
     ],
-    ids=["no names", "two that shard", "two that replicate", "three"],
+    ids=["no names", "two that shard", "two that replicate", "none that shards", "two of tensors", "three"],
 )
 def test_a_mesh_that_does_not_say_is_refused(given, sentence):
     with pytest.raises(ShardError, match=sentence):
         zero.shard(nn.Linear(2, 2), mesh=given)
+
+
+def test_a_dimension_with_parameters_on_it_is_tensor_parallel_whatever_its_name():
+    assert roles_of(mesh("data", "model"), "model") == ("shard", "tensor")
+
+
+def test_a_model_that_was_pickled_on_other_ranks_is_refused(monkeypatch):
+    given = mesh("replicate", "shard")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 7)
+    with pytest.raises(
+        ShardError, match="was pickled on rank 0 of 4 of a mesh, and is loaded on rank 7 of the job"
+    ):
+        find_again(given, ("replicate", "shard"), 0, 4, "cpu")
 
 
 class Model(nn.Module):

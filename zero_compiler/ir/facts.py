@@ -226,6 +226,11 @@ def is_pure(node: fx.Node) -> bool:
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
+def sends(node: fx.Node) -> bool:
+    """Whether the node is a collective of the user's (or the wait for one), as tensor parallelism has them."""
+    return node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
 def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     """Markers of weights, and nodes computed from weights alone, each with the markers behind it.
 
@@ -276,6 +281,8 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return []
     if node.target is operator.getitem:
         return [node.args[0]] if not is_element(node) else []
+    if node.target is torch.ops._c10d_functional.wait_tensor.default:
+        return [node.args[0]]  # the result is the tensor that it waits for, and its schema does not say so
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return list(node.all_input_nodes)  # a higher-order operator may return anything that it was given

@@ -64,6 +64,8 @@ _lib.define("cut() -> ()")
 _lib.define(
     "onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.flexible_layout,)
 )
+# This rank's part of a tensor that is the same on all ranks of a process group: flat, equally long on each.
+_lib.define("part(Tensor whole, str group, int ranks) -> Tensor")
 
 unshard = torch.ops.zero.unshard.default
 reduce_grad = torch.ops.zero.reduce_grad.default
@@ -74,6 +76,7 @@ release = torch.ops.zero.release.default
 tiled = torch.ops.zero.tiled.default
 cut = torch.ops.zero.cut.default
 onednn_linear = torch.ops.zero.onednn_linear.default
+part = torch.ops.zero.part.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
 # Where one compute segment ends and the next begins.
@@ -118,6 +121,11 @@ def _(pending: Any) -> Any:
     return list(pending)
 
 
+@torch.library.register_fake("zero::part", lib=_lib)
+def _(whole: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    return whole.new_empty((-(-whole.numel() // ranks),))
+
+
 @torch.library.register_fake("zero::release", lib=_lib)
 def _(fulls: Any) -> None:
     return None
@@ -141,6 +149,22 @@ def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str)
 @torch.library.impl(_lib, "reduce_grad", "CompositeExplicitAutograd")
 def _(grad: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
     return _fresh(owner_of(owner).reduce_now(name, grad), grad)
+
+
+@torch.library.impl(_lib, "part", "CompositeExplicitAutograd")
+def _(whole: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return part_of(whole, _resolve_process_group(group).rank(), ranks)
+
+
+def part_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The part of ``rank``, newly allocated; zeros behind the end of the tensor."""
+    out = whole.new_empty(-(-whole.numel() // ranks))
+    mine = whole.reshape(-1)[rank * out.numel() : (rank + 1) * out.numel()]
+    out[: mine.numel()].copy_(mine)
+    out[mine.numel() :].zero_()
+    return out
 
 
 def _fresh(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
