@@ -77,7 +77,8 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
 
 
 def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> list[Frame]:
-    from .backend import EngineLoader, compile_frame
+    from .backend import compile_frame
+    from .loader import EngineLoader
 
     known = {id(p): len(p.frames) for p in policies}
 

@@ -1,0 +1,175 @@
+"""A frame while it is compiled: its weights, what has been decided for it, and the context that passes get."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from . import budget, hardware, passes, tiling
+from .capture import Captured, ShardInput
+from .config import PLACEMENT_FIELDS, Config
+from .cost import bucket_bytes
+from .errors import ConfigError
+from .hardware import HardwareSpec
+from .ir import ops
+from .ir.facts import ParamRef
+from .loader import Loader
+from .passes import Context, ParamPlan, Trace
+from .program import Program
+from .report import Frame, Memory
+from .schedule import Choice
+from .slots import kept_bytes
+
+_frames = itertools.count()
+
+
+class FrameState:
+    """What the stages of a frame's compilation share.
+
+    Args:
+        captured: the frame as it was captured.
+        options: compile fields of :class:`~zero_compiler.Config`, as ``torch.compile(options=...)`` has them.
+        loader: where its Programs go.
+    """
+
+    def __init__(self, captured: Captured, options: Any, loader: Loader) -> None:
+        self.loader = loader
+        self.index = next(_frames)
+        owners = {s.ref.owner: ops.owner_of(s.ref.owner) for s in captured.shards}
+        # Weak: Dynamo keeps a frame, and what compiled it, for as long as the code of the model's class lives.
+        self._owners = [
+            (key, weakref.ref(p)) for key, p in sorted(owners.items(), key=lambda kv: kv[1].serial)
+        ]
+        self.config = self._config(options)
+        loader.prepare(list(self.policies.values()))
+        self.bucket_bytes = self._bucket_bytes()
+        self.captured = captured
+        self.params = {s.ref: self._plan(s) for s in captured.shards}
+        self.trace = Trace()
+        self.frame = Frame(self.index, self.config, self.params, self.trace)
+        if self.first is not None:
+            self.first.frames.append(self.frame)
+        self.order: list[ParamRef] = []  # of first use
+        self.units: dict[ParamRef, str] = {}
+        self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
+        # Backward may run costly operators again; then it gathers more weights, so all ranks hold to one answer.
+        self.recompute = self.config.activation_budget_bytes is not None
+        self.backward_params: frozenset[ParamRef] | None = None
+        self.reduced: frozenset[ParamRef] | None = None
+
+    @property
+    def policies(self) -> dict[str, Any]:
+        """The sharded models of this frame, by key, in the order in which they were made."""
+        return {key: policy for key, ref in self._owners if (policy := ref()) is not None}
+
+    @property
+    def first(self) -> Any:
+        return next(iter(self.policies.values()), None)
+
+    @property
+    def fused(self) -> bool:
+        """Whether segments are compiled to fused regions."""
+        return self.config.compute == "inductor"
+
+    def _bucket_bytes(self) -> int:
+        if self.config.bucket_bytes is not None:
+            return self.config.bucket_bytes
+        if self.first is None:
+            return 0
+        return bucket_bytes(self.first.hardware, self.first.group.world, self.first.transport.shared)
+
+    def _config(self, options: Any) -> Config:
+        if not self.policies:
+            given = Config.make(None, options or {})
+            for name in options or {}:
+                if name in PLACEMENT_FIELDS and not (name == "stage" and given.stage == 0):
+                    raise ConfigError(
+                        f"torch.compile(options={{{name!r}: ...}}): nothing in this model is sharded, and {name} is a "
+                        "placement; call zero.shard(model, stage=...) before torch.compile"
+                    )
+            return given
+        return next(iter(self.policies.values())).config.with_options(options)
+
+    def _plan(self, shard: ShardInput) -> ParamPlan:
+        policy = self.policies[shard.ref.owner]
+        info = policy.params[shard.ref.name]
+        filed = policy.placed.tier("params", shard.ref.name) == "nvme"
+        grad_filed = policy.placed.tier("grads", shard.ref.name) == "nvme"
+        return ParamPlan(
+            ref=shard.ref,
+            shape=info.layout.shape,
+            dtype=info.layout.dtype,
+            gather_dtype=info.gather_dtype,
+            reduce_dtype=info.reduce_dtype,
+            cut=info.layout.cut,
+            world=info.layout.world,
+            stage=policy.config.stage,
+            kept=policy.kept.get(shard.ref.name, False),
+            shared=policy.transport.shared,
+            filed=filed,
+            grad_filed=grad_filed,
+            copies=policy.group.copies,
+            tile_rows=tiling.tile_rows(
+                info.layout, info.gather_dtype, filed or grad_filed, self._tile_bytes(policy, shard.ref.name)
+            ),
+            split=info.part is not None and not info.part.placement.is_replicate(),
+        )
+
+    def _tile_bytes(self, policy: Any, name: str) -> int | None:
+        """What is gathered of a weight at a time: as the user says, else as a budget made it."""
+        return self.config.tile_bytes if self.config.tile_bytes is not None else policy.tile_bytes.get(name)
+
+    def dump_dir(self) -> str | None:
+        """The folder for graphs and Programs, where the user asked for them."""
+        base = os.environ.get("ZERO_DUMP")
+        if not base or (self.first is not None and self.first.group.everyone.rank != 0):
+            return None
+        return os.path.join(base, f"frame{self.index}")
+
+    def context(self, phase: str) -> Context:
+        """What the passes of a phase ("joint" too) are told."""
+        back = phase == "backward"
+        gathered, reduced = (self.backward_params, self.reduced) if back else (None, None)
+        return Context(
+            self.params,
+            phase,
+            self.bucket_bytes,
+            self.units,
+            gathered,
+            reduced,
+            self.config.tile_bytes,
+            self.machine,
+            self.choices[phase].distances if phase in self.choices else {},
+            self.fused and self.config.kernels == "auto",
+            recompute=self.recompute,
+            fused=self.fused,
+        )
+
+    def order_weights(self, graph: fx.Graph) -> None:
+        """Take the order of weights, and what is gathered together, from a graph with all of them."""
+        self.order = passes.order_of_use(graph)
+        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
+
+    def plan_again(self) -> None:
+        """Plan the weights once more, after a policy's choices for them changed."""
+        self.params = self.frame.params = {s.ref: self._plan(s) for s in self.captured.shards}
+        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
+
+    def memory(self, programs: Sequence[Program]) -> Memory:
+        """What the frame takes with these Programs as its phases."""
+        return budget.memory_of(
+            list(self.policies.values()), programs, kept_bytes(self.loader.kept_offsets())
+        )
+
+    @property
+    def machine(self) -> HardwareSpec:
+        return self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
+
+    @property
+    def world(self) -> int:
+        return self.first.group.world if self.first is not None else 1

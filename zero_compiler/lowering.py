@@ -1,0 +1,101 @@
+"""From a phase's graph to its Program: the passes, when gathers start, predicted times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import passes, schedule
+from .cost import CostModel, at_hints, hints
+from .emit import Emitted, emit
+from .frame_state import FrameState
+from .ir import facts
+from .passes import run_passes
+from .schedule import Choice
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A scheduled graph and its Program."""
+
+    gm: fx.GraphModule
+    emitted: Emitted
+
+
+class Lowering:
+    """Lowers phases of one frame, on trial or for good."""
+
+    def __init__(self, state: FrameState) -> None:
+        self.state = state
+
+    def phase(self, gm: fx.GraphModule, phase: str) -> Lowered:
+        """Lower ``gm`` itself, with distances that are decided here where they are not known yet."""
+        return self._lowered(gm, phase) if self._is_settled(phase) else self.settled({phase: gm})[phase]
+
+    def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
+        """Predicted peak of the phases as they are, in bytes."""
+        lowered = [self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()]
+        return self.state.memory([low.emitted.program for low in lowered]).peak
+
+    def _lowered(self, gm: fx.GraphModule, phase: str, segment_us: list[float] | None = None) -> Lowered:
+        """Run the passes of a phase on its graph, and emit its Program with the predicted time of every segment."""
+        state = self.state
+        run_passes(gm.graph, passes.PHASE, state.context(phase), state.trace, state.dump_dir())
+        emitted = emit(gm, state.params, phase, state.loader.kept_offsets())
+        if segment_us is None:
+            cost, fused = CostModel(state.machine), state.fused
+            known = hints(gm.graph)
+            segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in emitted.segments]
+        emitted.program.segment_us = segment_us
+        return Lowered(gm, emitted)
+
+    def _is_settled(self, phase: str) -> bool:
+        """Whether the distances of a phase are known: nothing was to decide, or it was decided before."""
+        state = self.state
+        if phase not in state.choices:
+            why = schedule.nothing_to_decide(state.params, phase, state.machine, state.world)
+            units = list(state.units.values())
+            if why is not None:
+                state.choices[phase] = Choice(why)
+            elif (text := state.first.distances.get(schedule.key_of(phase, units))) is not None:
+                state.choices[phase] = Choice("decided when first compiled", schedule.from_text(text, units))
+        return phase in state.choices
+
+    def settled(self, graphs: Mapping[str, fx.GraphModule]) -> dict[str, Lowered]:
+        """Lower copies of phases, with distances that are decided here where they are not known yet."""
+        state = self.state
+        decided = {phase: self._is_settled(phase) for phase in graphs}
+        low = {phase: self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()}
+        looks = {
+            phase: schedule.look(low[phase].emitted.program, state.machine, state.world)
+            for phase in graphs
+            if not decided[phase]
+        }
+        if not looks:
+            return low
+        spare = state.config.memory_budget_bytes
+        if spare is not None:
+            spare -= state.memory([x.emitted.program for x in low.values()]).peak
+        units = list(state.units.values())
+
+        def again(phase: str) -> Lowered:
+            times = low[phase].emitted.program.segment_us  # starts stand where segments end anyway
+            return self._lowered(facts.copy_module(graphs[phase]), phase, times)
+
+        def over(found: Mapping[str, Mapping[str, int]]) -> int:
+            state.choices.update({phase: Choice("", chosen) for phase, chosen in found.items()})
+            peak = state.memory([again(phase).emitted.program for phase in graphs]).peak
+            return peak - (state.config.memory_budget_bytes or 0)
+
+        found = schedule.choose(looks, spare, over)
+        for phase, seen in looks.items():
+            key = schedule.key_of(phase, units)
+            text = state.loader.decide(state.first, key, schedule.to_text(found[phase], units))
+            chosen = schedule.from_text(text, units)
+            why = seen.explained(chosen, schedule.room_text(seen, spare))
+            state.choices[phase] = Choice(why, chosen)
+            if state.choices[phase].ahead:
+                low[phase] = again(phase)
+        return low
