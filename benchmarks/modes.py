@@ -79,13 +79,16 @@ def _ddp(spec: Spec, dtype: str, compiled: bool) -> Trainer:
     return _plain(model, torch.compile(model) if compiled else model, dtype == "bf16")
 
 
-def _fsdp2(spec: Spec, dtype: str, compiled: bool) -> Trainer:
+def _fsdp2(spec: Spec, dtype: str, compiled: bool, checkpointed: bool = False) -> Trainer:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model, mesh = spec.build(), _mesh()
     policy = MixedPrecisionPolicy()
     if dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if checkpointed:
+        model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
     for block in model.blocks:
         if compiled:
             block.compile()
@@ -155,6 +158,7 @@ MODES: dict[str, Callable[[Spec, str], Trainer]] = {
     "ddp-compiled": lambda s, d: _ddp(s, d, True),
     "fsdp2": lambda s, d: _fsdp2(s, d, False),
     "fsdp2-compiled": lambda s, d: _fsdp2(s, d, True),
+    "fsdp2-blocks": lambda s, d: _fsdp2(s, d, True, True),  # every block is computed again in backward
     "simplefsdp": _simple,
     "deepspeed1": lambda s, d: _deepspeed(s, d, 1),
     "deepspeed2": lambda s, d: _deepspeed(s, d, 2),
@@ -165,7 +169,8 @@ MODES: dict[str, Callable[[Spec, str], Trainer]] = {
     "zero3": lambda s, d: _zero(s, d, 3, {}),
 }
 # What the schedule is worth shows by itself where products stay with torch's BLAS, and bytes with c10d.
-DEFAULT = [m for m in MODES if m not in ("zero0", "zero1")] + ["zero3:kernels=torch", "zero3:transport=c10d"]
+DEFAULT = [m for m in MODES if m not in ("zero0", "zero1", "fsdp2-blocks")]
+DEFAULT += ["zero3:kernels=torch", "zero3:transport=c10d"]
 
 
 def check(name: str) -> None:

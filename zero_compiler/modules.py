@@ -108,6 +108,7 @@ def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce_ex,
+        "__init_subclass__": classmethod(_derived),
         "_zero_base": base,
     }
     for name in ("forward", "_call_impl"):
@@ -115,6 +116,14 @@ def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -
         if isinstance(method, types.FunctionType):
             body[name] = _own_code(method)
     return type(base.__name__, (base,), body)
+
+
+def _derived(cls: type, **_: Any) -> None:
+    """Called where a class is derived from that of a sharded module: by who swaps the module's class once more."""
+    raise ShardError(
+        f"the class of a sharded {cls.__mro__[1].__name__} cannot be swapped again, as {cls.__name__} would: call "
+        "torch.nn.utils.parametrize.register_parametrization and the like before zero.shard"
+    )
 
 
 def _own_code(fn: types.FunctionType) -> types.FunctionType:

@@ -201,6 +201,19 @@ def test_deletion_and_plain_assignment_keep_the_meaning_of_nn_module():
         model.bias
 
 
+def test_a_parametrization_comes_before_sharding():
+    register = torch.nn.utils.parametrizations.weight_norm
+    model = zero.shard(nn.Linear(4, 3))
+    with pytest.raises(ShardError, match="sharded Linear cannot be swapped again.* before zero.shard"):
+        register(model)
+    torch.manual_seed(0)
+    plain = register(nn.Linear(4, 3))
+    torch.manual_seed(0)
+    model = zero.shard(register(nn.Linear(4, 3)))
+    for call in (model, compiled(model)):
+        torch.testing.assert_close(call(batch()), plain(batch()))
+
+
 def test_a_parameter_set_to_none_is_gone():
     model = zero.shard(nn.Linear(4, 3))
     model.bias = None

@@ -1,0 +1,195 @@
+"""What a given memory buys: the most layers, the widest model and the longest sequence that train within a budget.
+
+    python benchmarks/buys.py DIR --budget-mib 128,256 --json out.json
+
+A GPT (4 layers, width 256, sequence 128, vocabulary 1024, one row of the batch a rank; one of them grows), fp32,
+AdamW, two ranks of one thread. Ways to train:
+  local      plain PyTorch, compiled
+  fsdp2      FSDP2, every block compiled and checkpointed
+  zero3      stage 3 with memory_budget_bytes
+  nvme       the same with parameters, gradients and states in files in DIR, and zero.optimizer(overlap=True)
+A size counts where two steps were made in fresh processes and the largest number of live bytes of torch's CPU allocator
+stayed within the budget (the rank with the most; an exact count). For peers sizes are tried by bisection. For
+zero_compiler the plan says which size is the largest, before anything is allocated, and that size is then run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import common
+import modes
+from models import Spec, gpt
+
+SHAPE = {"layers": 4, "width": 256, "sequence": 128}
+GRAIN = {"layers": 1, "width": 64, "sequence": 64}
+VOCAB, RANKS, MOST = 1024, 2, 1 << 14
+
+
+def main() -> None:
+    call = common.called()
+    if call is not None:
+        common.answer(call, measure(call))
+    parser = common.parser(__doc__)
+    parser.add_argument("dir", help="a folder on the disk that files go to")
+    numbers = lambda s: [int(x) for x in s.split(",")]  # noqa: E731
+    parser.add_argument("--budget-mib", type=numbers, default=[128, 256])
+    parser.add_argument("--axes", type=lambda s: s.split(","), default=list(SHAPE))
+    parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
+    parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    common.hardware(args.hardware, RANKS)
+    m = common.machine()
+    print(common.machine_text(m), flush=True)
+    found: list[dict[str, Any]] = []
+    for mib in args.budget_mib:
+        for axis in args.axes:
+            for way in args.ways:
+                row = {"budget_mib": mib, "axis": axis, "way": way, **largest(args.dir, mib << 20, axis, way)}
+                found.append(row)
+                print(f"  {mib} MiB, {way}: {axis} {row['size']}", flush=True)
+                if args.json:
+                    text = f"# What a given memory buys\n\n{common.machine_text(m)}\n\n{report(args, found)}"
+                    common.save(args.json, {"machine": m, "arguments": vars(args), "rows": found}, text)
+    print(report(args, found))
+
+
+def report(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
+    head = ["budget and way", *(f"{axis} (parameters, peak MiB)" for axis in args.axes)]
+    rows = []
+    for mib in args.budget_mib:
+        for way in args.ways:
+            cells = []
+            for axis in args.axes:
+                row = next(
+                    (r for r in found if (r["budget_mib"], r["axis"], r["way"]) == (mib, axis, way)), None
+                )
+                if row is None or not row["size"]:
+                    cells.append("" if row is None else "none")
+                else:
+                    cells.append(f"{row['size']} ({row['numel'] / 1e6:.1f} M, {row['peak'] / 2**20:.0f})")
+            rows.append([f"{mib} MiB, {way}", *cells])
+    return common.table("The largest that trains, a rank", head, rows)
+
+
+def largest(folder: str, budget: int, axis: str, way: str) -> dict[str, Any]:
+    """The largest size on ``axis`` that trains, with its measured peak; size 0 where the smallest does not."""
+    runs = []
+
+    @cache
+    def measured(size: int) -> dict[str, Any]:
+        call = {"dir": folder, "budget": budget, "axis": axis, "size": size, "way": way}
+        answers = common.run_ranks(os.path.abspath(__file__), call, RANKS)
+        row = {"size": size, **max(answers, key=lambda a: a["peak"])}
+        runs.append(row)
+        return row
+
+    planned = PLANNED.get(way)
+    if planned is not None:
+        size = bisect(axis, lambda s: planned(folder, budget, axis, s))
+        while size and measured(size)["peak"] > budget:
+            size -= GRAIN[axis]
+    else:
+        size = bisect(axis, lambda s: measured(s)["peak"] <= budget)
+    return {"size": 0, "runs": runs} | (measured(size) if size else {})
+
+
+def bisect(axis: str, fits: Callable[[int], bool]) -> int:
+    """The largest multiple of the axis's grain that fits, if smaller ones do; 0 where none does."""
+    grain, low = GRAIN[axis], 0
+    high = 2
+    while high < MOST and fits(high * grain):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * grain) else (low, middle)
+    return low * grain
+
+
+def spec_of(axis: str, size: int) -> Spec:
+    at = {**SHAPE, axis: size}
+    return Spec("", lambda: gpt(at["layers"], at["width"], VOCAB, at["sequence"]), VOCAB, at["sequence"], 1)
+
+
+def fields_of(way: str, folder: str, budget: int) -> dict[str, Any]:
+    tiers = {}
+    if way == "nvme":
+        tiers = {f"offload_{what}": "nvme" for what in ("params", "grads", "optimizer")} | {
+            "nvme_dir": folder
+        }
+    return {"stage": 3, "memory_budget_bytes": budget, **tiers}
+
+
+def plans(way: str) -> Callable[[str, int, str, int], bool]:
+    def fits(folder: str, budget: int, axis: str, size: int) -> bool:
+        import torch
+
+        from zero_compiler.errors import MemoryBudgetError
+        from zero_compiler.planning import plan
+
+        spec = spec_of(axis, size)
+        with torch.device("meta"):
+            model = spec.build()
+            batch = tuple(torch.empty(1, spec.length, dtype=torch.long) for _ in range(2))
+        machine = {"hardware": os.environ[common.HARDWARE]}
+        try:
+            plan(model, batch, RANKS, **fields_of(way, folder, budget), **machine)
+        except MemoryBudgetError:
+            return False
+        return True
+
+    return fits
+
+
+def measure(call: dict[str, Any]) -> dict[str, Any]:
+    rank, _ = common.init_group()
+    spec = spec_of(call["axis"], call["size"])
+    from zero_compiler.errors import MemoryBudgetError
+    from zero_compiler.runtime import _C
+
+    _C.meter_install()
+    trainer = WAYS[call["way"]](spec, call["dir"], call["budget"])
+    numel = sum(p.numel() for p in trainer.model.parameters())
+    try:
+        _C.meter_reset_peak()  # a whole replica is built first, in every way alike
+        for i in range(2):
+            loss = trainer.step(*spec.data(i, rank))
+    except MemoryBudgetError as refused:
+        return {"peak": MOST << 30, "refused": str(refused), "numel": numel}
+    return {"peak": _C.meter_peak(), "loss": loss.item(), "numel": numel}
+
+
+def _streamed(spec: Spec, folder: str, budget: int) -> modes.Trainer:
+    import torch
+
+    import zero_compiler as zero
+
+    model = zero.shard(
+        spec.build(), hardware=os.environ[common.HARDWARE], **fields_of("nvme", folder, budget)
+    )
+    call = torch.compile(model, backend="zero")
+    opt = zero.optimizer(torch.optim.AdamW, model, lr=modes.LR, fused=True, overlap=True)
+
+    def update() -> None:
+        opt.step()
+        opt.zero_grad()
+
+    return modes.Trainer(call, torch.Tensor.backward, update, model, opt)
+
+
+WAYS: dict[str, Callable[[Spec, str, int], modes.Trainer]] = {
+    "local": lambda spec, folder, budget: modes.build("local-compiled", spec, "fp32"),
+    "fsdp2": lambda spec, folder, budget: modes.build("fsdp2-blocks", spec, "fp32"),
+    "zero3": lambda spec, folder, budget: modes.build(f"zero3:memory_budget_bytes={budget}", spec, "fp32"),
+    "nvme": _streamed,
+}
+PLANNED = {way: plans(way) for way in ("zero3", "nvme")}
+
+
+if __name__ == "__main__":
+    main()
