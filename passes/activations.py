@@ -311,7 +311,10 @@ def held_bytes(backward: fx.Graph) -> int:
     roots = storages(own)
     given = {n for n in own if n.op == "placeholder"}
     free = {n for n in given if str(n.target).startswith("primals")} | set(weights)
-    return fullest(order, roots, {n: 0 if n in free else _bytes(n) for n in own}, given)
+    owner, saved = facts.saved_storages(backward)
+    roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in roots.items()}
+    nbytes = {n: 0 if n in free else saved.get(n, _bytes(n)) for n in own}
+    return fullest(order, roots, nbytes, given)
 
 
 @dataclass(frozen=True)

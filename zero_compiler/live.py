@@ -33,12 +33,11 @@ def live_bytes(
     in_flight: dict[int, tuple[int, ...]] = {}
     summing = 0  # sums that wait for the ranks with the same rows, beside the gradients that they become
     if program.phase == "backward":
-        for node in graph.find_nodes(op="placeholder"):
-            # AOTAutograd's names: what forward was given is the caller's, the rest forward made and nobody else holds.
-            if not str(node.target).startswith("primals"):
-                made[node] = facts.bytes_of(facts.value(node))
-                holders[node] = {numbers[node]}
-                live += made[node]
+        owner, made = facts.saved_storages(graph)
+        live = sum(made.values())
+        for node, first in owner.items():
+            holders.setdefault(first, set()).add(numbers[node])
+        roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in roots.items()}
     for instr in program.instrs:
         inside = live
         if isinstance(instr, Compute):
@@ -51,9 +50,13 @@ def live_bytes(
                 else False
                 for i, n in zip(instr.ins, ins, strict=True)
             ]
-            given = {r for n, gone in zip(ins, dying, strict=True) if gone for r in roots[n]}
-            peak = _peak_inside(seg, dying)
-            inside = live - sum(made[r] for r in given) + peak
+            given: dict[
+                fx.Node, int
+            ] = {}  # with what the segment's inputs have of it; the rest waits for its end
+            for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
+                for r in roots[n]:
+                    given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n))
+            inside = live - sum(min(made[r], n) for r, n in given.items()) + _peak_inside(seg, dying)
             for o in instr.outs:
                 for r in roots[node_of[o]]:
                     if r in made or r.op == "placeholder" or facts.is_weight(r):

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from null.graphs import OWNER, Build, lower
 from null.test_passes import two_layers, two_layers_backward
-from torch import fx
+from torch import fx, nn
 
+import zero_compiler as zero
 from zero_compiler import live
 from zero_compiler.ir import ops
 from zero_compiler.live import idle_bytes, most
@@ -178,3 +179,37 @@ def test_what_a_product_by_onednn_holds_while_it_runs_is_counted(transposed):
     held = _C.meter_peak() - before - out.nbytes
     assert held <= live._copied(product)
     assert not transposed or held >= rows.nbytes
+
+
+class Attend(nn.Module):
+    """Saves v, a view of the product that made q, k and v, and of these only what came after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(4, 128, 3, 1, 64).permute(2, 0, 3, 1, 4)
+        q, k = torch.cat((-q[..., 32:], q[..., :32]), -1), torch.cat((-k[..., 32:], k[..., :32]), -1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v)).sum()
+
+
+@pytest.mark.parametrize("compute", ["aten", "inductor"])
+def test_a_saved_view_counts_with_the_storage_that_it_keeps(compute):
+    model = zero.shard(Attend(), stage=3)
+    call = torch.compile(model, backend="zero", options={"compute": compute})
+    x = torch.randn(4, 128, 64)
+    call(x).backward()  # compiles
+    _C.meter_install()
+    model.zero_grad()
+    before = _C.meter_current()
+    loss = call(x)
+    held = _C.meter_current() - before
+    (frame,) = zero.inspect(model).frames
+    backward = frame.programs["backward"]
+    piece = x.nbytes
+    assert held > 5 * piece  # q, k and the output, and v with what was q and k
+    assert isinstance(backward.instrs[0], Gather)
+    # The plan counts a view of x as if forward had made it.
+    assert held - loss.nbytes <= backward.live[0] - backward.buffer_bytes <= held + piece
+    loss.backward()

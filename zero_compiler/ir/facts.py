@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from . import ops
@@ -312,6 +313,28 @@ def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
 def bytes_of(val: Any) -> int:
     """Bytes of the tensors in a fake value, at hints; views count as if they were whole."""
     return sum(_tensor_bytes(t) for t in tree_leaves(val) if isinstance(t, torch.Tensor))
+
+
+def saved_storages(backward: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, int]]:
+    """What forward saved, by storage: for every saved tensor the first with its storage, and for that the bytes.
+
+    A view that is saved (v of a product that made q, k and v) keeps the whole storage alive.
+    """
+    first: dict[StorageWeakRef, fx.Node] = {}
+    owner: dict[fx.Node, fx.Node] = {}
+    nbytes: dict[fx.Node, int] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        # AOTAutograd's names: what forward was given is the caller's, the rest forward made and nobody else holds.
+        if str(node.target).startswith("primals"):
+            continue
+        val = value(node)
+        if not isinstance(val, torch.Tensor):
+            owner[node], nbytes[node] = node, bytes_of(val)
+            continue
+        storage = val.untyped_storage()
+        owner[node] = first.setdefault(StorageWeakRef(storage), node)
+        nbytes[owner[node]] = max(nbytes.get(owner[node], 0), hint(storage.nbytes()), _tensor_bytes(val))
+    return owner, nbytes
 
 
 def _tensor_bytes(t: torch.Tensor) -> int:
