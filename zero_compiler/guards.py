@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import ShardError
+from .fused import MANAGED, take_shards
 from .grads import check_reduced
 from .ir import ops
 from .plain import check_averaged
@@ -21,10 +21,12 @@ _installed = False
 
 
 def guard_optimizers() -> None:
-    """Have torch call :func:`check` before steps; once a process. Optimizers of other models cost one look."""
+    """Have torch call :func:`check` before steps, and fused kernels take shards; once a process. Optimizers of other
+    models cost one look."""
     global _installed
     if not _installed:
         _installed = True
+        take_shards()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)
@@ -53,21 +55,12 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     "sharding replaced; make the optimizer after zero.shard, from model.parameters()"
                 )
     _check_kind(optimizer)
-    _check_tiers(optimizer)
+    _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Optimizers whose arithmetic torch cannot do on rows of a parameter, or on a DTensor at all."""
-    if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
-        for group in optimizer.param_groups:
-            fused = group.get("fused") and any(isinstance(p, DTensor) for p in group["params"])
-            if fused and not _fused_kernels_take_shards():
-                cls = type(optimizer).__name__
-                raise ShardError(
-                    f"{cls}(fused=True): this torch has no fused kernel of {cls} for sharded parameters (DTensor); "
-                    f"leave fused out, or make it as zero.optimizer({cls}, model, fused=True, ...)"
-                )
     if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.Rprop)):
         return
     for group in optimizer.param_groups:
@@ -79,34 +72,23 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-@functools.cache
-def _fused_kernels_take_shards() -> bool:
-    """Give the fused kernels of SGD and Adagrad, which torch 2.13 leaves out, DTensor's rule for Adam's: each shard by
-    itself. False where this torch keeps its rules elsewhere."""
-    try:
-        from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise as register
-    except ImportError:
-        return False
-    kernels = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
-    for op in (getattr(kernel, name) for kernel in kernels for name in kernel.overloads()):
-        if op._schema.name.endswith("_") and "out" not in op._overloadname:
-            register(op)
-    return True
-
-
 def _whole(param: DTensor) -> bool:
     return all(p.is_replicate() for p in param.placements)
 
 
-def _check_tiers(optimizer: torch.optim.Optimizer) -> None:
-    """A plain optimizer makes its states beside the parameters, wherever they were to rest."""
-    if getattr(optimizer, "streams", False):
-        return
+def _check_managed(optimizer: torch.optim.Optimizer) -> None:
+    """Of parameters of sharded models: fused kernels may take their rows, and states rest where they were to rest,
+    which is beside the parameters where a plain optimizer makes them."""
+    streams = getattr(optimizer, "streams", False)
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for policy in ops.owners():
         for name in policy.places:
+            param = policy.find(name)
+            if id(param) not in given:
+                continue
+            setattr(param, MANAGED, True)
             tier = policy.placed.tier("optimizer", name)
-            if tier != "none" and id(policy.find(name)) in given:
+            if tier != "none" and not streams:
                 cls = type(optimizer).__name__
                 raise ShardError(
                     f"{cls} would keep the states of {name!r} on the device of the parameter, and by the options of "

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import guards
 from zero_compiler.errors import ConfigError, ShardError, ZeroError
 
 ATEN = {"compute": "aten"}
@@ -436,34 +435,6 @@ def test_arguments_of_the_wrong_type():
         with pytest.raises(ShardError, match=rf"zero\.{manager.__name__} takes an nn\.Module, .*not int"):
             with manager(3):
                 pass
-
-
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-def test_fused_kernels_that_torch_has_for_plain_tensors_alone(cls, monkeypatch):
-    monkeypatch.setattr(guards, "_fused_kernels_take_shards", lambda: False)
-    model = zero.shard(net(), device="cpu")
-    opt = cls(model.parameters(), lr=0.1, fused=True)
-    model(batch()).sum().backward()
-    with pytest.raises(ShardError, match=rf"{cls.__name__}\(fused=True\): .*zero\.optimizer\({cls.__name__}"):
-        opt.step()
-    # What that sentence says to do, beside the plain one; and torch's own, where it takes shards.
-    plain, model = net(), zero.shard(net(), device="cpu")
-    monkeypatch.undo()
-    other = zero.shard(net(), device="cpu")
-    ways = [
-        (plain, cls(plain.parameters(), lr=0.1, fused=True)),
-        (model, zero.optimizer(cls, model, lr=0.1, fused=True)),
-    ]
-    if guards._fused_kernels_take_shards():
-        ways.append((other, cls(other.parameters(), lr=0.1, fused=True)))
-    for m, o in ways:
-        for _ in range(2):
-            m(batch()).sum().backward()
-            o.step()
-            o.zero_grad()
-    for m, _ in ways[1:]:
-        for p, q in zip(m.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.full_tensor(), q)
 
 
 # --- plain checkpoints -------------------------------------------------------------------------------------------

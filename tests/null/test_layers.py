@@ -17,6 +17,7 @@ RANKS = {
     "errors": 0,
     "config": 1,
     "ir": 2,
+    "fused": 3,
     "guards": 4,
     "windows": TOP,
     "calibrate": TOP,
