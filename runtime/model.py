@@ -49,9 +49,11 @@ class ModelRuntime:
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
         self._chunks: dict[str, tuple[int, torch.Tensor]] = {}
+        # On the only rank, by the names of a gather: flat chunks, and the full weights that they are.
+        self.whole: dict[tuple[str, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
-        weakref.finalize(policy, _free, self.engine, self._chunks, self._views).atexit = False
+        weakref.finalize(policy, _free, self.engine, self._chunks, self._views, self.whole).atexit = False
 
     @property
     def policy(self) -> Any:
@@ -113,11 +115,14 @@ class ModelRuntime:
         return out
 
     def close(self) -> None:
-        _free(self.engine, self._chunks, self._views)
+        _free(self.engine, self._chunks, self._views, self.whole)
 
 
-def _free(engine: _C.Engine, chunks: dict[str, Any], views: dict[Any, list[torch.Tensor]]) -> None:
+def _free(
+    engine: _C.Engine, chunks: dict[str, Any], views: dict[Any, list[torch.Tensor]], whole: dict[Any, Any]
+) -> None:
     chunks.clear()
+    whole.clear()
     for held in views.values():
         held.clear()
     engine.close()

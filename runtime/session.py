@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ class Session:
                 runtime.engine.grow_arena(runtime.slots, program.slots_bytes)
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
         self._gathers = [self._add_gather(g) for g in program.gathers]
+        self._whole = [self._is_whole(g) for g in program.gathers]
         self._reduces = [self._add_reduce(r) for r in program.reduces]
         self._last_read = _last_reads(program)
         self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
@@ -120,6 +122,12 @@ class Session:
         )
         views = runtime.kept_views((g.names, g.dtype, g.offsets)) if g.kept else []
         return runtime, index, g, views
+
+    def _is_whole(self, g: GatherDesc) -> bool:
+        """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
+        policy = self.runtimes[g.owner].policy
+        own = all(policy.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
+        return policy.group.world == 1 and own and not (g.home or g.fetched or g.tile)
 
     def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc, list[Any]]:
         runtime = self.runtimes[r.owner]
@@ -301,8 +309,9 @@ class Session:
             elif op == _RELEASE:
                 for i in b:
                     env[i] = None
-                runtime, index, _, _ = self._gathers[a]
-                runtime.engine.release(index)
+                if not self._whole[a]:
+                    runtime, index, _, _ = self._gathers[a]
+                    runtime.engine.release(index)
             elif op == _READ_HOME:
                 for i, value in zip(b, a, strict=True):
                     if i >= 0:
@@ -357,10 +366,20 @@ class Session:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
-        runtime.engine.gather_start(index, self._chunks(runtime, g))
+        chunks = self._chunks(runtime, g)
+        if not self._whole[which]:
+            runtime.engine.gather_start(index, chunks)
+            return
+        held = runtime.whole.get(g.names)
+        if held is None or not all(map(operator.is_, held[0], chunks)):
+            runtime.engine.gather_start(index, chunks)
+            runtime.whole[g.names] = (chunks, runtime.engine.gather_wait(index))
+            runtime.engine.release(index)
 
     def _wait_gather(self, which: int) -> Sequence[torch.Tensor]:
         runtime, index, g, views = self._gathers[which]
+        if self._whole[which]:
+            return runtime.whole[g.names][1]
         if not g.kept:
             return runtime.engine.gather_wait(index)
         if views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:

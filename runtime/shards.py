@@ -39,10 +39,8 @@ class LocalRows(torch.autograd.Function):
         # Of each tensor among the inputs, in order, what accumulates its gradient.
         nodes = [node for node, _ in ctx.next_functions]
         out: list[Any] = [None, None]
-        for param, node, grad in zip(ctx.params, nodes, given, strict=True):
-            if grad is not None and not (
-                grads.will_run(node) and not grads.hooked(param) and grads.added(param, grad)
-            ):
+        for param, grad, runs in zip(ctx.params, given, grads.will_run(nodes, given), strict=True):
+            if grad is not None and not (runs and not grads.hooked(param) and grads.added(param, grad)):
                 out.append(grads.as_dtensor(param, grad))
             else:
                 out.append(None)

@@ -7,7 +7,7 @@ clipping function that touches it is told what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -258,20 +258,23 @@ class Sink(Protocol):
 
 def goes_to_grad(param: torch.Tensor) -> bool:
     """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
-    return param.requires_grad and will_run(torch.autograd.graph.get_gradient_edge(param).node)
+    return param.requires_grad and will_run([torch.autograd.graph.get_gradient_edge(param).node], [param])[0]
 
 
-def will_run(node: Any) -> bool:
-    """Whether the backward that runs comes to ``node``, which adds to a ``.grad``."""
+def will_run(nodes: Sequence[Any], given: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Whether the backward that runs comes to each of ``nodes``, which add to a ``.grad``; only asked where ``given``
+    has something for it."""
+    asked = torch._C._will_engine_execute_node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return [g is not None and asked(n) for n, g in zip(nodes, given, strict=True)]
     except RuntimeError:  # torch does not say so within torch.autograd.grad, which adds to none
-        return False
+        return [False] * len(nodes)
 
 
 def hooked(param: Any, ours: Collection[int] = ()) -> bool:
     """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
-    return bool(param._backward_hooks) or any(k not in ours for k in param._post_accumulate_grad_hooks or ())
+    after = param._post_accumulate_grad_hooks
+    return bool(param._backward_hooks) or bool(after) and any(k not in ours for k in after)
 
 
 class Call:
@@ -332,10 +335,10 @@ def computes_with_shards() -> ShardError:
     )
 
 
-def replaced(attribute: str, names: dict[str, str]) -> NoReturn:
+def replaced(name: str) -> NoReturn:
     """Raise: a plain tensor stands where a sharded parameter was."""
     raise ShardError(
-        f"parameter {names.get(attribute, attribute)!r} was replaced by a plain tensor after zero.shard; write new "
+        f"parameter {name!r} was replaced by a plain tensor after zero.shard; write new "
         "values inside zero.gathered(model, write=True), or shard a model that holds them"
     )
 

@@ -69,7 +69,7 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
         if names:
             module.register_load_state_dict_pre_hook(_lay_out)
         # A property is found before nn.Module.__getattr__, so the instance keeps its parameters where they were.
-        module.__class__ = sharded_class(type(module), tuple(names), isinstance(module, nn.RNNBase))
+        module.__class__ = sharded_class(type(module), names, isinstance(module, nn.RNNBase))
 
 
 def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -95,9 +95,13 @@ def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
         state_dict[prefix + attribute] = grads.as_dtensor(param, rows)
 
 
-def sharded_class(base: type, names: tuple[str, ...], recurrent: bool = False) -> type:
-    """A subclass of ``base``, for one module, whose ``names`` are full weights inside a forward."""
-    body: dict[str, Any] = {name: _weight_property(name) for name in names}
+def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) -> type:
+    """A subclass of ``base``, for one module, whose ``names`` are full weights inside a forward.
+
+    Args:
+        names: qualified name of the parameter at each attribute.
+    """
+    body: dict[str, Any] = {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
     if recurrent:
         # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
@@ -130,7 +134,7 @@ def _own_code(fn: types.FunctionType) -> types.FunctionType:
     """``fn`` with a code object of its own.
 
     Dynamo compiles the code of a frame anew for values that its guards have not met, a few times at most
-    (``torch._dynamo.config.recompile_limit``), and runs it eagerly then. The names of weights are such values: layers
+    (``torch._dynamo.config.recompile_limit``), and runs it eagerly then. Getters of weights are such values: layers
     that share the code of their class would use up what one of them may need.
     """
     own = types.FunctionType(
@@ -175,18 +179,18 @@ def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) ->
     return (made.dtype, made.device) != (local.dtype, local.device)
 
 
-def _rebuild(base: type, names: tuple[str, ...], recurrent: bool, group: Group) -> nn.Module:
+def _rebuild(base: type, names: dict[str, str], recurrent: bool, group: Group) -> nn.Module:
     cls = sharded_class(base, names, recurrent)
     made: nn.Module = object.__new__(cls)
     return made
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    cls = type(self)
-    names = tuple(a for a, v in cls.__dict__.items() if isinstance(v, property) and a != "_flat_weights")
+    cls: Any = type(self)
+    state: ModuleState = self.__dict__["_zero"]
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
     # The group comes first: where it is not found again, nothing else is worth reading.
-    made = (cls._zero_base, names, "_flat_weights" in cls.__dict__, self.__dict__["_zero"].policy.group)  # type: ignore[attr-defined]
+    made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.policy.group)
     return (_rebuild, made, *reduced[2:])
 
 
@@ -237,29 +241,46 @@ def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(cast, (args, kwargs))
 
 
-def _weight_property(attribute: str) -> property:
-    def get(self: nn.Module) -> Any:
-        try:
-            param = self._parameters[attribute]
-        except KeyError:
-            if attribute in self.__dict__:
-                return self.__dict__[attribute]
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
-        state = self.__dict__["_zero"]
-        policy = state.policy
-        if torch.compiler.is_compiling():
-            if param is None or not policy.scope.active:
-                return param
-            if policy.opened:
-                return param
-            if not isinstance(param, DTensor):
-                grads.replaced(attribute, state.names)
-            name, info = managed(param, attribute, state)
-            shape = param.shape if info.part is None else info.layout.shape
-            full = torch.ops.zero.unshard(param.to_local(), shape, info.gather_dtype, policy.key, name)
-            return full if info.part is None else info.part.of(full)
-        return read_eager(param, attribute, state)
+def _get(self: nn.Module) -> Any:
+    """What ``module.attribute`` is; of each attribute with its own names, see :func:`_getter`."""
+    attribute = "ATTRIBUTE"
+    name = "NAME"
+    try:
+        param = self._parameters[attribute]
+    except KeyError:
+        if attribute in self.__dict__:
+            return self.__dict__[attribute]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
+    policy = self.__dict__["_zero"].policy
+    if torch.compiler.is_compiling():
+        if param is None or not policy.scope.active:
+            return param
+        if policy.opened:
+            return param
+        if not isinstance(param, DTensor):
+            grads.replaced(name)
+        info = managed(param, name, policy)
+        shape = param.shape if info.part is None else info.layout.shape
+        full = torch.ops.zero.unshard(param.to_local(), shape, info.gather_dtype, policy.key, name)
+        return full if info.part is None else info.part.of(full)
+    return read_eager(param, name, policy)
 
+
+def _getter(attribute: str, name: str) -> types.FunctionType:
+    """:func:`_get` for one attribute, with its names as constants of the code.
+
+    Dynamo guards what a function closes over and what it looks up, of every parameter at every call, and no constants.
+    """
+    constants = {"ATTRIBUTE": attribute, "NAME": name}
+    code = _get.__code__
+    own = tuple(constants.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
+    get = types.FunctionType(code.replace(co_consts=own), _get.__globals__, "get")
+    # Inlined where a frame reads the weight, and never a frame of its own, which would be compiled per parameter.
+    torch._dynamo.eval_frame.skip_code(get.__code__)
+    return get
+
+
+def _weight_property(attribute: str, name: str) -> property:
     def set_(self: nn.Module, value: Any) -> None:
         # nn.Module.__setattr__ has taken parameters and None already; this is a plain value after `del`.
         self.__dict__[attribute] = value
@@ -269,33 +290,29 @@ def _weight_property(attribute: str) -> property:
         if self.__dict__.pop(attribute, self) is self:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
 
-    # Inlined where a frame reads the weight, and never a frame of its own, which would be compiled per parameter.
-    torch._dynamo.eval_frame.skip_code(get.__code__)
-    return property(get, set_, del_)
+    return property(_getter(attribute, name), set_, del_)
 
 
 @torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
-def read_eager(param: Any, attribute: str, state: ModuleState) -> Any:
-    """What ``module.attribute`` is outside a compiled region."""
-    policy = state.policy
+def read_eager(param: Any, name: str, policy: Policy) -> Any:
+    """What ``module.attribute``, the parameter ``name``, is outside a compiled region."""
     # Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients
     # enabled; hooks on parameters and gradients run there too, without.
     inside = policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
-        grads.replaced(attribute, state.names)
+        grads.replaced(name)
     policy.group.check_still_valid()
-    name, info = managed(param, attribute, state)
+    info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     return full if info.part is None else info.part.of(full)
 
 
-def managed(param: Any, attribute: str, state: ModuleState) -> tuple[str, ParamInfo]:
-    """Name and layout of the sharded parameter that stands at ``attribute``, if it is still what was sharded."""
-    name = state.names[attribute]
-    info = state.policy.params[name]
-    device = state.policy.group.device
+def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
+    """Layout of the sharded parameter that stands where ``name`` does, if it is still what was sharded."""
+    info = policy.params[name]
+    device = policy.group.device
     if param.dtype != info.layout.dtype or param.device.type != device.type or param.shape != info.shape:
         grads.moved(name, info, param, device)
-    return name, info
+    return info

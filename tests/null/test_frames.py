@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import zero_compiler as zero
 from zero_compiler.modules import policies_of
@@ -121,3 +122,46 @@ def test_a_method_with_its_own_code_is_the_same_method():
     assert type(model).forward.__code__ == Odd.forward.__code__
     for name in ("__doc__", "__annotations__", "__kwdefaults__", "__module__", "__qualname__", "note"):
         assert getattr(type(model).forward, name) == getattr(Odd.forward, name)
+
+
+def guards_of(model):
+    """What Dynamo checks before it runs the one compiled frame of ``model``, a line each."""
+    (entry,) = _debug_get_cache_entry_list(type(model).__call__.__code__)
+    return [line.split("#")[0] for line in str(entry.guard_manager).splitlines()]
+
+
+def test_names_of_weights_are_not_guarded():
+    counts = []
+    for depth in (1, 3):
+        model = Deep()
+        del model.layers[depth:]
+        zero.shard(model, device="cpu")
+        call = torch.compile(model, backend="zero", options=ATEN)
+        call(torch.randn(2, 4)).sum().backward()
+        lines = guards_of(model)
+        assert not [g for g in lines if ".names" in g or "fget.__closure__" in g]
+        # Of a parameter: its attribute and the getter, its type, placement, mesh, rows and requires_grad.
+        counts.append(sum("_parameters['weight']" in g or "['weight'].fget" in g for g in lines))
+    assert counts[0] > 0
+    assert counts[1] - counts[0] <= 4 * 18
+
+
+def test_full_weights_of_the_only_rank_are_looked_up_once():
+    plain = nn.Linear(4, 4)
+    model = zero.shard(copy.deepcopy(plain), device="cpu")
+    call = torch.compile(model, backend="zero", options=ATEN)
+    x = torch.randn(2, 4)
+
+    def gathers():
+        torch.testing.assert_close(call(x), plain(x))
+        return policies_of(model)[0].runtime.engine.counters()["gathers"]
+
+    first = gathers()
+    with torch.no_grad():
+        for m in (plain, model):
+            m.weight.mul_(2)
+    assert gathers() == first  # the same memory
+    saved = {k: v * 2 for k, v in plain.state_dict().items()}
+    plain.load_state_dict(saved)
+    model.load_state_dict(saved, assign=True)
+    assert gathers() == first + 1  # another one
