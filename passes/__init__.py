@@ -9,7 +9,7 @@ from .base import Context, ParamPlan, Pass, Trace, run_passes
 from .bucket_transfers import BucketTransfers
 from .choose_saved import ChooseSaved
 from .clone_escapes import CloneEscapes
-from .expand_tiles import ExpandTiles, finer
+from .expand_tiles import ExpandTiles, finer, read_by_tiles
 from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
@@ -18,6 +18,7 @@ from .pick_kernels import PickKernels
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
 from .tile_loss import TileLoss
+from .tile_mlp import TileMlp
 from .tile_operators import TileOperators
 from .units import assign_units, gathered_in_backward, order_of_use
 
@@ -26,12 +27,14 @@ JOINT: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
     (KeepOldValues(), "merged"),
     (TileLoss(), "merged"),
+    (TileMlp(), "merged"),
     (TagRecompute(), "merged"),
     (ChooseSaved(), "merged"),
 ]
 INFERENCE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
     (TileLoss(), "merged"),
+    (TileMlp(), "merged"),
 ]
 PHASE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
@@ -66,6 +69,7 @@ __all__ = [
     "Remade",
     "TagRecompute",
     "TileLoss",
+    "TileMlp",
     "TileOperators",
     "Trace",
     "assign_units",
@@ -73,6 +77,7 @@ __all__ = [
     "gathered_in_backward",
     "held_bytes",
     "order_of_use",
+    "read_by_tiles",
     "remade",
     "run_passes",
 ]

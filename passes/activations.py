@@ -148,8 +148,8 @@ class Activations:
         """Time of making a value once more."""
         if node.op != "call_function" or node not in self.required or node in self._weights:
             return 0.0
-        if not self.fused or self.cost.heavy(node):
-            return self._number(self.cost.node_us(node))
+        if not self.fused or self.cost.heavy(node) or node.target is ops.tiled:
+            return self._number(_node_us(self.cost, node))
         return max(
             self._number(self.cost.vector_us(node)), self._pass_us(node) if self._materialised(node) else 0.0
         )
@@ -297,9 +297,17 @@ def fullest(
     for at, n in enumerate(order):
         if n in roots and roots[n] == frozenset((n,)) and n not in given:
             live += nbytes[n]
-        peak = max(peak, live)
+        peak = max(peak, live + _inside(n))
         live -= ends.get(at, 0)
     return peak
+
+
+def _inside(node: fx.Node) -> int:
+    """Bytes of what is made again inside of a computation that is done in tiles."""
+    if node.target is not ops.tiled:
+        return 0
+    tiling = facts.tiling(node)
+    return tiling.tile * tiling.row_bytes
 
 
 def held_bytes(backward: fx.Graph) -> int:
@@ -343,7 +351,8 @@ def remade(backward: fx.Graph, cost: CostModel, fused: bool) -> list[Remade]:
         if facts.aliased_inputs(n) and not listed:
             continue
         node = n.args[0] if listed else n
-        us = cost.vector_us(node) if fused and not cost.heavy(node) else cost.node_us(node)
+        light = fused and not cost.heavy(node) and node.target is not ops.tiled
+        us = cost.vector_us(node) if light else _node_us(cost, node)
         paid = at_hints(us, known) if not listed or n is next(iter(node.users)) else 0.0
         rows.append(
             Remade(n.name, dump.target_text(node), facts.module_path(n), facts.reason(n), _bytes(n), paid)
@@ -354,6 +363,10 @@ def remade(backward: fx.Graph, cost: CostModel, fused: bool) -> list[Remade]:
 def _bytes(node: fx.Node) -> int:
     val = facts.value(node)
     return facts.bytes_of(val) if isinstance(val, torch.Tensor) else 0
+
+
+def _node_us(cost: CostModel, node: fx.Node) -> Any:
+    return facts.tiling(node).us if node.target is ops.tiled else cost.node_us(node)
 
 
 def _symbolic(node: fx.Node) -> bool:

@@ -102,6 +102,10 @@ _ABSORBABLE = {
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
+def is_product(node: fx.Node) -> bool:
+    return node.target in _PRODUCTS
+
+
 def is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 

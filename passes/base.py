@@ -100,6 +100,9 @@ class Context:
         cuts: what was found for a copy of the same joint graph, by price of a byte (see ``choose_saved.py``); grows.
         forward_outputs: of a joint graph, how many of its outputs are forward's.
         fused: whether element-wise operators of a segment are fused.
+        tile_mlp: a budget asks for intermediates of MLPs to be made tile by tile. The same on every rank: backward then
+            gathers biases too.
+        mlp_bytes: then of at most so many bytes at a time; None: of as many as ``tile_bytes`` says.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -117,6 +120,8 @@ class Context:
     cuts: dict[float, frozenset[str]] = field(default_factory=dict)
     forward_outputs: int = 0
     fused: bool = False
+    tile_mlp: bool = False
+    mlp_bytes: int | None = None
 
 
 class Pass(Protocol):

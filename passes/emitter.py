@@ -25,6 +25,7 @@ class Emitter:
 
     def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
         self.graph, self.origin = graph, origin
+        self.made: list[fx.Node] = []
         self.mode = torch._guards.detect_fake_mode([facts.value(n) for n in graph.nodes])
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -39,6 +40,7 @@ class Emitter:
     def node(self, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
         """A node whose value is known."""
         node = self.graph.call_function(target, args, kwargs)
+        self.made.append(node)
         facts.set_value(node, val)
         for key in _COPIED:
             if key in self.origin.meta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from zero_compiler.ir import facts, ops
-from zero_compiler.ir.facts import TileOutput, Tiling
+from zero_compiler.ir.facts import ParamRef, TileOutput, Tiling
 
 from .base import Context
 from .emitter import Emitter
 
 aten = torch.ops.aten
-_LEAST = 16  # rows of a tile: with fewer, products are no faster than reading the weight
+LEAST_ROWS = 16  # rows of a tile: with fewer, products are no faster than reading the weight
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -60,17 +60,27 @@ class ExpandTiles:
             graph.erase_node(node)
 
 
-def finer(graph: fx.Graph) -> bool:
+def finer(graphs: Iterable[fx.Graph]) -> bool:
     """Cut every computation that is done in tiles into twice as many; False where none can be cut further."""
     found = False
-    for node in graph.find_nodes(op="call_function", target=ops.tiled):
+    for node in (n for g in graphs for n in g.find_nodes(op="call_function", target=ops.tiled)):
         tiling = facts.tiling(node)
         total = facts.hint(tiling.total)
         tiles = tiles_of(total, tiling.tile // 2)
-        if tiling.tile > _LEAST and tiles > tiling.tiles:
+        if tiling.tile > LEAST_ROWS and tiles > tiling.tiles:
             facts.set_tiling(node, replace(tiling, tiles=tiles))
             found = True
     return found
+
+
+def read_by_tiles(graph: fx.Graph) -> set[ParamRef]:
+    """Weights that are gathered whole because what is done in tiles reads them, of a graph with markers."""
+    made = facts.made_of_weights(graph)
+    out = set()
+    for node in graph.find_nodes(op="call_function", target=ops.tiled):
+        for mark in set().union(*(made[n] for n in node.all_input_nodes if n in made)):
+            out.add(ParamRef(mark.args[3], mark.args[4]))
+    return out
 
 
 def tiles_of(total: int, rows: int) -> int:

@@ -11,13 +11,14 @@ from torch import fx
 
 from zero_compiler.cost import reread_bytes, tile_rows
 from zero_compiler.ir import facts, ops
-from zero_compiler.ir.facts import TileOutput, Tiling
+from zero_compiler.ir.facts import Tiling
 
 from . import axes
 from .axes import Left, Rows, Summed
 from .base import Context
 from .emitter import Emitter
 from .expand_tiles import tiles_of
+from .tile_graph import constant, hoist, reached, tile_graph
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ class Head:
         self.pick: fx.Node | None = None  # the slice that chooses tokens
         self.inputs: dict[tuple[fx.Node, Rows | None], None] = {}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.tangents = _reached(
+        self.tangents = reached(
             [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
         )
         self._grow()
@@ -133,7 +134,7 @@ class Head:
                     todo.append(n)
                 elif need is not None and n in self.tangents:
                     raise Left("the loss is not reduced to one number inside of what is compiled")
-                elif not _constant(n):
+                elif not constant(n):
                     self.inputs[n, need] = None
 
     def _form(self, node: fx.Node) -> Rows | Summed:
@@ -155,7 +156,7 @@ class Head:
     def _check_order(self) -> None:
         """Nothing that the head needs comes of what it makes, but for the gradient of the loss."""
         made = set(self.nodes)
-        after = _reached(self.nodes) - made
+        after = reached(self.nodes) - made
         scalars: set[fx.Node] = set()
         entries = [n for n, _ in self.inputs if n in self.tangents]
         todo = list(entries)
@@ -220,7 +221,7 @@ class Head:
                     out = emit(aten.mul.Tensor, out, self.scale)
             for reader in self._readers(node):
                 reader.replace_input_with(node, out)
-        _hoist(tiled)
+        hoist(emit.made)
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         return [u for u in node.users if u not in self.rows and u not in self.sums]
@@ -282,50 +283,13 @@ class Head:
         return emit.reshaped(got, sizes)
 
     def _tiling(self, ctx: Context, results: Sequence[fx.Node]) -> Tiling:
-        graph = fx.Graph()
-        r = graph.placeholder("rows")
-        names = {given: graph.placeholder(given[0].name) for given in self.inputs}
-        made: dict[fx.Node, fx.Node] = {}
-        for node in self.nodes:
-            needs = axes.operands(node, self._form(node))
-            inside = [n for n in node.all_input_nodes if n in self.rows]
-
-            def tile(n: fx.Node, needs: dict[fx.Node, Rows | None] = needs) -> fx.Node:
-                if n not in made and (n, needs.get(n)) not in names:
-                    if not _constant(n):
-                        return n  # a size that the operator on a tile does not read; checked below
-                    made[n] = graph.node_copy(n, tile)
-                return made[n] if n in made else names[n, needs.get(n)]
-
-            span = self.rows[inside[0]] if inside else None
-            if node in self.sums and node.target in axes._PRODUCTS:
-                continue
-            made[node] = axes.on_tile(graph, node, self._form(node), span, tile, r)
-        for inner in graph.nodes:
-            for n in inner.all_input_nodes:
-                if n.graph is not graph:
-                    raise Left(f"%{n.name} is read in a way that is not known")
-        outs: list[fx.Node] = []
-        kinds: list[TileOutput] = []
-        for node in results:
-            if node in self.rows:
-                outs.append(made[node])
-                kinds.append(TileOutput(self.rows[node].at))
-            elif node in made:
-                outs.append(made[node])
-                kinds.append(TileOutput(None))
-            else:
-                needs = axes.operands(node, self.sums[node])
-                outs += [made[n] if n in made else names[n, needs[n]] for n in node.args]
-                kinds.append(TileOutput(None, product=True))
-        graph.output(outs)
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        graph, kinds = tile_graph(self.nodes, self.rows, self.sums, self.inputs, results)
         total = self._total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
         return Tiling(
             graph,
             inputs,
-            tuple(kinds),
+            kinds,
             total,
             tiles_of(facts.hint(total), self._tile_rows(ctx)),
             *self._sizes(),
@@ -347,24 +311,6 @@ class Head:
         return f"logits of {name_of(weight_of(self.head))}{where}", self.width * val.element_size(), again
 
 
-def _reached(start: Sequence[fx.Node]) -> set[fx.Node]:
-    """``start`` and all that depends on it."""
-    seen, todo = set(start), list(start)
-    while todo:
-        for user in todo.pop().users:
-            if user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return seen
-
-
-def _constant(node: fx.Node) -> bool:
-    """Made of nothing, and so as well inside of a tile."""
-    if node.op != "call_function" or not facts.is_pure(node):
-        return False
-    return all(_constant(n) for n in node.all_input_nodes)
-
-
 def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
     """Whether ``node`` is linear in those of its operands that depend on the gradient of the loss."""
     of = [a for a in node.args if isinstance(a, fx.Node) and a in tangents]
@@ -384,23 +330,13 @@ def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
     return t in _OF_FIRST and of == [node.args[0]]
 
 
-def _hoist(node: fx.Node) -> None:
-    """Move all that ``node`` reads, by itself or through others, to before it."""
-    todo, seen = [node], {node}
-    while todo:
-        reader = todo.pop()
-        for given in reader.all_input_nodes:
-            if reader < given:
-                reader.prepend(given)
-                seen.discard(given)
-            if given not in seen and given.op != "placeholder":
-                seen.add(given)
-                todo.append(given)
-
-
 def weight_of(node: fx.Node) -> fx.Node | None:
-    """The weight behind the second factor: a marker or an input of the graph, through views and casts of it."""
-    w = node.args[-1]
+    """The weight behind the second factor."""
+    return weight_behind(node.args[-1])
+
+
+def weight_behind(w: fx.Node) -> fx.Node | None:
+    """A marker or an input of the graph, through views and casts of it."""
     while w.op == "call_function" and w.target is not ops.unshard:
         if len(w.all_input_nodes) != 1:
             return None

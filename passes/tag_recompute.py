@@ -67,6 +67,8 @@ class TagRecompute:
         for node in derived:
             facts.tag_recompute(node, CheckpointPolicy.MUST_RECOMPUTE, REGION)
         for node in graph.find_nodes(op="call_function", target=ops.tiled):
+            if facts.user_region(node):
+                continue
             # What it makes for backward is made where the loss is.
             for kept in (node, *node.users):
                 facts.tag_recompute(kept, CheckpointPolicy.MUST_SAVE, 0)

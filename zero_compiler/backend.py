@@ -13,7 +13,7 @@ import torch._functorch.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from . import grads, passes, plain, tiling
+from . import grads, plain, tiling
 from .capture import Captured, check_outputs, lower_parameters
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
@@ -22,7 +22,6 @@ from .guards import guard_optimizers
 from .ir import ops
 from .loader import EngineLoader, Loader
 from .lowering import Lowering
-from .passes import run_passes
 from .program import Program
 from .report import Frame
 from .runtime.shards import LocalRows
@@ -182,9 +181,7 @@ class _FrameCompiler:
         state = self.state
         if state.fused:
             _inductor_joint_passes(gm, inputs)
-        run_passes(gm.graph, passes.INFERENCE, state.context("joint"), state.trace, state.dump_dir())
-        state.order_weights(gm.graph)
-        return self._phase(gm, "inference")
+        return self._phase(self.fitting.inference(gm), "inference")
 
     def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
         state = self.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,15 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from . import budget, live, passes, schedule, tiling
 from .cost import CostModel
-from .errors import ConfigError
+from .errors import ConfigError, MemoryBudgetError
 from .frame_state import FrameState
 from .ir import facts, spec
+from .ir.facts import ParamRef
 from .lowering import Lowering
 from .passes import run_passes
-from .saving import Phases, held_bytes, within_activations, within_memory
+from .saving import Cut, Phases, held_bytes, within_activations, within_memory
+
+_SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
 
 
 class Fitting:
@@ -57,16 +60,18 @@ class Fitting:
             return {"forward": forward, "backward": backward}
 
         graphs = cut(None)
+        if self._decided("mlp-activations") or self._decided("mlp-memory"):
+            self._tile_mlps(True)
+            graphs = cut(None)
         if activations is not None:
-            graphs = within_activations(cut, graphs, activations)
+            graphs = self._within_activations(cut, graphs, activations)
         if memory is not None and state.policies:
-            if not state.recompute and self._may_recompute(self._over_in_small_tiles(graphs, memory) > 0):
+            over = self._over_in_small_tiles(graphs, memory) > 0
+            if not state.recompute and self._agreed("recompute", over):
                 state.recompute = True
                 self._cuts.clear()
                 graphs = cut(None)  # backward gathers more weights now
-            graphs = within_memory(
-                cut, graphs, functools.partial(self._over_in_small_tiles, budget_bytes=memory)
-            )
+            graphs = self._within_memory(cut, graphs, memory)
         if state.config.partition_activations:
             self._partition_activations(graphs, kwargs["num_fwd_outputs"])
         if memory is not None and state.policies:
@@ -75,20 +80,114 @@ class Fitting:
         state.frame.remade = passes.remade(graphs["backward"].graph, CostModel(state.machine), state.fused)
         return graphs
 
+    def inference(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite the graph of a forward without gradients, within the budget of memory where that can be."""
+        state = self.state
+        budget_bytes = state.config.memory_budget_bytes
+        if budget_bytes is None or not state.policies:
+            return self._inferred(gm)
+        whole = self._inferred(facts.copy_module(gm))
+        if self._over_in_small_tiles({"inference": whole}, budget_bytes) <= 0:
+            return whole
+        state.tile_mlp = True  # what is gathered stays the same: no other rank need know of it
+        tiled = self._inferred(gm)
+        self._over_in_small_tiles({"inference": tiled}, budget_bytes)
+        return tiled
+
+    def _inferred(self, gm: fx.GraphModule) -> fx.GraphModule:
+        state = self.state
+        run_passes(gm.graph, passes.INFERENCE, state.context("joint"), state.trace, state.dump_dir())
+        state.order_weights(gm.graph)
+        return gm
+
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes."""
-        while (over := self.lowering.trial_peak(graphs) - budget_bytes) > 0 and passes.finer(
-            graphs["forward"].graph
-        ):
-            pass
+        while (over := self.lowering.trial_peak(graphs) - budget_bytes) > 0:
+            if not passes.finer([gm.graph for gm in graphs.values()]):
+                break
         return over
 
-    def _may_recompute(self, wanted: bool) -> bool:
-        """What was decided for all ranks, now or before."""
+    def _within_activations(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+        """Phases whose activations fit; with MLPs in tiles where rank 0 finds no others.
+
+        Raises:
+            MemoryBudgetError: there are none.
+        """
+        refused: MemoryBudgetError | None = None
+        if not self.state.tile_mlp:
+            try:
+                graphs = within_activations(cut, graphs, budget_bytes)
+            except MemoryBudgetError as error:
+                refused = error
+            if not self._agreed("mlp-activations", refused is not None):
+                if refused is not None:
+                    raise refused
+                return graphs
+        for nbytes in (budget_bytes // _SHARE, 0):  # of a tile; in the end as few as can be
+            self._tile_mlps(True, nbytes)
+            try:
+                return within_activations(cut, cut(None), budget_bytes)
+            except MemoryBudgetError as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
+    def _within_memory(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+        """Phases that fit, or those that come nearest; with MLPs in tiles where that serves rank 0 best.
+
+        Tiles of weights come later, and MLPs in tiles of tokens exclude them: so what those would bring is tried.
+        """
         state = self.state
-        key = schedule.key_of("recompute", list(state.units.values()))
-        decided = state.first.distances.get(key) or state.loader.decide(state.first, key, str(wanted))
-        return decided == str(True)
+        over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
+        whole = within_memory(cut, graphs, over)
+        if state.tile_mlp:
+            return whole
+        if self._decided("mlp-memory") is None and self.lowering.trial_peak(whole) > budget_bytes:
+            least, gathered = self._least_peak(whole, budget_bytes), state.backward_params
+            self._tile_mlps(True)
+            tiled = within_memory(cut, cut(None), over)
+            wanted = self.lowering.trial_peak(tiled) <= budget_bytes
+            wanted = wanted or budget_bytes < least > self._least_peak(tiled, budget_bytes)
+            if self._agreed("mlp-memory", wanted):
+                return tiled
+            self._tile_mlps(False)
+            state.backward_params = gathered
+            return whole
+        if not self._agreed("mlp-memory", False):
+            return whole
+        self._tile_mlps(True)
+        return within_memory(cut, cut(None), over)
+
+    def _tile_mlps(self, tiled: bool, nbytes: int | None = None) -> None:
+        self.state.tile_mlp, self.state.mlp_bytes = tiled, nbytes
+        self._cuts = {}
+
+    def _least_peak(self, graphs: Phases, budget_bytes: int) -> int:
+        """Predicted peak with weights in tiles, as small as the budget asks for."""
+        undecided = self._undecided(graphs)
+        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
+        tiling.forget(self.state.policies, undecided)
+        self.state.plan_again()
+        return peak
+
+    def _decided(self, what: str) -> bool | None:
+        """What was decided for all ranks before, if anything was."""
+        first = self.state.first
+        text = first.distances.get(self._key(what)) if first is not None else None
+        return None if text is None else text == str(True)
+
+    def _agreed(self, what: str, wanted: bool) -> bool:
+        """What was decided for all ranks, now by rank 0 or before."""
+        state = self.state
+        if state.first is None:
+            return wanted
+        before = self._decided(what)
+        if before is not None:
+            return before
+        return bool(state.loader.decide(state.first, self._key(what), str(wanted)) == str(True))
+
+    def _key(self, what: str) -> str:
+        return schedule.key_of(what, list(self.state.units.values()))
 
     def _partition_activations(self, graphs: Phases, num_outputs: int) -> None:
         """Once for what budgets have chosen: how often they choose again may differ between ranks."""
@@ -120,16 +219,33 @@ class Fitting:
         budget.keep(policies, state.params, state.backward_params or (), budget_bytes - memory.peak)
         state.plan_again()
 
-    def _tile_weights(self, graphs: Mapping[str, fx.GraphModule], budget_bytes: int) -> None:
+    def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
         """Gather the largest weights in tiles of half the bytes, and again, until the plan fits.
 
-        Decided once for a weight, by rank 0 for all.
+        Decided once for a weight, by rank 0 for all. Weights of MLPs that are done in tiles of tokens stay whole.
         """
         state = self.state
-        undecided = tiling.undecided(state.policies, state.params)
+        every, undecided = tiling.undecided(state.policies, state.params), self._undecided(graphs)
+        tiling.note(state.policies, [ref for ref in every if ref not in undecided], None)
         if not undecided:
             return
-        while self.lowering.trial_peak(graphs) > budget_bytes:
+        self._shrink_tiles(graphs, undecided, budget_bytes)
+        tiling.settle(state.policies, undecided)
+        state.plan_again()
+
+    def _undecided(self, graphs: Phases) -> list[ParamRef]:
+        """Weights of which tiles may be made for a budget."""
+        state = self.state
+        if state.config.tile_bytes is not None:
+            return []
+        tiled = [passes.read_by_tiles(gm.graph) for gm in graphs.values()] if state.tile_mlp else []
+        whole = frozenset().union(*tiled)
+        return [ref for ref in tiling.undecided(state.policies, state.params) if ref not in whole]
+
+    def _shrink_tiles(self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int) -> int:
+        """Make tiles of weights as small as the budget asks for; the peak that is left."""
+        state = self.state
+        while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
             limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
             before = state.params
             if limit < tiling.LEAST_BYTES:
@@ -138,8 +254,7 @@ class Fitting:
             state.plan_again()
             if state.params == before:
                 break
-        tiling.settle(state.policies, undecided)
-        state.plan_again()
+        return peak
 
     def lend_gradients(self) -> None:
         """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""

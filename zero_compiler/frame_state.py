@@ -59,6 +59,8 @@ class FrameState:
         self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
         # Backward may run costly operators again; then it gathers more weights, so all ranks hold to one answer.
         self.recompute = self.config.activation_budget_bytes is not None
+        # The same of MLPs in tiles of tokens: backward then gathers their biases too.
+        self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
 
@@ -148,6 +150,8 @@ class FrameState:
             self.fused and self.config.kernels == "auto",
             recompute=self.recompute,
             fused=self.fused,
+            tile_mlp=self.tile_mlp,
+            mlp_bytes=self.mlp_bytes,
         )
 
     def order_weights(self, graph: fx.Graph) -> None:

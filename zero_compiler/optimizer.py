@@ -156,7 +156,7 @@ class StreamedOptimizer(Optimizer, Done):
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
             for alike in entries.values()
-            for batch in _batches(alike, self._overlap is not None)
+            for batch in _batches(alike, self._overlap is not None or not group.get("fused"))
         ]
         self._units += new
         self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._units), default=0)
@@ -328,16 +328,17 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
     return str(tier)
 
 
-def _batches(entries: list[Entry], overlap: bool) -> Iterable[list[Piece]]:
+def _batches(entries: list[Entry], few: bool) -> Iterable[list[Piece]]:
     """Pieces of ``entries`` together, up to the size of a unit.
 
-    What rests where it is used takes no room, and is updated in one call, unless parts of it are to be updated early.
+    What rests where it is used passes through no buffer, and is updated in one call; unless with ``few`` parts of it
+    are to be updated early, or torch's kernels are not fused ones and make temporaries as large as what they update.
     """
     batch: list[Piece] = []
     nbytes = 0
     for entry in entries:
         for piece in pieces_of(entry, UNIT_BYTES):
-            more = max(piece.nbytes, local_of(entry.param).nbytes if overlap else 0)
+            more = max(piece.nbytes, local_of(entry.param).nbytes if few else 0)
             if batch and nbytes + more > UNIT_BYTES:
                 yield batch
                 batch, nbytes = [], 0

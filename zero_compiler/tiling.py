@@ -83,6 +83,12 @@ def note(policies: Mapping[str, Any], refs: Iterable[ParamRef], limit_bytes: int
         policies[ref.owner].tile_bytes[ref.name] = limit_bytes
 
 
+def forget(policies: Mapping[str, Any], refs: Iterable[ParamRef]) -> None:
+    """Undo :func:`note`: of these weights nothing is decided."""
+    for ref in refs:
+        policies[ref.owner].tile_bytes.pop(ref.name, None)
+
+
 def settle(policies: Mapping[str, Any], refs: Sequence[ParamRef]) -> None:
     """What rank 0 noted of these weights, for all ranks: what fits depends on the sizes of activations, which ranks
     may legally disagree about, and collectives must not."""

@@ -331,7 +331,8 @@ def _trained(drop: float, compute: str, steps: int = 3, **fields) -> list[torch.
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_losses_are_the_same_bits(drop):
     want = _trained(drop, "aten")
-    assert _trained(drop, "aten", activation_budget_bytes=int(least() * 1.3)) == want
+    budget = int(held(planned()) * 0.6)  # much is made again, and no MLP is done in tiles
+    assert _trained(drop, "aten", activation_budget_bytes=budget) == want
 
 
 @pytest.mark.slow

@@ -147,6 +147,7 @@ class Tiling:
         what: is computed, in words.
         row_bytes: what never exists whole, a row of it.
         reread_bytes: what every tile reads or writes again.
+        us: time of all products in it on the machine of the plan, at hints; 0 where that is not asked for.
     """
 
     graph: fx.Graph
@@ -157,6 +158,7 @@ class Tiling:
     what: str
     row_bytes: int
     reread_bytes: int
+    us: float = 0.0
 
     @property
     def tile(self) -> int:
@@ -182,6 +184,13 @@ def tag_recompute(node: fx.Node, policy: Any, graph_id: int) -> None:
 def user_region(node: fx.Node) -> bool:
     """True inside a ``torch.utils.checkpoint`` region of the user."""
     return "recompute" in node.meta
+
+
+def copy_region(src: fx.Node, dst: fx.Node) -> None:
+    """Have ``dst`` belong to the region of the user in which ``src`` is, if any."""
+    for key in ("recompute", "ac_graph_id"):
+        if key in src.meta:
+            dst.meta[key] = src.meta[key]
 
 
 def module_path(node: fx.Node) -> str:

@@ -1,0 +1,94 @@
+"""MLPs in tiles of tokens on two ranks: the losses of the whole, and what it takes, measured beside what was planned."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dist.spawn import run_ranks
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.runtime import _C
+
+pytestmark = pytest.mark.dist
+WIDTH, LAYERS, ROWS = 32, 2, 2048
+INTERMEDIATE = ROWS * 4 * WIDTH * 4  # bytes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+def _run(rank, rows=ROWS, **fields):
+    """Losses, the measured peak of the steps in bytes, and the report."""
+    torch._dynamo.reset()
+    gc.collect()
+    base = _C.meter_current()
+    torch.manual_seed(0)
+    model = zero.shard(Net(), stage=3, transport="c10d", **fields)
+    gc.collect()
+    _C.meter_reset_peak()
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    torch.manual_seed(1 + rank)
+    losses = []
+    for _ in range(3):
+        loss = step(torch.randn(rows, WIDTH))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, _C.meter_peak() - base, zero.inspect(model)
+
+
+def _budgets(rank, world):
+    _C.meter_install()
+    outside = ROWS * WIDTH * 4 * 2 + 65536  # the batch and eager code
+    want, free, told = _run(rank)
+    assert free <= told.memory.peak + outside
+    rows = []
+    for budget in (told.memory.peak * 2 // 3, told.memory.peak * 2 // 5):
+        got, measured, less = _run(rank, memory_budget_bytes=budget)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        assert measured <= less.memory.peak + outside <= budget + outside
+        rows.append((measured, "tiled: intermediate of h.1.up.weight, made again" in str(less)))
+    return rows
+
+
+def test_the_measured_peak_falls_below_one_whole_intermediate_with_its_gradient():
+    for (whole, was), (tiled, is_) in run_ranks(_budgets, 2):
+        assert (was, is_) == (False, True)
+        assert whole - tiled >= INTERMEDIATE
+        assert tiled < whole
+
+
+def _uneven(rank, world):
+    """Rank 0 has the long batch, and asks for tiles; rank 1 follows with its short one."""
+    _, _, told = _run(rank)
+    budget = told.memory.peak * 2 // 5
+    _, _, told = _run(rank, rows=ROWS if rank == 0 else ROWS // 8, memory_budget_bytes=budget)
+    return "tiled: intermediate of h.1.up.weight, made again" in str(told)
+
+
+def test_ranks_with_batches_of_different_sizes():
+    assert run_ranks(_uneven, 2) == [True, True]

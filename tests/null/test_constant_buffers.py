@@ -1,0 +1,187 @@
+"""Temporary buffers do not grow with the model, and what lives long lies apart from what lives short: the constant
+buffers (CB) and memory defragmentation (MD) of ZeRO-R (Rajbhandari et al. 2020, section 6).
+
+Every bound is shown on a model and on one of ten times the layers.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_compiler as zero
+from zero_compiler.live import moments
+from zero_compiler.planning import plan, report
+from zero_compiler.program import Gather, Program, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.report import Frame
+from zero_compiler.runtime import _C
+from zero_compiler.transport import Transport
+
+WIDTH, TOKENS, LAYERS = 32, 16, 4  # from four layers on as much is under way as ever will be
+LAYER = (2 * WIDTH * WIDTH + 3 * WIDTH) * 4 + 2 * WIDTH * WIDTH * 4  # bytes of a block's parameters
+POOLS = ("transient_bytes", "slots_bytes", "own_bytes", "host_bytes")
+SHARED = "in shared memory"
+CONFIGS = {
+    "stage 3": {},
+    "stage 2": {"stage": 2},
+    "cast": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "files": {"offload_params": "nvme", "offload_grads": "nvme", "bucket_bytes": 0},
+    "tiles": {"tile_bytes": WIDTH * WIDTH * 4},
+    f"stage 3, {SHARED}": {},
+    f"cast, {SHARED}": {"param_dtype": torch.bfloat16, "bucket_bytes": 0},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x.square().mean()
+
+
+def planned(layers: int, grad: bool = True, **fields) -> Frame:
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        (frame,) = plan(
+            Net(layers), (torch.ones(TOKENS, WIDTH),), 2, **{"bucket_bytes": LAYER // 2, **fields}
+        )
+    return frame
+
+
+def lifetimes(program: Program) -> dict[str, set[str]]:
+    """For each pool, how long live what the Program puts there: "short" ends in this call, "long" does not."""
+    ends = {(type(i), i.index) for i in program.instrs if isinstance(i, (Release, WaitGather, WaitReduce))}
+    out: dict[str, set[str]] = {}
+    for instr in program.instrs:
+        if isinstance(instr, Gather) and not (g := program.gathers[instr.index]).home:
+            life = "short" if (Release, instr.index) in ends else "long"
+            out.setdefault("kept" if g.kept else "slots" if g.shared else "transient", set()).add(life)
+            if g.staging >= 0:
+                out.setdefault("transient", set()).add(
+                    "short" if (WaitGather, instr.index) in ends else "long"
+                )
+            if g.fetched:
+                out.setdefault("host", set()).add("short" if (WaitGather, instr.index) in ends else "long")
+        elif isinstance(instr, Reduce) and (r := program.reduces[instr.index]).staging >= 0:
+            pool = "own" if r.shared else "transient"
+            out.setdefault(pool, set()).add("short" if (WaitReduce, instr.index) in ends else "long")
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", CONFIGS)
+def test_arenas_are_as_large_at_ten_times_the_layers(of, tmp_path, monkeypatch):
+    """Gathered weights, casts of them, staging of reductions, and chunks of files."""
+    monkeypatch.setattr(Transport, "shared", SHARED in of)
+    fields = dict(CONFIGS[of])
+    if "offload_params" in fields:
+        fields["nvme_dir"] = str(tmp_path)
+    few, many = planned(LAYERS, **fields), planned(10 * LAYERS, **fields)
+    for phase, program in few.programs.items():
+        sizes = {pool: getattr(program, pool) for pool in POOLS}
+        assert sizes == {pool: getattr(many.programs[phase], pool) for pool in POOLS}
+        # Three buckets are under way at most, of the two copies that a bucket of two ranks takes.
+        assert program.buffer_bytes <= 3 * 2 * LAYER + 4096
+        for pool, lives in lifetimes(many.programs[phase]).items():
+            assert lives == {"long" if pool == "kept" else "short"}, (phase, pool)
+    assert sum(getattr(p, pool) for p in few.programs.values() for pool in POOLS) > 0
+
+
+@pytest.mark.slow
+def test_weights_that_a_budget_keeps_lie_apart_from_those_that_it_does_not():
+    peak = report(Net(LAYERS), (torch.ones(TOKENS, WIDTH),), 2, bucket_bytes=0).memory.peak
+    frame = planned(LAYERS, bucket_bytes=0, memory_budget_bytes=peak + LAYER)
+    seen = [lifetimes(p) for p in frame.programs.values()]
+    assert {pool for s in seen for pool in s} >= {"kept", "transient"}
+    for s in seen:
+        assert s.get("kept", {"long"}) == {"long"}
+        assert s.get("transient", {"short"}) == {"short"}
+
+
+@pytest.mark.slow
+def test_a_forward_without_gradients_holds_as_much_at_ten_times_the_layers():
+    few, many = (planned(n, grad=False).programs["inference"] for n in (LAYERS, 10 * LAYERS))
+    assert max(few.live) == max(many.live)
+
+
+@pytest.mark.slow
+def test_beside_gradients_and_what_is_saved_a_step_holds_as_much_at_ten_times_the_layers():
+    """With every block in a region of ``torch.utils.checkpoint``, its input is what is saved of it."""
+    most = []
+    for layers in (LAYERS, 10 * LAYERS):
+        programs = planned(layers).programs
+        most.append({phase: max(m.others for m in moments(p)) for phase, p in programs.items()})
+    few, many = most
+    assert many["backward"] - few["backward"] == 9 * LAYERS * TOKENS * WIDTH * 4
+    assert many["forward"] - few["forward"] == 9 * LAYERS * TOKENS * WIDTH * 4
+
+
+# Eager code: optimizers and norms -------------------------------------------------------------------------------
+
+
+def taken(layers: int, make, run, dtype=torch.float32) -> tuple[int, int]:
+    """Bytes that ``run`` takes at most while it runs, once states are there; and the number of parameters."""
+    model = zero.shard(Net(layers).to(dtype))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer = make(model)
+    for _ in range(2):  # the first makes what lives long
+        gc.collect()
+        base = _C.meter_current()
+        _C.meter_reset_peak()
+        run(model, optimizer)
+        most = _C.meter_peak() - base
+    return most, len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("kw", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_an_optimizer_makes_no_temporaries_of_the_size_of_the_model(kw, monkeypatch):
+    """A unit's at most: torch's ``foreach`` kernels hold square roots of all second moments that they are given."""
+    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", LAYER)
+    _C.meter_install()
+
+    def make(model):
+        return zero.optimizer(torch.optim.AdamW, model, lr=1e-3, **kw)
+
+    (few, _), (many, count) = (taken(n, make, lambda m, o: o.step()) for n in (LAYERS, 10 * LAYERS))
+    assert many <= few + 64 * count  # numbers of a step, one a parameter
+    assert few <= 3 * LAYER
+
+
+def test_the_buffers_of_states_in_files_are_as_large_at_ten_times_the_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", LAYER)
+    sizes = []
+    for layers in (LAYERS, 10 * LAYERS):
+        model = zero.shard(Net(layers), offload_optimizer="nvme", nvme_dir=str(tmp_path))
+        sizes.append(zero.optimizer(torch.optim.AdamW, model, lr=1e-3).buffer_bytes)
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clipping_takes_a_few_numbers_a_parameter(dtype):
+    _C.meter_install()
+
+    def clip(model, _):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    few, many = (taken(n, lambda m: None, clip, dtype) for n in (LAYERS, 10 * LAYERS))
+    assert many[0] <= few[0] + 64 * many[1]
+    assert few[0] < LAYER
