@@ -13,8 +13,10 @@ from .expand_tiles import ExpandTiles, finer, read_by_tiles
 from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
+from .offload_activations import OffloadActivations, offloaded
 from .partition_activations import PartitionActivations
 from .pick_kernels import PickKernels
+from .place_offloads import PlaceOffloads
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
 from .tile_loss import TileLoss
@@ -45,6 +47,7 @@ PHASE: list[tuple[Pass, str]] = [
     (PlaceStarts(), "lowered"),
     (ExpandTiles(), "lowered"),
     (PickKernels(), "lowered"),
+    (PlaceOffloads(), "lowered"),
     (InsertReleases(), "scheduled"),
 ]
 
@@ -62,9 +65,11 @@ __all__ = [
     "LowerMarkers",
     "MergeMarkers",
     "ParamPlan",
+    "OffloadActivations",
     "PartitionActivations",
     "Pass",
     "PickKernels",
+    "PlaceOffloads",
     "PlaceStarts",
     "Remade",
     "TagRecompute",
@@ -76,6 +81,7 @@ __all__ = [
     "finer",
     "gathered_in_backward",
     "held_bytes",
+    "offloaded",
     "order_of_use",
     "read_by_tiles",
     "remade",

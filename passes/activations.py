@@ -6,8 +6,9 @@ Not a rewrite: the analysis of the joint graph on which `choose_saved.py` decide
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +33,15 @@ _NS = 1000  # capacities are whole nanoseconds: sums of them are exact, and equa
 
 @dataclass(frozen=True)
 class Choice:
-    """``again`` is made once more in backward, ``saved`` is handed to it.
+    """``again`` is made once more in backward, ``saved`` is handed to it, and ``away`` comes back from files.
 
-    ``us`` is the time that making again takes, ``saved_bytes`` what is held between the phases, and ``peak_bytes``
-    the most that backward holds at once of what forward made, or what was made again of it.
+    ``us`` is the time that this takes, ``saved_bytes`` what is held between the phases, and ``peak_bytes`` the most
+    that backward holds at once of what forward made, or what was made again of it.
     """
 
     again: frozenset[fx.Node]
     saved: frozenset[fx.Node]
+    away: frozenset[fx.Node]
     us: float
     saved_bytes: int
     peak_bytes: int
@@ -57,6 +59,7 @@ class Activations:
             saving it a pass over memory.
         small_bytes: weights smaller than this are gathered in backward whatever it reads.
         known: by price, what was found for a copy of the graph; grows.
+        away_us: time that it costs to keep a value in a file between the phases; None where it cannot be kept there.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Activations:
         small_bytes: int,
         recompute: bool,
         known: dict[float, frozenset[str]] | None = None,
+        away_us: Callable[[fx.Node], float | None] = lambda node: None,
     ) -> None:
         self.cost, self.fused = cost, fused
         self._cuts = {} if known is None else known
@@ -110,6 +114,17 @@ class Activations:
         }
         self.held = {n for n in self.forward if n not in self.forced and not self._can_be_made_again(n)}
         self.us = {n: self._us(n) for n in self.forward}
+        # What the caller holds is there anyway.
+        others = {r for n in (*returned, *late) for r in self.roots.get(n, ())}
+        self.away_us = {
+            n: us
+            for n in self.forward
+            if n.op == "call_function"
+            and self.savable(n)
+            and n not in others
+            and n not in self.forced
+            and (us := away_us(n)) is not None
+        }
         self._live = {n for n in _behind(self.wanted) if n in self.place}
 
     @functools.cached_property
@@ -174,16 +189,17 @@ class Activations:
             if us_per_byte not in self._cuts:
                 self._cuts[us_per_byte] = frozenset(n.name for n in self.cheapest(us_per_byte))
             names = self._cuts[us_per_byte]
-            self._at[us_per_byte] = self.choice(frozenset(n for n in self.forward if n.name in names))
+            again = frozenset(n for n in self.forward if n.name in names)
+            self._at[us_per_byte] = self.choice(again, self._cheaper_away(us_per_byte))
         return self._at[us_per_byte]
 
     def cheapest(self, us_per_byte: float) -> frozenset[fx.Node]:
         """What to make again so that time, and bytes held at a price of ``us_per_byte``, cost least together.
 
-        One minimum cut: a value that backward wants is either saved, at the price of its bytes, or made again, at
-        that of its operator, from inputs that backward then wants too (the network of torch's
-        `min_cut_rematerialization_partition`, with a price on what that forbids to make again). Of many equal layers
-        three are in the network, and the one in the middle decides for those that are not.
+        One minimum cut: a value that backward wants is either saved, at the price of its bytes or of keeping it in a
+        file, whichever is less, or made again, at that of its operator, from inputs that backward then wants too (the
+        network of torch's `min_cut_rematerialization_partition`, with a price on what that forbids to make again). Of
+        many equal layers three are in the network, and the one in the middle decides for those that are not.
         """
         net = nx.DiGraph()
         source, sink = -1, -2
@@ -198,8 +214,9 @@ class Activations:
             elif price := round(self.us[n] * _NS):
                 net.add_edge(source, enter, capacity=price)
             if leave != enter:
-                to_save = (self._save_us(n) + us_per_byte * self.bytes[n]) * _NS
-                net.add_edge(enter, leave, capacity=round(to_save))
+                held_us = us_per_byte * self.bytes[n]
+                to_save = self._save_us(n) + min(held_us, self.away_us.get(n, held_us))
+                net.add_edge(enter, leave, capacity=round(to_save * _NS))
             if n in self.wanted:
                 net.add_edge(leave, sink)
         for u in self._distinct:
@@ -213,6 +230,10 @@ class Activations:
             n for n in self.forward if n in self._live and 2 * self.place[self._stand_in.get(n, n)] in again
         )
 
+    def _cheaper_away(self, us_per_byte: float) -> frozenset[fx.Node]:
+        """What is cheaper in a file than in memory."""
+        return frozenset(n for n, us in self.away_us.items() if us <= us_per_byte * self.bytes[n])
+
     def _kind(self, node: fx.Node) -> tuple[Any, ...]:
         """All that a network says of a node."""
         return (
@@ -225,10 +246,14 @@ class Activations:
             node in self.wanted,
             node in self._live,
             self.savable(node),
+            self.away_us.get(node),
         )
 
-    def choice(self, again: Collection[fx.Node]) -> Choice:
-        """What follows from making ``again`` once more, with the views and lists in between."""
+    def choice(self, again: Collection[fx.Node], away: Collection[fx.Node] = frozenset()) -> Choice:
+        """What follows from making ``again`` once more, with the views and lists in between.
+
+        Of what is saved then, ``away`` waits in files.
+        """
         made: set[fx.Node] = set()
         saved: set[fx.Node] = set()
         todo = list(self.wanted)
@@ -241,19 +266,27 @@ class Activations:
                 todo += [i for i in n.all_input_nodes if i in self.place]
             else:
                 saved.add(n)
-        us = sum(self.us[n] for n in made)
+        gone = {n for n in saved if n in away and n in self.away_us}
+        saved -= gone
+        us = sum(self.us[n] for n in made) + sum(self.away_us[n] for n in gone)
         kept = sum(self.bytes[n] for n in saved)
-        return Choice(frozenset(made), frozenset(saved), us, kept, self._peak(made, saved))
+        peak = self._peak(made, saved, gone)
+        return Choice(frozenset(made), frozenset(saved), frozenset(gone), us, kept, peak)
 
-    def _peak(self, made: Collection[fx.Node], saved: Iterable[fx.Node]) -> int:
-        """Bytes at the fullest moment of backward, in the order of autograd: what is wanted is made just before."""
+    def _peak(self, made: Collection[fx.Node], saved: Iterable[fx.Node], away: Collection[fx.Node]) -> int:
+        """Bytes at the fullest moment of backward, in the order of autograd: what is wanted is there just before."""
+        late = {*made, *away}
+
+        def behind(node: fx.Node) -> list[fx.Node]:
+            return [i for i in node.all_input_nodes if i in late] if node not in away else []
+
         order: list[fx.Node] = []
         done: set[fx.Node] = set()
         for node in self.backward:
-            todo = [i for i in node.all_input_nodes if i in made]
+            todo = behind(node)
             while todo:
                 n = todo[-1]
-                rest = [i for i in n.all_input_nodes if i in made and i not in done] if n not in done else []
+                rest = [i for i in behind(n) if i not in done] if n not in done else []
                 if rest:
                     todo += rest
                     continue
@@ -262,7 +295,11 @@ class Activations:
                     done.add(n)
                     order.append(n)
             order.append(node)
-        return fullest(order, self.roots, self.bytes, {r for s in saved for r in self.roots[s]})
+        # While one is used, the next one is read.
+        wants = [at for at, n in enumerate(order) if n in away]
+        for one, following in itertools.pairwise(wants):
+            order.insert(one + 1, order.pop(following))
+        return fullest(order, self.roots, self.bytes, {r for s in saved for r in self.roots[s]}, away)
 
 
 def storages(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
@@ -282,11 +319,13 @@ def fullest(
     roots: Mapping[fx.Node, frozenset[fx.Node]],
     nbytes: Mapping[fx.Node, int],
     given: Collection[fx.Node],
+    away: Collection[fx.Node] = (),
 ) -> int:
-    """Most bytes of ``roots`` alive at once while ``order`` runs; ``given`` is alive when it begins."""
+    """Most bytes of ``roots`` alive at once while ``order`` runs; ``given`` is alive when it begins, and ``away`` comes
+    from elsewhere."""
     last: dict[fx.Node, int] = {}
     for at, n in enumerate(order):
-        for used in (n, *n.all_input_nodes):
+        for used in (n, *(() if n in away else n.all_input_nodes)):
             for r in roots.get(used, ()):
                 last[r] = at
     ends: dict[int, int] = {}
@@ -318,7 +357,8 @@ def held_bytes(backward: fx.Graph) -> int:
     own = [n for n in backward.nodes if n not in tangents and n.op != "output"]
     roots = storages(own)
     given = {n for n in own if n.op == "placeholder"}
-    free = {n for n in given if str(n.target).startswith("primals")} | set(weights)
+    tickets = {n.args[0] for n in backward.find_nodes(op="call_function", target=ops.restore)}
+    free = {n for n in given if str(n.target).startswith("primals")} | set(weights) | tickets
     owner, saved = facts.saved_storages(backward)
     roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in roots.items()}
     nbytes = {n: 0 if n in free else saved.get(n, _bytes(n)) for n in own}
@@ -348,7 +388,7 @@ def remade(backward: fx.Graph, cost: CostModel, fused: bool) -> list[Remade]:
         if n.op != "call_function" or n in tangents or n in weights or not isinstance(val, torch.Tensor):
             continue
         listed = n.target is operator.getitem
-        if facts.aliased_inputs(n) and not listed:
+        if n.target is ops.restore or facts.aliased_inputs(n) and not listed:
             continue
         node = n.args[0] if listed else n
         light = fused and not cost.heavy(node) and node.target is not ops.tiled

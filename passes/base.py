@@ -103,6 +103,7 @@ class Context:
         tile_mlp: a budget asks for intermediates of MLPs to be made tile by tile. The same on every rank: backward then
             gathers biases too.
         mlp_bytes: then of at most so many bytes at a time; None: of as many as ``tile_bytes`` says.
+        away: saved values may wait in files; those named cost no time there. None: they may not.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -122,6 +123,7 @@ class Context:
     fused: bool = False
     tile_mlp: bool = False
     mlp_bytes: int | None = None
+    away: frozenset[str] | None = None
 
 
 class Pass(Protocol):

@@ -14,6 +14,7 @@ from zero_compiler.ir import facts
 
 from .activations import Activations, Choice
 from .base import Context
+from .offload_activations import may_move, move_us
 from .tag_recompute import REGION
 
 _CUTS = 24  # minimum cuts at most, each at another price
@@ -57,8 +58,21 @@ class ChooseSaved:
             small_bytes=ctx.bucket_bytes,
             recompute=ctx.recompute,
             known=ctx.cuts,
+            away_us=_away_us(ctx),
         )
         tag(acts, choose(acts, ctx.activation_bytes))
+
+
+def _away_us(ctx: Context) -> Callable[[fx.Node], float | None]:
+    """Time that it costs to keep a value in a file: nothing where the lane hides it."""
+    free, machine = ctx.away, ctx.machine
+
+    def us(node: fx.Node) -> float | None:
+        if free is None or machine is None or not may_move(node, machine):
+            return None
+        return 0.0 if node.name in free else move_us(node, machine)
+
+    return us
 
 
 def choose(acts: Activations, budget_bytes: int) -> Choice:
@@ -73,6 +87,9 @@ def choose(acts: Activations, budget_bytes: int) -> Choice:
 
     found = _frontier(acts, worth_a_look)
     fits = [c for c in found if c.peak_bytes <= budget_bytes]
+    if not fits and acts.away_us:
+        found = _all(acts)
+        fits = [c for c in found if c.peak_bytes <= budget_bytes]
     if not fits:
         least = _smallest(acts)
         if least.peak_bytes > budget_bytes:
@@ -105,9 +122,21 @@ def _frontier(acts: Activations, worth_a_look: Callable[[Choice, Choice], bool])
         if b.saved_bytes >= a.saved_bytes or b.us <= a.us or not worth_a_look(a, b):
             continue
         c = acts.at((b.us - a.us) / (a.saved_bytes - b.saved_bytes))
-        if c.again not in (a.again, b.again) and b.saved_bytes < c.saved_bytes < a.saved_bytes:
+        if (c.again, c.away) not in (
+            (a.again, a.away),
+            (b.again, b.away),
+        ) and b.saved_bytes < c.saved_bytes < a.saved_bytes:
             found.append(c)
             todo += [(a, c), (c, b)]
+    return sorted(found, key=lambda c: (-c.saved_bytes, c.us))
+
+
+def _all(acts: Activations) -> list[Choice]:
+    """The whole frontier, and each choice of it with all that can be in files: where these are slow, a cut makes again
+    what is small, and knows nothing of the peak while it is made."""
+    found = _frontier(acts, lambda fast, small: True)
+    if acts.away_us:
+        found += [acts.choice(c.again, acts.away_us) for c in found]
     return sorted(found, key=lambda c: (-c.saved_bytes, c.us))
 
 
@@ -116,11 +145,11 @@ def _smallest(acts: Activations) -> Choice:
 
     To save less than it does is to make longer chains again, which pays as long as these are not the peak.
     """
-    found = _frontier(acts, lambda fast, small: True)
+    found = _all(acts)
     best = min(found, key=lambda c: c.peak_bytes)
     less = [c for c in found if c.saved_bytes < best.saved_bytes][:1]
-    for part in [p for c in less for p in _parts(acts, best.again ^ c.again)][:_TRIALS]:
-        tried = acts.choice(best.again ^ part)
+    for goal, part in [(c, p) for c in less for p in _parts(acts, best, c)][:_TRIALS]:
+        tried = _moved(acts, best, goal, part)
         if tried.peak_bytes < best.peak_bytes:
             best = tried
     return best
@@ -131,24 +160,31 @@ def _toward(acts: Activations, start: Choice, goal: Choice, budget_bytes: int) -
 
     Between two neighbours of the frontier lie the choices that save a tensor in some layers and not in others.
     """
-    parts = _parts(acts, start.again ^ goal.again)
+    parts = _parts(acts, start, goal)
     best, fit, over = start, 0, len(parts)
     while over - fit > 1:
         some = (fit + over) // 2
-        tried = acts.choice(start.again ^ frozenset().union(*parts[:some]))
+        tried = _moved(acts, start, goal, frozenset().union(*parts[:some]))
         if tried.peak_bytes <= budget_bytes:
             best, fit = tried, some
         else:
             over = some
     for part in parts[fit + 1 :][:_SINGLE]:
-        tried = acts.choice(best.again ^ part)
+        tried = _moved(acts, best, goal, part)
         if tried.peak_bytes <= budget_bytes and tried.us < best.us:
             best = tried
     return best
 
 
-def _parts(acts: Activations, nodes: frozenset[fx.Node]) -> list[frozenset[fx.Node]]:
-    """Connected parts of ``nodes``, in the order of the graph."""
+def _moved(acts: Activations, start: Choice, goal: Choice, part: frozenset[fx.Node]) -> Choice:
+    """``start``, and for the values in ``part`` as ``goal`` has it."""
+    again, away = ((a - part) | (b & part) for a, b in ((start.again, goal.again), (start.away, goal.away)))
+    return acts.choice(again, away)
+
+
+def _parts(acts: Activations, a: Choice, b: Choice) -> list[frozenset[fx.Node]]:
+    """Connected parts of the values that two choices treat differently, in the order of the graph."""
+    nodes = (a.again ^ b.again) | (a.away ^ b.away)
     out: list[frozenset[fx.Node]] = []
     seen: set[fx.Node] = set()
     for first in sorted(nodes, key=acts.place.__getitem__):
@@ -173,5 +209,7 @@ def tag(acts: Activations, choice: Choice) -> None:
         if n in choice.again or n in acts.forced:
             facts.set_reason(n, "a region of torch.utils.checkpoint" if n in acts.forced else "the budget")
             facts.tag_recompute(n, CheckpointPolicy.MUST_RECOMPUTE, REGION)
-        elif n in choice.saved:
+        elif n in choice.saved or n in choice.away:
             facts.tag_recompute(n, CheckpointPolicy.MUST_SAVE, 0)
+        if n in choice.away:
+            facts.send_away(n)

@@ -13,6 +13,7 @@ from zero_compiler.errors import ShardError
 from zero_compiler.runtime import _C
 
 from .aio import buffer
+from .parcels import Moves, Parcels
 from .stores import Region, region_of
 
 
@@ -46,6 +47,7 @@ class ModelRuntime:
             self.own = self.engine.add_shared_arena(0, "own")
         # Into which files are read: on the host, and grown while nothing is under way.
         self.host = buffer(0)
+        self.parcels = Parcels(self._policy)
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
         self._chunks: dict[str, tuple[int, torch.Tensor]] = {}
@@ -88,6 +90,16 @@ class ModelRuntime:
             home = homes[name]
             if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
                 home.copy_(self.flat_chunks([name])[0])
+
+    def moves(self, program: Any) -> Moves:
+        """What carries the activations of a Program to files and back; has a file ready where that is its first use.
+
+        Raises:
+            StorageError: there is no room for it.
+        """
+        if program.phase == "forward":
+            self.parcels.reserve(program.file_bytes)
+        return Moves(self.parcels, program.offloads, program.file_bytes, lambda: self.host)
 
     def grow_host(self, nbytes: int) -> None:
         """Make the pool on the host at least ``nbytes`` large."""

@@ -18,15 +18,20 @@ from zero_compiler.ir.facts import ParamRef
 from zero_compiler.layout import Layout
 from zero_compiler.program import (
     Compute,
+    Discard,
     Fetch,
     Gather,
     GatherDesc,
+    Offload,
     Program,
     Reduce,
     ReduceDesc,
     Release,
+    Restore,
     WaitFetch,
     WaitGather,
+    WaitOffload,
+    WaitRestore,
 )
 
 # All bits set: NaN in every floating dtype, and no likely value in the others.
@@ -50,6 +55,9 @@ class Rank:
     def __init__(self, chunks: Mapping[ParamRef, torch.Tensor]) -> None:
         self.chunks = dict(chunks)
         self._arenas: dict[str, torch.Tensor] = {}
+        self.files: dict[tuple[int, int], torch.Tensor] = {}
+        self.tickets = 0
+        self.moving: dict[str, int] = {}
 
     def arena(self, pool: str, nbytes: int) -> torch.Tensor:
         """Bytes of a pool ("transient" or "kept"), at least ``nbytes`` of them."""
@@ -119,6 +127,9 @@ class Reference:
                 for k, (rank, env) in enumerate(zip(self.ranks, envs, strict=True)):
                     sent = inputs_of[k - k % self.world :][: self.world]
                     _write(env, instr.outs, self._gather_end(rank, p.gathers[instr.index], sent))
+            elif isinstance(instr, (Offload, WaitOffload, Restore, WaitRestore, Discard)):
+                for rank, env in zip(self.ranks, envs, strict=True):
+                    self._activation(rank, env, instr)
             elif isinstance(instr, Release):
                 for rank, env in zip(self.ranks, envs, strict=True):
                     for slot in self._slots(rank, p.gathers[instr.index]):
@@ -216,6 +227,30 @@ class Reference:
             out.append(full[: _numel(shape)].view(shape))
             at += numel
         return out
+
+    def _activation(self, rank: Rank, env: list[Any], instr: Any) -> None:
+        """Files are a dictionary by ticket and place; written when the wait is over, read likewise."""
+        o = self.program.offloads[instr.index]
+        raw = rank.arena("host", self.program.host_bytes)[o.offset : o.offset + o.nbytes]
+        slot = raw.view(_dtype(o.dtype)).as_strided(o.shape, o.stride)
+        if isinstance(instr, Offload):
+            slot.copy_(_read(env, instr.ins[0]))
+            rank.tickets += 1
+            env[instr.outs[0]] = torch.tensor([rank.tickets])
+            rank.moving[o.name] = rank.tickets
+            _free(env, instr.free)
+        elif isinstance(instr, WaitOffload):
+            rank.files[rank.moving.pop(o.name), o.where] = raw.clone()
+            raw.fill_(_POISON)
+        elif isinstance(instr, Restore):
+            raw.fill_(_POISON)
+            rank.moving[o.name] = int(_read(env, instr.ins[0]))
+        elif isinstance(instr, WaitRestore):
+            raw.copy_(rank.files[rank.moving.pop(o.name), o.where])
+            env[instr.outs[0]] = slot
+        else:
+            raw.fill_(_POISON)
+            _free(env, instr.values)
 
     # Reductions --------------------------------------------------------------------------------------------
 

@@ -150,8 +150,6 @@ class Config:
                 continue
             if tier not in TIERS:
                 raise ConfigError(f"{name} must be one of {', '.join(TIERS)}, not {tier!r}")
-            if tier == "nvme" and name == "offload_activations":
-                raise ConfigError(f'{name}="nvme" is not available in this version; use "none" or "host"')
             if tier == "nvme" and self.nvme_dir is None:
                 raise ConfigError(f'{name}="nvme" needs nvme_dir, the directory for its files')
         if self.offload_params == "nvme" and self.stage != 3:

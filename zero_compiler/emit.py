@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -14,7 +14,21 @@ from .fetches import Fetches
 from .ir import facts, ops
 from .ir.facts import ParamRef
 from .live import live_bytes
-from .program import Compute, Gather, Instr, Program, Reduce, Release, WaitGather, WaitReduce
+from .program import (
+    Compute,
+    Discard,
+    Gather,
+    Instr,
+    Offload,
+    Program,
+    Reduce,
+    Release,
+    Restore,
+    WaitGather,
+    WaitOffload,
+    WaitReduce,
+    WaitRestore,
+)
 from .slots import plan_slots
 from .verify import verify_program
 
@@ -52,6 +66,7 @@ def emit(
     gathers: list[dict[str, Any]] = []
     reduces: list[dict[str, Any]] = []
     index_of: dict[fx.Node, int] = {}
+    offloads: list[dict[str, Any]] = []
     fetches = Fetches(steps, params)
     segments: list[SegmentGraph] = []
     modules: list[str] = []
@@ -109,10 +124,35 @@ def emit(
             instrs.append(Release(index_of[start], tuple(number(w) for w in weights)))
             reads.append([])
 
+        elif step.target in (ops.offload, ops.restore):
+            index = index_of[step] = len(offloads)
+            away, where = facts.away(step), step.args[2]
+            value = facts.value(step.args[0] if step.target is ops.offload else step)
+            offloads.append({"away": away, "where": where, "value": value, "start": len(instrs)})
+            source = (number(step.args[0]),)
+            if step.target is ops.offload:
+                instrs.append(Offload(index, source, (number(step),), ()))
+            else:
+                instrs.append(Restore(index, source))
+            reads.append([step.args[0]])
+        elif step.target is ops.offloaded:
+            index = index_of[step.args[0]]
+            offloads[index]["end"] = len(instrs)
+            instrs.append(WaitOffload(index))
+            reads.append([])
+        elif step.target is ops.restored:
+            instrs.append(WaitRestore(index_of[step.args[0]], (number(step),)))
+            reads.append([])
+        elif step.target is ops.discard:
+            index = index_of[step.args[0].args[0]]
+            offloads[index]["end"] = len(instrs)
+            instrs.append(Discard(index, (number(step.args[0]),)))
+            reads.append([])
+
     outputs = [number(n) if isinstance(n, fx.Node) else None for n in returned]
     instrs = _with_frees(instrs, reads, numbers, output)
-    gather_descs, reduce_descs, sizes = plan_slots(
-        gathers, reduces, params, kept_offsets, len(instrs), fetches.starts
+    gather_descs, reduce_descs, offload_descs, sizes = plan_slots(
+        gathers, reduces, params, kept_offsets, len(instrs), fetches.starts, offloads
     )
     program = Program(
         phase=phase,
@@ -129,6 +169,7 @@ def emit(
         slots_ranks=max((p.world for p in params.values()), default=1),
         own_bytes=sizes["own"],
         host_bytes=sizes["host"],
+        offloads=offload_descs,
         notes=notes,
     )
     verify_program(program, {ref.owner: plan.world for ref, plan in params.items()})
@@ -166,9 +207,7 @@ def _with_frees(
             free.setdefault(i, []).append(value)
     out: list[Instr] = []
     for i, instr in enumerate(instrs):
-        if isinstance(instr, Compute):
-            instr = Compute(instr.segment, instr.ins, instr.outs, tuple(free.get(i, ())))
-        elif isinstance(instr, Reduce):
-            instr = Reduce(instr.index, instr.ins, tuple(free.get(i, ())))
+        if isinstance(instr, (Compute, Reduce, Offload)):
+            instr = replace(instr, free=tuple(free.get(i, ())))
         out.append(instr)
     return out

@@ -18,7 +18,7 @@ from .ir import facts, spec
 from .ir.facts import ParamRef
 from .lowering import Lowering
 from .passes import run_passes
-from .saving import Cut, Phases, held_bytes, within_activations, within_memory
+from .saving import Cut, Phases, within_activations, within_memory
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
 
@@ -57,6 +57,7 @@ class Fitting:
             state.reduced = spec.reduced_by(joint.graph)
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
             spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"])
+            self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
             return {"forward": forward, "backward": backward}
 
         graphs = cut(None)
@@ -72,11 +73,18 @@ class Fitting:
                 self._cuts.clear()
                 graphs = cut(None)  # backward gathers more weights now
             graphs = self._within_memory(cut, graphs, memory)
+            over_by = functools.partial(self._over_in_small_tiles, budget_bytes=memory)
+            if state.away is not None and over_by(graphs) > 0:
+                # On a CPU what files are read to is memory too: it may take more than they free.
+                state.away = None
+                self._cuts.clear()
+                graphs = min(graphs, within_memory(cut, cut(None), over_by, self._held_bytes), key=over_by)
         if state.config.partition_activations:
             self._partition_activations(graphs, kwargs["num_fwd_outputs"])
         if memory is not None and state.policies:
             self._spend_budget(graphs, memory)
-        state.frame.held_bytes = held_bytes(graphs)
+        state.frame.held_bytes = self._held_bytes(graphs)
+        state.frame.offloaded = passes.offloaded(graphs["backward"].graph)
         state.frame.remade = passes.remade(graphs["backward"].graph, CostModel(state.machine), state.fused)
         return graphs
 
@@ -100,6 +108,32 @@ class Fitting:
         state.order_weights(gm.graph)
         return gm
 
+    def _offload(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        num_outputs: int,
+        activation_bytes: int | None,
+    ) -> None:
+        """What waits in files between the two; and, where nothing binds, what costs no time there."""
+        state = self.state
+        context = replace(state.context("joint"), activation_bytes=activation_bytes)
+        link = state.machine.nvme_read
+        busy = sum(link.us(p.gather_bytes // p.world) for p in state.params.values() if p.filed)
+        passes.OffloadActivations(busy).run(forward.graph, backward.graph, num_outputs, context)
+        if state.away is not None and activation_bytes is None:
+            state.away = frozenset(a.name for a in passes.offloaded(backward.graph))
+
+    def _held_bytes(self, graphs: Phases) -> int:
+        """Most bytes that backward holds at once of what forward made, or of what it makes again.
+
+        With what is read from files before it is wanted: where that begins stands in the schedule.
+        """
+        backward = graphs["backward"]
+        if passes.offloaded(backward.graph):
+            backward = self.lowering.scheduled(backward, "backward")
+        return passes.held_bytes(backward.graph)
+
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes."""
         while (over := self.lowering.trial_peak(graphs) - budget_bytes) > 0:
@@ -116,7 +150,7 @@ class Fitting:
         refused: MemoryBudgetError | None = None
         if not self.state.tile_mlp:
             try:
-                graphs = within_activations(cut, graphs, budget_bytes)
+                graphs = within_activations(cut, graphs, budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:
                 refused = error
             if not self._agreed("mlp-activations", refused is not None):
@@ -126,7 +160,7 @@ class Fitting:
         for nbytes in (budget_bytes // _SHARE, 0):  # of a tile; in the end as few as can be
             self._tile_mlps(True, nbytes)
             try:
-                return within_activations(cut, cut(None), budget_bytes)
+                return within_activations(cut, cut(None), budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:
                 refused = error
         assert refused is not None
@@ -139,13 +173,13 @@ class Fitting:
         """
         state = self.state
         over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
-        whole = within_memory(cut, graphs, over)
+        whole = within_memory(cut, graphs, over, self._held_bytes)
         if state.tile_mlp:
             return whole
         if self._decided("mlp-memory") is None and self.lowering.trial_peak(whole) > budget_bytes:
             least, gathered = self._least_peak(whole, budget_bytes), state.backward_params
             self._tile_mlps(True)
-            tiled = within_memory(cut, cut(None), over)
+            tiled = within_memory(cut, cut(None), over, self._held_bytes)
             wanted = self.lowering.trial_peak(tiled) <= budget_bytes
             wanted = wanted or budget_bytes < least > self._least_peak(tiled, budget_bytes)
             if self._agreed("mlp-memory", wanted):
@@ -156,7 +190,7 @@ class Fitting:
         if not self._agreed("mlp-memory", False):
             return whole
         self._tile_mlps(True)
-        return within_memory(cut, cut(None), over)
+        return within_memory(cut, cut(None), over, self._held_bytes)
 
     def _tile_mlps(self, tiled: bool, nbytes: int | None = None) -> None:
         self.state.tile_mlp, self.state.mlp_bytes = tiled, nbytes

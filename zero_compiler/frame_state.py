@@ -61,6 +61,8 @@ class FrameState:
         self.recompute = self.config.activation_budget_bytes is not None
         # The same of MLPs in tiles of tokens: backward then gathers their biases too.
         self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
+        files = self.policies and self.config.offload_activations == "nvme"
+        self.away: frozenset[str] | None = frozenset() if files else None  # as in Context
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
 
@@ -152,6 +154,7 @@ class FrameState:
             fused=self.fused,
             tile_mlp=self.tile_mlp,
             mlp_bytes=self.mlp_bytes,
+            away=self.away,
         )
 
     def order_weights(self, graph: fx.Graph) -> None:

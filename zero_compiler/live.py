@@ -59,7 +59,7 @@ def live_bytes(
             inside = live - sum(min(made[r], n) for r, n in given.items()) + _peak_inside(seg, dying)
             for o in instr.outs:
                 for r in roots[node_of[o]]:
-                    if r in made or r.op == "placeholder" or facts.is_weight(r):
+                    if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target is ops.restore:
                         continue
                     made[r] = facts.bytes_of(facts.value(r))
                     live += made[r]

@@ -39,6 +39,10 @@ class Lowering:
         lowered = [self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()]
         return self.state.memory([low.emitted.program for low in lowered]).peak
 
+    def scheduled(self, gm: fx.GraphModule, phase: str) -> fx.GraphModule:
+        """A copy of the graph after the passes of its phase."""
+        return self._lowered(facts.copy_module(gm), phase).gm
+
     def _lowered(self, gm: fx.GraphModule, phase: str, segment_us: list[float] | None = None) -> Lowered:
         """Run the passes of a phase on its graph, and emit its Program with the predicted time of every segment."""
         state = self.state

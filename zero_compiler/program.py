@@ -8,6 +8,7 @@ on the rank.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from .ir.facts import ParamRef
+from .runtime.stores import blocks
 
 VERSION = 1
 
@@ -119,6 +121,28 @@ def _of(tile: Part | None) -> str:
     return f", tile {tile.index + 1} of {tile.of}" if tile else ""
 
 
+@dataclass(frozen=True)
+class OffloadDesc:
+    """A tensor of ``nbytes`` that waits in a file between forward and backward, at byte ``where`` of it; ``offset`` is
+    its place in the pool "host" on the way. ``module`` made it."""
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    where: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def label(self) -> str:
+        return f"activation {self.name}{' of ' if self.module else ''}{self.module}"
+
+
 def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -196,7 +220,67 @@ class WaitReduce:
     op: str = "wait_reduce"
 
 
-Instr = Fetch | WaitFetch | Gather | WaitGather | Release | Compute | Reduce | WaitReduce
+@dataclass(frozen=True)
+class Offload:
+    """Copy the value ``ins`` to its place in the pool and start to write it to its file; ``outs`` is its ticket."""
+
+    index: int
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    free: tuple[int, ...]
+    op: str = "offload"
+
+
+@dataclass(frozen=True)
+class WaitOffload:
+    """Wait until offloaded tensor ``index`` is written: its place in the pool is free."""
+
+    index: int
+    op: str = "wait_offload"
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Start to read offloaded tensor ``index``, for which the ticket ``ins`` stands, back into the pool."""
+
+    index: int
+    ins: tuple[int, ...]
+    op: str = "restore"
+
+
+@dataclass(frozen=True)
+class WaitRestore:
+    """Wait until it is there: the value ``outs``."""
+
+    index: int
+    outs: tuple[int, ...]
+    op: str = "wait_restore"
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Offloaded tensor ``index`` is dead: its place in the pool is free."""
+
+    index: int
+    values: tuple[int, ...]
+    op: str = "discard"
+
+
+Instr = (
+    Fetch
+    | WaitFetch
+    | Gather
+    | WaitGather
+    | Release
+    | Compute
+    | Reduce
+    | WaitReduce
+    | Offload
+    | WaitOffload
+    | Restore
+    | WaitRestore
+    | Discard
+)
 _KINDS: dict[str, type] = {
     "fetch": Fetch,
     "wait_fetch": WaitFetch,
@@ -206,6 +290,11 @@ _KINDS: dict[str, type] = {
     "compute": Compute,
     "reduce": Reduce,
     "wait_reduce": WaitReduce,
+    "offload": Offload,
+    "wait_offload": WaitOffload,
+    "restore": Restore,
+    "wait_restore": WaitRestore,
+    "discard": Discard,
 }
 
 
@@ -224,7 +313,8 @@ class Program:
         transient_bytes: size of the arena that gather buffers and staging of this Program share.
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
         own_bytes: size of this rank's staging that its peers read.
-        host_bytes: size of the pinned pool on the host into which files are read.
+        host_bytes: size of the pinned pool on the host through which files are read and written.
+        offloads: tensors that wait in a file between forward and backward.
         idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
             Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
@@ -249,8 +339,14 @@ class Program:
     slots_ranks: int = 1
     own_bytes: int = 0
     host_bytes: int = 0
+    offloads: list[OffloadDesc] = field(default_factory=list)
     idle_bytes: int = -1
     version: int = VERSION
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of a file that holds what forward offloads."""
+        return max((o.where + blocks(o.nbytes) for o in self.offloads), default=0)
 
     @property
     def buffer_bytes(self) -> int:
@@ -310,6 +406,7 @@ class Program:
         data = dict(data)
         data["instrs"] = [_KINDS[i["op"]](**_tuples(i)) for i in data["instrs"]]
         data["gathers"] = [GatherDesc(**_desc(g)) for g in data["gathers"]]
+        data["offloads"] = [OffloadDesc(**_tuples(o)) for o in data["offloads"]]
         data["reduces"] = [ReduceDesc(**_desc(r)) for r in data["reduces"]]
         return Program(**data)
 
@@ -322,6 +419,13 @@ class Program:
         return "\n".join(lines)
 
     def _line(self, instr: Instr) -> str:
+        if isinstance(instr, (Offload, WaitOffload, Restore, WaitRestore, Discard)):
+            o = self.offloads[instr.index]
+            if isinstance(instr, (Offload, Restore)):
+                return f"{instr.op:<15} {o.name} {o.dtype}{list(o.shape)}, {o.nbytes:,} bytes"
+            if isinstance(instr, Discard):
+                return f"discard         {o.name}"
+            return f"wait            file of {o.name}"
         if isinstance(instr, (Fetch, WaitFetch)):
             g = self.gathers[instr.index]
             if isinstance(instr, WaitFetch):

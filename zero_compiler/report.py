@@ -29,6 +29,7 @@ class Frame:
     choices: dict[str, Choice] = field(default_factory=dict)
     kept_bytes: int = 0
     remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
+    offloaded: list[Any] = field(default_factory=list)  # passes.Offloaded: what waits in files
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
 
     def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
@@ -130,6 +131,7 @@ class Report:
                         for phase, c in f.choices.items()
                     },
                     "held_bytes": f.held_bytes,
+                    "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],
                     "timelines": {phase: t.to_dict() for phase, t in f.timelines.items()},
                 }
@@ -207,7 +209,8 @@ class Report:
                 lines += [f"note: {n}" for n in program.notes]
             if "backward" in frame.programs:
                 lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
-            lines += remade_lines(frame.remade)
+            lines += activation_lines("waits in files", frame.offloaded)
+            lines += activation_lines("is made again in backward", frame.remade)
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
         return "\n".join(lines)
 
@@ -218,11 +221,11 @@ def _known(assumed: int) -> str:
     return "as its zero.optimizer keeps them"
 
 
-_SHOWN = 12  # kinds of tensors that are made again, in the text; all of them are in the JSON
+_SHOWN = 12  # kinds of tensors that are not held, in the text; all of them are in the JSON
 
 
-def remade_lines(rows: Sequence[Any]) -> list[str]:
-    """What backward makes again, equal tensors of repeated blocks together; those with most bytes first."""
+def activation_lines(what: str, rows: Sequence[Any]) -> list[str]:
+    """What is not held, equal tensors of repeated blocks together; those with most bytes first."""
     groups: dict[tuple[str, ...], list[Any]] = {}
     for r in rows:
         module = ".".join("*" if part.isdigit() else part for part in r.module.split("."))
@@ -231,7 +234,7 @@ def remade_lines(rows: Sequence[Any]) -> list[str]:
         return []
     kinds = sorted(groups.items(), key=lambda kv: (-sum(r.nbytes for r in kv[1]), kv[0]))
     lines = [
-        f"backward makes {len(rows)} tensors again: {sum(r.nbytes for r in rows):,} bytes not held, "
+        f"{len(rows)} tensors of which each {what}: {sum(r.nbytes for r in rows):,} bytes, "
         f"{duration(sum(r.us for r in rows))} paid"
     ]
     for (why, module, op, _), same in kinds[:_SHOWN]:

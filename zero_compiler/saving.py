@@ -6,22 +6,18 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from . import passes
 from .errors import MemoryBudgetError
 
 Phases = Mapping[str, fx.GraphModule]  # the graphs of forward and backward, with markers
 # Phases whose activations take at most so many bytes, as the joint graph tells.
 Cut = Callable[[int | None], Phases]
+# Most bytes that backward holds at once of what forward made, or of what it makes again.
+Held = Callable[[Phases], int]
 _CUTS = 4  # how often the joint graph is cut again at most
 _STEPS = 32  # of a budget, what is tried at least: choices are a tensor of every layer apart
 
 
-def held_bytes(graphs: Phases) -> int:
-    """Most bytes that backward holds at once of what forward made, or of what it makes again."""
-    return passes.held_bytes(graphs["backward"].graph)
-
-
-def within_activations(cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+def within_activations(cut: Cut, graphs: Phases, budget_bytes: int, held_bytes: Held) -> Phases:
     """Phases whose backward holds at most ``budget_bytes`` of activations.
 
     The joint graph tells the order of backward only nearly: what a cut holds is read off its backward.
@@ -55,7 +51,7 @@ def within_activations(cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
     return graphs
 
 
-def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int]) -> Phases:
+def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int], held_bytes: Held) -> Phases:
     """Phases that take no byte ``over`` a budget for everything, or those of the fewest activations.
 
     Args:

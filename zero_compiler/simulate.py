@@ -14,7 +14,20 @@ from typing import Any
 import torch
 
 from .hardware import HardwareSpec
-from .program import Compute, Fetch, Gather, Program, Reduce, WaitFetch, WaitGather, WaitReduce
+from .program import (
+    Compute,
+    Fetch,
+    Gather,
+    Offload,
+    Program,
+    Reduce,
+    Restore,
+    WaitFetch,
+    WaitGather,
+    WaitOffload,
+    WaitReduce,
+    WaitRestore,
+)
 
 COMPUTE, LINK, DISK = "compute", "device-device", "nvme-host"
 _SHOWN = 4  # transfers that the step waits for, in the report
@@ -173,6 +186,7 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
     fetches: dict[int, _Task | None] = {}
     gathers: dict[int, _Task | None] = {}
     reduces: dict[int, _Task | None] = {}
+    offloads: dict[int, _Task | None] = {}
     reached: list[float] = []
     for instr in program.instrs:
         if isinstance(instr, Compute):
@@ -193,6 +207,12 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
             reduces[instr.index] = sim.start(LINK, label, *reduce_costs[instr.index])
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
+        elif isinstance(instr, (Offload, Restore)):
+            o = program.offloads[instr.index]
+            link = spec.nvme_write if isinstance(instr, Offload) else spec.nvme_read
+            offloads[instr.index] = sim.start(DISK, f"file of the {o.label}", link.us(o.nbytes), o.nbytes)
+        elif isinstance(instr, (WaitOffload, WaitRestore)):
+            sim.wait(offloads[instr.index])
         elif isinstance(instr, WaitReduce):
             sim.wait(reduces[instr.index])
             r = program.reduces[instr.index]

@@ -14,7 +14,7 @@ from .arena import Slot, aligned, check, pack
 from .errors import VerifyError
 from .ir import facts
 from .ir.facts import ParamRef, Tile
-from .program import GatherDesc, Part, ReduceDesc
+from .program import GatherDesc, OffloadDesc, Part, ReduceDesc
 from .runtime.stores import blocks
 
 
@@ -25,7 +25,8 @@ def plan_slots(
     kept_offsets: Mapping[str, dict[str, int]],
     end: int,
     fetch_starts: Mapping[int, int],
-) -> tuple[list[GatherDesc], list[ReduceDesc], dict[str, int]]:
+    offloads: Sequence[dict[str, Any]] = (),
+) -> tuple[list[GatherDesc], list[ReduceDesc], list[OffloadDesc], dict[str, int]]:
     """Descriptions of all transfers, with their offsets, and the size of each arena.
 
     Args:
@@ -91,6 +92,8 @@ def plan_slots(
             size = aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
             need("transient", ("reduce", k, 0), Slot(size, *live))
         reduce_rows.append((node, plans, chunks))
+    for k, o in enumerate(offloads):
+        need("host", ("offload", k, 0), Slot(blocks(facts.bytes_of(o["value"])), o["start"], o["end"]))
     at: dict[tuple[str, int, int], int] = {}
     sizes: dict[str, int] = {}
     for pool, wanted in slots.items():
@@ -139,7 +142,19 @@ def plan_slots(
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]
-    return gather_descs, reduce_descs, sizes
+    offload_descs = [
+        OffloadDesc(
+            name=o["away"].name,
+            module=o["away"].module,
+            shape=tuple(map(int, o["value"].shape)),
+            stride=tuple(map(int, o["value"].stride())),
+            dtype=_dtype_text(o["value"].dtype),
+            where=o["where"],
+            offset=at[("offload", k, 0)],
+        )
+        for k, o in enumerate(offloads)
+    ]
+    return gather_descs, reduce_descs, offload_descs, sizes
 
 
 def _read_by_all(spans: Sequence[tuple[int, int]], end: int) -> list[int]:

@@ -15,15 +15,20 @@ from .arena import Slot, check
 from .errors import VerifyError
 from .program import (
     Compute,
+    Discard,
     Fetch,
     Gather,
     Instr,
+    Offload,
     Program,
     Reduce,
     Release,
+    Restore,
     WaitFetch,
     WaitGather,
+    WaitOffload,
     WaitReduce,
+    WaitRestore,
 )
 from .runtime.stores import BLOCK_BYTES, blocks
 
@@ -54,9 +59,9 @@ def _values(program: Program) -> None:
     written = set(range(program.num_inputs))
     freed: set[int] = set()
     for i, instr in enumerate(program.instrs):
-        ins = instr.ins if isinstance(instr, (Compute, Reduce)) else ()
+        ins = getattr(instr, "ins", ())
         # The last reader of a weight drops it from the table; the release then ends the life of its bytes.
-        gone = instr.values if isinstance(instr, Release) else getattr(instr, "free", ())
+        gone = instr.values if isinstance(instr, (Release, Discard)) else getattr(instr, "free", ())
         for v in (*ins, *gone):
             if v >= 0 and v not in written:
                 _fail(i, instr, f"value {v} is read before anything writes it")
@@ -88,6 +93,11 @@ def _transfers(program: Program) -> None:
         Release: ("gather", "ready", "released"),
         Reduce: ("reduce", "idle", "started"),
         WaitReduce: ("reduce", "started", "done"),
+        Offload: ("offload", "idle", "started"),
+        WaitOffload: ("offload", "started", "released"),
+        Restore: ("offload", "idle", "started"),
+        WaitRestore: ("offload", "started", "ready"),
+        Discard: ("offload", "ready", "released"),
     }
     given: dict[int, tuple[int, ...]] = {}
     for i, instr in enumerate(program.instrs):
@@ -112,6 +122,9 @@ def _transfers(program: Program) -> None:
         have, want = state.get(("gather", k), "idle"), "ready" if gather.kept else "released"
         if have != want:
             raise VerifyError(f"{gather.label} ends {have}, must end {want}")
+    for k, offload in enumerate(program.offloads):
+        if (have := state.get(("offload", k), "idle")) != "released":
+            raise VerifyError(f"{offload.label} ends {have}, must end released")
     reduced: set[tuple[str, str]] = set()
     for k, reduction in enumerate(program.reduces):
         if state.get(("reduce", k), "idle") != "done":
@@ -199,6 +212,11 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
         elif g.staging >= 0:
             use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
     read = _read_by_peers(program)
+    for k, o in enumerate(program.offloads):
+        kinds = (Offload, WaitOffload) if (Offload, k) in at else (Restore, Discard)
+        if o.offset % BLOCK_BYTES or o.where % BLOCK_BYTES:
+            raise VerifyError(f"{o.label}: lies at no multiple of {BLOCK_BYTES}")
+        use(o.label, o.offset, blocks(o.nbytes), at[kinds[0], k], at[kinds[1], k], "host")
     for k, r in enumerate(program.reduces):
         if r.shared:
             nbytes = sum(math.prod(s) for s in r.shapes) * _itemsize(r.dtype)

@@ -1,11 +1,14 @@
 """A budget for activations on two ranks: it holds when measured, and the losses are the same bits."""
 
 import gc
+import json
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from dist.spawn import run_ranks
+from machines import machine
 from torch import nn
 
 import zero_compiler as zero
@@ -94,6 +97,43 @@ def test_the_measured_peak_falls_with_the_budget_and_losses_stay():
     for rows in run_ranks(_budgets, 2):
         for (more, high), (less, low) in zip(rows, rows[1:], strict=False):
             assert high - low >= 0.8 * (more - less), rows
+
+
+def _in_files(rank, world, folder):
+    _C.meter_install()
+    fast = {"latency_us": 1e-3, "bytes_per_us": 1e6}
+    path = os.path.join(folder, f"machine{rank}.json")
+    with open(path, "w") as f:
+        json.dump(machine(nvme_read=fast, nvme_write=fast), f)
+    want, free, model = _run(rank, hardware=path)
+    most = _held(model).held_bytes
+    del model
+    rows = []
+    # As much as the lane hides; and, with a budget that making again alone cannot meet, all that it takes.
+    for budget in ({}, {"activation_budget_bytes": int(most * 0.3)}):
+        got, measured, model = _run(
+            rank, hardware=path, offload_activations="nvme", nvme_dir=folder, **budget
+        )
+        assert got == want
+        report = zero.inspect(model)
+        moved = sum(r.nbytes for r in _held(model).offloaded)
+        counters = model._zero.policy.nvme().engine.counters()
+        assert counters["bytes_written"] >= 3 * moved > 0
+        assert counters["bytes_read"] >= 3 * moved
+        assert measured <= report.memory.peak + ROWS * WIDTH * 4 * 2 + 4096
+        assert _held(model).held_bytes <= budget.get("activation_budget_bytes", most)
+        pool = max(p.host_bytes for p in _held(model).programs.values())
+        rows.append((free - measured, moved, pool))
+        del model, report
+    gc.collect()
+    assert not [name for name in os.listdir(folder) if name.startswith("zero-")]
+    return rows
+
+
+def test_what_waits_in_files_is_not_held(tmp_path):
+    for rows in run_ranks(_in_files, 2, str(tmp_path)):
+        for fallen, moved, pool in rows:
+            assert fallen >= 0.5 * (moved - pool), rows
 
 
 def _uneven(rank, world):

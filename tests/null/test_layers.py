@@ -66,6 +66,7 @@ RANKS = {
     "runtime.aio": 2,
     "runtime.checksums": 2,
     "runtime.heap": 0,
+    "runtime.parcels": 3,
     "runtime.stores": 3,
     "runtime.streaming": 3,
     "elementwise": 3,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expecttest import TestCase
-from null import test_activations, test_tile_mlp
+from null import test_activations, test_offload_activations, test_tile_mlp
 from null.graphs import OWNER, Build, aten, check_numbers, head_graph, lower, names_of
 from null.test_pick_kernels import ON as FASTER_ONEDNN
 from null.test_pick_kernels import three_products
@@ -410,13 +410,15 @@ return %onednn_linear_default_1, %mm_default_1
 def test_every_pass_has_a_golden():
     tested = {
         name.removeprefix("test_").replace("_", "-")
-        for name in (
-            *vars(Goldens),
-            *vars(Tiles),
-            *vars(Kernels),
-            *vars(test_activations.Goldens),
-            *vars(test_tile_mlp.Goldens),
+        for cls in (
+            Goldens,
+            Tiles,
+            Kernels,
+            test_activations.Goldens,
+            test_offload_activations.Goldens,
+            test_tile_mlp.Goldens,
         )
+        for name in vars(cls)
         if name.startswith("test_")
     }
     assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested

@@ -25,6 +25,8 @@ _REASON = "zero_reason"
 _TILING = "zero_tiling"
 _TILE = "zero_tile"
 _STAYS = "zero_stays"
+_AWAY = "zero_away"
+_GOES_AWAY = "zero_goes_away"
 
 
 class ParamRef(NamedTuple):
@@ -193,6 +195,43 @@ def copy_region(src: fx.Node, dst: fx.Node) -> None:
             dst.meta[key] = src.meta[key]
 
 
+@dataclass(frozen=True)
+class Away:
+    """A tensor that waits on another tier between forward and backward.
+
+    Args:
+        name, op, module: of the node that makes it.
+        why: it is there, in words.
+        nbytes: that are not held meanwhile.
+        us: time of its transfers, both ways, where the lane does not hide them; 0 where it does.
+    """
+
+    name: str
+    op: str
+    module: str
+    why: str
+    nbytes: int
+    us: float
+
+
+def away(node: fx.Node) -> Away:
+    """What a ``zero.offload`` takes away, and a ``zero.restore`` brings back."""
+    return node.meta[_AWAY]
+
+
+def set_away(node: fx.Node, away: Away) -> None:
+    node.meta[_AWAY] = away
+
+
+def goes_away(node: fx.Node) -> bool:
+    """Whether a value of forward is to wait on another tier until backward reads it."""
+    return _GOES_AWAY in node.meta
+
+
+def send_away(node: fx.Node) -> None:
+    node.meta[_GOES_AWAY] = True
+
+
 def module_path(node: fx.Node) -> str:
     """Qualified name of the innermost module that the node came from, or ''."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -244,7 +283,7 @@ def sends(node: fx.Node) -> bool:
 def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     """Markers of weights, and nodes computed from weights alone, each with the markers behind it.
 
-    What depends on gradients is not among them.
+    Where markers are lowered, gathered weights take their place. What depends on gradients is not among them.
     """
     backward: set[fx.Node] = set()
     made: dict[fx.Node, set[fx.Node]] = {}
@@ -254,7 +293,7 @@ def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
             backward.add(node)
         elif any(i in backward for i in inputs):
             backward.add(node)
-        elif node.target is ops.unshard:
+        elif node.target is ops.unshard or is_weight(node):
             made[node] = {node}
         elif node.op == "call_function" and inputs and all(i in made for i in inputs) and is_pure(node):
             made[node] = set().union(*(made[i] for i in inputs))

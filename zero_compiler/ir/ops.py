@@ -67,6 +67,17 @@ _lib.define(
 # This rank's part of a tensor that is the same on all ranks of a process group: flat, equally long on each.
 _lib.define("part(Tensor whole, str group, int ranks) -> Tensor")
 
+# A tensor that waits in a file between forward and backward: `where` is its place there, `name` what it is called. The
+# ticket stands for it meanwhile. `offloaded` waits until it is written, `restored` until it is back; `discard` ends its
+# life in the pool.
+_lib.define("offload(Tensor value, str name, int where) -> Tensor")
+_lib.define("offloaded(Tensor(a!) ticket) -> ()")
+_lib.define(
+    "restore(Tensor ticket, str name, int where, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor"
+)
+_lib.define("restored(Tensor(a) pending) -> Tensor(a)")
+_lib.define("discard(Tensor(a!) value) -> ()")
+
 unshard = torch.ops.zero.unshard.default
 reduce_grad = torch.ops.zero.reduce_grad.default
 gather = torch.ops.zero.gather.default
@@ -75,12 +86,17 @@ wait = torch.ops.zero.wait.default
 release = torch.ops.zero.release.default
 tiled = torch.ops.zero.tiled.default
 cut = torch.ops.zero.cut.default
+offload = torch.ops.zero.offload.default
+offloaded = torch.ops.zero.offloaded.default
+restore = torch.ops.zero.restore.default
+restored = torch.ops.zero.restored.default
+discard = torch.ops.zero.discard.default
 onednn_linear = torch.ops.zero.onednn_linear.default
 part = torch.ops.zero.part.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
 # Where one compute segment ends and the next begins.
-BORDERS = TRANSFERS | {cut}
+BORDERS = TRANSFERS | {cut, offload, offloaded, restore, restored, discard}
 
 
 def flat_sizes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

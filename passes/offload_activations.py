@@ -1,0 +1,264 @@
+"""Forward and backward graph: what is saved waits in a file after its last use in forward, and comes back in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zero_compiler.cost import CostModel, at_hints, hints
+from zero_compiler.hardware import HardwareSpec
+from zero_compiler.ir import dump, facts, ops
+from zero_compiler.runtime.stores import BLOCK_BYTES, blocks
+
+from .activations import storages
+from .base import Context
+
+HIDDEN, BUDGET = "the lane hides it", "the budget"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that forward hands to backward and that could wait in a file; times are of a run with no stall.
+
+    ``ready_us``: its last use in forward is over, counted from the begin of forward; ``need_us``: its first in
+    backward, from the begin of backward. ``write_us`` and ``read_us``: on the lane of files.
+    """
+
+    name: str
+    op: str
+    module: str
+    nbytes: int
+    ready_us: float
+    need_us: float
+    write_us: float
+    read_us: float
+
+
+@dataclass(frozen=True)
+class OffloadActivations:
+    """Hand a ticket to backward in place of each saved tensor that waits in a file.
+
+    Rajbhandari et al. 2021, section 5.2.3 (there to the host's memory). Before::
+
+        forward:   %a = aten.mm ...         return (..., %a)
+        backward:  %a = input               %g = aten.mul %tangents_1, %a
+
+    After::
+
+        forward:   %a = aten.mm ...         %k = zero.offload %a             return (..., %k)
+        backward:  %k = input               %p = zero.restore %k             %a = zero.restored %p
+                   %g = aten.mul %tangents_1, %a
+
+    Without a budget as many tensors go as the lane hides, the first ones of forward first, since they wait longest: all
+    are written before forward ends, and read behind the compute of backward. Under a budget `choose_saved.py` has said
+    which. `place_offloads.py` then places the transfers.
+
+    Refuses: nothing. What stays: inputs of the call and its outputs, which are the caller's; what shares memory with
+    another saved tensor, or becomes a gradient; symbolic sizes; what takes less time to move than to begin to.
+
+    Args:
+        busy_us: what else the lane has to do in each phase.
+    """
+
+    busy_us: float = 0.0
+    name: str = "offload-activations"
+
+    def run(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int, ctx: Context) -> None:
+        """Rewrite both graphs in place.
+
+        Args:
+            num_outputs: of the user, and of mutated inputs; what follows them is saved for backward.
+        """
+        if ctx.away is None or ctx.machine is None:
+            return
+        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, ctx.fused)
+        if ctx.activation_bytes is None:
+            chosen = hidden(found, forward_us, self.busy_us) if can_hide(ctx.machine) else []
+            free = frozenset(s.name for s in chosen)
+        else:
+            said = {n.name for n in forward.nodes if facts.goes_away(n)}
+            chosen, free = [s for s in found if s.name in said], ctx.away
+        rewrite(forward, backward, num_outputs, {s.name: _facts(s, s.name in free) for s in chosen})
+
+
+def candidates(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, machine: HardwareSpec, fused: bool
+) -> tuple[list[Saved], float]:
+    """What could wait in a file, in the order in which forward is done with it; and the time of forward."""
+    (output,) = forward.find_nodes(op="output")
+    roots = storages(n for n in forward.nodes if n.op != "output")
+    holders: dict[fx.Node, int] = {}
+    for n in output.args[0]:
+        for r in roots.get(n, ()):
+            holders[r] = holders.get(r, 0) + 1
+    cost = CostModel(machine)
+    last = _last_uses(forward, roots)
+    done, begun = _clock(forward, cost, fused), _clock(backward, cost, fused, begin=True)
+    inputs = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
+    leaving = _leaving(backward)
+    found = []
+    for n in output.args[0][num_outputs:]:
+        if not isinstance(n, fx.Node) or n.op != "call_function" or not may_move(n, machine):
+            continue
+        (root, *others) = roots[n]
+        entry = inputs.get(n.name)
+        if others or holders[root] != 1 or entry is None or entry in leaving or not entry.users:
+            continue
+        if facts.bytes_of(facts.value(root)) != (nbytes := facts.bytes_of(facts.value(n))):
+            continue  # a part of something larger, which would stay for nobody
+        need = min(begun[u] for u in entry.users if u.op != "output")
+        write, read = machine.nvme_write.us(nbytes), machine.nvme_read.us(nbytes)
+        found.append(
+            Saved(
+                n.name, dump.target_text(n), facts.module_path(n), nbytes, done[last[root]], need, write, read
+            )
+        )
+    return sorted(found, key=lambda s: (s.ready_us, s.name)), max(done.values(), default=0.0)
+
+
+def may_move(node: fx.Node, machine: HardwareSpec) -> bool:
+    """Whether a value is a tensor of known size, of a block at least, that takes longer to move than to begin to."""
+    val = facts.value(node)
+    if not isinstance(val, torch.Tensor) or facts.symbols_of(val):
+        return False
+    least = max(link.latency_us * link.bytes_per_us for link in (machine.nvme_read, machine.nvme_write))
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(val)
+    return dense and facts.bytes_of(val) >= max(least, BLOCK_BYTES)
+
+
+def move_us(node: fx.Node, machine: HardwareSpec) -> float:
+    """Time of both transfers of a value."""
+    nbytes = facts.bytes_of(facts.value(node))
+    return float(machine.nvme_write.us(nbytes) + machine.nvme_read.us(nbytes))
+
+
+def can_hide(machine: HardwareSpec) -> bool:
+    """Whether files move while the device computes, and neither slows the other down."""
+    return not any({"compute", "nvme-host"} <= set(group) for group in machine.shared)
+
+
+def hidden(found: Sequence[Saved], forward_us: float, busy_us: float) -> list[Saved]:
+    """As many as the lane hides: written before forward ends, read after backward begins, and in time.
+
+    The first are taken first: they wait longest.
+
+    Args:
+        busy_us: what else the lane has to do in each phase.
+    """
+    taken: list[Saved] = []
+    end = busy_us
+    for s in found:
+        written = max(end, s.ready_us) + s.write_us
+        if written <= forward_us and _in_time([*taken, s], busy_us):
+            taken.append(s)
+            end = written
+    return taken
+
+
+def latest_starts(needs: Sequence[tuple[float, float]]) -> list[float]:
+    """For reads that are needed in this order, each with its time, when each starts at the latest, on one lane."""
+    starts: list[float] = []
+    after = float("inf")
+    for need_us, read_us in reversed(needs):
+        after = min(need_us, after) - read_us
+        starts.append(after)
+    return starts[::-1]
+
+
+def _in_time(taken: Sequence[Saved], busy_us: float) -> bool:
+    order = sorted(taken, key=lambda s: s.need_us)
+    return latest_starts([(s.need_us, s.read_us) for s in order])[0] >= busy_us
+
+
+def _facts(saved: Saved, free: bool) -> facts.Away:
+    us = 0.0 if free else saved.write_us + saved.read_us
+    return facts.Away(saved.name, saved.op, saved.module, HIDDEN if free else BUDGET, saved.nbytes, us)
+
+
+def rewrite(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, chosen: Mapping[str, facts.Away]
+) -> None:
+    """Hand a ticket to backward in place of each of ``chosen``, by name."""
+    (output,) = forward.find_nodes(op="output")
+    returned = list(output.args[0])
+    roots = storages(n for n in forward.nodes if n.op != "output")
+    last = _last_uses(forward, roots)
+    inputs = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
+    where = 0
+    for k, n in enumerate(returned):
+        if k < num_outputs or not isinstance(n, fx.Node) or n.name not in chosen:
+            continue
+        val = facts.value(n)
+        (root,) = roots[n]
+        with forward.inserting_after(last[root]):
+            ticket = forward.call_function(ops.offload, (n, n.name, where))
+        facts.set_value(ticket, facts.fake_empty(forward, (1,), torch.int64, torch.device("cpu")))
+        facts.set_away(ticket, chosen[n.name])
+        returned[k] = ticket
+        old = inputs[n.name]
+        with backward.inserting_before(old):
+            new = backward.placeholder(f"ticket_{n.name}")
+        facts.set_value(new, facts.fake_empty(backward, (1,), torch.int64, torch.device("cpu")))
+        with backward.inserting_before(min(old.users)):
+            size, stride = list(map(int, val.shape)), list(map(int, val.stride()))
+            start = backward.call_function(
+                ops.restore, (new, n.name, where, size, stride, val.dtype, val.device)
+            )
+            back = backward.call_function(ops.restored, (start,))
+        for made in (start, back):
+            facts.set_value(made, facts.value(old))
+        facts.set_away(start, chosen[n.name])
+        old.replace_all_uses_with(back)
+        backward.erase_node(old)
+        where += blocks(facts.bytes_of(val))
+    output.args = (tuple(returned),)
+    output.meta.pop("val", None)
+
+
+def offloaded(backward: fx.Graph) -> list[facts.Away]:
+    """What a backward graph has brought back, in the order of forward."""
+    found = list(backward.find_nodes(op="call_function", target=ops.restore))
+    return [facts.away(n) for n in sorted(found, key=lambda n: n.args[2])]
+
+
+def _last_uses(graph: fx.Graph, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
+    """The last node that reads each storage, or makes it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for n in graph.nodes:
+        if n.op != "output":
+            for used in (n, *n.all_input_nodes):
+                for r in roots[used]:
+                    last[r] = n
+    return last
+
+
+def _clock(graph: fx.Graph, cost: CostModel, fused: bool, begin: bool = False) -> dict[fx.Node, float]:
+    """When each node ends (or begins), by the times of operators alone."""
+    known = hints(graph)
+    now, out = 0.0, {}
+    for n in graph.nodes:
+        if begin:
+            out[n] = now
+        now += node_us(cost, n, fused, known)
+        if not begin:
+            out[n] = now
+    return out
+
+
+def node_us(cost: CostModel, node: fx.Node, fused: bool, known: Mapping[Any, int]) -> float:
+    """Time of an operator in a segment; 0 for what computes nothing."""
+    if not facts.is_compute(node) or node.target in (ops.unshard, ops.reduce_grad):
+        return 0.0
+    return at_hints(cost.vector_us(node) if fused and not cost.heavy(node) else cost.node_us(node), known)
+
+
+def _leaving(backward: fx.Graph) -> set[fx.Node]:
+    """What is somebody else's when backward is over: what it returns, and gradients that are under way."""
+    (output,) = backward.find_nodes(op="output")
+    roots = storages(n for n in backward.nodes if n.op != "output")
+    sent = [n for n in backward.nodes if n.target is ops.reduce_grad or facts.sends(n)]
+    return {r for node in (output, *sent) for n in node.all_input_nodes for r in roots[n]}

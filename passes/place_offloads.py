@@ -1,0 +1,155 @@
+"""Forward or backward graph: saved tensors leave and come back where segments end anyway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zero_compiler.cost import CostModel, hints
+from zero_compiler.ir import facts, ops
+
+from .base import Context
+from .offload_activations import latest_starts, node_us
+from .units import unit_of
+
+_READS = frozenset({ops.restore, ops.restored})
+
+
+@dataclass(frozen=True)
+class PlaceOffloads:
+    """Place what `offload_activations.py` has put into a graph.
+
+    Before (forward)::                      After::
+
+        %a = aten.mm %x, %w                     %a = aten.mm %x, %w
+        %k = zero.offload %a                    %b = aten.gelu %a
+        %b = aten.gelu %a                       %k = zero.offload %a
+        %s = zero.gather [w2]                   %s = zero.gather [w2]
+                                                ...
+                                                     zero.offloaded %k
+
+    In forward a tensor goes out at the end of the segment that reads it last, or where nothing is gathered at that of
+    its block; it is written when the next ones go, or forward ends. In backward a tensor is there at the begin of the
+    segment that reads it first, and its place in the pool is free at the end of the one that reads it last. Its read
+    starts as late as hides it behind compute, with the reads after it on the lane taken into account, and not before
+    all that an earlier segment reads is there.
+
+    Refuses: nothing.
+    """
+
+    name: str = "place-offloads"
+
+    def run(self, graph: fx.Graph, ctx: Context) -> None:
+        _place_writes(graph)
+        _place_reads(graph, ctx)
+
+
+def _place_writes(graph: fx.Graph) -> None:
+    gathers = bool(graph.find_nodes(op="call_function", target=ops.gather))
+    for node in list(graph.find_nodes(op="call_function", target=ops.offload)):
+        border = node.next
+        while border.op != "output" and (border.target not in ops.BORDERS or border.target is ops.offload):
+            if not gathers and _leaves_unit(border):
+                break
+            border = border.next
+        border.prepend(node)
+    (output,) = graph.find_nodes(op="output")
+    groups = _adjacent(list(graph.find_nodes(op="call_function", target=ops.offload)))
+    for k, group in enumerate(groups):
+        with graph.inserting_before(groups[k + 1][0] if k + 1 < len(groups) else output):
+            for node in group:
+                graph.call_function(ops.offloaded, (node,))
+
+
+def _leaves_unit(node: fx.Node) -> bool:
+    """Whether another repeated block of the model begins with it."""
+    before = node.prev
+    while before.target is ops.offload:
+        before = before.prev
+    a, b = (unit_of(f"{facts.module_path(n)}.") for n in (before, node))
+    return facts.is_compute(node) and a != b
+
+
+def _adjacent(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """Nodes that follow each other, together."""
+    groups: list[list[fx.Node]] = []
+    for node in nodes:
+        if groups and node.prev is groups[-1][-1]:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _place_reads(graph: fx.Graph, ctx: Context) -> None:
+    waits = list(graph.find_nodes(op="call_function", target=ops.restored))
+    if not waits:
+        return
+    for wait in waits:
+        point = min(wait.users)
+        while facts.is_compute(point.prev) or point.prev.target in _READS:
+            point = point.prev
+        point.prepend(wait)
+    waits.sort()  # by their place in the graph
+    begins = _clock(graph, ctx)
+    late = latest_starts([(begins[w], _read_us(ctx, w)) for w in waits])
+    latest = dict(zip(waits, late, strict=True))
+    top = next(n for n in graph.nodes if n.op != "placeholder" and n.target is not ops.restore)
+    points = [
+        top,
+        *(n for n in graph.nodes if n.target in ops.BORDERS and n.target not in _READS and n > top),
+    ]
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    earliest = -1
+    for group in _groups(waits):
+        for wait in group:
+            ahead = [p for p in points if earliest < place[p] <= place[group[0]]]
+            behind = [p for p in ahead if begins[p] <= latest[wait]]
+            at = behind[-1] if behind else ahead[0] if ahead else group[0]
+            at.prepend(wait.args[0])
+        earliest = place[group[-1]]
+    _discard(graph, waits)
+
+
+def _groups(waits: list[fx.Node]) -> list[list[fx.Node]]:
+    """Waits that stand before the same segment, together."""
+    groups: list[list[fx.Node]] = []
+    for wait in waits:
+        before = wait.prev
+        while before.target is ops.restore:
+            before = before.prev
+        if groups and before is groups[-1][-1]:
+            groups[-1].append(wait)
+        else:
+            groups.append([wait])
+    return groups
+
+
+def _clock(graph: fx.Graph, ctx: Context) -> dict[fx.Node, float]:
+    """When each node begins, by the times of operators alone; without a machine every operator takes as long."""
+    cost, known = CostModel(ctx.machine) if ctx.machine is not None else None, hints(graph)
+    now, out = 0.0, {}
+    for n in graph.nodes:
+        out[n] = now
+        now += facts.is_compute(n) if cost is None else node_us(cost, n, ctx.fused, known)
+    return out
+
+
+def _read_us(ctx: Context, wait: fx.Node) -> float:
+    return 0.0 if ctx.machine is None else ctx.machine.nvme_read.us(facts.bytes_of(facts.value(wait)))
+
+
+def _discard(graph: fx.Graph, waits: list[fx.Node]) -> None:
+    roots = facts.alias_roots(graph)
+    last: dict[fx.Node, fx.Node] = {}
+    for n in graph.nodes:
+        for used in n.all_input_nodes:
+            for r in roots[used]:
+                last[r] = n
+    for wait in waits:
+        end = last[wait.args[0]].next
+        while end.op != "output" and end.target not in ops.BORDERS:
+            end = end.next
+        with graph.inserting_before(end):
+            graph.call_function(ops.discard, (wait,))

@@ -1,0 +1,391 @@
+"""Saved tensors that wait in files: the same numbers, out and back in time, and only what the lane hides."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import TestCase
+from faults import run_with_faults, small_tmpfs
+from harness import SimulatedModel
+from machines import machine
+from null import test_activations
+from null.graphs import Build, aten, lower
+from null.test_activations import LAYERS, Net
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.errors import ConfigError, MemoryBudgetError, StorageError
+from zero_compiler.hardware import HardwareSpec
+from zero_compiler.ir import dump, facts
+from zero_compiler.passes import OffloadActivations
+from zero_compiler.passes.offload_activations import Saved, hidden, latest_starts
+from zero_compiler.planning import report
+from zero_compiler.program import Compute, Discard, Offload, Restore, WaitOffload, WaitRestore
+
+FAST = {"latency_us": 1e-6, "bytes_per_us": 1e9}
+SLOW = {"latency_us": 1e-6, "bytes_per_us": 1.0}
+ROWS = 256
+
+
+def x() -> tuple[torch.Tensor]:
+    return test_activations.x(ROWS)
+
+
+def least() -> int:
+    """Fewest bytes that backward can hold where nothing waits elsewhere."""
+    with pytest.raises(MemoryBudgetError) as caught:
+        planned({}, activation_budget_bytes=1)
+    return caught.value.least_bytes
+
+
+@pytest.fixture
+def on(tmp_path):
+    """Placement fields: activations in files, on a machine with such a disk."""
+
+    def write(link, **fields):
+        path = tmp_path / f"machine{len(list(tmp_path.iterdir()))}.json"
+        path.write_text(json.dumps(machine(nvme_read=link, nvme_write=link)))
+        return {"hardware": str(path), "nvme_dir": str(tmp_path), "offload_activations": "nvme"} | fields
+
+    return write
+
+
+def planned(fields, model: nn.Module | None = None, **more):
+    torch._dynamo.reset()
+    return report(model or Net(), x(), 2, **fields, **more)
+
+
+def waits(told):
+    return told.frames[0].offloaded
+
+
+# The graphs -------------------------------------------------------------------------------------------------
+
+
+def two_products() -> tuple[Build, Build]:
+    """Forward and backward of two products with a tanh between, of which both hand something on."""
+    forward = Build(w1=(8, 1024), w2=(4, 8))
+    v = forward.input("primals_1", 256, 1024)
+    a = forward.op(aten.mm.default, v, forward.op(aten.t.default, forward.weight("w1")))
+    act = forward.op(aten.tanh.default, a)
+    y = forward.op(aten.mm.default, act, forward.op(aten.t.default, forward.weight("w2")))
+    forward.done(y, act)
+    backward = Build(w2=(4, 8))
+    back, tangent = backward.input(act.name, 256, 8), backward.input("tangents_1", 256, 4)
+    dact = backward.op(aten.mm.default, tangent, backward.weight("w2"))
+    backward.done(backward.op(aten.tanh_backward.default, dact, back))
+    return forward, backward
+
+
+class Goldens(TestCase):
+    def test_place_offloads(self):
+        forward, backward = two_products()
+        context = forward.context(
+            "joint", machine=HardwareSpec.from_dict(machine(nvme_read=FAST, nvme_write=FAST))
+        )
+        facts.send_away(next(n for n in forward.graph.nodes if n.target is aten.tanh.default))
+        OffloadActivations().run(
+            forward.graph, backward.graph, 1, replace(context, away=frozenset(), activation_bytes=0)
+        )
+        lower(forward, "forward", "place-offloads", machine=context.machine)
+        lower(backward, "backward", "place-offloads", machine=context.machine)
+        self.assertExpectedInline(
+            dump.text(forward.graph),
+            """\
+%w1_shard = input                                                        f32[4,1024]                  +16384  live 0
+%w2_shard = input                                                        f32[2,8]                        +64  live 0
+%primals_1 = input                                                       f32[256,1024]              +1048576  live 1048576
+%w1..w2.full = zero.gather [w1, w2]                                      (f32[8,1024], f32[4,8])      +32896  live 1081472
+%w1, %w2 = zero.wait %w1..w2.full                                        (f32[8,1024], f32[4,8])              live 1081472
+%t_default = aten.t %w1                                                  f32[1024,8]                          live 1081472
+%mm_default = aten.mm %primals_1, %t_default                             f32[256,8]                    +8192  live 41088
+%tanh_default = aten.tanh %mm_default                                    f32[256,8]                    +8192  live 41088
+%t_default_1 = aten.t %w2                                                f32[8,4]                             live 41088
+%mm_default_1 = aten.mm %tanh_default, %t_default_1                      f32[256,4]                    +4096  live 12288
+%offload_default = zero.offload %tanh_default [tanh_default]             i64[1]                               live 4096
+                     zero.offloaded %offload_default                                                          live 4096
+return %mm_default_1, %offload_default
+""",
+        )
+        self.assertExpectedInline(
+            dump.text(backward.graph),
+            """\
+%w2_shard = input                                                        f32[2,8]                        +64  live 0
+%ticket_tanh_default = input                                             i64[1]                           +8  live 8
+%tangents_1 = input                                                      f32[256,4]                    +4096  live 4104
+%restore_default = zero.restore %ticket_tanh_default [tanh_default]      f32[256,8]                    +8192  live 12288
+%w2.full = zero.gather [w2]                                              (f32[4,8])                     +128  live 12416
+%w2 = zero.wait %w2.full                                                 (f32[4,8])                           live 12416
+%restored_default = zero.restored %restore_default                       f32[256,8]                           live 12416
+%mm_default = aten.mm %tangents_1, %w2                                   f32[256,8]                    +8192  live 16384
+%tanh_backward_default = aten.tanh_backward %mm_default, %restored_default f32[256,8]                    +8192  live 16384
+                   zero.discard %restored_default                                                             live 8192
+return %tanh_backward_default
+""",
+        )
+
+
+# What the lane hides ----------------------------------------------------------------------------------------
+
+
+def saved(name: str, ready_us: float, need_us: float, us: float) -> Saved:
+    return Saved(name, "aten.mm", "", 100, ready_us, need_us, us, us)
+
+
+def test_reads_start_as_late_as_the_reads_after_them_allow():
+    assert latest_starts([(10.0, 2.0), (11.0, 2.0), (30.0, 5.0)]) == [7.0, 9.0, 25.0]
+
+
+def test_only_what_is_written_in_forward_and_back_in_time_is_hidden():
+    # Forward takes 10 us, and so does backward, which needs the last first.
+    each = [saved(f"a{k}", k + 1.0, 9.0 - k, 2.0) for k in range(10)]
+    taken = hidden(each, 10.0, busy_us=0.0)
+    # Written one after the other from 1 us on: at 3, 5, 7 and 9 us. Read until 9, 8, 7, ... us: from 1 us on at the
+    # latest for four of them.
+    assert [s.name for s in taken] == ["a0", "a1", "a2", "a3"]
+    assert hidden(each, 10.0, busy_us=4.0) == each[:2]
+    assert hidden([saved("b", 9.0, 9.0, 2.0)], 10.0, 0.0) == []
+
+
+def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):
+    fast, slow = planned(on(FAST)), planned(on(SLOW))
+    assert {r.why for r in waits(fast)} == {"the lane hides it"}
+    assert sum(r.nbytes for r in waits(fast)) > fast.frames[0].held_bytes
+    assert all(r.us == 0 for r in waits(fast))
+    assert waits(slow) == []
+    assert fast.memory.programs < slow.memory.programs
+    assert fast.memory.files >= sum(r.nbytes for r in waits(fast))
+    assert "tensors of which each waits in files" in str(fast)
+
+
+def test_a_budget_sends_more_than_the_lane_hides(on):
+    budget = int(least() * 0.9)
+    with pytest.raises(MemoryBudgetError):
+        planned({}, activation_budget_bytes=budget)
+    told = planned(on(SLOW), activation_budget_bytes=budget)
+    assert told.frames[0].held_bytes <= budget
+    rows = waits(told)
+    assert {r.why for r in rows} == {"the budget"}
+    assert all(r.us > 0 for r in rows)
+    with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=1 is .* bytes too small"):
+        planned(on(SLOW), activation_budget_bytes=1)
+
+
+@pytest.mark.slow
+def test_a_budget_for_all_memory_sends_tensors_to_files_where_nothing_else_fits(on, monkeypatch):
+    monkeypatch.setattr(test_activations, "LAYERS", 16)
+    with pytest.raises(MemoryBudgetError) as refused:
+        planned({}, memory_budget_bytes=700_000)
+    told = planned(on(SLOW), memory_budget_bytes=700_000)
+    assert (
+        told.memory.peak
+        <= 700_000
+        < int(re.search(r"peak is ([\d,]+)", str(refused.value))[1].replace(",", ""))
+    )
+    assert {r.why for r in waits(told)} == {"the budget"}
+    assert told.memory.host > 0  # what they are read to counts
+
+
+def test_a_pool_that_takes_more_than_files_free_is_not_made(on):
+    """Of four layers, two are in it."""
+    assert planned({}, memory_budget_bytes=400_000).memory.peak <= 400_000
+    assert planned(on(FAST), activation_budget_bytes=200_000).memory.peak > 400_000
+    told = planned(on(FAST), memory_budget_bytes=400_000)
+    assert told.memory.peak <= 400_000
+    assert waits(told) == []
+
+
+# The Program ------------------------------------------------------------------------------------------------
+
+
+def test_out_after_the_last_use_and_back_before_the_first(on):
+    told = planned(on(FAST))
+    forward, backward = (told.frames[0].programs[p] for p in ("forward", "backward"))
+    for program in (forward, backward):
+        assert len(program.offloads) == len(waits(told))
+    at = {(type(i), i.index): k for k, i in enumerate(forward.instrs) if not isinstance(i, Compute)}
+    for k, instr in enumerate(forward.instrs):
+        if isinstance(instr, Offload):
+            readers = [j for j, i in enumerate(forward.instrs) if instr.ins[0] in getattr(i, "ins", ())]
+            assert max(readers) == k  # nothing reads it later
+            assert instr.free == instr.ins  # and nobody holds it
+            assert at[WaitOffload, instr.index] > k
+    at = {(type(i), i.index): k for k, i in enumerate(backward.instrs) if not isinstance(i, Compute)}
+    behind = 0
+    for k, instr in enumerate(backward.instrs):
+        if isinstance(instr, WaitRestore):
+            start, end = at[Restore, instr.index], at[Discard, instr.index]
+            readers = [j for j, i in enumerate(backward.instrs) if instr.outs[0] in getattr(i, "ins", ())]
+            assert start < k < min(readers)
+            assert max(readers) < end
+            behind += any(isinstance(i, Compute) for i in backward.instrs[start:k])
+    assert behind > 0  # reads pass behind compute
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("link", [FAST, SLOW])
+def test_two_ranks_get_the_numbers_of_plain_pytorch(on, stage, link):
+    budget = None if link is FAST else int(least() * 0.9)
+    model = SimulatedModel(Net(), 2, stage=stage, activation_budget_bytes=budget, **on(link))
+    model.check([x(), x()], lambda out: out)
+    assert model.frames[-1].offloaded
+
+
+# For real ---------------------------------------------------------------------------------------------------
+
+
+def trained(drop: float = 0.0, steps: int = 3, calls: int = 1, compute: str = "aten", **fields):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zero.shard(Net(drop), **fields)
+    step = torch.compile(model, backend="zero", options={"compute": compute})
+    optimizer = zero.optimizer(torch.optim.SGD, model, lr=0.5)
+    out = []
+    for _ in range(steps):
+        losses = [step(*x()) for _ in range(calls)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out += [loss.detach() for loss in losses]
+    return out, model
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_losses_are_the_same_bits(on, drop, calls):
+    want, _ = trained(drop, calls=calls)
+    got, model = trained(drop, calls=calls, **on(FAST))
+    assert got == want
+    engine = model._zero.policy.nvme().engine.counters()
+    rows = model._zero.policy.frames[0].offloaded
+    assert engine["bytes_written"] >= 3 * calls * sum(r.nbytes for r in rows)
+    # A file for every forward that waits for its backward, and none more.
+    assert len(model._zero.policy.runtime.parcels._idle) == calls
+
+
+def test_with_every_other_offload_under_one_budget(on):
+    want, _ = trained(0.0)
+    every = {"offload_params": "nvme", "offload_grads": "nvme", "offload_optimizer": "nvme"}
+    got, model = trained(0.0, activation_budget_bytes=int(least() * 0.9), **on(FAST), **every)
+    assert got == want
+    assert model._zero.policy.frames[0].offloaded
+
+
+def test_backward_twice_and_never(on):
+    torch._dynamo.reset()
+    model = zero.shard(Net(), **on(FAST))
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    loss = step(*x())
+    loss.backward(retain_graph=True)
+    once = model.first.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.first.weight.grad, 2 * once)
+    parcels = model._zero.policy.runtime.parcels
+    lost = step(*x())
+    assert len(parcels._living) == 1  # the first is gone with its graph
+    del lost, loss
+    gc.collect()
+    assert len(parcels._living) == 0
+
+
+@pytest.mark.slow
+def test_compiled_segments_with_activations_in_files(on):
+    want, _ = trained(0.3, compute="inductor")
+    got, model = trained(0.3, compute="inductor", **on(FAST))
+    assert model._zero.policy.frames[0].offloaded
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_what_is_left_where_it_is(on):
+    """Inputs of the call, and what it returns, are the caller's: nothing would be freed."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, v):
+            y = torch.tanh(self.a(v))
+            return self.b(y).square().mean(), y
+
+    told = planned(on(FAST), Twice())
+    assert "tanh" not in [r.name for r in waits(told)]
+    assert LAYERS == len([r for r in waits(planned(on(FAST))) if "up" in r.module and r.op == "aten.addmm"])
+
+
+# Storage that fails -----------------------------------------------------------------------------------------
+
+_LOOP = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+import functools
+import zero_compiler as zero
+from null.test_offload_activations import Net, x
+from zero_compiler.errors import StorageError
+from zero_compiler.runtime import aio, stores
+stores.Engine = functools.partial(aio.Engine, backend="threads", block_bytes=16384)
+torch.manual_seed(0)
+model = zero.shard(Net(), **{fields!r})
+step = torch.compile(model, backend="zero", options=dict(compute="aten"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+engine = model._zero.policy.nvme().engine
+try:
+    for _ in range(4):
+        loss = step(*x())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item(), flush=True)
+    print("short", engine.counters()["short_transfers"] > 10)
+except StorageError as error:
+    print(error.errno, error)
+print("in flight", engine.counters()["in_flight"])
+"""
+
+
+@pytest.mark.slow
+def test_system_calls_that_fail(on, tmp_path):
+    fields = on(FAST, nvme_dir=str(tmp_path / "target"))
+    (tmp_path / "target").mkdir()
+
+    def run(call: str, number: int, first: int = 1) -> list[str]:
+        body = _LOOP.format(tests=str(Path(__file__).parents[1]), fields=fields)
+        done = run_with_faults(tmp_path, body, call=call, path="target", errno=number, first=first)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("in flight 0\n")
+        assert list((tmp_path / "target").iterdir()) == []
+        return done.stdout.splitlines()[:-1]
+
+    want = run("none", 0)
+    assert len(want) == 5
+    assert run("pwrite", 0) == [*want[:4], "short True"]
+    for call, number, words in (
+        ("pread", errno.EIO, ("read of", "(activation ", " of h.", "Input/output error")),
+        ("pwrite", errno.ENOSPC, ("write of", "(activation ", " of h.", "No space left on device")),
+    ):
+        *steps, last = run(call, number, first=70)
+        assert 0 < len(steps) < 4
+        assert steps == want[: len(steps)]
+        assert last.startswith(f"{number} ")
+        assert all(word in last for word in words), last
+
+
+def test_a_disk_that_is_full_before_the_first_step(on, tmp_path):
+    with small_tmpfs(tmp_path / "small", "64k") as folder:
+        with pytest.raises(StorageError, match="bytes free, and activations of rank 0 in .* need"):
+            trained(**on(FAST, nvme_dir=str(folder)))
+        gc.collect()
+        assert list(folder.iterdir()) == []
+
+
+def test_options_that_do_not_fit():
+    with pytest.raises(ConfigError, match='offload_activations="nvme" needs nvme_dir'):
+        zero.shard(Net(), offload_activations="nvme")
