@@ -103,7 +103,8 @@ class Context:
         tile_mlp: a budget asks for intermediates of MLPs to be made tile by tile. The same on every rank: backward then
             gathers biases too.
         mlp_bytes: then of at most so many bytes at a time; None: of as many as ``tile_bytes`` says.
-        away: saved values may wait in files; those named cost no time there. None: they may not.
+        away: saved values may wait on ``tier``; those named cost no time there. None: they may not.
+        tier: "host" (of an accelerator) or "nvme".
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -124,6 +125,7 @@ class Context:
     tile_mlp: bool = False
     mlp_bytes: int | None = None
     away: frozenset[str] | None = None
+    tier: str = "nvme"
 
 
 class Pass(Protocol):

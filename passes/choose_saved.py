@@ -64,13 +64,13 @@ class ChooseSaved:
 
 
 def _away_us(ctx: Context) -> Callable[[fx.Node], float | None]:
-    """Time that it costs to keep a value in a file: nothing where the lane hides it."""
+    """Time that it costs to keep a value on another tier: nothing where the lane hides it."""
     free, machine = ctx.away, ctx.machine
 
     def us(node: fx.Node) -> float | None:
-        if free is None or machine is None or not may_move(node, machine):
+        if free is None or machine is None or not may_move(node, machine, ctx.tier):
             return None
-        return 0.0 if node.name in free else move_us(node, machine)
+        return 0.0 if node.name in free else move_us(node, machine, ctx.tier)
 
     return us
 

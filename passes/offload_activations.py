@@ -1,4 +1,4 @@
-"""Forward and backward graph: what is saved waits in a file after its last use in forward, and comes back in time."""
+"""Forward and backward graph: what is saved waits on another tier, and comes back in time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HIDDEN, BUDGET = "the lane hides it", "the budget"
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that forward hands to backward and that could wait in a file; times are of a run with no stall.
+    """A tensor that forward hands to backward and that could wait elsewhere; times are of a run with no stall.
 
     ``ready_us``: its last use in forward is over, counted from the begin of forward; ``need_us``: its first in
-    backward, from the begin of backward. ``write_us`` and ``read_us``: on the lane of files.
+    backward, from the begin of backward. ``write_us`` and ``read_us``: on the lane of its tier.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class OffloadActivations:
-    """Hand a ticket to backward in place of each saved tensor that waits in a file.
+    """Hand a ticket to backward in place of each saved tensor that waits in a file, or in an accelerator's host memory.
 
     Rajbhandari et al. 2021, section 5.2.3 (there to the host's memory). Before::
 
@@ -75,20 +75,20 @@ class OffloadActivations:
         """
         if ctx.away is None or ctx.machine is None:
             return
-        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, ctx.fused)
+        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, ctx.tier, ctx.fused)
         if ctx.activation_bytes is None:
-            chosen = hidden(found, forward_us, self.busy_us) if can_hide(ctx.machine) else []
+            chosen = hidden(found, forward_us, self.busy_us) if can_hide(ctx.machine, ctx.tier) else []
             free = frozenset(s.name for s in chosen)
         else:
             said = {n.name for n in forward.nodes if facts.goes_away(n)}
             chosen, free = [s for s in found if s.name in said], ctx.away
-        rewrite(forward, backward, num_outputs, {s.name: _facts(s, s.name in free) for s in chosen})
+        rewrite(forward, backward, num_outputs, {s.name: _facts(s, s.name in free, ctx.tier) for s in chosen})
 
 
 def candidates(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, machine: HardwareSpec, fused: bool
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, machine: HardwareSpec, tier: str, fused: bool
 ) -> tuple[list[Saved], float]:
-    """What could wait in a file, in the order in which forward is done with it; and the time of forward."""
+    """What could wait on ``tier``, in the order in which forward is done with it; and the time of forward."""
     (output,) = forward.find_nodes(op="output")
     roots = storages(n for n in forward.nodes if n.op != "output")
     holders: dict[fx.Node, int] = {}
@@ -102,7 +102,7 @@ def candidates(
     leaving = _leaving(backward)
     found = []
     for n in output.args[0][num_outputs:]:
-        if not isinstance(n, fx.Node) or n.op != "call_function" or not may_move(n, machine):
+        if not isinstance(n, fx.Node) or n.op != "call_function" or not may_move(n, machine, tier):
             continue
         (root, *others) = roots[n]
         entry = inputs.get(n.name)
@@ -111,7 +111,7 @@ def candidates(
         if facts.bytes_of(facts.value(root)) != (nbytes := facts.bytes_of(facts.value(n))):
             continue  # a part of something larger, which would stay for nobody
         need = min(begun[u] for u in entry.users if u.op != "output")
-        write, read = machine.nvme_write.us(nbytes), machine.nvme_read.us(nbytes)
+        read, write = (link.us(nbytes) for link in machine.links(tier))
         found.append(
             Saved(
                 n.name, dump.target_text(n), facts.module_path(n), nbytes, done[last[root]], need, write, read
@@ -120,25 +120,26 @@ def candidates(
     return sorted(found, key=lambda s: (s.ready_us, s.name)), max(done.values(), default=0.0)
 
 
-def may_move(node: fx.Node, machine: HardwareSpec) -> bool:
+def may_move(node: fx.Node, machine: HardwareSpec, tier: str) -> bool:
     """Whether a value is a tensor of known size, of a block at least, that takes longer to move than to begin to."""
     val = facts.value(node)
     if not isinstance(val, torch.Tensor) or facts.symbols_of(val):
         return False
-    least = max(link.latency_us * link.bytes_per_us for link in (machine.nvme_read, machine.nvme_write))
+    least = max(link.latency_us * link.bytes_per_us for link in machine.links(tier))
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(val)
     return dense and facts.bytes_of(val) >= max(least, BLOCK_BYTES)
 
 
-def move_us(node: fx.Node, machine: HardwareSpec) -> float:
+def move_us(node: fx.Node, machine: HardwareSpec, tier: str) -> float:
     """Time of both transfers of a value."""
     nbytes = facts.bytes_of(facts.value(node))
-    return float(machine.nvme_write.us(nbytes) + machine.nvme_read.us(nbytes))
+    return float(sum(link.us(nbytes) for link in machine.links(tier)))
 
 
-def can_hide(machine: HardwareSpec) -> bool:
-    """Whether files move while the device computes, and neither slows the other down."""
-    return not any({"compute", "nvme-host"} <= set(group) for group in machine.shared)
+def can_hide(machine: HardwareSpec, tier: str) -> bool:
+    """Whether tensors move while the device computes, and neither slows the other down."""
+    lane = "host-device" if tier == "host" else "nvme-host"
+    return not any({"compute", lane} <= set(group) for group in machine.shared)
 
 
 def hidden(found: Sequence[Saved], forward_us: float, busy_us: float) -> list[Saved]:
@@ -174,9 +175,10 @@ def _in_time(taken: Sequence[Saved], busy_us: float) -> bool:
     return latest_starts([(s.need_us, s.read_us) for s in order])[0] >= busy_us
 
 
-def _facts(saved: Saved, free: bool) -> facts.Away:
+def _facts(saved: Saved, free: bool, tier: str) -> facts.Away:
     us = 0.0 if free else saved.write_us + saved.read_us
-    return facts.Away(saved.name, saved.op, saved.module, HIDDEN if free else BUDGET, saved.nbytes, us)
+    why = HIDDEN if free else BUDGET
+    return facts.Away(saved.name, saved.op, saved.module, tier, why, saved.nbytes, us)
 
 
 def rewrite(

@@ -1,4 +1,4 @@
-"""Forward or backward graph: saved tensors leave and come back where segments end anyway."""
+"""Forward or backward graph: tensors that wait on another tier leave and come back where segments end anyway."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def _clock(graph: fx.Graph, ctx: Context) -> dict[fx.Node, float]:
 
 
 def _read_us(ctx: Context, wait: fx.Node) -> float:
-    return 0.0 if ctx.machine is None else ctx.machine.nvme_read.us(facts.bytes_of(facts.value(wait)))
+    return (
+        0.0 if ctx.machine is None else ctx.machine.links(ctx.tier)[0].us(facts.bytes_of(facts.value(wait)))
+    )
 
 
 def _discard(graph: fx.Graph, waits: list[fx.Node]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from zero_compiler.errors import ShardError
 from zero_compiler.runtime import _C
 
 from .aio import buffer
-from .parcels import Moves, Parcels
+from .parcels import Copies, Files, Parcels
 from .stores import Region, region_of
 
 
@@ -47,7 +48,7 @@ class ModelRuntime:
             self.own = self.engine.add_shared_arena(0, "own")
         # Into which files are read: on the host, and grown while nothing is under way.
         self.host = buffer(0)
-        self.parcels = Parcels(self._policy)
+        self.parcels = Parcels(functools.partial(_place, self._policy))
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
         self._chunks: dict[str, tuple[int, torch.Tensor]] = {}
@@ -91,15 +92,17 @@ class ModelRuntime:
             if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
                 home.copy_(self.flat_chunks([name])[0])
 
-    def moves(self, program: Any) -> Moves:
-        """What carries the activations of a Program to files and back; has a file ready where that is its first use.
+    def moves(self, program: Any) -> Files | Copies:
+        """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
 
         Raises:
             StorageError: there is no room for it.
         """
         if program.phase == "forward":
             self.parcels.reserve(program.file_bytes)
-        return Moves(self.parcels, program.offloads, program.file_bytes, lambda: self.host)
+        if self.policy.activation_tier == "host":
+            return Copies(self.parcels, program.offloads, program.file_bytes, self.policy.group.device)
+        return Files(self.parcels, program.offloads, program.file_bytes, lambda: self.host)
 
     def grow_host(self, nbytes: int) -> None:
         """Make the pool on the host at least ``nbytes`` large."""
@@ -128,6 +131,13 @@ class ModelRuntime:
 
     def close(self) -> None:
         _free(self.engine, self._chunks, self._views, self.whole)
+
+
+def _place(policy: Any, nbytes: int) -> Any:
+    """Where activations of a model wait for backward; ``policy`` is a weak reference."""
+    if policy().activation_tier == "host":
+        return buffer(nbytes)
+    return policy().nvme().store("activations", nbytes)
 
 
 def _free(

@@ -229,19 +229,29 @@ class Reference:
         return out
 
     def _activation(self, rank: Rank, env: list[Any], instr: Any) -> None:
-        """Files are a dictionary by ticket and place; written when the wait is over, read likewise."""
+        """Other tiers are a dictionary by ticket and place; a file is written when the wait is over, and so read."""
         o = self.program.offloads[instr.index]
-        raw = rank.arena("host", self.program.host_bytes)[o.offset : o.offset + o.nbytes]
+        pooled = o.tier == "nvme"
+        pool = (
+            rank.arena("host", self.program.host_bytes)
+            if pooled
+            else torch.empty(o.nbytes, dtype=torch.uint8)
+        )
+        raw = pool[o.offset : o.offset + o.nbytes] if pooled else pool
         slot = raw.view(_dtype(o.dtype)).as_strided(o.shape, o.stride)
         if isinstance(instr, Offload):
             slot.copy_(_read(env, instr.ins[0]))
             rank.tickets += 1
             env[instr.outs[0]] = torch.tensor([rank.tickets])
             rank.moving[o.name] = rank.tickets
+            if not pooled:
+                rank.files[rank.tickets, o.where] = raw
             _free(env, instr.free)
         elif isinstance(instr, WaitOffload):
-            rank.files[rank.moving.pop(o.name), o.where] = raw.clone()
-            raw.fill_(_POISON)
+            key = rank.moving.pop(o.name), o.where
+            if pooled:
+                rank.files[key] = raw.clone()
+                raw.fill_(_POISON)
         elif isinstance(instr, Restore):
             raw.fill_(_POISON)
             rank.moving[o.name] = int(_read(env, instr.ins[0]))

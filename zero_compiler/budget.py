@@ -87,7 +87,8 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
     arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
     arena += max((scratch_bytes(q.transport, p, q.group) for p in programs for q in policies), default=0)
-    files += max((p.file_bytes for p in programs), default=0)
+    if policies[0].activation_tier == "nvme":
+        files += max((p.file_bytes for p in programs), default=0)
     host = 0
     if policies[0].group.device.type == "cpu":
         streamers = {id(s): s for policy in policies for s in policy.streamers}

@@ -115,11 +115,12 @@ class Fitting:
         num_outputs: int,
         activation_bytes: int | None,
     ) -> None:
-        """What waits in files between the two; and, where nothing binds, what costs no time there."""
+        """What waits on another tier between the two; and, where nothing binds, what costs no time there."""
         state = self.state
         context = replace(state.context("joint"), activation_bytes=activation_bytes)
         link = state.machine.nvme_read
-        busy = sum(link.us(p.gather_bytes // p.world) for p in state.params.values() if p.filed)
+        filed = [p for p in state.params.values() if p.filed and state.tier == "nvme"]
+        busy = sum(link.us(p.gather_bytes // p.world) for p in filed)
         passes.OffloadActivations(busy).run(forward.graph, backward.graph, num_outputs, context)
         if state.away is not None and activation_bytes is None:
             state.away = frozenset(a.name for a in passes.offloaded(backward.graph))

@@ -61,8 +61,8 @@ class FrameState:
         self.recompute = self.config.activation_budget_bytes is not None
         # The same of MLPs in tiles of tokens: backward then gathers their biases too.
         self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
-        files = self.policies and self.config.offload_activations == "nvme"
-        self.away: frozenset[str] | None = frozenset() if files else None  # as in Context
+        self.tier = "none" if self.first is None else self.first.activation_tier
+        self.away: frozenset[str] | None = None if self.tier == "none" else frozenset()  # as in Context
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
 
@@ -155,6 +155,7 @@ class FrameState:
             tile_mlp=self.tile_mlp,
             mlp_bytes=self.mlp_bytes,
             away=self.away,
+            tier=self.tier,
         )
 
     def order_weights(self, graph: fx.Graph) -> None:

@@ -102,6 +102,10 @@ class HardwareSpec:
         steps = (world - 1) / (near.world - 1)
         return Link(near.link.latency_us * steps, near.link.bytes_per_us * share)
 
+    def links(self, tier: str) -> tuple[Link, Link]:
+        """Links of one rank from a tier ("host" or "nvme"), and to it."""
+        return (self.host_device, self.host_device) if tier == "host" else (self.nvme_read, self.nvme_write)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

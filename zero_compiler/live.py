@@ -11,7 +11,18 @@ from torch import fx
 
 from .cut import SegmentGraph
 from .ir import facts, ops
-from .program import Compute, Instr, Program, Reduce, ReduceDesc, WaitReduce
+from .program import (
+    Compute,
+    Discard,
+    Instr,
+    Offload,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Restore,
+    WaitOffload,
+    WaitReduce,
+)
 
 _PACKED = 256 << 10
 
@@ -31,6 +42,7 @@ def live_bytes(
     live, rows = 0, []
     holders: dict[fx.Node, set[int]] = {}
     in_flight: dict[int, tuple[int, ...]] = {}
+    leaving: dict[int, tuple[int, ...]] = {}  # for the host, and still being copied
     summing = 0  # sums that wait for the ranks with the same rows, beside the gradients that they become
     if program.phase == "backward":
         owner, made = facts.saved_storages(graph)
@@ -59,6 +71,7 @@ def live_bytes(
             inside = live - sum(min(made[r], n) for r, n in given.items()) + _peak_inside(seg, dying)
             for o in instr.outs:
                 for r in roots[node_of[o]]:
+                    # What came back lies in the pool, or is counted where it does.
                     if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target is ops.restore:
                         continue
                     made[r] = facts.bytes_of(facts.value(r))
@@ -68,6 +81,10 @@ def live_bytes(
         free = getattr(instr, "free", ())
         if isinstance(instr, Reduce) and _read_in_place(program.reduces[instr.index]):
             in_flight[instr.index], free = free, ()
+        if isinstance(instr, Offload) and program.offloads[instr.index].tier == "host":
+            leaving[instr.index], free = free, ()
+        if isinstance(instr, WaitOffload):
+            free = leaving.pop(instr.index, free)
         if isinstance(instr, WaitReduce):
             free = in_flight.pop(instr.index, ())
             r = program.reduces[instr.index]
@@ -83,6 +100,9 @@ def live_bytes(
                     held.discard(o)
                     if not held and r in made:
                         gone += made.pop(r)
+        if isinstance(instr, (Restore, Discard)) and program.offloads[instr.index].tier == "host":
+            nbytes = program.offloads[instr.index].nbytes
+            live, gone = (live + nbytes, gone) if isinstance(instr, Restore) else (live, gone + nbytes)
         live += results_of(program, instr)
         if (
             isinstance(instr, WaitReduce)

@@ -122,9 +122,7 @@ def cost_us(kind: str, nbytes: int, tier: str, spec: HardwareSpec) -> float:
     reads, writes = TRANSFERS[kind]
     if tier == "none":
         return 0.0
-    read, write = (
-        (spec.host_device, spec.host_device) if tier == "host" else (spec.nvme_read, spec.nvme_write)
-    )
+    read, write = spec.links(tier)
     return reads * read.us(nbytes) + writes * write.us(nbytes)
 
 

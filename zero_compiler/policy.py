@@ -236,6 +236,12 @@ class Policy:
             )
         return self._nvme
 
+    @property
+    def activation_tier(self) -> str:
+        """Where saved tensors may wait for backward: "none", "host" or "nvme". On a CPU they are on "host" already."""
+        tier = self.config.offload_activations
+        return "none" if tier == "host" and self.group.device.type == "cpu" else tier
+
     def param(self, name: str) -> Any:
         """The sharded parameter called ``name`` as it stands in the module now.
 
@@ -339,9 +345,11 @@ def _check_tiers(group: Group, config: Config) -> None:
     global _said_host
     if group.device.type != "cpu":
         for name in TIER_FIELDS:
-            if name != "offload_optimizer" and (tier := getattr(config, name)) not in (None, "none"):
+            able = {"offload_optimizer": ("none", "host", "nvme"), "offload_activations": ("none", "host")}
+            if (tier := getattr(config, name)) not in (None, *able.get(name, ("none",))):
+                others = " or ".join(f'"{t}"' for t in able.get(name, ("none",)))
                 raise ConfigError(
-                    f'{name}="{tier}" is not available in this version on {group.device}; use "none"'
+                    f'{name}="{tier}" is not available in this version on {group.device}; use {others}'
                 )
         return
     fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]

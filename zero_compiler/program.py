@@ -123,11 +123,13 @@ def _of(tile: Part | None) -> str:
 
 @dataclass(frozen=True)
 class OffloadDesc:
-    """A tensor of ``nbytes`` that waits in a file between forward and backward, at byte ``where`` of it; ``offset`` is
-    its place in the pool "host" on the way. ``module`` made it."""
+    """A tensor of ``nbytes`` that waits on a tier between forward and backward, ``where`` bytes behind the begin of all
+    that do. ``module`` made it. On the way to a file ("nvme") ``offset`` is its place in the pool "host"; -1 for what
+    goes to an accelerator's host memory ("host"), where it passes no pool."""
 
     name: str
     module: str
+    tier: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
@@ -314,7 +316,7 @@ class Program:
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
         own_bytes: size of this rank's staging that its peers read.
         host_bytes: size of the pinned pool on the host through which files are read and written.
-        offloads: tensors that wait in a file between forward and backward.
+        offloads: tensors that wait on another tier between forward and backward.
         idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
             Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
@@ -345,7 +347,7 @@ class Program:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of a file that holds what forward offloads."""
+        """Bytes of a file, or of memory on the host, that holds what forward offloads."""
         return max((o.where + blocks(o.nbytes) for o in self.offloads), default=0)
 
     @property
@@ -425,7 +427,7 @@ class Program:
                 return f"{instr.op:<15} {o.name} {o.dtype}{list(o.shape)}, {o.nbytes:,} bytes"
             if isinstance(instr, Discard):
                 return f"discard         {o.name}"
-            return f"wait            file of {o.name}"
+            return f"wait            {'copy' if o.tier == 'host' else 'file'} of {o.name}"
         if isinstance(instr, (Fetch, WaitFetch)):
             g = self.gathers[instr.index]
             if isinstance(instr, WaitFetch):

@@ -29,7 +29,7 @@ class Frame:
     choices: dict[str, Choice] = field(default_factory=dict)
     kept_bytes: int = 0
     remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
-    offloaded: list[Any] = field(default_factory=list)  # passes.Offloaded: what waits in files
+    offloaded: list[Any] = field(default_factory=list)  # facts.Away: what waits on another tier
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
 
     def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
@@ -209,7 +209,8 @@ class Report:
                 lines += [f"note: {n}" for n in program.notes]
             if "backward" in frame.programs:
                 lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
-            lines += activation_lines("waits in files", frame.offloaded)
+            for tier, what in (("host", "waits on the host"), ("nvme", "waits in files")):
+                lines += activation_lines(what, [o for o in frame.offloaded if o.tier == tier])
             lines += activation_lines("is made again in backward", frame.remade)
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
         return "\n".join(lines)

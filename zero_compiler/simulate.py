@@ -29,7 +29,7 @@ from .program import (
     WaitRestore,
 )
 
-COMPUTE, LINK, DISK = "compute", "device-device", "nvme-host"
+COMPUTE, LINK, DISK, HOST = "compute", "device-device", "nvme-host", "host-device"
 _SHOWN = 4  # transfers that the step waits for, in the report
 
 
@@ -106,14 +106,14 @@ class Timeline:
     def lines(self) -> list[str]:
         """For the report: what the time is spent on, and which transfers are not hidden."""
         parts = [f"compute {self.busy_us(COMPUTE) / 1e3:.2f} ms"]
-        for lane, what in ((LINK, "transfers"), (DISK, "files")):
+        for lane, what in ((LINK, "transfers"), (DISK, "files"), (HOST, "copies")):
             busy = self.busy_us(lane)
             hidden = 0.0 if busy == 0 else max(0.0, 1 - self.stalls.get(lane, 0.0) / busy)
             if busy or lane == LINK:
                 parts.append(
                     f"{what} {busy / 1e3:.2f} ms for {self.nbytes(lane):,} bytes, {hidden:.0%} of them hidden"
                 )
-                if lane == DISK and self.total_us:
+                if lane != LINK and self.total_us:
                     parts[-1] += f", busy for {busy / self.total_us:.0%} of the time"
         rows = [f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"]
         waits = self.waited_for()
@@ -209,8 +209,9 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
             sim.wait(gathers[instr.index])
         elif isinstance(instr, (Offload, Restore)):
             o = program.offloads[instr.index]
-            link = spec.nvme_write if isinstance(instr, Offload) else spec.nvme_read
-            offloads[instr.index] = sim.start(DISK, f"file of the {o.label}", link.us(o.nbytes), o.nbytes)
+            us = spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes)
+            lane, what = (HOST, "copy") if o.tier == "host" else (DISK, "file")
+            offloads[instr.index] = sim.start(lane, f"{what} of the {o.label}", us, o.nbytes)
         elif isinstance(instr, (WaitOffload, WaitRestore)):
             sim.wait(offloads[instr.index])
         elif isinstance(instr, WaitReduce):

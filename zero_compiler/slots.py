@@ -93,7 +93,9 @@ def plan_slots(
             need("transient", ("reduce", k, 0), Slot(size, *live))
         reduce_rows.append((node, plans, chunks))
     for k, o in enumerate(offloads):
-        need("host", ("offload", k, 0), Slot(blocks(facts.bytes_of(o["value"])), o["start"], o["end"]))
+        if o["away"].tier == "nvme":
+            size = blocks(facts.bytes_of(o["value"]))
+            need("host", ("offload", k, 0), Slot(size, o["start"], o["end"]))
     at: dict[tuple[str, int, int], int] = {}
     sizes: dict[str, int] = {}
     for pool, wanted in slots.items():
@@ -146,11 +148,12 @@ def plan_slots(
         OffloadDesc(
             name=o["away"].name,
             module=o["away"].module,
+            tier=o["away"].tier,
             shape=tuple(map(int, o["value"].shape)),
             stride=tuple(map(int, o["value"].stride())),
             dtype=_dtype_text(o["value"].dtype),
             where=o["where"],
-            offset=at[("offload", k, 0)],
+            offset=at.get(("offload", k, 0), -1),
         )
         for k, o in enumerate(offloads)
     ]

@@ -213,6 +213,8 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
     read = _read_by_peers(program)
     for k, o in enumerate(program.offloads):
+        if o.tier == "host":
+            continue
         kinds = (Offload, WaitOffload) if (Offload, k) in at else (Restore, Discard)
         if o.offset % BLOCK_BYTES or o.where % BLOCK_BYTES:
             raise VerifyError(f"{o.label}: lies at no multiple of {BLOCK_BYTES}")

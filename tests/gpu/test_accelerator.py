@@ -1,13 +1,16 @@
 """Training on an accelerator: world size 1 in this process, and two gloo ranks that share one device."""
 
 import copy
+import json
 
 import pytest
 import torch
 from dist.spawn import run_ranks
+from machines import machine
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +49,44 @@ def _train(model, loss_of, rank, steps=10):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_activations_on_the_host(tmp_path):
+    fast = {"latency_us": 1e-6, "bytes_per_us": 1e9}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine(host_device=fast)))
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    plain = Net().to(device)
+
+    def losses(**fields):
+        torch._dynamo.reset()
+        model = zero.shard(copy.deepcopy(plain), hardware=str(path), **fields)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = torch.compile(model, backend="zero", options={"compute": "aten"})
+        out = []
+        for k in range(5):
+            generator = torch.Generator().manual_seed(k)
+            x = torch.randn(512, 30, generator=generator).to(device)
+            y = torch.randint(0, 10, (512,), generator=generator).to(device)
+            loss = step(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+        return out, model
+
+    want, _ = losses()
+    got, model = losses(offload_activations="host")
+    assert got == want
+    assert {r.tier for r in zero.inspect(model).frames[0].offloaded} == {"host"}
+
+
+def test_activations_in_files_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match='offload_activations="nvme" is not available in this version on .*"host"'
+    ):
+        zero.shard(Net(), offload_activations="nvme", nvme_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize("compute", ["aten", "inductor"])

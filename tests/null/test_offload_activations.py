@@ -27,6 +27,7 @@ from zero_compiler.ir import dump, facts
 from zero_compiler.passes import OffloadActivations
 from zero_compiler.passes.offload_activations import Saved, hidden, latest_starts
 from zero_compiler.planning import report
+from zero_compiler.policy import Policy
 from zero_compiler.program import Compute, Discard, Offload, Restore, WaitOffload, WaitRestore
 
 FAST = {"latency_us": 1e-6, "bytes_per_us": 1e9}
@@ -319,6 +320,61 @@ def test_what_is_left_where_it_is(on):
     told = planned(on(FAST), Twice())
     assert "tanh" not in [r.name for r in waits(told)]
     assert LAYERS == len([r for r in waits(planned(on(FAST))) if "up" in r.module and r.op == "aten.addmm"])
+
+
+# The host's memory ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_host(tmp_path, monkeypatch):
+    """The same with memory of the host, on a CPU that stands in for an accelerator: nothing else moves there."""
+    monkeypatch.setattr(Policy, "activation_tier", property(lambda policy: policy.config.offload_activations))
+
+    def write(link, **fields):
+        path = tmp_path / "machine.json"
+        path.write_text(json.dumps(machine(host_device=link)))
+        return {"hardware": str(path), "offload_activations": "host"} | fields
+
+    return write
+
+
+def test_on_a_cpu_the_host_is_where_everything_lies():
+    told = planned({"offload_activations": "host"})
+    assert waits(told) == []
+
+
+@pytest.mark.parametrize("link", [FAST, SLOW])
+def test_copies_to_the_host_are_planned_as_files_are(on_host, link):
+    budget = None if link is FAST else int(least() * 0.9)
+    told = planned(on_host(link), activation_budget_bytes=budget)
+    assert {r.tier for r in waits(told)} == {"host"}
+    assert {r.why for r in waits(told)} == {"the lane hides it" if link is FAST else "the budget"}
+    programs = told.frames[0].programs
+    assert [p.host_bytes for p in programs.values()] == [0, 0]  # no pool on the way
+    # What came back is on the device: counted from the start of the copy to the end of its life.
+    backward = programs["backward"]
+    for k, instr in enumerate(backward.instrs[:-1]):
+        if isinstance(instr, Restore) and not isinstance(backward.instrs[k + 1], Compute):
+            assert backward.live[k] >= backward.offloads[instr.index].nbytes
+    assert told.memory.files == 0
+    assert "tensors of which each waits on the host" in str(told)
+    busy = told.frames[0].timelines["backward"].nbytes("host-device")
+    assert busy == sum(r.nbytes for r in waits(told))
+
+
+def test_two_ranks_with_activations_on_the_host(on_host):
+    model = SimulatedModel(Net(), 2, **on_host(FAST))
+    model.check([x(), x()], lambda out: out)
+    assert model.frames[-1].offloaded
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_losses_are_the_same_bits_with_the_host(on_host, calls):
+    want, _ = trained(0.3, calls=calls)
+    got, model = trained(0.3, calls=calls, **on_host(FAST))
+    assert got == want
+    assert model._zero.policy.frames[0].offloaded
+    assert len(model._zero.policy.runtime.parcels._idle) == calls
 
 
 # Storage that fails -----------------------------------------------------------------------------------------

@@ -201,6 +201,7 @@ class Away:
 
     Args:
         name, op, module: of the node that makes it.
+        tier: "host" or "nvme".
         why: it is there, in words.
         nbytes: that are not held meanwhile.
         us: time of its transfers, both ways, where the lane does not hide them; 0 where it does.
@@ -209,6 +210,7 @@ class Away:
     name: str
     op: str
     module: str
+    tier: str
     why: str
     nbytes: int
     us: float
