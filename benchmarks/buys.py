@@ -9,7 +9,7 @@ AdamW, two ranks of one thread. Ways to train:
   zero3      stage 3 with memory_budget_bytes
   nvme       the same with parameters, gradients and states in files in DIR, and zero.optimizer(overlap=True)
 A size counts where two steps were made in fresh processes and the largest number of live bytes of torch's CPU allocator
-stayed within the budget (the rank with the most; an exact count). For peers sizes are tried by bisection. For
+stayed within the budget (the rank with the most; an exact count). For peers sizes are tried until one more does not fit. For
 zero_compiler the plan says which size is the largest, before anything is allocated, and that size is then run.
 """
 
@@ -95,7 +95,7 @@ def largest(folder: str, budget: int, axis: str, way: str) -> dict[str, Any]:
         while size and measured(size)["peak"] > budget:
             size -= GRAIN[axis]
     else:
-        size = bisect(axis, lambda s: measured(s)["peak"] <= budget)
+        size = interpolate(axis, budget, lambda s: measured(s)["peak"])
     return {"size": 0, "runs": runs} | (measured(size) if size else {})
 
 
@@ -109,6 +109,23 @@ def bisect(axis: str, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * grain) else (low, middle)
     return low * grain
+
+
+def interpolate(axis: str, budget: int, peak: Callable[[int], int]) -> int:
+    """The same for what only a run can tell: peaks are near to a line, or a parabola, through those known."""
+    grain = GRAIN[axis]
+    known = {0: 0, SHAPE[axis] // grain: peak(SHAPE[axis])}
+    while True:
+        low = max(n for n, p in known.items() if p <= budget)
+        over = [n for n, p in known.items() if p > budget]
+        if over and min(over) == low + 1:
+            return low * grain
+        a, b = sorted(known, key=lambda n: abs(known[n] - budget))[:2]
+        guess = a + round(
+            (budget - known[a]) * (b - a) / (known[b] - known[a]) if known[a] != known[b] else 1
+        )
+        guess = max(low + 1, min(guess, min(over) - 1 if over else 4 * max(low, 1)))
+        known[guess] = peak(guess * grain)
 
 
 def spec_of(axis: str, size: int) -> Spec:
