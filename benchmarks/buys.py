@@ -9,8 +9,8 @@ AdamW, two ranks of one thread. Ways to train:
   zero3      stage 3 with memory_budget_bytes
   nvme       the same with parameters, gradients and states in files in DIR, and zero.optimizer(overlap=True)
 A size counts where two steps were made in fresh processes and the largest number of live bytes of torch's CPU allocator
-stayed within the budget (the rank with the most; an exact count). For peers sizes are tried until one more does not fit. For
-zero_compiler the plan says which size is the largest, before anything is allocated, and that size is then run.
+stayed within the budget (the rank with the most; an exact count). A peer's size is looked for by running it. Ours is
+the largest that the plan finds to fit, before anything is allocated; then that size is run.
 """
 
 from __future__ import annotations
