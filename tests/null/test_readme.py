@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zero_compiler as zero
+from zero_compiler.passes import PHASE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +32,12 @@ def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     missing = [x for x in links if "://" not in x and not (page.parent / x).exists()]
     assert not missing
+
+
+@by_page
+def test_dumps_that_are_named_are_those_of_a_run(page):
+    named = re.findall(r"frame0/\w+/(\d\d)-([\w-]+)\.txt", page.read_text())
+    assert all(PHASE[int(number) - 1][0].name == name for number, name in named), named
 
 
 @by_page
