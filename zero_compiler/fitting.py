@@ -158,8 +158,11 @@ class Fitting:
                 if refused is not None:
                     raise refused
                 return graphs
-        for nbytes in (budget_bytes // _SHARE, 0):  # of a tile; in the end as few as can be
+        # Bytes of a tile; in the end as few as can be, and without files: what is read from them in time is held, too.
+        for nbytes, files in ((budget_bytes // _SHARE, True), (0, True), (0, False)):
             self._tile_mlps(True, nbytes)
+            if not files:
+                self.state.away = None
             try:
                 return within_activations(cut, cut(None), budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:

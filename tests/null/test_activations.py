@@ -101,11 +101,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, drop: float = 0.0, regions: tuple[int, ...] = ()) -> None:
+    def __init__(self, drop: float = 0.0, regions: tuple[int, ...] = (), block: type[Block] = Block) -> None:
         super().__init__()
         self.regions = regions  # blocks in a torch.utils.checkpoint
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.h = nn.ModuleList(Block(drop=drop) for _ in range(LAYERS))
+        self.h = nn.ModuleList(block(drop=drop) for _ in range(LAYERS))
 
     def forward(self, x):
         x = self.first(x)
