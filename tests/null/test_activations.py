@@ -200,6 +200,7 @@ def deep(layers: int) -> Activations:
     return Activations(b.graph, 1, CostModel(SPEC), fused=False, small_bytes=1 << 20, recompute=True)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_decided_as_one():
     acts, few = deep(60), deep(6)
     alike = stand_ins(
@@ -230,6 +231,7 @@ def test_what_differs_in_one_layer_is_not_taken_for_alike():
 # Whole models -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_holds_what_the_budget_says_and_pays_for_it():
     free = planned()
     most = held(free)
@@ -266,12 +268,14 @@ def test_a_budget_that_the_joint_graph_tells_wrong_is_met_in_small_steps():
     assert 80 <= saving.within_memory(cut, 150, lambda held: held - 100, held) <= 100
 
 
+@pytest.mark.slow
 def test_what_fits_anyway_is_left_as_it_is():
     free = planned()
     wide = planned(held(free))
     assert [r.name for r in wide.frames[0].remade] == [r.name for r in free.frames[0].remade]
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_says_by_how_much_and_that_much_does():
     need = least()
     with pytest.raises(
@@ -284,6 +288,7 @@ def test_too_small_a_budget_says_by_how_much_and_that_much_does():
         Config(activation_budget_bytes=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.8, 0.5])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_get_the_numbers_of_plain_pytorch(stage, part):
@@ -293,6 +298,7 @@ def test_two_ranks_get_the_numbers_of_plain_pytorch(stage, part):
     assert [r for r in model.frames[-1].remade if r.why == "the budget"]
 
 
+@pytest.mark.slow
 def test_each_weight_is_gathered_once_in_backward_whatever_is_made_again():
     (frame,) = plan(Net(), x(), 2, activation_budget_bytes=least())
     program = frame.programs["backward"]
@@ -301,6 +307,7 @@ def test_each_weight_is_gathered_once_in_backward_whatever_is_made_again():
     assert {f"h.{k}.up.weight" for k in range(LAYERS)} <= set(names)
 
 
+@pytest.mark.slow
 def test_the_collectives_do_not_depend_on_the_size_of_the_batch():
     """Under one budget a short batch makes nothing again, and a long one nearly everything."""
     budget = int(least() * 1.1)
@@ -329,6 +336,7 @@ def _trained(drop: float, compute: str, steps: int = 3, **fields) -> list[torch.
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_losses_are_the_same_bits(drop):
     want = _trained(drop, "aten")
@@ -350,6 +358,7 @@ def test_compiled_segments_make_the_same_again(drop):
 REGION = "a region of torch.utils.checkpoint"
 
 
+@pytest.mark.slow
 def test_regions_of_the_user_stay_regions():
     """Everything in them is made again, however much room there is, and the rest of a budget is found outside."""
 
@@ -369,6 +378,7 @@ def test_regions_of_the_user_stay_regions():
     assert outside <= {"0", "3"}
 
 
+@pytest.mark.slow
 def test_regions_and_a_budget_train_as_plain_pytorch_does():
     budget = int(held(planned(model=Net(regions=(1, 2)))) * 0.7)
     model = SimulatedModel(Net(regions=(1, 2)), 2, stage=3, activation_budget_bytes=budget)
@@ -376,6 +386,7 @@ def test_regions_and_a_budget_train_as_plain_pytorch_does():
     assert {r.why for r in model.frames[-1].remade} >= {REGION, "the budget"}
 
 
+@pytest.mark.slow
 def test_a_memory_budget_makes_again_what_it_has_no_room_for():
     free = planned()
     budget = free.memory.peak - held(free) // 3

@@ -572,6 +572,7 @@ def test_a_part_that_changes_its_dtype_while_the_model_is_built(how):
     model(torch.randn(2, 8)).float().sum().backward()
 
 
+@pytest.mark.slow
 def test_optimizers_are_guarded_without_a_call_of_shard():
     # In a process of its own: elsewhere something has called zero.shard before.
     body = """

@@ -97,6 +97,7 @@ def test_a_whole_model_is_compiled_in_place():
     assert programs(model) == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_every_layer_with_a_graph_break_is_compiled():
     plain = Deep(breaks=True)
     model = zero.shard(copy.deepcopy(plain))

@@ -38,6 +38,7 @@ _COME_AND_GO = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GLIBC, reason="glibc's heap")
 def test_tensors_that_come_and_go_leave_nothing():
     command = [sys.executable, "-c", textwrap.dedent(_COME_AND_GO)]

@@ -194,6 +194,7 @@ class Attend(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["aten", "inductor"])
 def test_a_saved_view_counts_with_the_storage_that_it_keeps(compute):
     model = zero.shard(Attend(), stage=3)

@@ -169,6 +169,7 @@ def test_only_what_is_written_in_forward_and_back_in_time_is_hidden():
     assert hidden([saved("b", 9.0, 9.0, 2.0)], 10.0, 0.0) == []
 
 
+@pytest.mark.slow
 def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):
     fast, slow = planned(on(FAST)), planned(on(SLOW))
     assert {r.why for r in waits(fast)} == {"the lane hides it"}
@@ -180,6 +181,7 @@ def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):
     assert "tensors of which each waits in files" in str(fast)
 
 
+@pytest.mark.slow
 def test_a_budget_sends_more_than_the_lane_hides(on):
     budget = int(least() * 0.9)
     with pytest.raises(MemoryBudgetError):
@@ -193,6 +195,7 @@ def test_a_budget_sends_more_than_the_lane_hides(on):
         planned(on(SLOW), activation_budget_bytes=1)
 
 
+@pytest.mark.slow
 def test_a_budget_that_can_be_kept_without_files_is_kept_with_them(on):
     """Their MLPs in tiles, with nothing away, backward holds less than with what it reads from files in time."""
 
@@ -222,6 +225,7 @@ def test_a_budget_for_all_memory_sends_tensors_to_files_where_nothing_else_fits(
     assert told.memory.host > 0  # what they are read to counts
 
 
+@pytest.mark.slow
 def test_a_pool_that_takes_more_than_files_free_is_not_made(on):
     """Of four layers, two are in it."""
     assert planned({}, memory_budget_bytes=400_000).memory.peak <= 400_000
@@ -258,6 +262,7 @@ def test_out_after_the_last_use_and_back_before_the_first(on):
     assert behind > 0  # reads pass behind compute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_two_ranks_get_the_numbers_of_plain_pytorch(on, stage, link):
@@ -287,6 +292,7 @@ def trained(drop: float = 0.0, steps: int = 3, calls: int = 1, compute: str = "a
     return out, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_losses_are_the_same_bits(on, drop, calls):
@@ -300,6 +306,7 @@ def test_losses_are_the_same_bits(on, drop, calls):
     assert len(model._zero.policy.runtime.parcels._idle) == calls
 
 
+@pytest.mark.slow
 def test_with_every_other_offload_under_one_budget(on):
     want, _ = trained(0.0)
     every = {"offload_params": "nvme", "offload_grads": "nvme", "offload_optimizer": "nvme"}
@@ -371,6 +378,7 @@ def test_on_a_cpu_the_host_is_where_everything_lies():
     assert waits(told) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_copies_to_the_host_are_planned_as_files_are(on_host, link):
     budget = None if link is FAST else int(least() * 0.9)
@@ -396,6 +404,7 @@ def test_two_ranks_with_activations_on_the_host(on_host):
     assert model.frames[-1].offloaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2])
 def test_losses_are_the_same_bits_with_the_host(on_host, calls):
     want, _ = trained(0.3, calls=calls)

@@ -177,6 +177,7 @@ def test_training_is_that_of_the_plain_model(how):
     assert losses == pytest.approx(REFERENCE, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_inductor_is_right_on_a_sharded_model():
     torch._dynamo.reset()
     model = zero.shard(net())

@@ -58,6 +58,7 @@ def test_the_verifier_sees_a_gather_that_does_not_wait_for_its_file(tmp_path):
         verify_program(dataclasses.replace(program, gathers=g), worlds)
 
 
+@pytest.mark.slow
 def test_the_simulation_has_a_lane_for_files(tmp_path):
     spec = hardware.load("laptop")
     plain = planned()

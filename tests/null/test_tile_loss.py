@@ -50,6 +50,7 @@ def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
     assert [g.names for g in model.programs["backward"].gathers if "head.weight" in g.names] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["weighted", *slow("plain", "shifted-and-capped", "with-z", "smoothed")])
 def test_compiled_segments_give_the_same(of):
     model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=4 * ROW, compute="inductor")
@@ -63,6 +64,7 @@ def test_tied_ends_at_every_stage(stage):
     model.check([batch(0), batch(1)], lambda out: out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["plain", *slow("shifted", "with-z")])
 def test_any_length_once_sizes_are_symbols(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW, dynamic=True)
@@ -102,6 +104,7 @@ def test_tiles_have_equal_segments():
     assert len(counts) == 1
 
 
+@pytest.mark.slow
 def test_peak_falls_by_the_logits():
     """Whole: logits, their log-softmax and gradient of n tokens are there at once, 3 n V in all, or more. In tiles of
     r: 3 r V, and the gradients of hidden states and weight, which are made in forward (n H + V H)."""
@@ -115,6 +118,7 @@ def test_peak_falls_by_the_logits():
     assert peaks[n] - peaks[r] >= saved
 
 
+@pytest.mark.slow
 def test_a_budget_makes_tiles_smaller():
     def plan(**fields):
         model = SimulatedModel(Head(), 1, stage=3, **fields)

@@ -211,6 +211,7 @@ def test_compiled_segments_give_the_same(of):
     assert len(tiled(model)) == 4
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_once_a_phase_and_gradients_reduced_once():
     programs = trained().programs
     for program in programs.values():

@@ -88,6 +88,7 @@ def test_tiles_are_kept_at_no_stage(stage):
         assert not [g for g in program.gathers if g.tile and g.kept]
 
 
+@pytest.mark.slow
 def test_compiled_segments_give_the_same():
     model = run(2, stage=3, tile_bytes=250, compute="inductor")
     # Inductor has its own form of an embedding's gradient: that is made whole, and said.
@@ -224,6 +225,7 @@ def test_under_autocast_a_cast_is_made_of_the_tile():
     assert not [n for n in notes(model) if "whole" in n]
 
 
+@pytest.mark.slow
 def test_a_budget_tiles_the_largest_weights():
     def plan(**fields):
         model = wide(size=(32, 4096), **fields)
