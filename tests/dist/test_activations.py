@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from dist.measured import train
 from dist.spawn import run_ranks
 from machines import machine
 from torch import nn
@@ -17,49 +18,12 @@ from zero_compiler.runtime import _C
 
 pytestmark = pytest.mark.dist
 WIDTH, LAYERS, ROWS = 64, 4, 512
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-
-    def forward(self, x):
-        for block in self.h:
-            x = block(x)
-        return x.square().mean()
+NET = {"width": WIDTH, "layers": LAYERS, "drop": 0.1}
 
 
 def _run(rank, rows=ROWS, **fields):
     """Losses, the measured peak of the steps in bytes, and the model."""
-    torch._dynamo.reset()
-    gc.collect()
-    base = _C.meter_current()
-    torch.manual_seed(0)
-    model = zero.shard(Net(), stage=3, transport="c10d", **fields)
-    gc.collect()
-    _C.meter_reset_peak()
-    step = torch.compile(model, backend="zero", options={"compute": "aten"})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    torch.manual_seed(1 + rank)
-    losses = []
-    for _ in range(3):
-        loss = step(torch.randn(rows, WIDTH))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, _C.meter_peak() - base, model
+    return train(rank, NET, rows, **fields)
 
 
 def _held(model):

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from dist.measured import train
 from dist.spawn import run_ranks
 from torch import nn
 
@@ -16,49 +17,13 @@ from zero_compiler.runtime import _C
 pytestmark = pytest.mark.dist
 WIDTH, LAYERS, ROWS = 32, 2, 2048
 INTERMEDIATE = ROWS * 4 * WIDTH * 4  # bytes
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-
-    def forward(self, x):
-        for block in self.h:
-            x = block(x)
-        return x.square().mean()
+NET = {"width": WIDTH, "layers": LAYERS}
 
 
 def _run(rank, rows=ROWS, **fields):
     """Losses, the measured peak of the steps in bytes, and the report."""
-    torch._dynamo.reset()
-    gc.collect()
-    base = _C.meter_current()
-    torch.manual_seed(0)
-    model = zero.shard(Net(), stage=3, transport="c10d", **fields)
-    gc.collect()
-    _C.meter_reset_peak()
-    step = torch.compile(model, backend="zero", options={"compute": "aten"})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    torch.manual_seed(1 + rank)
-    losses = []
-    for _ in range(3):
-        loss = step(torch.randn(rows, WIDTH))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, _C.meter_peak() - base, zero.inspect(model)
+    losses, peak, model = train(rank, NET, rows, **fields)
+    return losses, peak, zero.inspect(model)
 
 
 def _budgets(rank, world):

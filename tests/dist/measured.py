@@ -1,0 +1,56 @@
+"""A net of MLPs, and its training on ranks with the memory that it takes."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.runtime import _C
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, drop: float) -> None:
+        super().__init__()
+        self.drop = drop
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.drop, self.drop > 0)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, layers: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block(width, drop) for _ in range(layers))
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+def train(rank: int, net: dict[str, float], rows: int, **fields):
+    """Losses of three steps, the measured peak in bytes, and the model: a ``Net`` of ``net``."""
+    torch._dynamo.reset()
+    gc.collect()
+    base = _C.meter_current()
+    torch.manual_seed(0)
+    model = zero.shard(Net(**net), stage=3, transport="c10d", **fields)
+    gc.collect()
+    _C.meter_reset_peak()
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    torch.manual_seed(1 + rank)
+    losses = []
+    for _ in range(3):
+        loss = step(torch.randn(rows, net["width"]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, _C.meter_peak() - base, model
