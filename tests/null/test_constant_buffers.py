@@ -153,6 +153,7 @@ def taken(layers: int, make, run, dtype=torch.float32) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kw", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.slow
 def test_an_optimizer_makes_no_temporaries_of_the_size_of_the_model(kw, monkeypatch):
     """A unit's at most: torch's ``foreach`` kernels hold square roots of all second moments that they are given."""
     monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", LAYER)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
+from marks import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,7 +58,7 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "what", ["itself", "transposed", "rows", "reshaped", "no-op cast", "detached", "view of a view"]
+    "what", ["itself", "rows", "no-op cast", *slow("transposed", "reshaped", "detached", "view of a view")]
 )
 def test_a_view_that_leaves_the_program(what):
     model = simulated(Returns(what), world=2 if what != "rows" else 4)
@@ -121,7 +122,7 @@ class Tied(nn.Module):
         return self.head(y)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 3), (4, 3), (3, 2), (2, 0)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), *slow((4, 3), (3, 2), (2, 0))])
 def test_a_tied_weight_used_at_both_ends(world, stage):
     model = simulated(Tied(), world, stage=stage)
     model.check(batches(world, (2, 3)), total)

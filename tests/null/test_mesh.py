@@ -8,6 +8,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import SimulatedModel
 from machines import machine
+from marks import slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -108,8 +109,8 @@ def square(out):
     return out.float().square().mean()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, *slow(1), 3])
+@pytest.mark.parametrize("world", [*slow(1), 2])
 def test_gradients_are_the_mean_over_both_dimensions(world, stage):
     run = SimulatedModel(Model(), world, copies=2, stage=stage, bucket_bytes=64)
     run.check([tokens(k) for k in range(2 * world)], square)

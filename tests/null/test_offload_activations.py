@@ -315,6 +315,7 @@ def test_with_every_other_offload_under_one_budget(on):
     assert model._zero.policy.frames[0].offloaded
 
 
+@pytest.mark.slow
 def test_backward_twice_and_never(on):
     torch._dynamo.reset()
     model = zero.shard(Net(), **on(FAST))
@@ -340,6 +341,7 @@ def test_compiled_segments_with_activations_in_files(on):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_what_is_left_where_it_is(on):
     """Inputs of the call, and what it returns, are the caller's: nothing would be freed."""
 
@@ -373,6 +375,7 @@ def on_host(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_host_is_where_everything_lies():
     told = planned({"offload_activations": "host"})
     assert waits(told) == []
@@ -471,6 +474,7 @@ def test_system_calls_that_fail(on, tmp_path):
         assert all(word in last for word in words), last
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_before_the_first_step(on, tmp_path):
     with small_tmpfs(tmp_path / "small", "64k") as folder:
         with pytest.raises(StorageError, match="bytes free, and activations of rank 0 in .* need"):

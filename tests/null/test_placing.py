@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow
 from torch import nn
 
 import zero_compiler as zero
@@ -188,8 +189,8 @@ def train(model, optimizer):
     return losses
 
 
-@pytest.mark.parametrize("init", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 1.0])
+@pytest.mark.parametrize("init", [*slow(False), True])
+@pytest.mark.parametrize("share", [*slow(0.0, 0.15), 0.4, *slow(1.0)])
 def test_mixed_placements_train_as_one_does(share, init, tmp_path):
     want = deep()
     numel = sum(p.numel() for p in want.parameters())

@@ -115,6 +115,7 @@ def test_programs_survive_json():
             assert again.to_json() == program.to_json()
 
 
+@pytest.mark.slow
 def test_another_version_is_refused():
     (frame,) = planned()
     data = frame.programs["forward"].to_dict() | {"version": 99}
@@ -163,6 +164,7 @@ def test_collectives_of_a_transformer():
     assert [u for u in units if u.startswith("h.")] == ["h.1", "h.0"]
 
 
+@pytest.mark.slow
 def test_large_weights_go_alone_and_small_ones_together():
     (frame,) = planned(world=2, bucket_bytes=8 * 32 * 4)
     forward = frame.programs["forward"]

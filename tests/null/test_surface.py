@@ -15,6 +15,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -279,8 +280,8 @@ def by_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("how", [by_deepcopy, by_pickle, by_torch_save])
-@pytest.mark.parametrize("after_a_call", [False, True])
+@pytest.mark.parametrize("how", [by_deepcopy, *slow(by_pickle), by_torch_save])
+@pytest.mark.parametrize("after_a_call", [*slow(False), True])
 def test_a_copy_is_sharded_independent_and_trains(how, after_a_call):
     model = zero.shard(net(), stage=2)
     if after_a_call:

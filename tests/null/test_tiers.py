@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from harness import SimulatedModel
+from marks import slow
 from torch import nn
 
 import zero_compiler as zero
@@ -23,7 +24,7 @@ def deep(depth=4, width=16):
 
 
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": torch.bfloat16}, {"bucket_bytes": 0}], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [*slow(1), 2, *slow(3)])
 def test_fetched_weights_are_there_and_nowhere_overwritten(world, fields, tmp_path):
     run = SimulatedModel(deep(), world, offload_params="nvme", nvme_dir=str(tmp_path), **fields)
     inputs = [(torch.randn(3, 16),) for _ in range(world)]
@@ -99,7 +100,7 @@ def test_planning_makes_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("tier", [*slow("none"), "nvme"])
 @pytest.mark.parametrize(
     ("cls", "kw", "states"),
     [

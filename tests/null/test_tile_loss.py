@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
+from marks import slow
 from null.graphs import head_graph, lower
 from torch import nn
 
@@ -17,10 +18,6 @@ from zero_compiler.passes.expand_tiles import tiles_of
 ROW = VOCAB * 4  # bytes of the logits of a token
 # bf16 products of a tile are rounded once each, and their sum over tiles once.
 TOL = {"upcast": 2 * torch.finfo(torch.bfloat16).eps}
-
-
-def slow(*values: str) -> list[object]:
-    return [pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def notes(model: SimulatedModel) -> list[str]:
@@ -37,7 +34,7 @@ def test_the_passes_keep_the_numbers(world, tile_bytes):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [*slow(False), True])
 @pytest.mark.parametrize("of", LOSSES)
 def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
     model = SimulatedModel(Head(of, bias), 2, stage=3, tile_bytes=4 * ROW)
@@ -58,7 +55,7 @@ def test_compiled_segments_give_the_same(of):
     assert [n for n in notes(model) if "4 tiles of 4 rows" in n or "7 tiles of 2 rows" in n]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*slow(0, 1, 2), 3])
 def test_tied_ends_at_every_stage(stage):
     model = SimulatedModel(Head("shifted", tied=True), 2, stage=stage, tile_bytes=3 * ROW)
     model.check([batch(0), batch(1)], lambda out: out)

@@ -85,7 +85,8 @@ def test_the_passes_keep_the_numbers(world, mlp_bytes):
     run_passes(b.graph, JOINT, b.context("joint", tile_mlp=True, mlp_bytes=mlp_bytes))
     assert len(b.graph.find_nodes(op="call_function", target=ops.tiled)) == 2
     got = b.by_reference(lower(b, "forward"), "forward")
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    # Sums over 40 tokens in another order: 40 roundings, of 2**-24 each, of partial sums below 40.
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=40 * 40 * 2**-24)
 
 
 # Models under a budget ------------------------------------------------------------------------------------------
@@ -186,9 +187,8 @@ def trained(of="gelu", world: int = 2, tol: float = 1e-5, loss=lambda out: out, 
     return model
 
 
-@pytest.mark.parametrize(
-    "of", ["swiglu", *(pytest.param(of, marks=pytest.mark.slow) for of in MLPS if of != "swiglu")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("of", MLPS)
 def test_every_mlp_is_tiled_and_equal_to_plain(of):
     model = trained(of, tol=2e-2 if of == "in-bf16" else 1e-5)
     assert len(tiled(model)) == 4  # two layers, forward and backward

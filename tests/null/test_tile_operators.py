@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
+from marks import slow
 from null.graphs import check_numbers, linear_graph
 from torch import nn
 
@@ -65,8 +66,13 @@ def run(world: int, rows: int = 12, tol: float = 1e-5, **fields) -> SimulatedMod
     return model
 
 
-@pytest.mark.parametrize("tile_bytes", [96, 250])
-@pytest.mark.parametrize(("world", "rows"), [(2, 12), (2, 11), (3, 13), (4, 12)])
+@pytest.mark.parametrize(
+    ("world", "rows", "tile_bytes"),
+    [
+        (2, 11, 96),
+        *slow((2, 12, 96), (3, 13, 96), (4, 12, 96), (2, 11, 250), (2, 12, 250), (3, 13, 250), (4, 12, 250)),
+    ],
+)
 def test_every_operator_equals_plain(world, rows, tile_bytes):
     model = run(world, rows, stage=3, tile_bytes=tile_bytes)
     assert not [n for n in notes(model) if "whole" in n]
@@ -80,7 +86,7 @@ def test_every_operator_equals_plain(world, rows, tile_bytes):
     assert "frozen.weight" not in tiled
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [*slow(1), 2])
 def test_tiles_are_kept_at_no_stage(stage):
     model = run(2, stage=stage, tile_bytes=300)
     for program in model.programs.values():
@@ -193,7 +199,7 @@ def test_any_batch_once_sizes_are_symbols():
     assert not [n for n in notes(model) if "whole" in n]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [*slow(1), 2, *slow(3)])
 def test_half_precision_gives_what_whole_weights_give(world):
     """Products are rounded once, sums over tiles once: as those of whole weights are."""
     found = []
@@ -251,6 +257,7 @@ def test_the_report_names_what_why_and_what_it_costs():
     assert [n for n in said if "gradient of up.weight: 4 tiles" in n]
 
 
+@pytest.mark.slow
 def test_the_verifier_sees_a_tile_of_a_gradient_that_is_left_out():
     model = run(2, stage=3, tile_bytes=300)
     program = model.programs["backward"]
