@@ -80,15 +80,22 @@ def calibrate(
 
 
 def _median_us(fn: Callable[[], Any], device: torch.device, repeat: int = 7) -> float:
-    fn()
-    times = []
-    for _ in range(repeat):
-        _sync(device)
-        start = time.perf_counter()
+    return _medians_us([fn], device, repeat)[0]
+
+
+def _medians_us(fns: list[Callable[[], Any]], device: torch.device, repeat: int) -> list[float]:
+    """Median time of each, called in turn: what else runs on the machine then slows all of them alike."""
+    for fn in fns:
         fn()
-        _sync(device)
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
+    times: list[list[float]] = [[] for _ in fns]
+    for _ in range(repeat):
+        for fn, of in zip(fns, times, strict=True):
+            _sync(device)
+            start = time.perf_counter()
+            fn()
+            _sync(device)
+            of.append((time.perf_counter() - start) * 1e6)
+    return [statistics.median(of) for of in times]
 
 
 def _sync(device: torch.device) -> None:
@@ -98,9 +105,11 @@ def _sync(device: torch.device) -> None:
 
 def _rates(device: torch.device) -> dict[str, Any]:
     kernel = _kernel_us(device)
+    float32, onednn = _float32(device)
+    others = {str(d).removeprefix("torch."): _matmul(device, d) for d in _OTHER_DTYPES}
     return {
-        "matmul": {str(d).removeprefix("torch."): _matmul(device, d) for d in _dtypes(device)},
-        "onednn": _onednn(device),
+        "matmul": float32 | others,
+        "onednn": onednn,
         "memory": _memory(device),
         "vector": _elements_per_us(device, lambda x: x.add_(1.0)),
         "special": _elements_per_us(device, lambda x: torch.erf(x, out=x)),
@@ -141,8 +150,7 @@ def _in_ranks(world: int, fn: Callable[[int, int, str], None]) -> Any:
         return torch.load(os.path.join(folder, "rows"))
 
 
-def _dtypes(device: torch.device) -> list[torch.dtype]:
-    return [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+_OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> float:
@@ -152,13 +160,16 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / _median_us(lambda: torch.mm(a, a, out=out), device)
 
 
-def _onednn(device: torch.device) -> dict[str, float]:
-    """Rate of float32 products by oneDNN, where torch has it beside its BLAS."""
+def _float32(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Rates of float32 products by torch's own library and, on CPUs that have it beside, by oneDNN."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return {}
+        return {"float32": _matmul(device, torch.float32)}, {}
     n = 512
     a = torch.randn(n, n)
-    return {"float32": 2 * n**3 / _median_us(lambda: ops.onednn_linear(a, a, None), device)}
+    out = torch.empty_like(a)
+    calls = [lambda: torch.mm(a, a, out=out), lambda: ops.onednn_linear(a, a, None)]
+    blas, onednn = (2 * n**3 / us for us in _medians_us(calls, device, 21))
+    return {"float32": blas}, {"float32": onednn}
 
 
 def _memory(device: torch.device) -> float:

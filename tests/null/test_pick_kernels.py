@@ -58,6 +58,7 @@ def test_small_products_stay():
         {"kernels": True},  # nothing is known of the machine
         {"kernels": True, "machine": dataclasses.replace(MACHINE, onednn_flops_per_us={})},
         {"kernels": True, "machine": dataclasses.replace(MACHINE, onednn_flops_per_us={"float32": 900.0})},
+        {"kernels": True, "machine": dataclasses.replace(MACHINE, onednn_flops_per_us={"float32": 1100.0})},
     ],
 )
 def test_nothing_changes_without_a_faster_library(fields):
