@@ -132,8 +132,8 @@ cpp-test: setup
 # does not hide those of the second.
 RANKED := $(sort $(dir $(wildcard tests/dist/test_*.py tests/gpu/test_*.py)))
 pytest: setup
-	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --dist loadgroup tests/null $(PYTEST_ARGS) || status=1; \
-	$(PY) -m pytest $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
+	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --dist loadgroup --durations 20 tests/null $(PYTEST_ARGS) || status=1; \
+	$(PY) -m pytest --durations 30 $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
 
 clean:
 	rm -rf build dist *.egg-info runtime/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)
