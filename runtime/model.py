@@ -14,7 +14,8 @@ from zero_compiler.errors import ShardError
 from zero_compiler.runtime import _C
 
 from .aio import buffer
-from .parcels import Copies, Files, Parcels
+from .moves import Copies, Files, Moves
+from .parcels import Parcels
 from .stores import Region, region_of
 
 
@@ -92,7 +93,7 @@ class ModelRuntime:
             if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
                 home.copy_(self.flat_chunks([name])[0])
 
-    def moves(self, program: Any) -> Files | Copies:
+    def moves(self, program: Any) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
 
         Raises:
