@@ -140,3 +140,21 @@ def test_plain_parameters_beside_sharded_ones(sharded, cls, kw):
             opt.zero_grad()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)
+
+
+def test_a_loss_scaler_takes_plain_gradients_beside_sharded_ones():
+    plain, model = net(), net()
+    zero.shard(model[2], device="cpu")
+    for m in (plain, model):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        opt = torch.optim.SGD(m.parameters(), lr=0.1)
+        for i in range(3):
+            scaler.scale(m(batch(i)).square().sum()).backward()
+            if i == 1:
+                m[0].bias.grad[0] = torch.inf
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert scaler.get_scale() == 512.0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)
