@@ -125,18 +125,20 @@ class Files(Moves):
         self._under_way[which] = store.read(self._span(store, which), self._pool())
 
     def wait(self, which: int) -> None:
-        self._under_way.pop(which).wait()
+        # What breaks off a wait does not end the transfer: it stays under way for `end`.
+        self._under_way[which].wait()
+        del self._under_way[which]
 
     def view(self, which: int) -> torch.Tensor:
         """The place of an activation in the pool, as the tensor that it is."""
         return self._shaped(which, self._pool(), self._offloads[which].offset)
 
     def end(self) -> None:
-        super().end()
         for request in self._under_way.values():
             with contextlib.suppress(StorageError):
                 request.wait()
         self._under_way.clear()
+        super().end()
 
     def _span(self, store: Store, which: int) -> Span:
         o = self._offloads[which]
@@ -146,17 +148,24 @@ class Files(Moves):
 class Copies(Moves):
     """Between an accelerator and memory of its host.
 
-    Copies run on a stream of their own, in order: so a place may be filled again while it is still being read. Waits
-    hold up the stream that computes, and not the host.
+    Copies of a model run on a stream of their own, in order: so a place may be filled again while it is still being
+    read, and written to again where a call broke off. Waits hold up the stream that computes, and not the host.
 
     Args:
-        device: that computes. Where it has no streams, copies are done at once.
+        device: that computes.
+        stream: of the model's copies; None where the device has no streams, and copies are done at once.
     """
 
-    def __init__(self, parcels: Parcels, offloads: Sequence[Any], nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parcels: Parcels,
+        offloads: Sequence[Any],
+        nbytes: int,
+        device: torch.device,
+        stream: torch.Stream | None,
+    ) -> None:
         super().__init__(parcels, offloads, nbytes)
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._device, self._stream = device, stream
         self._events: dict[int, Any] = {}
         self._back: dict[int, torch.Tensor] = {}
 

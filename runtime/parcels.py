@@ -39,6 +39,7 @@ class Parcels:
         self._numbers = itertools.count(1)
         self._living: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
         self._idle: list[Any] = []
+        self._closed = False
 
     def reserve(self, nbytes: int) -> None:
         """Have a place of at least ``nbytes`` that is not in use.
@@ -50,9 +51,10 @@ class Parcels:
             self._idle.append(self._place(nbytes))
 
     def _place(self, nbytes: int) -> Any:
-        for k, place in enumerate(self._idle):
-            if place.nbytes >= nbytes:
-                return self._idle.pop(k)
+        # The smallest that will do: a larger one was made for a frame that needs it.
+        fits = [k for k, place in enumerate(self._idle) if place.nbytes >= nbytes]
+        if fits:
+            return self._idle.pop(min(fits, key=lambda k: self._idle[k].nbytes))
         return self._make(nbytes)
 
     def take(self, nbytes: int) -> Parcel:
@@ -65,8 +67,12 @@ class Parcels:
         parcel = Parcel(struct.pack("=q", number))
         parcel.place = self._place(nbytes)
         self._living[number] = parcel
-        weakref.finalize(parcel, self._idle.append, parcel.place).atexit = False
+        weakref.finalize(parcel, self._give_back, parcel.place).atexit = False
         return parcel
+
+    def _give_back(self, place: Any) -> None:
+        if not self._closed:
+            self._idle.append(place)
 
     def of(self, ticket: torch.Tensor) -> Parcel:
         """The parcel of a ticket.
@@ -78,3 +84,8 @@ class Parcels:
         if parcel is None:
             raise TransferError(f"the activations of ticket {int(ticket)} are not on this rank any more")
         return parcel
+
+    def close(self) -> None:
+        """The model is gone: places go with their last tickets."""
+        self._closed = True
+        self._idle.clear()

@@ -344,14 +344,18 @@ class Nvme:
         self._grown: list[Store] = []
         self._closer = weakref.finalize(self, _close, self.engine, self.stores)
 
-    def store(self, what: str, nbytes: int) -> Store:
-        """A new file for ``what``; it lives as long as the store that is returned."""
+    def store(self, what: str, nbytes: int, keep: bool | None = None) -> Store:
+        """A new file for ``what``; it lives as long as the store that is returned, or longer where it is to be kept.
+
+        Args:
+            keep: None: as the tier keeps its files.
+        """
         made = Store(
             self.engine,
             self.directory,
             nbytes,
             f"{what} of rank {self.rank} in {self.directory}",
-            self.keep,
+            self.keep if keep is None else keep,
             self.checksums,
         )
         self.stores.add(made)
