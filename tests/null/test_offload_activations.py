@@ -237,6 +237,16 @@ def test_a_pool_that_takes_more_than_files_free_is_not_made(on):
     assert waits(told) == []
 
 
+def test_a_plan_of_a_sharded_model_makes_nothing(on):
+    torch._dynamo.reset()
+    model = zero.shard(Net(), **on(FAST))
+    before = len(os.listdir("/proc/self/fd"))
+    assert waits(zero.inspect(model, x()))
+    policy = model._zero.policy
+    assert (policy._nvme, policy.runtime) == (None, None)  # no file, and no thread that would write it
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 # The Program ------------------------------------------------------------------------------------------------
 
 
@@ -539,6 +549,28 @@ def test_a_disk_that_is_full_before_the_first_step(on, tmp_path):
             trained(**on(FAST, nvme_dir=str(folder)))
         gc.collect()
         assert list(folder.iterdir()) == []
+
+
+def test_what_an_error_of_a_compilation_tells(on, tmp_path):
+    """A frame that did not compile raises it at each call, with all it knows; no report has such a frame."""
+    torch._dynamo.reset()
+    model = zero.shard(Net())
+
+    def call(**options):
+        step = torch.compile(model, backend="zero", options={"compute": "aten", **options})
+        step(*x()).backward()
+
+    with pytest.raises(MemoryBudgetError) as refused:
+        call(memory_budget_bytes=100_000)
+    with pytest.raises(MemoryBudgetError) as refused:
+        call(activation_budget_bytes=1)
+    assert "compiled" in str(zero.inspect(model))
+    call(activation_budget_bytes=refused.value.least_bytes)
+    assert len(zero.inspect(model).frames) == 1
+    with small_tmpfs(tmp_path / "full", "64k") as folder:
+        with pytest.raises(StorageError) as full:
+            trained(**on(FAST, nvme_dir=str(folder)))
+    assert (full.value.errno, full.value.path) == (errno.ENOSPC, str(folder))
 
 
 def test_options_that_do_not_fit():
