@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
 from dist.spawn import answers, run_ranks
+from machines import machine
 from parallel import Transformer, by_columns, by_sequence, loss, tokens
 from safetensors.torch import save_file
 from torch import nn
@@ -308,6 +310,36 @@ def activations_in_parts(rank: int) -> list[str]:
             errors.append(f"{where}: {saved} bytes are saved, planned {less:,} less")
         if not adds[True] < adds[False]:
             errors.append(f"{where}: predicted bytes of a Program {adds}")
+    return errors
+
+
+@case
+def activations_in_parts_and_in_files(rank: int) -> list[str]:
+    """What the disk hides waits in files; of the rest, what a pair saves alike is saved in parts."""
+    errors = []
+    with tempfile.TemporaryDirectory() as folder:
+        link = {"latency_us": 1e-6, "bytes_per_us": BYTES_PER_US}
+        spec = Path(folder) / "machine.json"
+        spec.write_text(json.dumps(machine(nvme_read=link, nvme_write=link)))
+        files = {"hardware": str(spec), "offload_activations": "nvme", "nvme_dir": folder}
+        for plan, compute in (("by columns", "aten"), ("by sequence", "inductor")):
+            fields = {"plan": plan, "compute": compute, "stage": 3, "partition_activations": True, **files}
+            errors += trained(rank, f"{plan}, {compute}", 2, data=long, **fields)
+            torch._dynamo.reset()
+            model = both(build(), **fields)
+            out = model(long(rank // 2, 0))
+            saved = held_by(out.grad_fn)
+            out.sum().backward()
+            frame = zero.inspect(model).frames[-1]
+            cut = [n for n in frame.programs["forward"].notes if "bytes are saved" in n]
+            moved = sum(o.nbytes for o in frame.offloaded)
+            written = policies_of(model)[0].nvme().engine.counters()["bytes_written"]
+            if not cut or not moved or written < moved:
+                errors.append(f"{plan}, {compute}: {len(cut)} cut, {moved:,} bytes moved, {written:,} written")
+            without = both(build(), **{**fields, "offload_activations": "none"})
+            whole = held_by(without(long(rank // 2, 0)).grad_fn)
+            if not saved < whole:
+                errors.append(f"{plan}, {compute}: {saved:,} bytes are saved, without files {whole:,}")
     return errors
 
 
