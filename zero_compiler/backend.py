@@ -54,7 +54,8 @@ def zero(
 
 
 def _raiser(error: ZeroError) -> Callable[..., Any]:
-    kind, args, told = type(error), error.args, vars(error)  # not the error itself: its traceback holds the graph
+    # Not the error itself, whose traceback holds the graph.
+    kind, args, told = type(error), error.args, vars(error)
 
     @torch._dynamo.disable(reason="a frame that did not compile")
     def call(*_: Any) -> Any:

@@ -35,8 +35,8 @@ def on_rows(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> An
     the first rows of a whole state for those of this rank.
     """
     kwargs = kwargs or {}
-    ours = any(hasattr(p, MANAGED) for p in args[0])
-    if not ours or any(t is not DTensor for t in types) or any(isinstance(v, DTensor) for v in kwargs.values()):
+    ours = any(hasattr(p, MANAGED) for p in args[0]) and all(t is DTensor for t in types)
+    if not ours or any(isinstance(v, DTensor) for v in kwargs.values()):
         return NotImplemented
     local, first = [], None
     for tensors in args:

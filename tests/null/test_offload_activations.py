@@ -386,6 +386,7 @@ def gone_with_its_model(places, **fields):
 
 
 def test_a_deleted_model_leaves_no_pool(on):
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     assert gone_with_its_model(lambda runtime: [runtime.host], **on(FAST))
     assert len(os.listdir("/proc/self/fd")) == before
@@ -401,8 +402,8 @@ def test_activations_are_never_left_behind(on, tmp_path):
     torch.compile(model, backend="zero", options={"compute": "aten"})(*x()).backward()
     assert model._zero.policy.frames[0].offloaded
     names = [p.name for p in folder.iterdir()]
-    assert any("parameters" in name for name in names)
-    assert not any("activations" in name for name in names)
+    assert any("-parameters-of-rank-" in name for name in names)
+    assert not any("-activations-of-rank-" in name for name in names)
 
 
 def test_checksums_find_a_changed_byte(on):
@@ -415,7 +416,7 @@ def test_checksums_find_a_changed_byte(on):
     (parcel,) = model._zero.policy.runtime.parcels._living.values()
     byte = os.pread(parcel.place.fd, 1, 5000)
     os.pwrite(parcel.place.fd, bytes([byte[0] ^ 16]), 5000)
-    with pytest.raises(StorageError, match="activation .*: the bytes at 4,096 in activations of rank 0 in .*"):
+    with pytest.raises(StorageError, match="activation .*: the bytes at 4,096 in activations of rank 0"):
         loss.backward()
     del loss, parcel
     again = step(*x())
