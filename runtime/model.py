@@ -14,7 +14,8 @@ from zero_compiler.errors import ShardError
 from zero_compiler.runtime import _C
 
 from .aio import buffer
-from .parcels import Copies, Files, Parcels
+from .moves import Copies, Files, Moves
+from .parcels import Parcels
 from .stores import Region, region_of
 
 
@@ -55,8 +56,9 @@ class ModelRuntime:
         # On the only rank, by the names of a gather: flat chunks, and the full weights that they are.
         self.whole: dict[tuple[str, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
+        self._aside: torch.Stream | None = None  # made for the first Program whose activations are copied
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
-        weakref.finalize(policy, _free, self.engine, self._chunks, self._views, self.whole).atexit = False
+        weakref.finalize(policy, self.close).atexit = False
 
     @property
     def policy(self) -> Any:
@@ -92,7 +94,7 @@ class ModelRuntime:
             if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
                 home.copy_(self.flat_chunks([name])[0])
 
-    def moves(self, program: Any) -> Files | Copies:
+    def moves(self, program: Any) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
 
         Raises:
@@ -101,7 +103,10 @@ class ModelRuntime:
         if program.phase == "forward":
             self.parcels.reserve(program.file_bytes)
         if self.policy.activation_tier == "host":
-            return Copies(self.parcels, program.offloads, program.file_bytes, self.policy.group.device)
+            device = self.policy.group.device
+            if self._aside is None and device.type != "cpu":
+                self._aside = torch.Stream(device)
+            return Copies(self.parcels, program.offloads, program.file_bytes, device, self._aside)
         return Files(self.parcels, program.offloads, program.file_bytes, lambda: self.host)
 
     def grow_host(self, nbytes: int) -> None:
@@ -130,21 +135,17 @@ class ModelRuntime:
         return out
 
     def close(self) -> None:
-        _free(self.engine, self._chunks, self._views, self.whole)
+        self._chunks.clear()
+        self.whole.clear()
+        for held in self._views.values():
+            held.clear()
+        self.host = buffer(0)
+        self.parcels.close()
+        self.engine.close()
 
 
 def _place(policy: Any, nbytes: int) -> Any:
     """Where activations of a model wait for backward; ``policy`` is a weak reference."""
     if policy().activation_tier == "host":
         return buffer(nbytes)
-    return policy().nvme().store("activations", nbytes)
-
-
-def _free(
-    engine: _C.Engine, chunks: dict[str, Any], views: dict[Any, list[torch.Tensor]], whole: dict[Any, Any]
-) -> None:
-    chunks.clear()
-    whole.clear()
-    for held in views.values():
-        held.clear()
-    engine.close()
+    return policy().nvme().store("activations", nbytes, keep=False)  # nobody could read them later

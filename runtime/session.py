@@ -17,27 +17,23 @@ from zero_compiler.group import meet, short_digest
 from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (
     Compute,
-    Discard,
     Fetch,
     Gather,
     GatherDesc,
-    Offload,
     Program,
     Reduce,
     ReduceDesc,
     Release,
-    Restore,
     WaitFetch,
     WaitGather,
-    WaitOffload,
-    WaitRestore,
 )
 
+from . import moves
 from .model import ModelRuntime
 from .stores import merged
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
-_OFFLOAD, _WAIT_OFFLOAD, _RESTORE, _WAIT_RESTORE, _DISCARD = range(9, 14)
+_MOVE = 9
 
 
 def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
@@ -95,6 +91,7 @@ class Session:
         self._whole = [self._is_whole(g) for g in program.gathers]
         self._reduces = [self._add_reduce(r) for r in program.reduces]
         self._last_read = _last_reads(program)
+        self._moves = first.moves(program) if first is not None and program.offloads else None
         self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._at_home: dict[ModelRuntime, list[str]] = {}
         for g in program.gathers:
@@ -104,10 +101,9 @@ class Session:
         self._summing: list[_Sum] = []
         self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
         self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
-        self._moves: Any = first.moves(program) if first is not None and program.offloads else None
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
-        moves = bool(program.gathers or program.reduces)
-        self._talks = first is not None and first.policy.group.everyone.world > 1 and moves
+        sends = bool(program.gathers or program.reduces)
+        self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
 
     # Loading -----------------------------------------------------------------------------------------------
 
@@ -172,16 +168,9 @@ class Session:
             return (_FETCH, instr.index, None, None, None)
         if isinstance(instr, WaitFetch):
             return (_WAIT_FETCH, instr.index, None, None, None)
-        if isinstance(instr, Offload):
-            return (_OFFLOAD, instr.index, instr.ins[0], instr.outs[0], instr.free)
-        if isinstance(instr, WaitOffload):
-            return (_WAIT_OFFLOAD, instr.index, None, None, None)
-        if isinstance(instr, Restore):
-            return (_RESTORE, instr.index, instr.ins[0], None, None)
-        if isinstance(instr, WaitRestore):
-            return (_WAIT_RESTORE, instr.index, instr.outs[0], None, None)
-        if isinstance(instr, Discard):
-            return (_DISCARD, instr.values[0], None, None, None)
+        if isinstance(instr, moves.INSTRUCTIONS):
+            assert self._moves is not None
+            return (_MOVE, self._moves.step(instr), None, None, None)
         if isinstance(instr, Gather):
             return (_GATHER, instr.index, None, None, None)
         if isinstance(instr, WaitGather):
@@ -337,19 +326,8 @@ class Session:
                 for i, value in zip(b, a, strict=True):
                     if i >= 0:
                         env[i] = value
-            elif op == _OFFLOAD:
-                env[c] = self._moves.offload(a, env[b])
-                for i in d:
-                    env[i] = None
-            elif op == _WAIT_OFFLOAD:
-                self._moves.wait(a)
-            elif op == _RESTORE:
-                self._moves.restore(a, env[b])
-            elif op == _WAIT_RESTORE:
-                self._moves.wait(a)
-                env[b] = self._moves.view(a)
-            elif op == _DISCARD:
-                env[a] = None
+            elif op == _MOVE:
+                a(env)
             elif op == _REDUCE:
                 self._reduce(a, [env[i] for i in b])
                 for i in c:

@@ -12,6 +12,7 @@ kernel writes dirty pages back first), and a mapped read what was written direct
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -295,7 +296,10 @@ def _make(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str
         if stat.f_blocks and nbytes > (room := stat.f_bavail * stat.f_frsize):  # ramfs says nothing
             raise StorageError(
                 f"nvme_dir={directory!r} has {room:,} bytes free, and {label} need {nbytes:,}; free some, or give "
-                "another nvme_dir"
+                "another nvme_dir",
+                errno=errno.ENOSPC,
+                path=directory,
+                label=label,
             )
         fd, path = _open_new(directory, label, keep)
         try:
@@ -309,7 +313,10 @@ def _make(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str
     except OSError as error:
         raise StorageError(
             f"nvme_dir={directory!r} takes no file of {nbytes:,} bytes for {label}: {error.strerror}; give a "
-            "directory that can be written to and has room"
+            "directory that can be written to and has room",
+            errno=error.errno or 0,
+            path=directory,
+            label=label,
         ) from error
 
 
@@ -344,14 +351,18 @@ class Nvme:
         self._grown: list[Store] = []
         self._closer = weakref.finalize(self, _close, self.engine, self.stores)
 
-    def store(self, what: str, nbytes: int) -> Store:
-        """A new file for ``what``; it lives as long as the store that is returned."""
+    def store(self, what: str, nbytes: int, keep: bool | None = None) -> Store:
+        """A new file for ``what``; it lives as long as the store that is returned, or longer where it is to be kept.
+
+        Args:
+            keep: None: as the tier keeps its files.
+        """
         made = Store(
             self.engine,
             self.directory,
             nbytes,
             f"{what} of rank {self.rank} in {self.directory}",
-            self.keep,
+            self.keep if keep is None else keep,
             self.checksums,
         )
         self.stores.add(made)

@@ -54,11 +54,14 @@ def zero(
 
 
 def _raiser(error: ZeroError) -> Callable[..., Any]:
-    kind, args = type(error), error.args  # not the error itself, whose traceback holds the graph
+    # Not the error itself, whose traceback holds the graph.
+    kind, args, told = type(error), error.args, vars(error)
 
     @torch._dynamo.disable(reason="a frame that did not compile")
     def call(*_: Any) -> Any:
-        raise kind(*args)
+        again = kind(*args)
+        again.__dict__.update(told)
+        raise again
 
     return call
 
@@ -93,6 +96,7 @@ def compile_frame(
         )(captured.gm, captured.inputs)
     compiler.fitting.lend_gradients()
     compiler.fitting.check_budget()
+    compiler.state.report()
     return compiled, captured, compiler.state.frame
 
 

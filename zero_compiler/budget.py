@@ -8,12 +8,11 @@ change) lies a choice for each weight: keeping it costs its bytes and saves its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arena import aligned
 from .errors import MemoryBudgetError
-from .group import decide
 from .ir.facts import ParamRef
 from .knapsack import Candidate, choose
 from .live import most
@@ -24,12 +23,19 @@ from .scratch import scratch_bytes
 
 
 def keep(
-    policies: Sequence[Any], params: Mapping[ParamRef, Any], gathered: Iterable[ParamRef], room_bytes: int
+    policies: Sequence[Any],
+    params: Mapping[ParamRef, Any],
+    gathered: Iterable[ParamRef],
+    room_bytes: int,
+    agreed: Callable[[Any, str, str], str],
 ) -> None:
     """Decide which weights of stage 3 stay gathered from forward to backward; noted in each ``policy.kept``.
 
     Decided once for a weight, by rank 0 for all: room depends on the sizes of activations, which ranks may
     legally disagree about, and collectives must not.
+
+    Args:
+        agreed: rank 0's text, for all ranks of a policy (``Loader.agreed``).
     """
     by_key = {p.key: p for p in policies}
     wanted = set(gathered)
@@ -51,7 +57,7 @@ def keep(
     first = policies[0]
     names = [f"{by_key[p.ref.owner].serial} {p.ref.name}" for p in open_]
     key = f"kept/{first.serial}/{len(first.kept)}"
-    chosen = set(decide(first.group, key, "\n".join(sorted(choose(candidates, room_bytes)))).split("\n"))
+    chosen = set(agreed(first, key, "\n".join(sorted(choose(candidates, room_bytes)))).split("\n"))
     for plan, name in zip(open_, names, strict=True):
         by_key[plan.ref.owner].kept[plan.ref.name] = name in chosen
 

@@ -254,7 +254,8 @@ class Fitting:
         policies = list(state.policies.values())
         memory = state.memory(programs)
         budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
-        budget.keep(policies, state.params, state.backward_params or (), budget_bytes - memory.peak)
+        room, agreed = budget_bytes - memory.peak, state.loader.agreed
+        budget.keep(policies, state.params, state.backward_params or (), room, agreed)
         state.plan_again()
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
@@ -268,7 +269,7 @@ class Fitting:
         if not undecided:
             return
         self._shrink_tiles(graphs, undecided, budget_bytes)
-        tiling.settle(state.policies, undecided)
+        tiling.settle(state.policies, undecided, state.loader.agreed)
         state.plan_again()
 
     def _undecided(self, graphs: Phases) -> list[ParamRef]:

@@ -52,8 +52,6 @@ class FrameState:
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
         self.frame = Frame(self.index, self.config, self.params, self.trace)
-        if self.first is not None:
-            self.first.frames.append(self.frame)
         self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
         self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
@@ -74,6 +72,11 @@ class FrameState:
     @property
     def first(self) -> Any:
         return next(iter(self.policies.values()), None)
+
+    def report(self) -> None:
+        """The frame is compiled: from here on its model shows it."""
+        if self.first is not None:
+            self.first.frames.append(self.frame)
 
     @property
     def fused(self) -> bool:

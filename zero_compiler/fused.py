@@ -2,12 +2,14 @@
 
 An update of one element needs no other element, so the rows of a rank are updated by the kernel itself. DTensor would
 come to the same, after it has compared and wrapped every tensor of the call: on small parameters that takes longer
-than the arithmetic. Of SGD's and Adagrad's kernels it knows no rule at all (torch 2.13).
+than the arithmetic. Of SGD's and Adagrad's kernels it knows no rule at all, and a plain parameter beside a sharded one
+it refuses (torch 2.13).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,27 +30,35 @@ def take_shards() -> None:
 def on_rows(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
     """``op`` on this rank's rows: parameters, gradients, states and steps, in lists of equal length.
 
-    DTensor's own rule goes on (``NotImplemented``) where the first parameter has no ``MANAGED``, as those of other
-    libraries, and where the tensors of a parameter do not lie alike.
+    DTensor's own rule goes on (``NotImplemented``) where no parameter has ``MANAGED``, as those of other libraries,
+    and where the tensors of a parameter do not lie alike. That matters: the kernels ask for no shapes, and would take
+    the first rows of a whole state for those of this rank.
     """
     kwargs = kwargs or {}
-    params = args[0]
-    if not params or not hasattr(params[0], MANAGED) or any(isinstance(v, DTensor) for v in kwargs.values()):
+    ours = any(hasattr(p, MANAGED) for p in args[0]) and all(t is DTensor for t in types)
+    if not ours or any(isinstance(v, DTensor) for v in kwargs.values()):
         return NotImplemented
     local, first = [], None
     for tensors in args:
-        if not any(isinstance(t, DTensor) for t in tensors):
-            local.append(tensors)  # steps
-            continue
-        if not all(type(t) is DTensor for t in tensors):
-            return NotImplemented
-        rows = [t._local_tensor for t in tensors]
-        specs = [t._spec for t in tensors]
-        # Lists compare by identity first, and that is what these objects nearly always share.
-        lie = ([s.mesh for s in specs], [s.placements for s in specs], [r.shape for r in rows])
+        rows, lie = _rows(tensors)
         if first is None:
             first = lie
-        if lie != first:
+        if lie != first and not _are_steps(tensors):
             return NotImplemented
         local.append(rows)
     return op(*local, **kwargs)
+
+
+def _rows(tensors: Sequence[Any]) -> tuple[list[torch.Tensor], tuple[list[Any], ...]]:
+    """This rank's rows of each tensor, and how they lie."""
+    specs = [t._spec if type(t) is DTensor else None for t in tensors]
+    rows = [t if s is None else t._local_tensor for t, s in zip(tensors, specs, strict=True)]
+    # Lists compare by identity first, and that is what these objects nearly always share.
+    meshes = [None if s is None else s.mesh for s in specs]
+    placements = [None if s is None else s.placements for s in specs]
+    return rows, (meshes, placements, [r.shape for r in rows])
+
+
+def _are_steps(tensors: Sequence[Any]) -> bool:
+    """Whether these are numbers, one a parameter; or nothing, as a state that the optimizer does not have."""
+    return not any(isinstance(t, DTensor) or t.dim() for t in tensors)

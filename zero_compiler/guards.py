@@ -14,6 +14,7 @@ from .fused import MANAGED, take_shards
 from .grads import check_reduced
 from .ir import ops
 from .plain import check_averaged
+from .unscale import take_gradients
 
 _CHECKED = "_zero_checked"
 STALE = "_zero_stale"  # of a parameter that was replaced: its name, for an optimizer that still holds it
@@ -21,12 +22,13 @@ _installed = False
 
 
 def guard_optimizers() -> None:
-    """Have torch call :func:`check` before steps, and fused kernels take shards; once a process. Optimizers of other
-    models cost one look."""
+    """Have torch call :func:`check` before steps, and fused kernels and loss scalers take shards; once a process.
+    Optimizers of other models cost one look."""
     global _installed
     if not _installed:
         _installed = True
         take_shards()
+        take_gradients()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)

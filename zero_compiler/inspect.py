@@ -78,13 +78,17 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
 
 def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> list[Frame]:
     from .backend import compile_frame
-    from .loader import EngineLoader
+    from .loader import PlanLoader
 
+    for policy in policies:
+        policy.group.check_still_valid()
     known = {id(p): len(p.frames) for p in policies}
+    decided = [(p, dict(p.kept), dict(p.tile_bytes)) for p in policies]
+    loader = PlanLoader(policies)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         # Planning compiles no kernel: segments are only cut. It settles nothing either: this rank may be alone.
-        compile_frame(gm, inputs, {"compute": "aten"}, EngineLoader(binding=False))
+        compile_frame(gm, inputs, {"compute": "aten"}, loader)
         raise _Planned
 
     args, kwargs = (), {}
@@ -100,6 +104,9 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
             raise error.inner_exception from None
         if not isinstance(error.inner_exception, _Planned):
             raise
+    finally:
+        for policy, kept, tile_bytes in decided:  # it was only looked at
+            policy.kept, policy.tile_bytes = kept, tile_bytes
     frames: list[Frame] = []
     for policy in policies:
         frames += policy.frames[known[id(policy)] :]

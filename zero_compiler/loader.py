@@ -1,10 +1,12 @@
-"""Where compiled Programs go: the interface of what runs them, and the engine's."""
+"""Where compiled Programs go: the interface of what runs them, the engine's, and that of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from .errors import ShardError
 from .group import decide, show
 from .program import Program
 from .runtime.model import ModelRuntime
@@ -20,6 +22,9 @@ class Loader(Protocol):
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         """The tables that :func:`emit` grows, one an owner."""
 
+    def agreed(self, policy: Any, key: str, text: str) -> str:
+        """Rank 0's text, for all ranks of the model."""
+
     def decide(self, policy: Any, key: str, text: str) -> str:
         """What all ranks of the model hold to from now on, given what this rank would choose."""
 
@@ -31,14 +36,9 @@ class Loader(Protocol):
 
 
 class EngineLoader:
-    """Runs Programs through the engine, over the process group of the model.
+    """Runs Programs through the engine, over the process group of the model."""
 
-    Args:
-        binding: whether what is decided stands for all ranks; a rank that only looks at a plan may be alone.
-    """
-
-    def __init__(self, binding: bool = True) -> None:
-        self.binding = binding
+    def __init__(self) -> None:
         self.runtimes: dict[str, ModelRuntime] = {}
         self.first: ModelRuntime | None = None
 
@@ -53,14 +53,14 @@ class EngineLoader:
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
 
+    def agreed(self, policy: Any, key: str, text: str) -> str:
+        return decide(policy.group, key, text)
+
     def decide(self, policy: Any, key: str, text: str) -> str:
-        if self.binding:
-            policy.distances[key] = text = decide(policy.group, f"prefetch/{policy.serial}/{key}", text)
+        policy.distances[key] = text = self.agreed(policy, f"prefetch/{policy.serial}/{key}", text)
         return text
 
     def show(self, policy: Any, text: str) -> list[str]:
-        if not self.binding:
-            return [text]
         if text not in policy.shown:  # a rank that compiles again, alone, need not ask
             key = f"shown/{policy.serial}/{len(policy.shown)}"
             policy.shown[text] = show(policy.group.tensor, key, text, "partition_activations")
@@ -68,3 +68,35 @@ class EngineLoader:
 
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         return Session(program, segments, self.runtimes, self.first).run
+
+
+class PlanLoader:
+    """Takes Programs and runs none. Nothing is allocated, and no other rank is asked: this one may look alone.
+
+    Args:
+        policies: models that may be compiled already: what their Programs keep, they keep in the plan.
+    """
+
+    def __init__(self, policies: Iterable[Any] = ()) -> None:
+        made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}
+        self._kept: defaultdict[str, dict[str, int]] = defaultdict(dict, made)
+
+    def prepare(self, policies: Sequence[Any]) -> None:
+        pass
+
+    def kept_offsets(self) -> Mapping[str, dict[str, int]]:
+        return self._kept
+
+    def agreed(self, policy: Any, key: str, text: str) -> str:
+        return text
+
+    decide = agreed
+
+    def show(self, policy: Any, text: str) -> list[str]:
+        return [text]
+
+    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        def run(inputs: list[Any]) -> list[Any]:
+            raise ShardError("this Program was only planned and cannot run")
+
+        return run

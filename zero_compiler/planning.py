@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from .config import PLACEMENT_FIELDS, Config
 from .errors import ConfigError, ShardError, ZeroError
 from .group import Group
 from .inspect import report_of
+from .loader import PlanLoader
 from .mesh import REPLICATE, SHARD
 from .modules import policies_of
 from .policy import Policy
-from .program import Program
 from .report import Frame, Report
 from .shard import shard_over
 
@@ -43,31 +42,6 @@ def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0,
         return Group(mesh, None, rank, world, device)
     across = Group(mesh, None, rank // world, copies, device)
     return Group(mesh, None, rank % world, world, device, (REPLICATE, SHARD), across)
-
-
-class PlanLoader:
-    """Takes Programs and runs none."""
-
-    def __init__(self) -> None:
-        self._kept: defaultdict[str, dict[str, int]] = defaultdict(dict)
-
-    def prepare(self, policies: Sequence[Any]) -> None:
-        pass
-
-    def kept_offsets(self) -> Mapping[str, dict[str, int]]:
-        return self._kept
-
-    def decide(self, policy: Any, key: str, text: str) -> str:
-        return text
-
-    def show(self, policy: Any, text: str) -> list[str]:
-        return [text]
-
-    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        def run(inputs: list[Any]) -> list[Any]:
-            raise ShardError("this Program was only planned and cannot run")
-
-        return run
 
 
 def plan(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .group import decide, digest
+from .group import digest
 from .ir.facts import ParamRef
 from .layout import Layout
 from .runtime.stores import BLOCK_BYTES
@@ -89,12 +89,18 @@ def forget(policies: Mapping[str, Any], refs: Iterable[ParamRef]) -> None:
         policies[ref.owner].tile_bytes.pop(ref.name, None)
 
 
-def settle(policies: Mapping[str, Any], refs: Sequence[ParamRef]) -> None:
+def settle(
+    policies: Mapping[str, Any], refs: Sequence[ParamRef], agreed: Callable[[Any, str, str], str]
+) -> None:
     """What rank 0 noted of these weights, for all ranks: what fits depends on the sizes of activations, which ranks
-    may legally disagree about, and collectives must not."""
+    may legally disagree about, and collectives must not.
+
+    Args:
+        agreed: rank 0's text, for all ranks of a policy (``Loader.agreed``).
+    """
     first = next(iter(policies.values()))
     chosen = policies[refs[0].owner].tile_bytes.get(refs[0].name)
     names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
     key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
-    text = decide(first.group, key, "" if chosen is None else str(chosen))
+    text = agreed(first, key, "" if chosen is None else str(chosen))
     note(policies, refs, int(text) if text else None)

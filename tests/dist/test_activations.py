@@ -100,6 +100,22 @@ def test_what_waits_in_files_is_not_held(tmp_path):
             assert fallen >= 0.5 * (moved - pool), rows
 
 
+def _uneven_files(rank, world, folder):
+    """Only the activations of rank 0 are large enough to wait in a file."""
+    fast = {"latency_us": 1e-3, "bytes_per_us": 1e6}
+    path = os.path.join(folder, f"machine{rank}.json")
+    with open(path, "w") as f:
+        json.dump(machine(nvme_read=fast, nvme_write=fast), f)
+    rows = ROWS if rank == 0 else 3
+    want, _, _ = _run(rank, rows=rows, hardware=path)
+    got, _, model = _run(rank, rows=rows, hardware=path, offload_activations="nvme", nvme_dir=folder)
+    return got == want, len(_held(model).offloaded) > 0
+
+
+def test_each_rank_decides_alone_what_waits_in_files(tmp_path):
+    assert run_ranks(_uneven_files, 2, str(tmp_path)) == [(True, True), (True, False)]
+
+
 def _uneven(rank, world):
     """Only rank 0 has to make anything again under this budget; the collectives are the same."""
     _, _, model = _run(rank)

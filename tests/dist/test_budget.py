@@ -104,3 +104,23 @@ def _uneven(rank, world):
 def test_ranks_with_different_room_keep_the_same_weights():
     first, second = run_ranks(_uneven, 2)
     assert first == second > 0
+
+
+def _looks(rank, world):
+    """Rank 1 alone looks at a plan, of a batch so small that all weights could be kept."""
+    budget = _run(None)[3].peak + 2 * WIDTH * WIDTH * 4 + 1024
+    torch._dynamo.reset()
+    model = zero.shard(Net(), stage=3, memory_budget_bytes=budget, bucket_bytes=0, transport="c10d")
+    policy = model._zero.policy
+    if rank == 1:
+        frames = zero.inspect(model, (torch.randn(1, WIDTH),)).frames
+        assert any(g.kept for f in frames for p in f.programs.values() for g in p.gathers)
+        assert (policy.kept, policy.tile_bytes, policy.runtime) == ({}, {}, None)
+    torch.distributed.barrier()
+    torch.compile(model, backend="zero", options={"compute": "aten"})(torch.randn(BATCH, WIDTH)).backward()
+    return sorted(name for name, kept in policy.kept.items() if kept)
+
+
+def test_one_rank_alone_looks_at_a_plan_and_settles_nothing():
+    first, second = run_ranks(_looks, 2, timeout=60, group_timeout=15)
+    assert first == second != []

@@ -285,6 +285,52 @@ def gradient_scaler(rank: int) -> list[str]:
     return twin.errors
 
 
+class Scaled(nn.Module):
+    """A scalar comes first, and of ``one`` the second rank has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.one, self.last = nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.one(x)) * self.scale
+
+
+@case
+def gradient_scaler_where_one_rank_overflows(rank: int) -> list[str]:
+    """In its rows alone: every rank skips the step, whatever lies first and whoever unscales."""
+    errors = []
+    kinds = {
+        "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+        "sgd fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+        "adamw fused": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
+    }
+    for name, make in kinds.items():
+        twin = Twin(Scaled(), sharded, make)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+        for step in range(6):
+            twin.where = f"{name}, step {step}"
+            x, y = data(rank, step)
+            for model, scaler in ((twin.call, scalers[0]), (twin.plain_call, scalers[1])):
+                scaler.scale(F.mse_loss(model(x), y)).backward()
+            average_gradients(twin.plain)
+            if step in (1, 2):
+                twin.plain.last.weight.grad[-1] = math.inf  # a row of the last rank
+                local(twin.model.last.weight.grad)[-1] = math.inf if rank == 1 else 0.0
+            for opt, scaler in ((twin.opt, scalers[0]), (twin.plain_opt, scalers[1])):
+                if step % 2:
+                    scaler.unscale_(opt)
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+            if scalers[0].get_scale() != scalers[1].get_scale():
+                twin.say(f"scale is {scalers[0].get_scale()}, expected {scalers[1].get_scale()}")
+            twin.check_parameters()
+        errors += twin.errors[:3]
+    return errors
+
+
 # --- evaluation and kept weights --------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
 from dist.spawn import answers, run_ranks
+from machines import machine
 from parallel import Transformer, by_columns, by_sequence, loss, tokens
 from safetensors.torch import save_file
 from torch import nn
@@ -308,6 +311,40 @@ def activations_in_parts(rank: int) -> list[str]:
             errors.append(f"{where}: {saved} bytes are saved, planned {less:,} less")
         if not adds[True] < adds[False]:
             errors.append(f"{where}: predicted bytes of a Program {adds}")
+    return errors
+
+
+@case
+def activations_in_parts_and_in_files(rank: int) -> list[str]:
+    """What the disk hides waits in files; of the rest, what a pair saves alike is saved in parts."""
+    errors = []
+    with tempfile.TemporaryDirectory() as folder:
+
+        def disk(bytes_per_us: float) -> dict[str, Any]:
+            link = {"latency_us": 1e-6, "bytes_per_us": bytes_per_us}
+            spec = Path(folder) / f"{bytes_per_us}.json"
+            spec.write_text(json.dumps(machine(nvme_read=link, nvme_write=link)))
+            return {"hardware": str(spec), "offload_activations": "nvme", "nvme_dir": folder}
+
+        for plan in ("by columns", "by sequence"):
+            where, fields = plan, {"plan": plan, "stage": 3}
+            torch._dynamo.reset()
+            model = both(build(), **fields, **disk(1e9))
+            frame = zero.inspect(model, (long(rank // 2, 0),)).frames[-1]
+            whole = sum(o.nbytes for o in frame.offloaded)
+            half = [whole / frame.timelines["forward"].busy_us("compute") / 2]
+            dist.broadcast_object_list(half)  # ranks agree on their machine
+            fields |= {"partition_activations": True, **disk(half[0])}
+            errors += trained(rank, where, 2, data=long, **fields)
+            torch._dynamo.reset()
+            model = both(build(), **fields)
+            model(long(rank // 2, 0)).sum().backward()
+            frame = zero.inspect(model).frames[-1]
+            cut = [n for n in frame.programs["forward"].notes if "bytes are saved" in n]
+            moved = sum(o.nbytes for o in frame.offloaded)
+            written = policies_of(model)[0].nvme().engine.counters()["bytes_written"]
+            if not cut or not 0 < moved < whole or written < moved:
+                errors.append(f"{where}: {len(cut)} cut, {moved:,} of {whole:,} bytes moved, {written:,} written")
     return errors
 
 

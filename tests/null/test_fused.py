@@ -85,6 +85,7 @@ def test_what_is_not_ours_or_does_not_lie_alike_is_left_to_dtensor():
     other.weight = nn.Parameter(DTensor.from_local(torch.ones(7), mesh, [Shard(0)], run_check=False))
     assert called_with(operands(other)) is None
     for change in (
+        lambda t: torch.ones(t.shape),
         lambda t: DTensor.from_local(t._local_tensor, t.device_mesh, [Replicate()], run_check=False),
         lambda t: DTensor.from_local(t._local_tensor[:1], t.device_mesh, t.placements, run_check=False),
         lambda t: t._local_tensor,
@@ -94,3 +95,66 @@ def test_what_is_not_ours_or_does_not_lie_alike_is_left_to_dtensor():
         assert called_with(args) is None
     args = operands(model)
     assert fused.on_rows(DTensor, None, (DTensor,), args, {"found_inf": args[1][0]}) is NotImplemented
+
+
+def test_a_whole_state_is_not_taken_for_the_rows_of_this_rank():
+    """One that plain training has saved. The kernel asks for no shapes: it would begin at the first row."""
+    model = zero.shard(net(), device="cpu")
+    for k in (1, 2):  # gradients, a state
+        args = operands(model)
+        args[k] = [torch.ones(t.shape) for t in args[k]]
+        assert called_with(args) is None
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+    plain = torch.optim.AdamW(net().parameters(), fused=True)
+    operands(model)
+    for p in plain.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    opt.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        opt.step()
+
+
+def test_dtensors_of_others_are_stepped_by_their_own_rule():
+    operands(zero.shard(net(), device="cpu"))
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    ours = nn.Parameter(torch.ones(8, 4))
+    theirs = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)], run_check=False))
+    for p in (ours, theirs):
+        p.grad = torch.full_like(p, 0.5)
+        torch.optim.AdamW([p], lr=0.1, fused=True).step()
+    assert torch.equal(theirs._local_tensor, ours)
+    assert not torch.equal(ours, torch.ones(8, 4))
+
+
+@pytest.mark.parametrize(("cls", "kw"), OPTIMIZERS)
+@pytest.mark.parametrize("sharded", [0, 2])
+def test_plain_parameters_beside_sharded_ones(sharded, cls, kw):
+    plain, model = net(), net()
+    zero.shard(model[sharded], device="cpu")
+    for m in (plain, model):
+        opt = cls(m.parameters(), **{"lr": 0.1} | kw, fused=True)
+        for i in range(3):
+            m(batch(i)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)
+
+
+def test_a_loss_scaler_takes_plain_gradients_beside_sharded_ones():
+    plain, model = net(), net()
+    zero.shard(model[2], device="cpu")
+    for m in (plain, model):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        opt = torch.optim.SGD(m.parameters(), lr=0.1)
+        for i in range(3):
+            scaler.scale(m(batch(i)).square().sum()).backward()
+            if i == 1:
+                m[0].bias.grad[0] = torch.inf
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert scaler.get_scale() == 512.0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)

@@ -18,6 +18,7 @@ RANKS = {
     "config": 1,
     "ir": 2,
     "fused": 3,
+    "unscale": 3,
     "guards": 4,
     "windows": TOP,
     "calibrate": TOP,

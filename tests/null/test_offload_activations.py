@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +237,16 @@ def test_a_pool_that_takes_more_than_files_free_is_not_made(on):
     assert waits(told) == []
 
 
+def test_a_plan_of_a_sharded_model_makes_nothing(on):
+    torch._dynamo.reset()
+    model = zero.shard(Net(), **on(FAST))
+    before = len(os.listdir("/proc/self/fd"))
+    assert waits(zero.inspect(model, x()))
+    policy = model._zero.policy
+    assert (policy._nvme, policy.runtime) == (None, None)  # no file, and no thread that would write it
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 # The Program ------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +371,59 @@ def test_what_is_left_where_it_is(on):
     assert LAYERS == len([r for r in waits(planned(on(FAST))) if "up" in r.module and r.op == "aten.addmm"])
 
 
+def gone_with_its_model(places, **fields):
+    """What ``places`` gives of a runtime does not outlive the model, although Dynamo keeps its Programs."""
+    torch._dynamo.reset()
+    model = zero.shard(Net(), **fields)
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    step(*x()).backward()
+    runtime = model._zero.policy.runtime
+    held = [weakref.ref(t) for t in places(runtime)]
+    assert held
+    del model, step, runtime
+    gc.collect()
+    return [ref() for ref in held if ref() is not None] == []
+
+
+def test_a_deleted_model_leaves_no_pool(on):
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    assert gone_with_its_model(lambda runtime: [runtime.host], **on(FAST))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_activations_are_never_left_behind(on, tmp_path):
+    """Those of a finished run are of no use to anybody, whatever else it keeps."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    fields = on(FAST, nvme_dir=str(folder), nvme_keep=True, offload_params="nvme")
+    torch._dynamo.reset()
+    model = zero.shard(Net(), **fields)
+    torch.compile(model, backend="zero", options={"compute": "aten"})(*x()).backward()
+    assert model._zero.policy.frames[0].offloaded
+    names = [p.name for p in folder.iterdir()]
+    assert any("-parameters-of-rank-" in name for name in names)
+    assert not any("-activations-of-rank-" in name for name in names)
+
+
+def test_checksums_find_a_changed_byte(on):
+    torch._dynamo.reset()
+    model = zero.shard(Net(), **on(FAST, nvme_checksums=True))
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    want = step(*x())
+    want.backward()
+    loss = step(*x())
+    (parcel,) = model._zero.policy.runtime.parcels._living.values()
+    byte = os.pread(parcel.place.fd, 1, 5000)
+    os.pwrite(parcel.place.fd, bytes([byte[0] ^ 16]), 5000)
+    with pytest.raises(StorageError, match="activation .*: the bytes at 4,096 in activations of rank 0"):
+        loss.backward()
+    del loss, parcel
+    again = step(*x())
+    again.backward()
+    assert torch.equal(again, want)
+
+
 # The host's memory ------------------------------------------------------------------------------------------
 
 
@@ -415,6 +480,10 @@ def test_losses_are_the_same_bits_with_the_host(on_host, calls):
     assert got == want
     assert model._zero.policy.frames[0].offloaded
     assert len(model._zero.policy.runtime.parcels._idle) == calls
+
+
+def test_a_deleted_model_leaves_no_memory_on_the_host(on_host):
+    assert gone_with_its_model(lambda runtime: runtime.parcels._idle, **on_host(FAST))
 
 
 # Storage that fails -----------------------------------------------------------------------------------------
@@ -481,6 +550,28 @@ def test_a_disk_that_is_full_before_the_first_step(on, tmp_path):
             trained(**on(FAST, nvme_dir=str(folder)))
         gc.collect()
         assert list(folder.iterdir()) == []
+
+
+def test_what_an_error_of_a_compilation_tells(on, tmp_path):
+    """A frame that did not compile raises it at each call, with all it knows; no report has such a frame."""
+    torch._dynamo.reset()
+    model = zero.shard(Net())
+
+    def call(**options):
+        step = torch.compile(model, backend="zero", options={"compute": "aten", **options})
+        step(*x()).backward()
+
+    with pytest.raises(MemoryBudgetError) as refused:
+        call(memory_budget_bytes=100_000)
+    with pytest.raises(MemoryBudgetError) as refused:
+        call(activation_budget_bytes=1)
+    assert "compiled" in str(zero.inspect(model))
+    call(activation_budget_bytes=refused.value.least_bytes)
+    assert len(zero.inspect(model).frames) == 1
+    with small_tmpfs(tmp_path / "full", "64k") as folder:
+        with pytest.raises(StorageError) as full:
+            trained(**on(FAST, nvme_dir=str(folder)))
+    assert (full.value.errno, full.value.path) == (errno.ENOSPC, str(folder))
 
 
 def test_options_that_do_not_fit():

@@ -1,0 +1,217 @@
+"""Activations on their way from forward to backward: out to another tier, and back in time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_compiler.errors import StorageError
+from zero_compiler.program import Discard, Offload, Restore, WaitOffload, WaitRestore
+
+from .parcels import Parcel, Parcels
+from .stores import Span, Store, blocks
+
+INSTRUCTIONS = (Offload, WaitOffload, Restore, WaitRestore, Discard)
+Step = Callable[[list[Any]], None]
+
+
+class Moves:
+    """The activations of one Program.
+
+    Args:
+        parcels: of the model.
+        offloads: ``Program.offloads``.
+        nbytes: ``Program.file_bytes``.
+    """
+
+    def __init__(self, parcels: Parcels, offloads: Sequence[Any], nbytes: int) -> None:
+        self._parcels, self._offloads, self._nbytes = parcels, offloads, nbytes
+        self._parcel: Parcel | None = None
+
+    def step(self, instr: Any) -> Step:
+        """What one of :data:`INSTRUCTIONS` does, given the values of a call."""
+        which = instr.index
+
+        def offload(env: list[Any]) -> None:
+            env[instr.outs[0]] = self.offload(which, env[instr.ins[0]])
+            for i in instr.free:
+                env[i] = None
+
+        def restore(env: list[Any]) -> None:
+            self.restore(which, env[instr.ins[0]])
+
+        def wait(env: list[Any]) -> None:
+            self.wait(which)
+
+        def restored(env: list[Any]) -> None:
+            self.wait(which)
+            env[instr.outs[0]] = self.view(which)
+
+        def discard(env: list[Any]) -> None:
+            env[instr.values[0]] = None
+
+        steps: dict[type, Step] = {
+            Offload: offload,
+            WaitOffload: wait,
+            Restore: restore,
+            WaitRestore: restored,
+            Discard: discard,
+        }
+        return steps[type(instr)]
+
+    def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
+        """Start to take ``value`` away; its ticket."""
+        raise NotImplementedError
+
+    def restore(self, which: int, ticket: torch.Tensor) -> None:
+        """Start to bring back what ``ticket`` stands for."""
+        raise NotImplementedError
+
+    def wait(self, which: int) -> None:
+        """Wait for either.
+
+        Raises:
+            StorageError: it failed; names the tensor and the file.
+        """
+        raise NotImplementedError
+
+    def view(self, which: int) -> torch.Tensor:
+        """What is back, as the tensor that it was."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The call is over: nothing is under way any more, and tickets alone keep its parcel."""
+        self._parcel = None
+
+    def _filled(self) -> Parcel:
+        """What this call puts its activations into."""
+        if self._parcel is None:
+            self._parcel = self._parcels.take(self._nbytes)
+        return self._parcel
+
+    def _shaped(self, which: int, memory: torch.Tensor, at: int) -> torch.Tensor:
+        """An activation that begins ``at`` bytes behind the begin of ``memory``."""
+        o = self._offloads[which]
+        return memory[at : at + o.nbytes].view(getattr(torch, o.dtype)).as_strided(o.shape, o.stride)
+
+
+class Files(Moves):
+    """Between the pool on the host and the file of a parcel.
+
+    Args:
+        pool: gives the pool, which may have grown.
+    """
+
+    def __init__(
+        self, parcels: Parcels, offloads: Sequence[Any], nbytes: int, pool: Callable[[], torch.Tensor]
+    ) -> None:
+        super().__init__(parcels, offloads, nbytes)
+        self._pool = pool
+        self._under_way: dict[int, Any] = {}
+
+    def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
+        """Copy ``value`` to its place in the pool, and start to write it from there; its ticket."""
+        self.view(which).copy_(value)
+        parcel = self._filled()
+        store: Store = parcel.place
+        self._under_way[which] = store.write(self._span(store, which), self._pool())
+        return parcel.ticket()
+
+    def restore(self, which: int, ticket: torch.Tensor) -> None:
+        store: Store = self._parcels.of(ticket).place
+        self._under_way[which] = store.read(self._span(store, which), self._pool())
+
+    def wait(self, which: int) -> None:
+        # What breaks off a wait does not end the transfer: it stays under way for `end`.
+        self._under_way[which].wait()
+        del self._under_way[which]
+
+    def view(self, which: int) -> torch.Tensor:
+        """The place of an activation in the pool, as the tensor that it is."""
+        return self._shaped(which, self._pool(), self._offloads[which].offset)
+
+    def end(self) -> None:
+        for request in self._under_way.values():
+            with contextlib.suppress(StorageError):
+                request.wait()
+        self._under_way.clear()
+        super().end()
+
+    def _span(self, store: Store, which: int) -> Span:
+        o = self._offloads[which]
+        return Span(store, o.where, blocks(o.nbytes), o.offset, o.label)
+
+
+class Copies(Moves):
+    """Between an accelerator and memory of its host.
+
+    Copies of a model run on a stream of their own, in order: so a place may be filled again while it is still being
+    read, and written to again where a call broke off. Waits hold up the stream that computes, and not the host.
+
+    Args:
+        device: that computes.
+        stream: of the model's copies; None where the device has no streams, and copies are done at once.
+    """
+
+    def __init__(
+        self,
+        parcels: Parcels,
+        offloads: Sequence[Any],
+        nbytes: int,
+        device: torch.device,
+        stream: torch.Stream | None,
+    ) -> None:
+        super().__init__(parcels, offloads, nbytes)
+        self._device, self._stream = device, stream
+        self._events: dict[int, Any] = {}
+        self._back: dict[int, torch.Tensor] = {}
+
+    def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
+        """Start to copy ``value`` to the host; its ticket."""
+        parcel = self._filled()
+        place = self._place(parcel, which)
+        with self._aside(which):
+            place.copy_(value, non_blocking=True)
+        if self._stream is not None:
+            value.record_stream(self._stream)
+        return parcel.ticket()
+
+    def restore(self, which: int, ticket: torch.Tensor) -> None:
+        place = self._place(self._parcels.of(ticket), which)
+        with self._aside(which):
+            self._back[which] = torch.empty_strided(
+                place.shape, place.stride(), dtype=place.dtype, device=self._device
+            ).copy_(place, non_blocking=True)
+
+    def wait(self, which: int) -> None:
+        """What computes from here on finds the copy done."""
+        if self._stream is not None:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_event(self._events.pop(which))
+            if which in self._back:
+                self._back[which].record_stream(current)
+
+    def view(self, which: int) -> torch.Tensor:
+        return self._back.pop(which)
+
+    def end(self) -> None:
+        super().end()
+        self._events.clear()
+        self._back.clear()
+
+    @contextlib.contextmanager
+    def _aside(self, which: int) -> Iterator[None]:
+        """On the stream of copies, behind what the device has been told to compute so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+            self._events[which] = self._stream.record_event()
+
+    def _place(self, parcel: Parcel, which: int) -> torch.Tensor:
+        return self._shaped(which, parcel.place, self._offloads[which].where)
