@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import weakref
@@ -46,6 +47,8 @@ class FrameState:
             (key, weakref.ref(p)) for key, p in sorted(owners.items(), key=lambda kv: kv[1].serial)
         ]
         self.config = self._config(options)
+        if loader.compute is not None:
+            self.config = dataclasses.replace(self.config, compute=loader.compute)
         loader.prepare(list(self.policies.values()))
         self.bucket_bytes = self._bucket_bytes()
         self.captured = captured

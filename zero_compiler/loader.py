@@ -14,7 +14,12 @@ from .runtime.session import Session
 
 
 class Loader(Protocol):
-    """Where Programs go: what runs them, and the table of weights that they keep."""
+    """Where Programs go: what runs them, and the table of weights that they keep.
+
+    ``compute`` stands in place of the option of that name, unless it is None.
+    """
+
+    compute: str | None
 
     def prepare(self, policies: Sequence[Any]) -> None:
         """Called once a frame, before anything is compiled."""
@@ -37,6 +42,8 @@ class Loader(Protocol):
 
 class EngineLoader:
     """Runs Programs through the engine, over the process group of the model."""
+
+    compute = None
 
     def __init__(self) -> None:
         self.runtimes: dict[str, ModelRuntime] = {}
@@ -76,6 +83,8 @@ class PlanLoader:
     Args:
         policies: models that may be compiled already: what their Programs keep, they keep in the plan.
     """
+
+    compute = "aten"  # segments are only cut, and no kernel is compiled
 
     def __init__(self, policies: Iterable[Any] = ()) -> None:
         made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}

@@ -93,8 +93,7 @@ def _planned(
     if policies_of(model):
         raise ShardError("planning takes a plain model, not one that is sharded already")
     config = Config.make(None, fields)
-    # Planning compiles no kernel: segments are only cut.
-    options = {k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS} | {"compute": "aten"}
+    options = {k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS}
     config = Config.make(None, {k: v for k, v in config.to_dict().items() if k in PLACEMENT_FIELDS})
     mode = FakeTensorMode(shape_env=ShapeEnv())
     device = torch.device(device)

@@ -185,7 +185,9 @@ def _load(module_name: str, path: str, qualname: str):
     return found
 
 
-def answers(cases: Mapping[str, Callable[[int], list[str]]], rank: int, names: Iterable[str]) -> dict[str, list[str]]:
+def answers(
+    cases: Mapping[str, Callable[[int], list[str]]], rank: int, names: Iterable[str]
+) -> dict[str, list[str]]:
     """Of each case on this rank what is wrong, at most eight sentences: none where it passes, or a traceback."""
     import torch
 

@@ -18,8 +18,20 @@ SIZE = ("--blocks", "36", "--width", "768", "--vocab", "2048", "--tokens", "16",
 
 def run(folder, name, *arguments):
     out = folder / f"{name}.json"
-    command = [sys.executable, str(SCRIPT), str(folder), "--json", str(out), "--seconds", "0", "--compute", "aten"]
-    done = subprocess.run([*command, *SIZE, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        str(folder),
+        "--json",
+        str(out),
+        "--seconds",
+        "0",
+        "--compute",
+        "aten",
+    ]
+    done = subprocess.run(
+        [*command, *SIZE, *arguments], capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
 

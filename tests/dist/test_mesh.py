@@ -53,7 +53,9 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1
 def trained(name: str, rank: int, steps: int = 3, where: str = "", **fields: Any) -> list[str]:
     family = FAMILIES[name]
     torch._dynamo.reset()
-    twin = Twin(family.model(), functools.partial(hybrid, **fields), ADAMW, where=f"{name} {where}", tol=family.tol)
+    twin = Twin(
+        family.model(), functools.partial(hybrid, **fields), ADAMW, where=f"{name} {where}", tol=family.tol
+    )
     for step in range(steps):
         twin.backward(lambda m, i=step: family.loss(m, family.data(rank, i)))
         for m in (twin.model, twin.plain):
@@ -115,7 +117,10 @@ def accumulation(rank: int) -> list[str]:
         torch._dynamo.reset()
         family = FAMILIES["odd"]
         twin = Twin(
-            family.model(), functools.partial(hybrid, stage=stage, compiled=compiled), ADAMW, where=f"stage {stage}"
+            family.model(),
+            functools.partial(hybrid, stage=stage, compiled=compiled),
+            ADAMW,
+            where=f"stage {stage}",
         )
         for step in range(2):
             with zero.no_sync(twin.call):
@@ -200,7 +205,9 @@ def pickled_whole(rank: int) -> list[str]:
     for m in (call, again):
         m(x).square().sum().backward()
     pairs = zip(model.named_parameters(), again.parameters(), strict=True)
-    return [n for (n, p), q in pairs if not torch.allclose(local(p.grad), local(q.grad), rtol=1e-5, atol=1e-6)]
+    return [
+        n for (n, p), q in pairs if not torch.allclose(local(p.grad), local(q.grad), rtol=1e-5, atol=1e-6)
+    ]
 
 
 @case
@@ -234,14 +241,20 @@ def what_the_report_says(rank: int) -> list[str]:
     text = str(zero.inspect(model))
     wanted = (f"rank {rank % 2} of 2, 6 parameters, 2 replicas", "reduce-scatter, all-reduce x 2")
     placement = zero.inspect(model).to_dict()["parameters"][0]["placement"]
-    return [w for w in wanted if w not in text] + ([] if placement == "Replicate(), Shard(0)" else [placement])
+    return [w for w in wanted if w not in text] + (
+        [] if placement == "Replicate(), Shard(0)" else [placement]
+    )
 
 
 @case
 def the_transport_within_a_replica(rank: int) -> list[str]:
     model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
     transport = policies_of(model)[0].transport
-    return [] if transport.shared and "2 CPU ranks" in transport.reason else [f"{transport.name}: {transport.reason}"]
+    return (
+        []
+        if transport.shared and "2 CPU ranks" in transport.reason
+        else [f"{transport.name}: {transport.reason}"]
+    )
 
 
 def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from dist.spawn import run_ranks
 from zero_compiler.errors import ConfigError, GradientError, OptimizerError, ShardError
 from zero_compiler.runtime import streaming
 from zero_compiler.runtime.stores import region_of
@@ -244,7 +244,10 @@ def test_overlap_gives_the_same_values(compiled, tier, tmp_path, monkeypatch):
     monkeypatch.setattr(MODULE, "UNIT_BYTES", 4 << 10)
     want, model = made(), made(offload_optimizer=tier, nvme_dir=str(tmp_path))
     plain, optimizer = O.AdamW(want.parameters()), zero.optimizer(O.AdamW, model, overlap=True)
-    run = [torch.compile(m, backend="zero", options={"compute": "aten"}) if compiled else m for m in (want, model)]
+    run = [
+        torch.compile(m, backend="zero", options={"compute": "aten"}) if compiled else m
+        for m in (want, model)
+    ]
     steps(want, plain, forward=run[0])
     steps(model, optimizer, forward=run[1])
     assert_same(model, optimizer, want, plain)
@@ -272,7 +275,9 @@ def test_overlap_updates_while_backward_runs_and_never_before_the_last_read(tmp_
     optimizer.step()
     order = []
     feed = optimizer.feed
-    monkeypatch.setattr(optimizer, "feed", lambda unit: (order.extend(id(p) for p in unit.params), feed(unit)))
+    monkeypatch.setattr(
+        optimizer, "feed", lambda unit: (order.extend(id(p) for p in unit.params), feed(unit))
+    )
     loss = run(x).sum()
     x.register_hook(lambda g: order.append("backward is over"))
     loss.backward()

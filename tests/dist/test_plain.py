@@ -193,7 +193,9 @@ def given_since(rank, world, how):
     for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
         dist.all_reduce(q.grad)
         mine = p.grad.full_tensor() if name.startswith("0.") else p.grad
-        torch.testing.assert_close(mine, q.grad / world, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine, q.grad / world, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+        )
     return True
 
 
@@ -221,7 +223,9 @@ def partly_sharded(rank, world):
             dist.all_reduce(q.grad)
             q.grad /= world
             mine = p.grad.full_tensor() if name.startswith("2.") else p.grad
-            torch.testing.assert_close(mine, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{step} {n}: {m}")
+            torch.testing.assert_close(
+                mine, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{step} {n}: {m}"
+            )
         for opt in opts:
             opt.step()
             opt.zero_grad()
@@ -238,7 +242,9 @@ def other_values(rank, world):
     nn.init.ones_(model[0].weight)
     nn.init.ones_(model[0].bias)
     step = torch.compile(model, backend="zero", options={"compute": "aten"})
-    with pytest.raises(RankMismatchError, match=r"different values of parameter '1\.weight', which is not sharded"):
+    with pytest.raises(
+        RankMismatchError, match=r"different values of parameter '1\.weight', which is not sharded"
+    ):
         step(torch.ones(1, 3)).sum().backward()
     return True
 

@@ -277,7 +277,7 @@ def test_nothing_is_left_of_a_dropped_model():
 
 
 def killed(rank, world):
-    model, compiled = make("shared")
+    _model, compiled = make("shared")
     loss_of(compiled, batch(rank, 0)).backward()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -328,7 +328,7 @@ def test_a_forked_copy_disturbs_nobody():
 
 
 def different_calls(rank, world):
-    model, compiled = make("shared")
+    _model, compiled = make("shared")
     loss_of(compiled, batch(rank, 0)).backward()
     with torch.no_grad():
         compiled(batch(rank, 0))
@@ -406,7 +406,7 @@ def test_a_wrong_name_is_refused():
 
 
 def late_forever(rank, world):
-    model, compiled = make("shared")
+    _model, compiled = make("shared")
     if rank == 1:
         time.sleep(4.0)
         return None

@@ -92,7 +92,9 @@ def every_stage_over_both_transports(rank: int) -> list[str]:
 
 @case
 def twenty_steps(rank: int) -> list[str]:
-    return [e for opt in (SGD, ADAMW) for e in trained(rank, f"{opt.func.__name__}", 20, optimizer=opt, stage=3)]
+    return [
+        e for opt in (SGD, ADAMW) for e in trained(rank, f"{opt.func.__name__}", 20, optimizer=opt, stage=3)
+    ]
 
 
 @case
@@ -173,7 +175,11 @@ def the_optimizer_of_this_project(rank: int) -> list[str]:
         ours_opt = zero.optimizer(torch.optim.AdamW, ours, lr=1e-2, **fields)
         got = two_steps(rank, ours_opt, ours, clip)
         want = two_steps(rank, torch.optim.AdamW(theirs.parameters(), lr=1e-2), theirs, clip)
-        off = [k for k, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.allclose(a, b, rtol=1e-6, atol=0)]
+        off = [
+            k
+            for k, (a, b) in enumerate(zip(got, want, strict=True))
+            if not torch.allclose(a, b, rtol=1e-6, atol=0)
+        ]
         errors += [f"{fields}: values {off} differ"] if off else []
     return errors
 
@@ -207,7 +213,9 @@ def outputs_that_stay_cut(rank: int) -> list[str]:
     plain(x).square().sum().backward()
     average_gradients(plain)
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-    errors = [n for (n, p), q in pairs if not torch.allclose(local(p.grad), part(q.grad, p), rtol=1e-4, atol=1e-5)]
+    errors = [
+        n for (n, p), q in pairs if not torch.allclose(local(p.grad), part(q.grad, p), rtol=1e-4, atol=1e-5)
+    ]
     try:
         torch.compile(model, backend="zero")(x)
         errors.append("not refused")
@@ -303,7 +311,9 @@ def activations_in_parts(rank: int) -> list[str]:
             report = zero.inspect(model)
             adds[parts] = report.memory.programs
             notes = [n for n in report.frames[-1].programs["forward"].notes if "bytes are saved" in n]
-            planned[parts] = [[int(w.replace(",", "")) for w in n.split() if w[0].isdigit()][:2] for n in notes]
+            planned[parts] = [
+                [int(w.replace(",", "")) for w in n.split() if w[0].isdigit()][:2] for n in notes
+            ]
         less = sum(whole - mine for mine, whole in planned[True])
         if planned[False] or len(planned[True]) < 4:
             errors.append(f"{where}: planned {planned}")
@@ -344,7 +354,9 @@ def activations_in_parts_and_in_files(rank: int) -> list[str]:
             moved = sum(o.nbytes for o in frame.offloaded)
             written = policies_of(model)[0].nvme().engine.counters()["bytes_written"]
             if not cut or not 0 < moved < whole or written < moved:
-                errors.append(f"{where}: {len(cut)} cut, {moved:,} of {whole:,} bytes moved, {written:,} written")
+                errors.append(
+                    f"{where}: {len(cut)} cut, {moved:,} of {whole:,} bytes moved, {written:,} written"
+                )
     return errors
 
 
@@ -393,9 +405,15 @@ def what_cannot_be_placed_is_refused(rank: int) -> list[str]:
 
     errors = []
     for body, sentence in (
-        (lambda: zero.shard(lone((4, 2)), mesh=other), "and the mesh given to zero.shard has no tensor-parallel"),
+        (
+            lambda: zero.shard(lone((4, 2)), mesh=other),
+            "and the mesh given to zero.shard has no tensor-parallel",
+        ),
         (lambda: zero.shard(lone((4, 2))), "and the mesh given to zero.shard has no tensor-parallel"),
-        (lambda: zero.shard(lone((5, 2)), mesh=mesh_of()), "parameter weight has 5 entries in dimension 0, which 2"),
+        (
+            lambda: zero.shard(lone((5, 2)), mesh=mesh_of()),
+            "parameter weight has 5 entries in dimension 0, which 2",
+        ),
         (lambda: zero.init(mesh=mesh_of()).__enter__(), "tensor parallelism comes between it and zero.shard"),
     ):
         try:

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 import torch
+from dist.test_tiers import _Broken, assert_same, compiled, local, made, train
 from faults import mounted, run_with_faults
 from torch import nn
 
 import zero_compiler as zero
-from dist.test_tiers import _Broken, assert_same, compiled, local, made, train
 from zero_compiler.errors import StorageError
-from zero_compiler.runtime.stores import Store, region_of
 from zero_compiler.modules import policies_of
+from zero_compiler.runtime.stores import Store, region_of
 
 O = torch.optim
 ALL = ("nvme",) * 3

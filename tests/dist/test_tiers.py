@@ -12,13 +12,13 @@ import textwrap
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from dist.spawn import run_ranks
 from zero_compiler.errors import ConfigError, OptimizerError, StorageError
-from zero_compiler.runtime.stores import Nvme, Store, region_of
 from zero_compiler.modules import policies_of
+from zero_compiler.runtime.stores import Nvme, Store, region_of
 
 O = torch.optim
 TIERS = list(itertools.product(("none", "nvme"), repeat=3))
@@ -138,7 +138,9 @@ def _ranks(rank, world, transport, folder):
         assert_same(model, want)
         with zero.gathered(model), zero.gathered(want):
             assert torch.equal(model.inner.weight, want.inner.weight)
-        (program,) = {p.phase: p for p in policies_of(model)[0].frames[0].programs.values() if p.phase == "backward"}.values()
+        (program,) = {
+            p.phase: p for p in policies_of(model)[0].frames[0].programs.values() if p.phase == "backward"
+        }.values()
         assert program.host_bytes > 0
         if fields:
             placed = policies_of(model)[0].placed
@@ -162,13 +164,19 @@ def test_files_are_read_one_layer_ahead_into_a_pool_of_two_layers(tmp_path):
     frame = policies_of(model)[0].frames[0]
     chunk = 256 * 256 * 4
     for phase, program in frame.programs.items():
-        ops = [(i.op, i.index) for i in program.instrs if i.op in ("fetch", "wait_fetch", "gather", "compute") and hasattr(i, "index")]
+        ops = [
+            (i.op, i.index)
+            for i in program.instrs
+            if i.op in ("fetch", "wait_fetch", "gather", "compute") and hasattr(i, "index")
+        ]
         order = [index for op, index in ops if op == "fetch"]
         # Backward needs no gradient of the input, and so not the first weight.
         assert order == list(range(8 if phase == "forward" else 7))
         for k in order[:-1]:
             # Asked for before the gather of the layer in front of it is needed, and there when it is its turn.
-            assert ops.index(("fetch", k + 1)) < ops.index(("wait_fetch", k + 1)) < ops.index(("gather", k + 1))
+            assert (
+                ops.index(("fetch", k + 1)) < ops.index(("wait_fetch", k + 1)) < ops.index(("gather", k + 1))
+            )
             assert ops.index(("gather", k)) < ops.index(("fetch", k + 1))
         # One rank computes where the chunk was read to: a layer that computes, the one ahead, and the one that is read.
         assert program.host_bytes == 3 * chunk, phase
@@ -263,7 +271,9 @@ def small_disk(tmp_path):
     """A file system of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made_ = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
+    made_ = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True
+    )
     if made_.returncode:
         pytest.skip(f"needs the right to mount: {made_.stderr.decode().strip()}")
     yield folder
@@ -274,7 +284,9 @@ def small_disk(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*without O_DIRECT")
 def test_a_disk_without_room_is_an_error_at_set_up(small_disk):
     torch.manual_seed(0)
-    with pytest.raises(StorageError, match=r"has 1\d,\d{3},\d{3} bytes free, and parameters of rank 0 .* need 67,108,864"):
+    with pytest.raises(
+        StorageError, match=r"has 1\d,\d{3},\d{3} bytes free, and parameters of rank 0 .* need 67,108,864"
+    ):
         zero.shard(nn.Linear(4096, 4096, bias=False), offload_params="nvme", nvme_dir=str(small_disk))
     model = zero.shard(nn.Linear(1024, 1024, bias=False), offload_optimizer="nvme", nvme_dir=str(small_disk))
     first = zero.optimizer(O.AdamW, model)  # 8 MiB of states
@@ -328,7 +340,9 @@ def test_an_error_in_the_step_names_what_was_moved_and_ends_the_optimizer(method
     checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     want = train(model, run, optimizer, begin=3)
     model.load_state_dict(checkpoint[0])
-    optimizer.load_state_dict(copy.deepcopy(checkpoint[1]))  # torch takes the step counts as they are, not copies
+    optimizer.load_state_dict(
+        copy.deepcopy(checkpoint[1])
+    )  # torch takes the step counts as they are, not copies
     broken = _Broken(monkeypatch, method)
     run(torch.ones(2, 64)).sum().backward()
     broken.armed = True

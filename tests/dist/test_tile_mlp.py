@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-import torch.nn.functional as F
 from dist.measured import train
 from dist.spawn import run_ranks
-from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.runtime import _C

@@ -70,7 +70,9 @@ def plainly(world: int, model: nn.Module, micro: int = 1) -> nn.Module:
 def close(model: nn.Module, want: nn.Module) -> None:
     with zero.gathered(model):
         for (name, a), b in zip(model.named_parameters(), want.parameters(), strict=True):
-            torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                a.detach(), b.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def _equal(rank: int, world: int, rows: int, micro: int, transport: str) -> set[str]:

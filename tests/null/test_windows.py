@@ -463,6 +463,12 @@ def test_inspect_with_example_inputs_plans_and_runs_nothing(inputs):
         assert ran["programs"][phase]["live"] == planned["programs"][phase]["live"]
 
 
+def test_inspect_plans_where_the_shard_names_how_to_compute():
+    model = zero.shard(two(), compute="inductor")
+    (frame,) = zero.inspect(use(model, "compiled"), example_inputs=(batch(),)).to_dict()["frames"]
+    assert set(frame["programs"]) == {"forward", "backward"}
+
+
 def test_inspect_after_calls_lists_every_frame_and_goes_through_json(tmp_path):
     model = zero.shard(two(), stage=2)
     call = use(model, "compiled")
