@@ -43,7 +43,7 @@ class Loader(Protocol):
 class EngineLoader:
     """Runs Programs through the engine, over the process group of the model."""
 
-    compute = None
+    compute: str | None = None
 
     def __init__(self) -> None:
         self.runtimes: dict[str, ModelRuntime] = {}
@@ -84,7 +84,7 @@ class PlanLoader:
         policies: models that may be compiled already: what their Programs keep, they keep in the plan.
     """
 
-    compute = "aten"  # segments are only cut, and no kernel is compiled
+    compute: str | None = "aten"  # segments are only cut, and no kernel is compiled
 
     def __init__(self, policies: Iterable[Any] = ()) -> None:
         made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}
