@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -268,7 +269,8 @@ class Activations:
                 saved.add(n)
         gone = {n for n in saved if n in away and n in self.away_us}
         saved -= gone
-        us = sum(self.us[n] for n in made) + sum(self.away_us[n] for n in gone)
+        # Exact, since sets have no order: equal choices take equal time on every rank and in every run.
+        us = math.fsum([*(self.us[n] for n in made), *(self.away_us[n] for n in gone)])
         kept = sum(self.bytes[n] for n in saved)
         peak = self._peak(made, saved, gone)
         return Choice(frozenset(made), frozenset(saved), frozenset(gone), us, kept, peak)

@@ -135,6 +135,11 @@ def _count(sizes: Sequence[Any]) -> Any:
     return sympy.expand(out)
 
 
+def count_is(sizes: Sequence[Any], total: Any) -> bool:
+    """Whether these dimensions have ``total`` entries together, without asking a symbol for its value."""
+    return bool(sympy.expand(_count(sizes) - _expr(total)) == 0)
+
+
 def _is_one(size: Any) -> bool:
     return same(size, 1)
 
@@ -336,6 +341,8 @@ def operands(node: fx.Node, out: Rows | Summed) -> dict[fx.Node, Rows | None]:
     t = node.target
     rows = out.rows if isinstance(out, Summed) else out
     tensors = list(node.all_input_nodes)
+    if t in (aten.expand.default, aten.full.default):
+        tensors = [n for n in tensors if isinstance(facts.value(n), torch.Tensor)]  # sizes are the tile's own
     if t in _PRODUCTS:
         a, b = node.args[-2], node.args[-1]
         need: dict[fx.Node, Rows | None] = {n: None for n in tensors}
@@ -343,6 +350,10 @@ def operands(node: fx.Node, out: Rows | Summed) -> dict[fx.Node, Rows | None]:
             need[a], need[b] = rows.moved(1, 1), rows.moved(0, 1)
         else:
             need[a if rows.at == 0 else b] = rows
+            if t is aten.addmm.default and (theirs := shape(node.args[0])):
+                at = rows.at - 2 + len(theirs)
+                if at >= 0 and not _is_one(theirs[at]):
+                    need[node.args[0]] = rows.moved(at)  # something else is added than a bias
         return need
     if isinstance(out, Summed) or t is aten.slice.Tensor:
         return {}
@@ -375,7 +386,8 @@ def operands(node: fx.Node, out: Rows | Summed) -> dict[fx.Node, Rows | None]:
         theirs = shape(n)
         shift = len(mine) - len(theirs)
         dims = [d - shift for d in range(rows.at, rows.end)]
-        if all(d < 0 or _is_one(theirs[d]) for d in dims):
+        alone = rows.count > 1 and dims[0] >= 0 and all(_is_one(s) for s in mine[rows.at : rows.end])
+        if all(d < 0 or _is_one(theirs[d]) for d in dims) and not alone:
             if rows.count > 1 and dims[-1] >= 0:
                 raise Left(f"an operand of {t} is repeated over several dimensions of tokens")
             need[n] = None

@@ -85,6 +85,7 @@ def read_by_tiles(graph: fx.Graph) -> set[ParamRef]:
 
 def tiles_of(total: int, rows: int) -> int:
     """Number of tiles of at most ``rows`` rows: equal ones where less than twice as many allow it."""
+    total = max(1, total)  # of no rows there is one tile, as long
     least = max(1, -(-total // max(1, rows)))
     even = next((n for n in range(least, min(2 * least, total + 1)) if total % n == 0), None)
     if even is not None:

@@ -134,7 +134,7 @@ class Head:
                     todo.append(n)
                 elif need is not None and n in self.tangents:
                     raise Left("the loss is not reduced to one number inside of what is compiled")
-                elif not constant(n):
+                elif not constant(n, need):
                     self.inputs[n, need] = None
 
     def _form(self, node: fx.Node) -> Rows | Summed:

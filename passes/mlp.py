@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class Mlp:
         self.rows: dict[fx.Node, Rows] = dict.fromkeys(chain.ups, Rows(0, 1))
         self.sums: dict[fx.Node, Summed] = {}
         self.ends: set[fx.Node] = set()
+        for up in chain.ups:
+            self._check_tokens(up, self.rows[up])
         self._grow()
         inner = [n for n in self.rows if n not in tangents and n not in self.ends]
         self._absorb()
@@ -71,25 +74,22 @@ class Mlp:
     # What belongs to it --------------------------------------------------------------------------------------
 
     def _grow(self) -> None:
-        todo: list[fx.Node] = list(self.chain.ups)
-        seen: set[fx.Node] = set(todo)
-        near: list[fx.Node] = []
-        while todo:  # readers in forward first: those in backward may read several of them
-            for user in todo.pop().users:
-                if user not in seen and user not in self.tangents and user.op == "call_function":
-                    seen.add(user)
-                    near.append(user)
-                    if user is not self.chain.down:
-                        todo.append(user)
-        for node in sorted(near):
-            self._take(node)
-        todo = sorted({u for n in self.rows if n not in self.ends for u in n.users if u in self.tangents})
-        while todo:
-            node = todo.pop(0)
-            if node not in self.rows and node not in self.sums:
+        for late in (False, True):  # readers in forward first: those in backward may read several of them
+            seen = set(self.rows)
+            todo: list[fx.Node] = []
+            found = [n for n in self.rows if n not in self.ends]
+            while found or todo:
+                for user in (u for n in found for u in n.users):
+                    if user not in seen and (user in self.tangents) == late:
+                        seen.add(user)
+                        heapq.heappush(todo, user)
+                if not todo:
+                    break
+                # In the order of the graph, so that all that it reads is known; and one at a time: the first that
+                # cannot be taken ends the walk, which would else reach the end of the model.
+                node = heapq.heappop(todo)
                 self._take(node)
-                if node in self.rows and node not in self.ends:
-                    todo = sorted({*todo, *node.users})
+                found = [node] if node in self.rows and node not in self.ends else []
 
     def _take(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -105,11 +105,19 @@ class Mlp:
                 raise Left(f"{node.target} mixes tokens")
             self.sums[node] = first
             return
+        if any(f != first for f in found):
+            raise Left(f"{node.target} reads tokens of two kinds")
+        self._check_tokens(node, first)
         self.rows[node] = first
         if axes.is_product(node):
             if not late and node is not self.chain.down:
                 raise Left(f"%{node.name} multiplies it too")
             self.ends.add(node)
+
+    def _check_tokens(self, node: fx.Node, rows: Rows) -> None:
+        """A tile of each value holds the same tokens: nothing is sliced away, and nothing is one for all of them."""
+        if rows.picked is not None or not axes.count_is(axes.shape(node)[rows.at : rows.end], self.total):
+            raise Left(f"%{node.name} has other tokens than %{self.chain.down.name}")
 
     def _absorb(self) -> None:
         """Take in what is as large and comes of the gradient alone: that of the intermediate, above all."""
@@ -119,6 +127,8 @@ class Mlp:
             for n, need in axes.operands(node, self._form(node)).items():
                 if n in self.rows and n not in self.ends:
                     have = self.rows[n]
+                    if need is None and axes.same(self.total, 1):
+                        continue  # a single token is as well one for all
                     if need is None or (have.at, have.count) != (need.at, need.count):
                         raise Left(f"{node.target} reads tokens of two kinds")
                 elif need is not None and n in self.tangents and self._wide(n, need):
@@ -151,12 +161,16 @@ class Mlp:
         made = set(part.nodes)
         for node in part.nodes:
             for n, need in axes.operands(node, self._form(node)).items():
-                if n in made or constant(n):
+                if n in self.sums:
+                    raise Left(f"{node.target} reads a sum over all tokens")
+                if n in made or constant(n, need):
                     continue
                 if not isinstance(facts.value(n), torch.Tensor):
                     raise Left(f"{node.target} reads a size, %{n.name}")
                 if need is not None and self._wide(n, need):
                     raise Left(f"%{n.name}, as large as it, is made elsewhere")
+                if need is not None:
+                    self._check_tokens(n, need)
                 part.inputs[n, need] = None
         late = part.nodes[-1] in self.tangents
         own = {n for n in part.nodes if not late or n in self.tangents}
@@ -186,7 +200,8 @@ class Mlp:
             if not readers:
                 continue
             emit = Emitter(self.graph, part.results[0])
-            with self.graph.inserting_before(min(readers)):
+            # Forward where it was: an input that it reads may be written to before the result is read.
+            with self.graph.inserting_before(min(readers) if k else self.chain.down.next):
                 given = [self._given(emit, n, need) for n, need in part.inputs]
                 values = [emit.empty(axes.shape(n), facts.value(n)) for n in part.results]
                 tiled = emit.node(ops.tiled, (given, f"{key}.{k}"), {}, values)

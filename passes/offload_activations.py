@@ -106,7 +106,14 @@ def candidates(
             continue
         (root, *others) = roots[n]
         entry = inputs.get(n.name)
-        if others or holders[root] != 1 or entry is None or entry in leaving or not entry.users:
+        if (
+            others
+            or root.op != "call_function"
+            or holders[root] != 1
+            or entry is None
+            or entry in leaving
+            or not entry.users
+        ):
             continue
         if facts.bytes_of(facts.value(root)) != (nbytes := facts.bytes_of(facts.value(n))):
             continue  # a part of something larger, which would stay for nobody

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from torch import fx
@@ -101,14 +102,15 @@ def _place_reads(graph: fx.Graph, ctx: Context) -> None:
         *(n for n in graph.nodes if n.target in ops.BORDERS and n.target not in _READS and n > top),
     ]
     place = {n: i for i, n in enumerate(graph.nodes)}
-    earliest = -1
+    places, times = [place[p] for p in points], [begins[p] for p in points]  # both grow
+    first = 0
     for group in _groups(waits):
+        last = bisect_right(places, place[group[0]])
         for wait in group:
-            ahead = [p for p in points if earliest < place[p] <= place[group[0]]]
-            behind = [p for p in ahead if begins[p] <= latest[wait]]
-            at = behind[-1] if behind else ahead[0] if ahead else group[0]
+            in_time = bisect_right(times, latest[wait], first, last)
+            at = points[max(first, in_time - 1)] if first < last else group[0]
             at.prepend(wait.args[0])
-        earliest = place[group[-1]]
+        first = bisect_right(places, place[group[-1]])
     _discard(graph, waits)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from zero_compiler.ir import facts
@@ -12,6 +13,7 @@ from zero_compiler.ir.facts import TileOutput
 from . import axes
 from .axes import Left, Rows, Summed
 
+aten = torch.ops.aten
 _STEPS = 32
 
 
@@ -42,11 +44,14 @@ def tile_graph(
         inside = [n for n in node.all_input_nodes if n in rows and (n in made or (n, needs.get(n)) in names)]
 
         def tile(n: fx.Node, needs: dict[fx.Node, Rows | None] = needs) -> fx.Node:
-            if n not in made and (n, needs.get(n)) not in names:
-                if not constant(n):
+            need = needs.get(n)
+            if n not in made and (n, need) not in names:
+                if not constant(n, need):
                     return n  # a size that the operator on a tile does not read; checked below
-                made[n] = graph.node_copy(n, tile)
-            return made[n] if n in made else names[n, needs.get(n)]
+                names[n, need] = (
+                    axes.on_tile(graph, n, need, None, tile, r) if need else graph.node_copy(n, tile)
+                )
+            return made[n] if n in made else names[n, need]
 
         if node in sums and node.target in axes._PRODUCTS:
             continue
@@ -73,8 +78,10 @@ def tile_graph(
     return graph, tuple(kinds)
 
 
-def constant(node: fx.Node) -> bool:
-    """Made of nothing, in a few steps, and so as well inside of a tile."""
+def constant(node: fx.Node, need: Rows | None = None) -> bool:
+    """Made of nothing, in a few steps, and so as well inside of a tile; with rows, where all of them are equal."""
+    if need is not None and node.target is not aten.full.default:
+        return False
     todo, seen = [node], {node}
     while todo:
         n = todo.pop()

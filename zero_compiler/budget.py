@@ -118,10 +118,35 @@ def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:
     over = memory.peak - budget_bytes
     raise MemoryBudgetError(
         f"memory_budget_bytes={budget_bytes:,} is {over:,} bytes too small for this rank: the predicted peak is "
-        f"{memory.peak:,} bytes, at {where}; {memory.at_rest:,} of them are at rest (parameters "
-        f"{memory.parameters:,}, gradients {memory.gradients:,}, optimizer states {memory.optimizer:,}, kept "
-        f"weights {memory.kept:,}, arena {memory.arena:,}) and {memory.programs:,} are activations and full "
-        f"gradients of the call; {_advice(memory, world)}"
+        f"{memory.peak:,} bytes, at {where}; {memory.at_rest:,} of them are at rest ({_rest(memory)}, arena "
+        f"{memory.arena:,}) and {memory.programs:,} are activations and full gradients of the call; "
+        f"{_advice(memory, world)}"
+    )
+
+
+def check_rest(memory: Memory, budget_bytes: int, world: int) -> None:
+    """What rests must fit, whatever is planned beside it.
+
+    Args:
+        memory: without Programs.
+
+    Raises:
+        MemoryBudgetError: by how much it does not, and which option would help most.
+    """
+    if memory.at_rest <= budget_bytes:
+        return
+    over = memory.at_rest - budget_bytes
+    raise MemoryBudgetError(
+        f"memory_budget_bytes={budget_bytes:,} is more than {over:,} bytes too small for this rank: "
+        f"{memory.at_rest:,} bytes are at rest ({_rest(memory)}), before anything is gathered or computed; "
+        f"{_advice(memory, world)}"
+    )
+
+
+def _rest(memory: Memory) -> str:
+    return (
+        f"parameters {memory.parameters:,}, gradients {memory.gradients:,}, optimizer states {memory.optimizer:,}, "
+        f"kept weights {memory.kept:,}"
     )
 
 

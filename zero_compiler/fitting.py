@@ -18,7 +18,7 @@ from .ir import facts, spec
 from .ir.facts import ParamRef
 from .lowering import Lowering
 from .passes import run_passes
-from .saving import Cut, Phases, within_activations, within_memory
+from .saving import Cut, Phases, check_held, within_activations, within_memory
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
 
@@ -60,6 +60,7 @@ class Fitting:
             self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
             return {"forward": forward, "backward": backward}
 
+        self._check_rest()
         graphs = cut(None)
         if self._decided("mlp-activations") or self._decided("mlp-memory"):
             self._tile_mlps(True)
@@ -79,6 +80,8 @@ class Fitting:
                 state.away = None
                 self._cuts.clear()
                 graphs = min(graphs, within_memory(cut, cut(None), over_by, self._held_bytes), key=over_by)
+            if activations is not None:
+                check_held(self._held_bytes(graphs), activations)
         if state.config.partition_activations:
             self._partition_activations(graphs, kwargs["num_fwd_outputs"])
         if memory is not None and state.policies:
@@ -94,6 +97,7 @@ class Fitting:
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is None or not state.policies:
             return self._inferred(gm)
+        self._check_rest()
         whole = self._inferred(facts.copy_module(gm))
         if self._over_in_small_tiles({"inference": whole}, budget_bytes) <= 0:
             return whole
@@ -135,12 +139,34 @@ class Fitting:
             backward = self.lowering.scheduled(backward, "backward")
         return passes.held_bytes(backward.graph)
 
+    def _check_rest(self) -> None:
+        """What rests fits the budget of memory: else nothing need be tried.
+
+        Raises:
+            MemoryBudgetError: it does not.
+        """
+        state = self.state
+        budget_bytes = state.config.memory_budget_bytes
+        if budget_bytes is not None and state.policies:
+            budget.check_rest(state.memory([]), budget_bytes, state.world)
+
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes."""
-        while (over := self.lowering.trial_peak(graphs) - budget_bytes) > 0:
+        while (over := self._over(graphs, budget_bytes)) > 0:
             if not passes.finer([gm.graph for gm in graphs.values()]):
                 break
         return over
+
+    def _over(self, graphs: Phases, budget_bytes: int) -> int:
+        """By how many bytes a plan passes the budget of memory, or that of activations where both are given."""
+        return max(self.lowering.trial_peak(graphs) - budget_bytes, self._held_over(graphs))
+
+    def _held_over(self, graphs: Phases) -> int:
+        """By how many bytes backward passes the budget of activations; 0 where there is none."""
+        allowed = self.state.config.activation_budget_bytes
+        if allowed is None or "backward" not in graphs:
+            return 0
+        return max(0, self._held_bytes(graphs) - allowed)
 
     def _within_activations(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
         """Phases whose activations fit; with MLPs in tiles where rank 0 finds no others.
@@ -180,12 +206,13 @@ class Fitting:
         whole = within_memory(cut, graphs, over, self._held_bytes)
         if state.tile_mlp:
             return whole
-        if self._decided("mlp-memory") is None and self.lowering.trial_peak(whole) > budget_bytes:
+        if self._decided("mlp-memory") is None and self._over(whole, budget_bytes) > 0:
             least, gathered = self._least_peak(whole, budget_bytes), state.backward_params
             self._tile_mlps(True)
             tiled = within_memory(cut, cut(None), over, self._held_bytes)
-            wanted = self.lowering.trial_peak(tiled) <= budget_bytes
-            wanted = wanted or budget_bytes < least > self._least_peak(tiled, budget_bytes)
+            wanted = self._over(tiled, budget_bytes) <= 0 or (
+                not self._held_over(tiled) and budget_bytes < least > self._least_peak(tiled, budget_bytes)
+            )
             if self._agreed("mlp-memory", wanted):
                 return tiled
             self._tile_mlps(False)
@@ -225,7 +252,9 @@ class Fitting:
         return bool(state.loader.decide(state.first, self._key(what), str(wanted)) == str(True))
 
     def _key(self, what: str) -> str:
-        return schedule.key_of(what, list(self.state.units.values()))
+        """By weights and not by units, which change when weights are tiled: what was decided before that is found by a
+        rank that compiles again, alone."""
+        return schedule.key_of(what, [f"{ref.owner}:{ref.name}" for ref in self.state.order])
 
     def _partition_activations(self, graphs: Phases, num_outputs: int) -> None:
         """Once for what budgets have chosen: how often they choose again may differ between ranks."""

@@ -40,15 +40,24 @@ def within_activations(cut: Cut, graphs: Phases, budget_bytes: int, held_bytes: 
         room = max(0, room - max(over, budget_bytes // _STEPS))
     if over > 0:
         graphs = _smallest(cut)
-    held = held_bytes(graphs)
-    if held > budget_bytes:
-        error = MemoryBudgetError(
-            f"activation_budget_bytes={budget_bytes:,} is {held - budget_bytes:,} bytes too small: backward must hold "
-            f"{held:,} bytes of activations at least; give {held:,}, or a smaller batch"
-        )
-        error.least_bytes = held
-        raise error
+    check_held(held_bytes(graphs), budget_bytes)
     return graphs
+
+
+def check_held(held: int, budget_bytes: int) -> None:
+    """What backward holds of activations must fit.
+
+    Raises:
+        MemoryBudgetError: it does not; with the smallest budget that would do.
+    """
+    if held <= budget_bytes:
+        return
+    error = MemoryBudgetError(
+        f"activation_budget_bytes={budget_bytes:,} is {held - budget_bytes:,} bytes too small: backward must hold "
+        f"{held:,} bytes of activations at least; give {held:,}, or a smaller batch"
+    )
+    error.least_bytes = held
+    raise error
 
 
 def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int], held_bytes: Held) -> Phases:

@@ -61,6 +61,8 @@ class Goldens(TestCase):
 %b1_full = zero.unshard %b1.shard [b1]                                   f32[8]
 %t_default = aten.t %w1_full                                             f32[4,8]
 %t_default_1 = aten.t %w2_full                                           f32[8,4]
+%tiled_default = zero.tiled [%b1_full, %x, %t_default, %t_default_1], 'mlp0.0' (f32[40,4])
+%getitem = getitem %tiled_default, 0                                     f32[40,4]
 %t_default_2 = aten.t %tangents_1                                        f32[4,40]
 %tiled_default_1 = zero.tiled [%b1_full, %x, %t_default, %t_default_2, %tangents_1, %w2_full, %w1_full], 'mlp0.1' (f32[40,4], f32[4,8], f32[8], f32[8,4])
 %getitem_1 = getitem %tiled_default_1, 0                                 f32[40,4]
@@ -70,8 +72,6 @@ class Goldens(TestCase):
 %reduce_grad_default = zero.reduce_grad %getitem_2 [w2]                  f32[2,8]
 %reduce_grad_default_1 = zero.reduce_grad %getitem_3 [b1]                f32[4]
 %reduce_grad_default_2 = zero.reduce_grad %getitem_4 [w1]                f32[4,4]
-%tiled_default = zero.tiled [%b1_full, %x, %t_default, %t_default_1], 'mlp0.0' (f32[40,4])
-%getitem = getitem %tiled_default, 0                                     f32[40,4]
 return %getitem, %reduce_grad_default, %reduce_grad_default_1, %reduce_grad_default_2, %getitem_1
 """,
         )
