@@ -29,6 +29,8 @@ from zero_compiler.shard import shard_over
 class SimulatedModel:
     """``model`` sharded over ``world`` simulated ranks and compiled; the plain model is kept for comparison."""
 
+    compute = None  # as a loader: as the options say
+
     def __init__(
         self,
         model: nn.Module,
@@ -81,6 +83,9 @@ class SimulatedModel:
 
     def kept_offsets(self) -> dict[str, dict[str, int]]:
         return self._kept
+
+    def agreed(self, policy: Any, key: str, text: str) -> str:
+        return text
 
     def decide(self, policy: Any, key: str, text: str) -> str:
         return text
