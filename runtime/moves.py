@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ INSTRUCTIONS = (Offload, WaitOffload, Restore, WaitRestore, Discard)
 Step = Callable[[list[Any]], None]
 
 
-class Moves:
+class Moves(abc.ABC):
     """The activations of one Program.
 
     Args:
@@ -62,25 +63,25 @@ class Moves:
         }
         return steps[type(instr)]
 
+    @abc.abstractmethod
     def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
         """Start to take ``value`` away; its ticket."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def restore(self, which: int, ticket: torch.Tensor) -> None:
         """Start to bring back what ``ticket`` stands for."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def wait(self, which: int) -> None:
         """Wait for either.
 
         Raises:
             StorageError: it failed; names the tensor and the file.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def view(self, which: int) -> torch.Tensor:
         """What is back, as the tensor that it was."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """The call is over: nothing is under way any more, and tickets alone keep its parcel."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from zero_compiler.backend import compile_frame
 from zero_compiler.config import PLACEMENT_FIELDS, Config
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.loader import PlanLoader
 from zero_compiler.modules import policies_of
 from zero_compiler.planning import planned_group
 from zero_compiler.program import Program
@@ -26,7 +27,7 @@ from zero_compiler.runtime.reference import Lockstep, Rank, Reference
 from zero_compiler.shard import shard_over
 
 
-class SimulatedModel:
+class SimulatedModel(PlanLoader):
     """``model`` sharded over ``world`` simulated ranks and compiled; the plain model is kept for comparison."""
 
     compute = None  # as a loader: as the options say
@@ -71,28 +72,13 @@ class SimulatedModel:
             for k in range(self.world)
         ]
         self._buffers = {id(b): [b.clone() for _ in range(self.world)] for b in self.model.buffers()}
-        self._kept: dict[str, dict[str, int]] = {self.policy.key: {}}
+        super().__init__()
         self.frames: list[Frame] = []
         self.references: list[Reference] = []
         torch._dynamo.reset()
         self.compiled = torch.compile(self.model, backend=self._backend, dynamic=dynamic)
 
-    # What a loader of Programs does.
-    def prepare(self, policies: Sequence[Any]) -> None:
-        pass
-
-    def kept_offsets(self) -> dict[str, dict[str, int]]:
-        return self._kept
-
-    def agreed(self, policy: Any, key: str, text: str) -> str:
-        return text
-
-    def decide(self, policy: Any, key: str, text: str) -> str:
-        return text
-
-    def show(self, policy: Any, text: str) -> list[str]:
-        return [text]
-
+    # As a loader it takes Programs as a plan does, and runs them.
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         # Through JSON: what is not in the serialised Program cannot matter.
         program = Program.from_dict(program.to_dict())

@@ -261,6 +261,27 @@ def optimizers_that_need_whole_parameters(rank: int) -> list[str]:
     return errors
 
 
+def scaled_backward(
+    twin: Twin, scalers: list[torch.amp.GradScaler], x: torch.Tensor, y: torch.Tensor
+) -> None:
+    for model, scaler in zip((twin.call, twin.plain_call), scalers, strict=True):
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+    average_gradients(twin.plain)
+
+
+def scaled_step(twin: Twin, scalers: list[torch.amp.GradScaler], unscale: bool) -> None:
+    """Step both, with gradients unscaled by the user or by the scaler, and compare."""
+    for opt, scaler in zip((twin.opt, twin.plain_opt), scalers, strict=True):
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    if scalers[0].get_scale() != scalers[1].get_scale():
+        twin.say(f"scale is {scalers[0].get_scale()}, expected {scalers[1].get_scale()}")
+    twin.check_parameters()
+
+
 @case
 def gradient_scaler(rank: int) -> list[str]:
     """Scaled losses; a step in which one rank alone overflows is skipped by every rank."""
@@ -271,17 +292,8 @@ def gradient_scaler(rank: int) -> list[str]:
         x, y = data(rank, step)
         if step == 3 and rank == 1:
             x = x * float("inf")
-        for model, scaler in ((twin.call, scalers[0]), (twin.plain_call, scalers[1])):
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-        average_gradients(twin.plain)
-        for opt, scaler in ((twin.opt, scalers[0]), (twin.plain_opt, scalers[1])):
-            scaler.unscale_(opt)
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-        if scalers[0].get_scale() != scalers[1].get_scale():
-            twin.say(f"scale is {scalers[0].get_scale()}, expected {scalers[1].get_scale()}")
-        twin.check_parameters()
+        scaled_backward(twin, scalers, x, y)
+        scaled_step(twin, scalers, unscale=True)
     return twin.errors
 
 
@@ -312,21 +324,11 @@ def gradient_scaler_where_one_rank_overflows(rank: int) -> list[str]:
         for step in range(6):
             twin.where = f"{name}, step {step}"
             x, y = data(rank, step)
-            for model, scaler in ((twin.call, scalers[0]), (twin.plain_call, scalers[1])):
-                scaler.scale(F.mse_loss(model(x), y)).backward()
-            average_gradients(twin.plain)
+            scaled_backward(twin, scalers, x, y)
             if step in (1, 2):
                 twin.plain.last.weight.grad[-1] = math.inf  # a row of the last rank
                 local(twin.model.last.weight.grad)[-1] = math.inf if rank == 1 else 0.0
-            for opt, scaler in ((twin.opt, scalers[0]), (twin.plain_opt, scalers[1])):
-                if step % 2:
-                    scaler.unscale_(opt)
-                scaler.step(opt)
-                scaler.update()
-                opt.zero_grad()
-            if scalers[0].get_scale() != scalers[1].get_scale():
-                twin.say(f"scale is {scalers[0].get_scale()}, expected {scalers[1].get_scale()}")
-            twin.check_parameters()
+            scaled_step(twin, scalers, unscale=step % 2 == 1)
         errors += twin.errors[:3]
     return errors
 

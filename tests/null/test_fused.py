@@ -27,15 +27,20 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
 
 
+def train(m: nn.Module, cls: type[torch.optim.Optimizer], kw: dict[str, object]) -> torch.optim.Optimizer:
+    opt = cls(m.parameters(), **{"lr": 0.1} | kw, fused=True)
+    for i in range(3):
+        m(batch(i)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return opt
+
+
 @pytest.mark.parametrize(("cls", "kw"), OPTIMIZERS)
 def test_the_same_bits_as_plain_parameters(cls, kw):
     plain, model = net(), zero.shard(net(), device="cpu")
     for m in (plain, model):
-        opt = cls(m.parameters(), **{"lr": 0.1} | kw, fused=True)
-        for i in range(3):
-            m(batch(i)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
+        opt = train(m, cls, kw)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert type(p) is DTensor
         assert torch.equal(p.full_tensor(), q)
@@ -133,11 +138,7 @@ def test_plain_parameters_beside_sharded_ones(sharded, cls, kw):
     plain, model = net(), net()
     zero.shard(model[sharded], device="cpu")
     for m in (plain, model):
-        opt = cls(m.parameters(), **{"lr": 0.1} | kw, fused=True)
-        for i in range(3):
-            m(batch(i)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
+        train(m, cls, kw)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)
 
