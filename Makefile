@@ -128,12 +128,13 @@ types: setup
 cpp-test: setup
 	$(MAKE) -C csrc test PYTHON=$(PY) JOBS=$(JOBS)
 
-# Graph tests run side by side; tests that start ranks of their own run one after another. A failure of the first
-# does not hide those of the second.
+# Tests run side by side, but for those that hold ranks to a deadline. A failure of the first does not hide those of
+# the others.
 RANKED := $(sort $(dir $(wildcard tests/dist/test_*.py tests/gpu/test_*.py)))
 pytest: setup
 	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --dist loadgroup --durations 20 tests/null $(PYTEST_ARGS) || status=1; \
-	$(PY) -m pytest --durations 30 $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
+	$(PY) -m pytest -n $(JOBS) -m "not alone" --durations 30 $(RANKED) $(PYTEST_ARGS) || status=1; \
+	$(PY) -m pytest -m alone --durations 10 $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
 
 clean:
 	rm -rf build dist *.egg-info runtime/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)

@@ -5,10 +5,12 @@
 Three figures a mode, each of the rank with the most:
   at rest   live bytes of torch's CPU allocator between steps (weights, optimizer states, what a mode keeps)
   peak      the largest number of live bytes in steps after warm-up
-  RSS peak  growth of resident memory over that of the process with its libraries loaded, in the same steps
+  PSS peak  growth of resident memory over that of the process with its libraries loaded, in the same steps; a page
+            that n processes have in common counts as 1/n, so that shards in shared memory count once
 
-The first two are exact counts of bytes asked for, by a meter in the allocator; memory that a library takes past
-torch's allocator (gloo's buffers, DeepSpeed's pinned ones) shows in the third alone.
+The first two are exact counts of bytes asked for, by a meter in the allocator (of memory that ranks share, each
+counts its part); memory that a library takes past torch's allocator (gloo's buffers, DeepSpeed's pinned ones), pages
+that an allocator keeps, compiled code and kernels' scratch show in the third alone, which is sampled.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import gc
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--dtype", choices=TOLERANCE, default="fp32")
-    parser.add_argument("--allocator", choices=SETTINGS, default="default", help="matters to RSS alone")
+    parser.add_argument("--allocator", choices=SETTINGS, default="default", help="matters to PSS alone")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
@@ -78,7 +81,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     from zero_compiler.runtime import _C
 
     gc.collect()
-    base = status("VmRSS")
+    base = pss()
     _C.meter_install()
     try:
         trainer = modes.build(call["mode"], spec, call["dtype"])
@@ -90,10 +93,10 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     at_rest = _C.meter_current()
     _C.meter_reset_peak()
-    clear_peak_rss()
-    for i in range(call["steps"]):
-        trainer.step(*spec.data(call["warmup"] + i, rank))
-    peak, rss = _C.meter_peak(), status("VmHWM") - base
+    with Sampled() as resident:
+        for i in range(call["steps"]):
+            trainer.step(*spec.data(call["warmup"] + i, rank))
+    peak = _C.meter_peak()
     plan = None
     if call["mode"].startswith("zero"):
         import zero_compiler as zero
@@ -102,20 +105,36 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     return {
         "at_rest": at_rest,
         "peak": peak,
-        "rss_peak": rss,
+        "pss_peak": resident.peak - base,
         "while_building": built,
         "predicted_peak": plan,
     }
 
 
-def status(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+class Sampled:
+    """The most resident memory seen while the block ran, looked at every 20 ms."""
+
+    def __enter__(self) -> Sampled:
+        self.peak = pss()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._over.wait(0.02):
+            self.peak = max(self.peak, pss())
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def pss() -> int:
+    """Bytes of this process's resident pages, each divided by the number of processes that map it."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
     assert found is not None
     return int(found.group(1)) * 1024
-
-
-def clear_peak_rss() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def report(
@@ -127,7 +146,7 @@ def report(
         "at rest MiB",
         "peak MiB",
         "/ FSDP2 best",
-        "RSS peak MiB",
+        "PSS peak MiB",
         "while building MiB",
         "predicted peak MiB",
     ]
@@ -139,7 +158,7 @@ def report(
             mib["at_rest"],
             mib["peak"],
             share,
-            mib["rss_peak"],
+            mib["pss_peak"],
             mib["while_building"],
             mib.get("predicted_peak", ""),
         ]

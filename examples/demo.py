@@ -47,7 +47,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", default="auto", help="cpu, or an accelerator as torch names it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=positive, help="start this many ranks on this machine")
     args = parser.parse_args(given)
@@ -221,7 +221,7 @@ def train(args: argparse.Namespace, interrupts: Interrupts) -> None:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = pick_device(args.device, local_world)
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=5))
     rank = dist.get_rank() if world > 1 else 0
     screen = Screen(rank, args.steps)
 

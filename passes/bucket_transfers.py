@@ -22,7 +22,9 @@ class BucketTransfers:
     """Gather a unit's weights before its first use and reduce its gradients after its last one.
 
     Small weights of one dtype share a bucket; a large one goes alone, since alone it needs no copy. Buckets
-    and their order come from the canonical order of units, forward as it is and backward reversed.
+    and their order come from the canonical order of units, forward as it is and backward reversed. In memory that
+    ranks share a large gradient does not wait for the end of its unit where those that wait would pass the bytes of the
+    largest.
 
     Before (``w1`` and ``b1`` belong to one unit)::
 
@@ -215,10 +217,10 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
     ]
     boundaries = _unit_starts(waits)
     (output,) = graph.find_nodes(op="output")
-    units = _by_unit(old, ctx)
+    groups = [(unit, group) for unit, refs in _by_unit(old, ctx) for group in _reduced_together(refs, ctx)]
     ends: list[fx.Node] = []
-    for _, refs in units:
-        grads = [start_of[r].args[0][0] for r in refs]
+    for _, group in groups:
+        grads = [start_of[r].args[0][0] for bucket in group for r in bucket]
         ends.append(max([*grads, *ends[-1:]]))
     # All points first: what is inserted at one must not move the next.
     points: list[fx.Node] = []
@@ -228,21 +230,56 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
         if k < len(boundaries) and (i + 1 == len(ends) or not ends[i + 1] < boundaries[k]):
             points.append(boundaries[k])
         else:
-            points.append(end.next if i + 1 < len(ends) else output)
-    for point, (unit, refs) in zip(points, units, strict=True):
+            points.append(_behind(end) if i + 1 < len(ends) else output)
+    new_of: dict[fx.Node, fx.Node] = {}
+    for point, (unit, group) in zip(points, groups, strict=True):
         with graph.inserting_before(point):
-            for bucket in buckets(refs, ctx, lambda r: (_reduce_key(ctx, r), r.owner)):
+            for bucket in group:
                 sizes, dims = ops.flat_sizes([facts.value(old[r]).shape for r in bucket])
                 plan = ctx.params[bucket[0]]
                 grads = [start_of[r].args[0][0] for r in bucket]
                 args = (grads, sizes, dims, plan.dtype, not plan.cut)
                 elements = _emit(graph, ops.reduce, args, bucket, unit, [facts.value(old[r]) for r in bucket])
-                for ref, element in zip(bucket, elements, strict=True):
-                    old[ref].replace_all_uses_with(element)
+                new_of.update(zip((old[r] for r in bucket), elements, strict=True))
+    facts.replace_all(new_of)
     for element in old.values():
         wait = element.args[0]
         for node in (element, wait, wait.args[0]):
             graph.erase_node(node)
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """The node behind ``node`` and the results beside it: an operator with several keeps them in its segment."""
+    node = node.next
+    while node.target is operator.getitem and not facts.is_element(node):
+        node = node.next
+    return node
+
+
+def _reduced_together(refs: Sequence[ParamRef], ctx: Context) -> list[list[list[ParamRef]]]:
+    """Buckets of a unit in groups that are reduced at one point, in the order in which backward makes them.
+
+    Full gradients wait for their group to be complete. In memory that ranks share they wait in the arena: there large
+    ones go as soon as those that wait would pass the bytes of the largest one, so that a layer's gradients are never
+    all held at once; no sooner, since each point ends a compute segment. The small ones close with the unit.
+    """
+    large: list[list[ParamRef]] = []
+    small: list[list[ParamRef]] = []
+    for bucket in buckets(refs, ctx, lambda r: (_reduce_key(ctx, r), r.owner)):
+        plan = ctx.params[bucket[0]]
+        (large if plan.shared and plan.gather_bytes >= ctx.bucket_bytes else small).append(bucket)
+    out: list[list[list[ParamRef]]] = [[]]
+    room = max((ctx.params[r].reduce_bytes for (r,) in large), default=0)
+    held = 0
+    for bucket in reversed(large):
+        nbytes = ctx.params[bucket[0]].reduce_bytes
+        if held + nbytes > room:
+            out.append([])
+            held = 0
+        out[-1].append(bucket)
+        held += nbytes
+    out[-1] += small
+    return out
 
 
 def _reduce_key(ctx: Context, ref: ParamRef) -> Any:

@@ -40,11 +40,13 @@ class LowerMarkers:
                 new = _gather(graph, node, plan) if plan.cut else _whole(graph, node, plan)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+        reduced = {}
         for node in graph.find_nodes(op="call_function", target=ops.reduce_grad):
             plan = ctx.params[ParamRef(node.args[3], node.args[4])]
             with graph.inserting_before(node):
-                new = _reduce(graph, node, plan)
-            node.replace_all_uses_with(new)
+                reduced[node] = _reduce(graph, node, plan)
+        facts.replace_all(reduced)
+        for node in reduced:
             graph.erase_node(node)
 
 

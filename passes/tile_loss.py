@@ -56,8 +56,8 @@ class TileLoss:
     Whatever the sizes, a head that is recognised is rewritten (with one tile if it is small): which weights backward
     gathers must not depend on sizes of activations, which ranks may disagree about.
 
-    Leaves whole, and says why in the report: logits that are returned; operators that mix tokens or of which nothing
-    is known; a gradient that is not linear in one scalar.
+    Refuses: nothing. What is left whole, with the reason in the report: logits that are returned; operators that mix
+    tokens or of which nothing is known; a gradient that is not linear in one scalar.
     """
 
     name: str = "tile-loss"

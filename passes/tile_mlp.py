@@ -42,9 +42,9 @@ class TileMlp:
         %u  = zero.tiled [%x, %w1t, %dy, %w2, %w1]            per tile: %h and %a again, %da, %dh, gradients
         %dw2, %dw1, %dx = getitem %u
 
-    Leaves whole, and says why in the report: an intermediate that something else reads; operators that mix tokens, draw
-    random numbers, or of which nothing is known; experts, whose products have three dimensions; weights that are
-    themselves gathered in tiles.
+    Refuses: nothing. What is left whole, with the reason in the report: an intermediate that something else reads;
+    operators that mix tokens, draw random numbers, or of which nothing is known; experts, whose products have three
+    dimensions; weights that are themselves gathered in tiles.
     """
 
     name: str = "tile-mlp"

@@ -52,7 +52,8 @@ class TileOperators:
     float32 for half precision. Where tile loops stand among the other transfers follows the order of the graph, which
     is that of the model's operators: readers of large weights are never made again by choice.
 
-    Leaves whole, and says why in the report: weights and gradients whose operators it does not know.
+    Refuses: nothing. What is left whole, with the reason in the report: weights and gradients whose operators it does
+    not know.
     """
 
     name: str = "tile-operators"

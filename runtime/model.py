@@ -56,7 +56,13 @@ class ModelRuntime:
         # On the only rank, by the names of a gather: flat chunks, and the full weights that they are.
         self.whole: dict[tuple[str, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
+        self.planned: tuple[Any, Any] | None = (
+            None  # what its calls may take, and by which frames (see Session)
+        )
         self._aside: torch.Stream | None = None  # made for the first Program whose activations are copied
+        if segment is not None:
+            # Of a model that was made on meta and given storage since: here no call has begun.
+            self.bring_home(n for n in segment.chunks if (p := policy.find(n)) is not None and not p.is_meta)
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
         weakref.finalize(policy, self.close).atexit = False
 
@@ -83,16 +89,14 @@ class ModelRuntime:
         return views
 
     def bring_home(self, names: Iterable[str]) -> None:
-        """Copy chunks whose storage was replaced (``load_state_dict(assign=True)``) to where peers read them.
+        """Move chunks that were given another storage (``to_empty``, ``load_state_dict(assign=True)``) to where peers
+        read them: they would take memory twice, and a copy for every call.
 
         Only while no peer reads: before a call begins.
         """
-        policy = self.policy
-        homes = policy.transport.segment.chunks
         for name in names:
-            home = homes[name]
-            if policy.param(name)._local_tensor.data_ptr() != home.data_ptr():
-                home.copy_(self.flat_chunks([name])[0])
+            if self.policy.bring_home(name):
+                self._chunks.pop(name, None)
 
     def moves(self, program: Any) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.

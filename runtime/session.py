@@ -7,11 +7,11 @@ import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from zero_compiler import grads
+from zero_compiler import accumulation, grads
 from zero_compiler.errors import StorageError, TransferError
 from zero_compiler.group import meet, short_digest
 from zero_compiler.layout import tiled_rows
@@ -34,6 +34,7 @@ from .stores import merged
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
 _MOVE = 9
+_NEED_BYTES = 8  # of a header: what a rank needs of memory
 
 
 def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
@@ -190,10 +191,11 @@ class Session:
 
     # Agreement ---------------------------------------------------------------------------------------------
 
-    def _agree(self) -> None:
+    def _agree(self, needed: int) -> None:
         """Before the first collective of a call: every rank is about to run the same sequence.
 
-        What may differ is which kept weights a rank found changed: then all gather anew.
+        What may differ is which kept weights a rank found changed: then all gather anew. And what it ``needed`` of
+        memory, where that is more than its budget allows: then no rank begins.
         """
         first = self.first
         assert first is not None
@@ -207,7 +209,12 @@ class Session:
         # What peers read from here on is in place before they are told that this rank is in the call.
         for runtime, names in self._at_home.items():
             runtime.bring_home(names)
-        stale = meet(first.policy.group, doing, self._text, what, self._stale_kept())
+        more = needed.to_bytes(_NEED_BYTES, "little") + self._stale_kept()
+        told = meet(first.policy.group, doing, self._text, what, more)
+        needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
+        if any(needs):
+            self._refuse(max(needs), needs.index(max(needs)))
+        stale = [t[_NEED_BYTES:] for t in told]
         if any(s != stale[0] for s in stale):
             for runtime in self.runtimes.values():
                 runtime.fresh.clear()
@@ -228,7 +235,7 @@ class Session:
         Shards are written outside the runtime (optimizers, ``load_state_dict``, averages through ``.data``), and
         no counter sees all of that; this rank's rows inside the kept copy do.
         """
-        seen = hashlib.blake2b(digest_size=16)
+        seen = hashlib.blake2b(digest_size=8)
         for runtime, _, g, views in self._gathers:
             if not g.kept or g.home:
                 continue
@@ -259,14 +266,18 @@ class Session:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
         env = inputs + self._empty
         inputs.clear()
-        if not self._reduces_now():
+        reduces = self._reduces_now()
+        if not reduces:
             self._check_unhooked()
+        need = self._need(reduces)
         if self._talks:
-            self._agree()
+            self._agree(need.nbytes)
+        elif need.nbytes:
+            self._refuse(need.nbytes, 0)
         try:
-            if self.program.idle_bytes >= 0:
+            if need.idle_bytes >= 0:
                 for runtime in self.runtimes.values():
-                    runtime.engine.trim(self.program.idle_bytes // len(self.runtimes))
+                    runtime.engine.trim(need.idle_bytes // len(self.runtimes))
             self._walk(env)
             if self._moves is not None:
                 self._moves.end()
@@ -286,6 +297,28 @@ class Session:
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
 
+    def _need(self, reduces: bool) -> accumulation.Need:
+        """What this call takes beside gradients that are kept, on a rank whose peers hear of it."""
+        if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
+            return accumulation.Need(0, self.program.idle_bytes)
+        policies = [r.policy for r in self.runtimes.values()]
+        return accumulation.need_of(self.program, policies, self._planned(policies), reduces)
+
+    def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
+        """Of the frames compiled so far, and for the optimizers that there are."""
+        assert self.first is not None
+        state = tuple((p.key, len(p.frames), len(p.optimizers)) for p in policies)
+        if self.first.planned is None or self.first.planned[0] != state:
+            self.first.planned = (state, accumulation.planned_for(policies))
+        known: accumulation.Planned | None = self.first.planned[1]
+        return known
+
+    def _refuse(self, needed: int, rank: int) -> NoReturn:
+        assert self.first is not None
+        policies = [r.policy for r in self.runtimes.values()]
+        who = self.first.policy.group.everyone.name_of(rank)
+        accumulation.refuse(self.program, self._planned(policies), self._reduces_now(), needed, who)
+
     def _check_unhooked(self) -> None:
         for runtime, _, r, _ in self._reduces:
             if not runtime.policy.sync:
@@ -304,8 +337,7 @@ class Session:
                 args = [env[i] for i in b]
                 for i in d:
                     env[i] = None
-                for i, value in zip(c, a(args), strict=True):
-                    env[i] = value
+                _put(env, c, a(args))
             elif op == _FETCH:
                 self._fetch(a)
             elif op == _WAIT_FETCH:
@@ -313,9 +345,7 @@ class Session:
             elif op == _GATHER:
                 self._gather(a)
             elif op == _WAIT_GATHER:
-                for i, value in zip(b, self._wait_gather(a), strict=True):
-                    if i >= 0:
-                        env[i] = value
+                _put(env, b, self._wait_gather(a))
             elif op == _RELEASE:
                 for i in b:
                     env[i] = None
@@ -323,9 +353,7 @@ class Session:
                     runtime, index, _, _ = self._gathers[a]
                     runtime.engine.release(index)
             elif op == _READ_HOME:
-                for i, value in zip(b, a, strict=True):
-                    if i >= 0:
-                        env[i] = value
+                _put(env, b, a)
             elif op == _MOVE:
                 a(env)
             elif op == _REDUCE:
@@ -414,7 +442,7 @@ class Session:
                     rows = tiled_rows(info.layout, r.tile.begin, grad.shape[0])
                     grads.keep_pending_rows(param, grad.to(info.reduce_dtype), rows)
                 else:
-                    grads.keep_pending(param, grad.to(info.reduce_dtype))
+                    grads.keep_pending(param, grad, info.reduce_dtype)
             return
         if grads.PendingGrad.ever_made:
             for k, param in enumerate(params):
@@ -503,6 +531,14 @@ class Session:
         for i, value in zip(outs, out, strict=True):
             if i >= 0:
                 env[i] = value
+
+
+def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
+    """Store ``values`` at their numbers. A function of its own: no name of the walk's may keep a value alive that the
+    Program has given up (the last one of a segment, say, for as long as the next segment runs)."""
+    for i, value in zip(at, values, strict=True):
+        if i >= 0:
+            env[i] = value
 
 
 def _part(chunk: torch.Tensor, g: GatherDesc) -> torch.Tensor:

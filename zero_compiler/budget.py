@@ -8,16 +8,17 @@ change) lies a choice for each weight: keeping it costs its bytes and saves its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arena import aligned
 from .errors import MemoryBudgetError
 from .ir.facts import ParamRef
 from .knapsack import Candidate, choose
-from .live import most
+from .live import most, most_accumulating
 from .placing import ASSUMED_STATE_BYTES
-from .program import Compute, Program
+from .program import Compute, Program, ReduceDesc
 from .report import Memory
 from .scratch import scratch_bytes
 
@@ -28,6 +29,7 @@ def keep(
     gathered: Iterable[ParamRef],
     room_bytes: int,
     agreed: Callable[[Any, str, str], str],
+    over_bytes: Callable[[], int],
 ) -> None:
     """Decide which weights of stage 3 stay gathered from forward to backward; noted in each ``policy.kept``.
 
@@ -36,6 +38,8 @@ def keep(
 
     Args:
         agreed: rank 0's text, for all ranks of a policy (``Loader.agreed``).
+        over_bytes: by how many bytes the plan with what is noted passes the budget. A kept weight shares no bucket with
+            those that are not, and offsets are packed anew: it may take more than its own bytes.
     """
     by_key = {p.key: p for p in policies}
     wanted = set(gathered)
@@ -57,14 +61,24 @@ def keep(
     first = policies[0]
     names = [f"{by_key[p.ref.owner].serial} {p.ref.name}" for p in open_]
     key = f"kept/{first.serial}/{len(first.kept)}"
-    chosen = set(agreed(first, key, "\n".join(sorted(choose(candidates, room_bytes)))).split("\n"))
-    for plan, name in zip(open_, names, strict=True):
-        by_key[plan.ref.owner].kept[plan.ref.name] = name in chosen
+
+    def note(kept: Collection[str]) -> None:
+        for plan, name in zip(open_, names, strict=True):
+            by_key[plan.ref.owner].kept[plan.ref.name] = name in kept
+
+    chosen = choose(candidates, room_bytes)
+    while chosen:
+        note(chosen)
+        if (over := over_bytes()) <= 0:
+            break
+        room_bytes = min(room_bytes - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
+        chosen = choose(candidates, room_bytes) if room_bytes > 0 else frozenset()
+    note(set(agreed(first, key, "\n".join(sorted(chosen))).split("\n")))
 
 
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
-    parameters = gradients = optimizer = assumed = files = 0
+    parameters = gradients = optimizer = assumed = files = waiting = 0
     for policy in policies:
         for name, info in policy.params.items():
             local = info.layout.bytes_local()
@@ -75,6 +89,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                 parameters += local
             param = policy.find(name)
             if param is not None and param.requires_grad:
+                waiting += info.layout.bytes_full(info.reduce_dtype)
                 if tier_of("grads") == "nvme":
                     files += local
                 else:
@@ -89,6 +104,8 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                 files += states if tier == "nvme" else 0
                 optimizer += states if tier == "none" else 0
     largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
+    accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
+    accumulating += _cast_bytes(policies, programs)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
     arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
@@ -101,7 +118,35 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
         host = max((p.host_bytes for p in programs), default=0)
         host += sum(s.buffer_bytes for s in streamers.values())
     kept = kept_bytes if moves else 0
-    return Memory(parameters, gradients, optimizer, kept, arena, largest, host, files, assumed)
+    return Memory(
+        parameters,
+        gradients,
+        optimizer,
+        kept,
+        arena,
+        largest,
+        host,
+        files,
+        assumed,
+        waiting,
+        accumulating,
+    )
+
+
+def _cast_bytes(policies: Sequence[Any], programs: Sequence[Program]) -> int:
+    """Most bytes of one gradient on its way to a sum that waits: in the dtype of the sum, where it has another."""
+    by_key = {p.key: p for p in policies}
+
+    def copied(r: ReduceDesc) -> int:
+        infos = [by_key[r.owner].params[name] for name in r.names]
+        sizes = [
+            math.prod(shape) * info.reduce_dtype.itemsize
+            for info, shape in zip(infos, r.shapes, strict=True)
+            if r.tile is not None or info.gather_dtype != info.reduce_dtype
+        ]
+        return max(sizes, default=0)
+
+    return max((copied(r) for p in programs for r in p.reduces), default=0)
 
 
 def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:

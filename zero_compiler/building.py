@@ -342,7 +342,7 @@ class Construction:
                 )
             else:
                 policy.places[name] = places
-                if cut.layout.cut and cut.has_values:
+                if cut.layout.cut and (cut.has_values or type(cut.local) is torch.Tensor):
                     chunk = eager.flat_chunk(cut.layout, cut.local).view(cut.layout.padded_shape)
                     cut.local = param._local_tensor = policy.settle(name, chunk)[
                         : cut.layout.rows(group.rank)

@@ -6,6 +6,8 @@ Medians of repeated runs; nothing here is called by compilation.
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
 import os
 import statistics
 import tempfile
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .eager import all_gather_flat, reduce_scatter_flat
+from .group import all_gather_flat, reduce_scatter_flat
 from .hardware import Collective, HardwareSpec, Link
 from .ir import ops
 from .mesh import make_group
@@ -198,9 +200,25 @@ def _copy(device: torch.device) -> Link:
 
 
 def _fit(sizes: list[int], times: list[float]) -> Link:
-    """Latency and bandwidth of the line through the smallest and the largest size."""
-    rate = (sizes[-1] - sizes[0]) / max(times[-1] - times[0], 1e-3)
-    return Link(max(times[0] - sizes[0] / rate, 0.1), rate)
+    """Latency and bandwidth of the line that suits all sizes but one: of those through two of the points, the one from
+    which the others, without the worst, are fewest times off.
+
+    So one time that something else spoiled moves nothing, and small sizes count for as much as large ones, of which a
+    twentieth is more than all of the latency.
+    """
+    points = list(zip(sizes, times, strict=True))
+
+    def off(line: Link) -> tuple[float, float]:
+        errors = sorted(abs(math.log(line.us(n) / max(us, 1e-3))) for n, us in points)
+        return sum(errors[:-1]), errors[-1]
+
+    return min((_through(a, b) for a, b in itertools.combinations(points, 2)), key=off)
+
+
+def _through(a: tuple[int, float], b: tuple[int, float]) -> Link:
+    """The line through two points, ``a`` of the smaller size."""
+    rate = (b[0] - a[0]) / max(b[1] - a[1], 1e-3)
+    return Link(max(a[1] - a[0] / rate, 0.1), rate)
 
 
 def _collectives(world: int) -> list[Collective]:
@@ -217,8 +235,12 @@ def _collectives(world: int) -> list[Collective]:
 def _collective_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)
-    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "gloo"
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu")
+    if accelerator is not None and torch.accelerator.device_count() >= world:
+        device = torch.device(accelerator.type, rank)
+        torch.accelerator.set_device_index(rank)
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     rows = {"c10d": _over_c10d(world, device)}
     if device.type == "cpu":

@@ -59,8 +59,8 @@ class Config:
     """Options of a sharded model.
 
     Args:
-        stage: ZeRO stage. 0 replicates everything; 1 partitions optimizer state, 2 gradients too, 3
-            parameters too (ZeRO, Rajbhandari et al. 2020, section 5).
+        stage: ZeRO stage. 0 replicates everything; 1 and 2 partition optimizer states and gradients (one plan: see
+            docs/semantics.md), 3 does not keep gathered weights either (ZeRO, Rajbhandari et al. 2020, section 5).
         param_dtype: dtype in which weights are gathered and computed with; None keeps the parameter's own.
             Floating inputs of the root module are cast to it, as FSDP2's MixedPrecisionPolicy does.
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
@@ -90,7 +90,8 @@ class Config:
             made again. What does not fit is made again, the cheapest first. None: no limit of its own; under
             ``memory_budget_bytes``, what that leaves.
         bucket_bytes: gathers and reductions smaller than this share a collective, in bytes of the full
-            tensors. None: derived by the cost model from latency times bandwidth.
+            tensors. None: derived by the cost model from latency times bandwidth; less where ``memory_budget_bytes``
+            asks for it.
         tile_bytes: logits are made in tiles of at most so many bytes, together with the loss and its gradient; and a
             weight whose gathered bytes are more is gathered, used and reduced in tiles (docs/tiling.md). None: as
             many tokens at a time as it takes for the repeated reading of the weight not to count, and weights whole

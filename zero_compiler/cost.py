@@ -69,6 +69,16 @@ def bucket_bytes(spec: HardwareSpec, world: int, shared: bool = False) -> int:
     return int(_LATENCIES * link.latency_us * link.bytes_per_us)
 
 
+def smaller_buckets(spec: HardwareSpec, world: int, shared: bool = False) -> list[int]:
+    """What a memory budget may make of that: halves of it, down to transfers of which half the time is latency."""
+    sizes = []
+    latencies, size = _LATENCIES, bucket_bytes(spec, world, shared)
+    while world > 1 and latencies > 1:
+        latencies, size = latencies // 2, size // 2
+        sizes.append(size)
+    return sizes
+
+
 # Share of the time of a tile's products that reading their weight again, and its gradient, may take.
 _REREAD = 0.05
 

@@ -13,16 +13,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
-from .group import Group, first_rank
+from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
 
 if TYPE_CHECKING:
     from .policy import Policy
-
-
-# torch 2.13 renamed both and warns of the old names.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def flat_chunk(layout: Layout, local: torch.Tensor) -> torch.Tensor:
@@ -136,7 +131,7 @@ class Unshard(torch.autograd.Function):
         if not policy.sync:
             grads.check_unhooked(param, name)
             if grads.goes_to_grad(param):
-                grads.keep_pending(param, grad.to(info.reduce_dtype))
+                grads.keep_pending(param, grad, info.reduce_dtype)
             return None, None, None
         grad = grad.to(info.reduce_dtype)
         if grads.goes_to_grad(param):

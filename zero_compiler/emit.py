@@ -30,6 +30,7 @@ from .program import (
     WaitRestore,
 )
 from .slots import plan_slots
+from .storages import storages_of
 from .verify import verify_program
 
 
@@ -154,6 +155,7 @@ def emit(
     gather_descs, reduce_descs, offload_descs, sizes = plan_slots(
         gathers, reduces, params, kept_offsets, len(instrs), fetches.starts, offloads
     )
+    storages, lies_in = storages_of(graph, numbers, phase)
     program = Program(
         phase=phase,
         num_inputs=len(placeholders),
@@ -170,10 +172,12 @@ def emit(
         own_bytes=sizes["own"],
         host_bytes=sizes["host"],
         offloads=offload_descs,
+        storages=storages,
+        lies_in=lies_in,
         notes=notes,
     )
     verify_program(program, {ref.owner: plan.world for ref, plan in params.items()})
-    program.live = live_bytes(program, graph, numbers, segments)
+    program.live, program.inside = live_bytes(program, graph, numbers, segments)
     return Emitted(program, segments)
 
 

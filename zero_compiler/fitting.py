@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from .ir.facts import ParamRef
 from .lowering import Lowering
 from .passes import run_passes
 from .saving import Cut, Phases, check_held, within_activations, within_memory
+from .verify import verify_program
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
 
@@ -60,6 +61,10 @@ class Fitting:
             self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
             return {"forward": forward, "backward": backward}
 
+        def planned() -> Phases:
+            graphs = cut(None)
+            return graphs if activations is None else self._within_activations(cut, graphs, activations)
+
         self._check_rest()
         graphs = cut(None)
         if self._decided("mlp-activations") or self._decided("mlp-memory"):
@@ -68,6 +73,7 @@ class Fitting:
         if activations is not None:
             graphs = self._within_activations(cut, graphs, activations)
         if memory is not None and state.policies:
+            graphs = self._fit_buckets("buckets", planned, graphs, memory)
             over = self._over_in_small_tiles(graphs, memory) > 0
             if not state.recompute and self._agreed("recompute", over):
                 state.recompute = True
@@ -98,9 +104,13 @@ class Fitting:
         if budget_bytes is None or not state.policies:
             return self._inferred(gm)
         self._check_rest()
-        whole = self._inferred(facts.copy_module(gm))
-        if self._over_in_small_tiles({"inference": whole}, budget_bytes) <= 0:
-            return whole
+
+        def planned() -> Phases:
+            return {"inference": self._inferred(facts.copy_module(gm))}
+
+        fitted = self._fit_buckets("buckets-inference", planned, planned(), budget_bytes)
+        if self._over_in_small_tiles(fitted, budget_bytes) <= 0:
+            return fitted["inference"]
         state.tile_mlp = True  # what is gathered stays the same: no other rank need know of it
         tiled = self._inferred(gm)
         self._over_in_small_tiles({"inference": tiled}, budget_bytes)
@@ -138,6 +148,53 @@ class Fitting:
         if passes.offloaded(backward.graph):
             backward = self.lowering.scheduled(backward, "backward")
         return passes.held_bytes(backward.graph)
+
+    def _fit_buckets(
+        self, what: str, planned: Callable[[], Phases], graphs: Phases, budget_bytes: int
+    ) -> Phases:
+        """Phases with buckets as large as the budget allows, at most as large as suits the link; where none fit, with
+        those of the least peak.
+
+        This comes behind tiles of logits and before what costs more. A bucket in two costs one latency, at most as long
+        as its bytes take; what is made again costs its operators, weights in tiles a latency for every tile, MLPs in
+        tiles the reading of their weights for each. Where smaller buckets are not enough, those find what is left.
+        Decided once, by rank 0 for all.
+
+        Args:
+            planned: phases in buckets of the size that the state has.
+        """
+        state = self.state
+        sizes = state.smaller_buckets()
+        if not sizes:
+            return graphs
+        first, key = state.bucket_bytes, self._key(what)
+        text = state.first.distances.get(key)
+        if text is None:
+            best, least = first, self._over_in_small_tiles(graphs, budget_bytes)
+            for size in sizes:
+                if least <= 0:
+                    break
+                try:
+                    graphs = self._in_buckets(size, planned)
+                except MemoryBudgetError:
+                    continue  # in these more must be saved than activation_budget_bytes allows
+                over = self._over_in_small_tiles(graphs, budget_bytes)
+                if over < least:
+                    best, least = size, over
+            text = state.loader.decide(state.first, key, str(best))
+        size = int(text)
+        if size != state.bucket_bytes:
+            graphs = self._in_buckets(size, planned)
+        if size != first:
+            state.take_buckets(
+                size, f"the memory budget asks for less than {first:,}, which suits the link best"
+            )
+        return graphs
+
+    def _in_buckets(self, nbytes: int, planned: Callable[[], Phases]) -> Phases:
+        self.state.bucket_bytes = nbytes
+        self._cuts.clear()
+        return planned()
 
     def _check_rest(self) -> None:
         """What rests fits the budget of memory: else nothing need be tried.
@@ -283,8 +340,23 @@ class Fitting:
         policies = list(state.policies.values())
         memory = state.memory(programs)
         budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
-        room, agreed = budget_bytes - memory.peak, state.loader.agreed
-        budget.keep(policies, state.params, state.backward_params or (), room, agreed)
+        # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
+        gradients = max(
+            memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
+        )
+        room, agreed = max(0, budget_bytes - max(gradients, state.peak(programs))), state.loader.agreed
+
+        def over_bytes() -> int:
+            tables = state.loader.kept_offsets()
+            before = {key: dict(table) for key, table in tables.items()}
+            state.plan_again()
+            over = self.lowering.trial_peak(graphs) - budget_bytes
+            for key, table in tables.items():  # it was only tried: nothing has a place yet
+                table.clear()
+                table.update(before.get(key, {}))
+            return over
+
+        budget.keep(policies, state.params, state.backward_params or (), room, agreed, over_bytes)
         state.plan_again()
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
@@ -340,7 +412,7 @@ class Fitting:
                 program.idle_bytes = idle
 
     def check_budget(self) -> None:
-        """What was compiled fits the budget.
+        """What was compiled fits the budget, by the plan and by the verifier's own count.
 
         Raises:
             MemoryBudgetError: it does not.
@@ -353,3 +425,7 @@ class Fitting:
         budget.check(
             memory, state.config.memory_budget_bytes, budget.peak_at(programs), policies[0].group.world
         )
+        worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
+        room = state.config.memory_budget_bytes - memory.at_rest + memory.gradients
+        for program in programs:
+            verify_program(program, worlds, room, memory.gradients)

@@ -14,7 +14,7 @@ from torch import fx
 from . import budget, hardware, passes, tiling
 from .capture import Captured, ShardInput
 from .config import PLACEMENT_FIELDS, Config
-from .cost import bucket_bytes
+from .cost import bucket_bytes, smaller_buckets
 from .errors import ConfigError
 from .hardware import HardwareSpec
 from .ir import ops
@@ -50,11 +50,12 @@ class FrameState:
         if loader.compute is not None:
             self.config = dataclasses.replace(self.config, compute=loader.compute)
         loader.prepare(list(self.policies.values()))
-        self.bucket_bytes = self._bucket_bytes()
+        self.bucket_bytes, why = self._bucket_bytes()
         self.captured = captured
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
         self.frame = Frame(self.index, self.config, self.params, self.trace)
+        self.take_buckets(self.bucket_bytes, why)
         self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
         self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
@@ -66,6 +67,8 @@ class FrameState:
         self.away: frozenset[str] | None = None if self.tier == "none" else frozenset()  # as in Context
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
+        # Called under zero.no_sync: a budget leaves room for full gradients that wait.
+        self.accumulates = any(not policy.sync for policy in self.policies.values())
 
     @property
     def policies(self) -> dict[str, Any]:
@@ -86,12 +89,27 @@ class FrameState:
         """Whether segments are compiled to fused regions."""
         return self.config.compute == "inductor"
 
-    def _bucket_bytes(self) -> int:
+    def _bucket_bytes(self) -> tuple[int, str]:
+        """How large buckets are unless a budget asks for less, and why."""
         if self.config.bucket_bytes is not None:
-            return self.config.bucket_bytes
+            return self.config.bucket_bytes, "as bucket_bytes says"
         if self.first is None:
-            return 0
-        return bucket_bytes(self.first.hardware, self.first.group.world, self.first.transport.shared)
+            return 0, "nothing is sharded"
+        nbytes = bucket_bytes(self.machine, self.world, self.first.transport.shared)
+        if self.world == 1:
+            return nbytes, "nothing moves between ranks"
+        return nbytes, "eight times latency times bandwidth between ranks"
+
+    def smaller_buckets(self) -> list[int]:
+        """Sizes that a memory budget may choose instead, falling."""
+        if self.config.bucket_bytes is not None or self.first is None:
+            return []
+        return smaller_buckets(self.machine, self.world, self.first.transport.shared)
+
+    def take_buckets(self, nbytes: int, why: str) -> None:
+        """Plan with buckets of so many bytes, and say why in the report."""
+        self.bucket_bytes = self.frame.bucket_bytes = nbytes
+        self.frame.bucket_why = why
 
     def _config(self, options: Any) -> Config:
         if not self.policies:
@@ -179,6 +197,11 @@ class FrameState:
         return budget.memory_of(
             list(self.policies.values()), programs, kept_bytes(self.loader.kept_offsets())
         )
+
+    def peak(self, programs: Sequence[Program]) -> int:
+        """Of that, what a budget has to allow."""
+        memory = self.memory(programs)
+        return max(memory.peak, memory.accumulating_peak) if self.accumulates else memory.peak
 
     @property
     def machine(self) -> HardwareSpec:

@@ -155,14 +155,14 @@ def as_dtensor(param: Any, local: torch.Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
 
 
-def keep_pending(param: Any, full: torch.Tensor) -> None:
-    """Add a full local gradient to what waits for the next synchronising backward."""
+def keep_pending(param: Any, full: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add a full local gradient to what waits for the next synchronising backward, in ``dtype``."""
     grad = param.grad
     if isinstance(grad, PendingGrad):
-        grad.full.add_(full)
+        grad.full.add_(full.to(dtype))
     else:
-        # A private copy: the caller's gradient may lie in a buffer that is used again.
-        param.grad = PendingGrad(param, full.detach().clone(), grad)
+        # A private copy, and only one: the caller's gradient may lie in a buffer that is used again.
+        param.grad = PendingGrad(param, full.detach().to(dtype, copy=True), grad)
 
 
 def check_unhooked(param: Any, name: str) -> None:

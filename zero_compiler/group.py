@@ -1,7 +1,9 @@
 """The ranks over which a model is partitioned, and the agreement between them.
 
-Agreement goes through the process group's store and never through a collective, so that ranks that
-disagree find out before the first collective.
+Agreement comes before any collective that could hang. What ranks must share is described through the process group's
+store. Before a call, headers of one size are exchanged, in which ranks find out that they are in different calls: by
+messages between CPU ranks, and on a group without gloo by one all-gather, which fits that of a peer whatever call the
+peer is in, since each begins with it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .errors import RankMismatchError, ShardError, TransferError
+
+# torch 2.13 renamed both and warns of the old names.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -264,12 +270,17 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
 
 
 def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
+    """The headers of all ranks, in order, given this rank's.
+
+    An accelerator's backend has no tags that would keep these messages apart from others, and reads no host memory:
+    there an all-gather on the device carries them, and reading it waits for what the device was given before.
+    """
     peer: int | None = None
     try:
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         if not _has_gloo(group):
             out = torch.empty(group.world * len(mine), dtype=torch.uint8, device=group.device)
-            dist.all_gather_into_tensor(out, sent.to(group.device), group=group.pg)
+            all_gather_flat(out, sent.to(group.device), group=group.pg)
             return [bytes(row) for row in out.view(group.world, -1).tolist()]
         got = torch.empty(group.world, len(mine), dtype=torch.uint8)
         got[group.rank] = sent

@@ -29,17 +29,19 @@ _PACKED = 256 << 10
 
 def live_bytes(
     program: Program, graph: fx.Graph, numbers: Mapping[fx.Node, int], segments: list[SegmentGraph]
-) -> list[int]:
+) -> tuple[list[int], list[int]]:
     """Bytes live after each instruction, or inside it where that is more: the arena, values that the Program
     made, what forward saved for backward, and segments' internals.
 
-    The batch, buffers and shards are the caller's. A segment counts as its unfused graph does: an upper bound for
-    what a fusing compiler allocates.
+    The batch, buffers and shards are the caller's. A segment counts as its unfused graph does. A fusing compiler
+    allocates no more, but for results of reductions that it computes earlier: some numbers a row or a column. Of
+    each segment, what it holds at most beyond what is live before it.
     """
     node_of = {i: n for n, i in numbers.items()}
     roots = facts.alias_roots(graph)
     made: dict[fx.Node, int] = {}
     live, rows = 0, []
+    beyond: list[int] = []
     holders: dict[fx.Node, set[int]] = {}
     in_flight: dict[int, tuple[int, ...]] = {}
     leaving: dict[int, tuple[int, ...]] = {}  # for the host, and still being copied
@@ -68,7 +70,8 @@ def live_bytes(
             for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
                 for r in roots[n]:
                     given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n))
-            inside = live - sum(min(made[r], n) for r, n in given.items()) + _peak_inside(seg, dying)
+            beyond.append(_peak_inside(seg, dying) - sum(min(made[r], n) for r, n in given.items()))
+            inside = live + beyond[-1]
             for o in instr.outs:
                 for r in roots[node_of[o]]:
                     # What came back lies in the pool, or is counted where it does.
@@ -112,7 +115,7 @@ def live_bytes(
             live, gone = live - gone, 0  # of one rank the gradient itself is the result
         rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
         live -= gone
-    return rows
+    return rows, beyond
 
 
 def results_of(program: Program, instr: Instr) -> int:
@@ -132,23 +135,33 @@ def results_of(program: Program, instr: Instr) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, and of all
-    ``others`` beside them and the arenas."""
+    """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, of the ``full`` ones
+    that these came from, and of all ``others`` beside them and the arenas."""
 
     others: int
     gradients: int
+    full: int = 0
 
 
 def moments(program: Program) -> list[Moment]:
     """What lives when, of what a Program makes."""
     out = []
-    results = gradients = 0
+    results = gradients = full = 0
+    tiles: dict[tuple[str, str], int] = {}
     for instr, live in zip(program.instrs, program.live, strict=True):
         made = results_of(program, instr)
         results += made
         if made and not program.reduces[instr.index].stored:  # type: ignore[union-attr]
             gradients += made
-        out.append(Moment(live - program.buffer_bytes - results, gradients))
+        out.append(Moment(live - program.buffer_bytes - results, gradients, full))
+        if isinstance(instr, WaitReduce):
+            r = program.reduces[instr.index]
+            key = (r.owner, r.names[0])
+            nbytes = tiles.pop(key, 0) + sum(map(math.prod, r.shapes)) * getattr(torch, r.dtype).itemsize
+            if r.tile is None or r.tile.last:
+                full += nbytes
+            else:
+                tiles[key] = nbytes  # the whole of it waits for its last tile
     return out
 
 
@@ -162,6 +175,22 @@ def most(program: Program, gradients: int) -> int:
     rows = moments(program)
     rest = max(0, gradients - rows[-1].gradients) if program.phase == "backward" and rows else 0
     return max((m.others + min(gradients, m.gradients + rest) for m in rows), default=0)
+
+
+def most_accumulating(program: Program, gradients: int, full: int) -> int:
+    """The same in a step that accumulates under ``zero.no_sync``, in whichever of its calls: full gradients wait from
+    one backward to the next, and the last backward holds each until it is reduced.
+
+    Args:
+        full: bytes of all full gradients of the model, in the dtype that they are summed in.
+    """
+    rows = moments(program)
+    waiting = full + max((m.others for m in rows), default=0)
+    if program.phase != "backward" or not rows:
+        return waiting
+    end = rows[-1]
+    elsewhere = max(0, full - end.full, gradients - end.gradients)  # those of other Programs
+    return max(waiting, max(m.others + m.gradients + end.full - m.full for m in rows) + elsewhere)
 
 
 def idle_bytes(programs: Iterable[Program], gradients: int, most_bytes: int) -> int:

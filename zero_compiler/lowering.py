@@ -37,7 +37,7 @@ class Lowering:
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
         lowered = [self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()]
-        return self.state.memory([low.emitted.program for low in lowered]).peak
+        return self.state.peak([low.emitted.program for low in lowered])
 
     def scheduled(self, gm: fx.GraphModule, phase: str) -> fx.GraphModule:
         """A copy of the graph after the passes of its phase."""
@@ -81,7 +81,7 @@ class Lowering:
             return low
         spare = state.config.memory_budget_bytes
         if spare is not None:
-            spare -= state.memory([x.emitted.program for x in low.values()]).peak
+            spare -= state.peak([x.emitted.program for x in low.values()])
         units = list(state.units.values())
 
         def again(phase: str) -> Lowered:
@@ -90,7 +90,7 @@ class Lowering:
 
         def over(found: Mapping[str, Mapping[str, int]]) -> int:
             state.choices.update({phase: Choice("", chosen) for phase, chosen in found.items()})
-            peak = state.memory([again(phase).emitted.program for phase in graphs]).peak
+            peak = state.peak([again(phase).emitted.program for phase in graphs])
             return peak - (state.config.memory_budget_bytes or 0)
 
         found = schedule.choose(looks, spare, over)

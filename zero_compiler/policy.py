@@ -192,8 +192,7 @@ class Policy:
             self._gradient_files = GradientFiles(self, self.files.gradients)
             for name in self.files.gradients:
                 self.sinks[name] = self._gradient_files
-        if self.files is not None:
-            heap.give_back()  # what was built in memory rests in files now
+        heap.give_back()  # whole parameters, and what has moved to files or shared memory since
 
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         """Where the padded ``chunk`` of a parameter is to lie: in a file, or in memory that peers read."""
@@ -207,8 +206,23 @@ class Policy:
             return chunk
         if self.transport.segment is None or not layout.cut:
             return chunk
-        home = self.transport.segment.allocate(name, layout)
-        return chunk if chunk.is_meta else home.copy_(chunk)
+        self.transport.segment.allocate(name, layout)
+        if chunk.is_meta:
+            return chunk
+        return self.transport.segment.back(name).view(layout.padded_shape).copy_(chunk)
+
+    def bring_home(self, name: str) -> bool:
+        """Move the rows of a parameter that peers read in place to where they do; whether they lay elsewhere."""
+        segment, layout = self.transport.segment, self.params[name].layout
+        if segment is None or name not in segment.chunks:
+            return False
+        param = self.param(name)
+        local = param._local_tensor
+        if local.is_meta or not local.numel() or local.data_ptr() == segment.chunks[name].data_ptr():
+            return False
+        home = segment.back(name).copy_(eager.flat_chunk(layout, local))
+        param._local_tensor = home.view(layout.padded_shape)[: layout.rows(self.group.rank)]
+        return True
 
     def place(self, name: str) -> torch.Tensor:
         """Memory on the compute device for this rank's padded chunk of a parameter that has none: zeros."""
@@ -216,7 +230,7 @@ class Policy:
         if self.files is not None and (region := self.files.place(name)) is not None:
             return region.tensor.zero_()
         if segment is not None and name in segment.chunks:
-            return segment.chunks[name].zero_().view(layout.padded_shape)
+            return segment.back(name).zero_().view(layout.padded_shape)
         return torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.group.device)
 
     def nvme(self) -> Nvme:

@@ -18,7 +18,7 @@ import torch
 from .ir.facts import ParamRef
 from .runtime.stores import blocks
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -319,6 +319,8 @@ class Program:
         offloads: tensors that wait on another tier between forward and backward.
         idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
             Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
+        storages, lies_in: see `storages.py`.
+        inside: for each ``Compute.segment``, most bytes that it holds beyond what is live before it.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
             without what is at rest.
     """
@@ -343,6 +345,9 @@ class Program:
     host_bytes: int = 0
     offloads: list[OffloadDesc] = field(default_factory=list)
     idle_bytes: int = -1
+    storages: list[int] = field(default_factory=list)
+    lies_in: list[tuple[int, ...]] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
     version: int = VERSION
 
     @property
@@ -410,6 +415,7 @@ class Program:
         data["gathers"] = [GatherDesc(**_desc(g)) for g in data["gathers"]]
         data["offloads"] = [OffloadDesc(**_tuples(o)) for o in data["offloads"]]
         data["reduces"] = [ReduceDesc(**_desc(r)) for r in data["reduces"]]
+        data["lies_in"] = [tuple(v) for v in data["lies_in"]]
         return Program(**data)
 
     def text(self, live: bool = True) -> str:

@@ -31,6 +31,8 @@ class Frame:
     remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
     offloaded: list[Any] = field(default_factory=list)  # facts.Away: what waits on another tier
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
+    bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
+    bucket_why: str = ""
 
     def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
         self.programs[program.phase] = program
@@ -49,7 +51,9 @@ class Memory:
     next forward, which finds them dropped (``zero_grad()``). ``host`` are the buffers on the host through which files
     are read and written; they count where the CPU is the compute device. ``files`` are bytes at rest in files, which
     do not count. ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has
-    told.
+    told. ``waiting`` are the full gradients that a step under ``zero.no_sync`` keeps from one backward to the next, in
+    ``reduce_dtype``; ``accumulating`` is what such a step holds when it holds most, in place of ``gradients`` and
+    ``programs``.
     """
 
     parameters: int
@@ -61,6 +65,8 @@ class Memory:
     host: int = 0
     files: int = 0
     assumed: int = 0
+    waiting: int = 0
+    accumulating: int = 0
 
     @property
     def at_rest(self) -> int:
@@ -71,6 +77,11 @@ class Memory:
     def peak(self) -> int:
         """Of a step that begins without gradients. One that adds to gradients holds ``gradients`` once more."""
         return self.at_rest + self.programs
+
+    @property
+    def accumulating_peak(self) -> int:
+        """Of a step that begins without gradients, and whose backwards but the last run under ``zero.no_sync``."""
+        return self.at_rest - self.gradients + self.accumulating
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,9 @@ class Report:
                 "programs_bytes": self.memory.programs,
                 "at_rest_bytes": self.memory.at_rest,
                 "peak_bytes": self.memory.peak,
+                "waiting_bytes": self.memory.waiting,
+                "accumulating_bytes": self.memory.accumulating,
+                "accumulating_peak_bytes": self.memory.accumulating_peak,
             },
             "parameters": self.params,
             "frames": [
@@ -130,6 +144,8 @@ class Report:
                         }
                         for phase, c in f.choices.items()
                     },
+                    "bucket_bytes": f.bucket_bytes,
+                    "bucket_why": f.bucket_why,
                     "held_bytes": f.held_bytes,
                     "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],
@@ -182,6 +198,7 @@ class Report:
             f"  at rest, sum of these     {m.at_rest:>16,}",
             f"  most that a Program adds  {m.programs:>16,}   activations, and full gradients as they arise",
             f"  predicted peak            {m.peak:>16,}   a step that adds to gradients: {m.gradients:,} more",
+            f"  of steps under zero.no_sync {m.accumulating_peak:>14,}   {m.waiting:,} of it full gradients that wait",
         ]
         if m.files:
             lines.append(f"bytes of this rank in files   {m.files:>12,}")
@@ -207,6 +224,9 @@ class Report:
                     *([program.text()] if instructions else []),
                 ]
                 lines += [f"note: {n}" for n in program.notes]
+            lines.append(
+                f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}"
+            )
             if "backward" in frame.programs:
                 lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
             for tier, what in (("host", "waits on the host"), ("nvme", "waits in files")):

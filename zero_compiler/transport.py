@@ -43,23 +43,40 @@ class Segment:
         self._home = mmap.mmap(fd, max(nbytes, 1), offset=_HOME)
         self._end = 0
         # Of each parameter, where they lie: the full weight, with every rank's rows as they are now, and this
-        # rank's flat padded chunk.
+        # rank's flat padded chunk, with its offset in the file.
         self.fulls: dict[str, torch.Tensor] = {}
         self.chunks: dict[str, torch.Tensor] = {}
+        self._begins: dict[str, int] = {}
 
     def __del__(self) -> None:
         os.close(self.fd)
 
-    def allocate(self, name: str, layout: Layout) -> torch.Tensor:
-        """This rank's padded chunk of a parameter that is cut; zeros at first."""
+    def allocate(self, name: str, layout: Layout) -> None:
+        """Give a parameter that is cut its place. It takes no memory there until :meth:`back`: what is to lie in it
+        lies elsewhere yet, and would count twice."""
         size = layout.bytes_local()
         whole = self._at(self._end, layout.world * size, layout.dtype)
         # A storage of its own: what is written past the end of a chunk is an error, and not the next rank's.
-        chunk = self._at(self._end + self.rank * size, size, layout.dtype)
+        self._begins[name] = self._end + self.rank * size
+        self.chunks[name] = self._at(self._begins[name], size, layout.dtype)
         self._end += home_bytes(layout)
         self.fulls[name] = whole[: layout.numel].view(layout.shape)
-        self.chunks[name] = chunk
-        return chunk.view(layout.padded_shape)
+
+    def back(self, name: str) -> torch.Tensor:
+        """This rank's flat padded chunk of a parameter, with memory behind it from here on; zeros at first.
+
+        Raises:
+            ShardError: there is no memory. (A touch would end the process then.)
+        """
+        chunk = self.chunks[name]
+        try:
+            os.posix_fallocate(self.fd, _HOME + self._begins[name], chunk.nbytes)
+        except OSError as error:
+            raise ShardError(
+                f"parameter {name}: {chunk.nbytes:,} bytes of shared memory could not be had ({error.strerror}); free "
+                'some, or give zero.shard transport="c10d"'
+            ) from None
+        return chunk
 
     def _at(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(self._home, dtype=torch.uint8, offset=offset, count=nbytes).view(dtype)
@@ -243,7 +260,7 @@ def _host() -> str:
 
 
 def _make(token: str, nbytes: int) -> int:
-    """A memory file with room for the shards; its first page tells it from any other file."""
+    """A memory file of a size for the shards, without memory for them; its first page tells it from any other file."""
     available = _available_bytes()
     if available is not None and nbytes > available:
         raise OSError(
@@ -252,7 +269,7 @@ def _make(token: str, nbytes: int) -> int:
     fd = os.memfd_create("zero-segment", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, _MAGIC + token.encode(), 0)
-        os.posix_fallocate(fd, _HOME, max(nbytes, 1))
+        os.ftruncate(fd, _HOME + max(nbytes, 1))
     except BaseException:
         os.close(fd)
         raise

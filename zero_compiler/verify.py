@@ -30,18 +30,25 @@ from .program import (
     WaitReduce,
     WaitRestore,
 )
+from .recount import recount
 from .runtime.stores import BLOCK_BYTES, blocks
 
 
-def verify_program(program: Program, worlds: Mapping[str, int]) -> None:
+def verify_program(
+    program: Program, worlds: Mapping[str, int], budget_bytes: int | None = None, gradients_bytes: int = 0
+) -> None:
     """Prove that the instructions of ``program`` can be run, in order, in the memory that it plans.
 
     Values are written once, before they are read, and not read after they were freed. A transfer is started
     once and waited for once; a gathered weight is released once, or kept. No two buffers of an arena overlap
-    while both are in use.
+    while both are in use. Live bytes never pass the budget, where there is one.
 
     Args:
         worlds: number of ranks of each owner.
+        budget_bytes: most bytes that may be live at once beside the arenas, gradients that rest in memory among them;
+            None: any number.
+        gradients_bytes: of all such gradients of the model. A backward finds those there that it does not reduce
+            itself.
 
     Raises:
         VerifyError: naming the instruction and the fact that it breaks.
@@ -49,6 +56,8 @@ def verify_program(program: Program, worlds: Mapping[str, int]) -> None:
     _values(program)
     _transfers(program)
     _memory(program, worlds)
+    if budget_bytes is not None:
+        _budget(program, budget_bytes, gradients_bytes)
 
 
 def _fail(i: int, instr: Instr, fact: str) -> NoReturn:
@@ -247,6 +256,15 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             if offset < end:
                 raise VerifyError(f"kept weights of {owner} overlap at byte {offset}")
             end = offset + nbytes
+
+
+def _budget(program: Program, budget_bytes: int, gradients_bytes: int) -> None:
+    rows = recount(program)
+    found = max(0, gradients_bytes - rows[-1][0]) if program.phase == "backward" and rows else 0
+    for i, (instr, (reduced, others)) in enumerate(zip(program.instrs, rows, strict=True)):
+        live = others + min(gradients_bytes, found + reduced)
+        if live > budget_bytes:
+            _fail(i, instr, f"{live:,} bytes are live, and the budget leaves {budget_bytes:,}")
 
 
 def _read_by_peers(program: Program) -> dict[int, int]:

@@ -10,6 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <barrier>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -197,6 +199,35 @@ TEST(shared_ranks_as_processes_agree) {
   for (const int status : statuses) {
     CHECK_EQ(status, 0);
   }
+}
+
+// What rests in shared memory is read there, with no copy and no transfer: a
+// rank writes its rows between calls, and reads those of all inside one.
+TEST(shared_rows_at_rest_change_only_between_calls) {
+  constexpr int kWorld = 3;
+  constexpr int kSteps = 60;
+  constexpr int kRestSpace = 1;
+  const auto segment = value_of(SharedSegment::create(kSpace));
+  const std::vector<pid_t> pids(kWorld, ::getpid());
+  std::barrier entrance(kWorld);  // behind it every rank is in the call
+  zero::test::on_ranks(
+      kWorld,
+      [&](int rank) {
+        const auto engine = make_engine(segment, rank, pids);
+        const Tensor block = value_of(segment->block(
+            kRestSpace, kWorld * kChunk * sizeof(int64_t), true));
+        const auto rest = static_cast<int64_t*>(block.mutable_data_ptr());
+        const auto own = rest + rank * kChunk;
+        for (int64_t step = 1; step <= kSteps; ++step) {
+          std::fill(own, own + kChunk, step);
+          entrance.arrive_and_wait();
+          pause(rank, static_cast<int>(step / 3) % kWorld, static_cast<int>(step));
+          CHECK_EQ(
+              std::count(rest, rest + kWorld * kChunk, step), kWorld * kChunk);
+          CHECK_OK(engine->leave());
+        }
+      },
+      [&](int /*rank*/) { entrance.arrive_and_drop(); });
 }
 
 // Without a gather's copy being possible at once: the peer still reads what lies

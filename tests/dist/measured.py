@@ -34,16 +34,19 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(rank: int, net: dict[str, float], rows: int, **fields):
-    """Losses of three steps, the measured peak in bytes, and the model: a ``Net`` of ``net``."""
+def train(rank: int, net: dict[str, float], rows: int, compute: str = "aten", **fields):
+    """Losses of three steps, the measured peak in bytes, and the model: a ``Net`` of ``net``.
+
+    At stage 3 and over the process group, unless ``fields`` say otherwise.
+    """
     torch._dynamo.reset()
     gc.collect()
     base = _C.meter_current()
     torch.manual_seed(0)
-    model = zero.shard(Net(**net), stage=3, transport="c10d", **fields)
+    model = zero.shard(Net(**net), **({"stage": 3, "transport": "c10d"} | fields))
     gc.collect()
     _C.meter_reset_peak()
-    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    step = torch.compile(model, backend="zero", options={"compute": compute})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(1 + rank)
     losses = []

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a process of its own with a gloo group.
+"""Runs a function on several ranks, each a process of its own with a process group, by default on gloo.
 
     from dist.spawn import run_ranks
 
@@ -9,8 +9,8 @@
     def test_it():
         first, second = run_ranks(body, 2, 16)
 
-Processes come from a fork server that has imported torch and zero_compiler already, so a session pays for the
-imports once, and not once a rank.
+Processes come from a fork server that has imported torch, its compiler and zero_compiler already, so a session pays
+for the imports once, and not once a rank (the compiler's alone are a second of a rank's time).
 """
 
 from __future__ import annotations
@@ -34,7 +34,18 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "pytest", "zero_compiler", "zero_compiler.runtime._C"]
+    [
+        "pytest",
+        "torch",
+        "torch._dynamo",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.compile_fx",
+        "torch.distributed.tensor",
+        "transformers",
+        "zero_compiler",
+        "zero_compiler.backend",
+        "zero_compiler.runtime._C",
+    ]
 )
 
 
@@ -49,13 +60,17 @@ def run_ranks(
     timeout: float = 60.0,
     group_timeout: float | None = None,
     group: bool = True,
+    backend: str = "gloo",
     may_die: Collection[int] = (),
 ) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on each of `world` ranks and returns their results in order.
 
-    `fn` is a function at the top level of a file. With `group` there is a default process group on gloo, whose
+    `fn` is a function at the top level of a file. With `group` there is a default process group on `backend`, whose
     collectives wait for `group_timeout` seconds (by default `timeout`). A rank in `may_die` may exit without a
     result, which is then None. The first rank to raise ends the others.
+
+    A `backend` other than gloo is that of the accelerator: each rank then has a device of its own, as far as there are
+    so many.
     """
     with tempfile.TemporaryDirectory(prefix="zero-ranks-") as folder:
         source = (fn.__module__, sys.modules[fn.__module__].__file__, fn.__qualname__)
@@ -74,7 +89,7 @@ def run_ranks(
                     call,
                     dict(os.environ),
                     folder,
-                    group,
+                    backend if group else None,
                     group_timeout or timeout,
                 ),
                 daemon=True,
@@ -132,13 +147,13 @@ def _describe_hang(ranks: list[int], processes: list, timeout: float, folder: Pa
     return "\n".join(lines)
 
 
-def _rank_main(pipe, rank, world, source, call, environment, folder, group, group_timeout) -> None:
+def _rank_main(pipe, rank, world, source, call, environment, folder, backend, group_timeout) -> None:
     os.environ.clear()
     os.environ.update(environment)
     with open(os.path.join(folder, f"stack.{rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:
-            result = (True, pickle.dumps(_run(rank, world, source, call, folder, group, group_timeout)))
+            result = (True, pickle.dumps(_run(rank, world, source, call, folder, backend, group_timeout)))
         except BaseException:
             result = (False, traceback.format_exc())
         # Ranks leave together: one that left early would close its sockets while a peer still reads from them.
@@ -151,17 +166,19 @@ def _rank_main(pipe, rank, world, source, call, environment, folder, group, grou
         os._exit(0)
 
 
-def _run(rank, world, source, call, folder, group, group_timeout):
+def _run(rank, world, source, call, folder, backend, group_timeout):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     fn = _load(*source)
     args = pickle.loads(call)
-    if not group:
+    if backend is None:
         return fn(rank, world, *args)
+    if backend != "gloo":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,

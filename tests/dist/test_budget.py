@@ -1,9 +1,11 @@
 """A memory budget on two ranks: what it keeps, that it holds when measured, and what does not fit."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
+from dist.measured import train
 from dist.spawn import run_ranks
 from torch import nn
 
@@ -52,10 +54,11 @@ def _rank(rank, world):
     losses, kept, gathers, memory = _run(None)
     assert kept == 0
     rows = []
-    # From just enough for stage 3 to all weights kept; the batch and eager code stand beside the budget.
+    # From just enough for stage 3 to all weights kept, with room for a forward before zero_grad(); the batch and eager
+    # code stand beside the budget.
     outside = BATCH * WIDTH * 4 * 2 + 4096
     for layers in (0, 2, LAYERS):
-        budget = memory.peak + layers * WIDTH * WIDTH * 4 + 1024
+        budget = memory.peak + layers * WIDTH * WIDTH * 4 + bool(layers) * memory.gradients + 1024
         torch._dynamo.reset()
         gc.collect()
         base = _C.meter_current()
@@ -79,6 +82,43 @@ def test_room_keeps_weights_and_the_measured_peak_stays_within_the_budget():
         assert done[0] == gathers
         # A kept weight is gathered once a step, not twice; four steps were run.
         assert [gathers - n for n in done] == [4 * k for k in kept]
+
+
+def _every_stage(rank, world, compute):
+    """Of every transport and stage, and of stage 3 with a budget: measured peak, the plan's, and what rests for sure."""
+    _C.meter_install()
+    net = {"width": WIDTH, "layers": 1}
+    rows = {}
+    for transport in ("c10d", "shared"):
+        for stage in range(4):
+            losses, measured, model = train(
+                rank, net, BATCH, compute=compute, stage=stage, transport=transport
+            )
+            memory = zero.inspect(model).memory
+            rest = memory.parameters + memory.gradients + memory.optimizer
+            rows[transport, stage] = measured, memory.peak, rest
+            assert model._zero.policy.transport.name == transport
+            del model
+        budget = memory.peak + 1024  # of stage 3; not enough to keep a weight
+        got, measured, model = train(
+            rank, net, BATCH, compute=compute, transport=transport, memory_budget_bytes=budget
+        )
+        assert got == losses
+        assert zero.inspect(model).memory.peak <= budget
+        rows[transport, "budget"] = measured, budget, rest
+        del model
+    return rows
+
+
+@pytest.mark.parametrize("compute", ["aten", "inductor"])
+def test_the_measured_peak_is_within_the_plan_at_every_stage(compute):
+    outside = BATCH * WIDTH * 4 * 2 + 4096  # the batch, and eager code
+    if compute == "inductor":
+        # It may reduce earlier than the graph says: gradients of the norm and of biases, and statistics of rows.
+        outside += (7 * WIDTH + 4 * BATCH) * 4
+    for rows in run_ranks(_every_stage, 2, compute, timeout=240):
+        for case, (measured, planned, rest) in rows.items():
+            assert rest <= measured <= planned + outside, case
 
 
 def _too_small(rank, world):
@@ -124,3 +164,161 @@ def _looks(rank, world):
 def test_one_rank_alone_looks_at_a_plan_and_settles_nothing():
     first, second = run_ranks(_looks, 2, timeout=60, group_timeout=15)
     assert first == second != []
+
+
+class Accumulating:
+    """A model under a budget, and the measured peak of its steps beside the batch and eager code."""
+
+    def __init__(self, budget, **fields):
+        torch._dynamo.reset()
+        gc.collect()
+        self.base = _C.meter_current()
+        torch.manual_seed(0)
+        self.model = zero.shard(
+            Net(), stage=3, memory_budget_bytes=budget, bucket_bytes=0, transport="c10d", **fields
+        )
+        gc.collect()
+        _C.meter_reset_peak()
+        self.call = torch.compile(self.model, backend="zero", options={"compute": "aten"})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+    @property
+    def memory(self):
+        return zero.inspect(self.model).memory
+
+    @property
+    def peak(self):
+        return _C.meter_peak() - self.base - 2 * BATCH * WIDTH * 4 - 4096
+
+    @property
+    def kept(self):
+        return sum(self.model._zero.policy.kept.values())
+
+    def backward(self, sync=True):
+        with contextlib.nullcontext() if sync else zero.no_sync(self.call):
+            loss = self.call(torch.randn(BATCH, WIDTH))
+            loss.backward()
+
+    def step(self, quiet):
+        """One step of ``quiet`` backwards under no_sync and one outside."""
+        for k in range(quiet + 1):
+            self.backward(sync=k == quiet)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def refused(self, what, sync):
+        with pytest.raises(MemoryBudgetError, match=what):
+            self.backward(sync)
+
+
+def _accumulates(rank, world):
+    """What a step under no_sync takes was planned; a budget allows it, or refuses it before its first backward."""
+    _C.meter_install()
+    free = Accumulating(None)
+    for quiet in (2, 1, 2):
+        free.step(quiet)
+    planned = free.memory
+    assert planned.waiting == LAYERS * WIDTH * WIDTH * 4
+    assert planned.peak < free.peak <= planned.accumulating_peak
+    # Gradients in another dtype are cast one by one.
+    mixed = Accumulating(None, param_dtype="bf16", reduce_dtype="fp32")
+    for _ in range(2):
+        mixed.step(2)
+    assert mixed.memory.waiting == planned.waiting
+    assert mixed.memory.peak < mixed.peak <= mixed.memory.accumulating_peak
+    # The first call runs under no_sync, so nothing is kept of what such steps need.
+    tight = Accumulating(planned.accumulating_peak)
+    for _ in range(3):
+        tight.step(2)
+    assert tight.kept == 0
+    assert tight.peak <= planned.accumulating_peak
+    # Weights would be kept in room that is there without them: one of them fits.
+    more = Accumulating(planned.accumulating_peak + WIDTH * WIDTH * 4 + 1024)
+    more.step(1)
+    assert more.kept == 1
+    assert more.peak <= planned.accumulating_peak + WIDTH * WIDTH * 4 + 1024
+    del free, mixed, tight, more
+
+    budget = planned.at_rest - planned.gradients + planned.waiting
+    small = Accumulating(budget)
+    what = (
+        rf"memory_budget_bytes={budget:,} is [\d,]+ bytes too small to accumulate under zero.no_sync: such a step needs "
+        rf"[\d,]+ bytes on rank 0 of 2, {planned.waiting:,} of them full gradients .*, and {budget:,} are allowed; leave "
+        "zero.no_sync out"
+    )
+    for _ in range(2):
+        small.refused(what, sync=False)
+        assert all(p.grad is None for p in small.model.parameters())
+        small.step(0)  # nothing broke off
+    return True
+
+
+def test_a_step_that_accumulates_stays_within_the_budget_or_is_refused():
+    assert run_ranks(_accumulates, 2, timeout=200) == [True, True]
+
+
+def _adds(rank, world):
+    """The same of gradients of earlier backwards, without no_sync."""
+    _C.meter_install()
+    free = Accumulating(None)
+    free.step(0)
+    planned = free.memory
+    assert free.peak <= planned.peak
+    del free
+    small = Accumulating(planned.peak)
+    what = (
+        rf"memory_budget_bytes={planned.peak:,} is [\d,]+ bytes too small to keep gradients of an earlier backward: beside "
+        rf"them this \w+ needs [\d,]+ bytes on rank \d of 2, and {planned.peak:,} are allowed; call zero_grad"
+    )
+    for _ in range(2):
+        small.backward()
+        small.refused(what, sync=True)
+        small.optimizer.step()
+        small.optimizer.zero_grad()
+    assert small.peak <= planned.peak
+    del small
+    # Room for gradients in forward is left by the weights that are kept: zero_grad() may come between both phases.
+    middle = Accumulating(planned.peak + planned.gradients + 2 * WIDTH * WIDTH * 4 + 1024)
+    for _ in range(3):
+        loss = middle.call(torch.randn(BATCH, WIDTH))
+        middle.optimizer.zero_grad()
+        loss.backward()
+        middle.optimizer.step()
+    assert middle.kept
+    del middle, loss
+    # With all weights kept there is room for both.
+    budget = planned.peak + LAYERS * WIDTH * WIDTH * 4 + planned.gradients + 1024
+    large = Accumulating(budget)
+    for _ in range(3):
+        large.backward()
+        large.backward()
+        large.step(0)
+    assert large.kept == LAYERS - 1
+    assert large.peak <= budget
+    return True
+
+
+def test_a_backward_that_adds_to_gradients_stays_within_the_budget_or_is_refused():
+    assert run_ranks(_adds, 2, timeout=200) == [True, True]
+
+
+def _uneven_accumulation(rank, world):
+    """Only rank 1 has a batch that is too large for it: no rank begins, and both say so."""
+    global BATCH
+    BATCH = 32 if rank == 0 else 96
+    _C.meter_install()
+    free = Accumulating(None)
+    free.step(1)
+    sizes = [None] * world
+    torch.distributed.all_gather_object(sizes, (free.memory.peak, free.memory.accumulating_peak))
+    del free
+    budget = max(sizes[0][1], sizes[1][0]) + 1024
+    assert budget < sizes[1][1]
+    small = Accumulating(budget)
+    small.refused("such a step needs .* bytes on rank 1 of 2", sync=False)
+    small.step(0)
+    return small.peak <= budget
+
+
+def test_ranks_of_which_one_cannot_accumulate_are_refused_together():
+    assert run_ranks(_uneven_accumulation, 2, timeout=200, group_timeout=60) == [True, True]

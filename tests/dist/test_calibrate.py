@@ -11,6 +11,8 @@ from zero_compiler import hardware
 from zero_compiler.calibrate import calibrate
 from zero_compiler.hardware import HardwareSpec
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):

@@ -13,7 +13,7 @@ from dist.spawn import run_ranks
 
 from zero_compiler.runtime import _C
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 # Even rows, uneven rows, fewer rows than ranks, a vector, and a size at which gloo sends in several pieces.
 SHAPES = [(6, 4), (7, 3), (1, 5), (5,), (333, 211)]

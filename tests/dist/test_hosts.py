@@ -24,7 +24,7 @@ from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.modules import policies_of
 from zero_compiler.scratch import scratch_bytes
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 
 def make(kind, stage=3, **fields):

@@ -53,9 +53,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1
 def trained(name: str, rank: int, steps: int = 3, where: str = "", **fields: Any) -> list[str]:
     family = FAMILIES[name]
     torch._dynamo.reset()
-    twin = Twin(
-        family.model(), functools.partial(hybrid, **fields), ADAMW, where=f"{name} {where}", tol=family.tol
-    )
+    twin = Twin(family.model(), functools.partial(hybrid, **fields), ADAMW, where=f"{name} {where}")
     for step in range(steps):
         twin.backward(lambda m, i=step: family.loss(m, family.data(rank, i)))
         for m in (twin.model, twin.plain):

@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import traceback
-from typing import Any
-
 import pytest
-import torch
-from compare import Twin
-from dist.spawn import run_ranks
-from models import FAMILIES
-
-import zero_compiler as zero
+from curves import Case, check
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-STEPS = 20
-WAY = {0: ["c10d"], 1: ["shared"], 2: ["c10d"]}
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    # eps=1e-3 is far above rounding: no element is noise divided by noise.
-    "adamw": functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1),
-}
+WAY = {0: "c10d", 1: "shared", 2: "c10d"}
+SMALL = ["mlp", "odd", "mixed-dtypes", "sometimes", "nested", "broken"]
 
 
-def sharded(model: torch.nn.Module, **fields: Any) -> torch.nn.Module:
-    fields.setdefault("compute", "aten")
-    if hasattr(model, "inner"):  # nested shards: the inner one keeps its own stage
-        zero.shard(model.inner, **{**fields, "stage": (fields["stage"] + 2) % 4})
-    return torch.compile(zero.shard(model, **fields), backend="zero")
-
-
-def train(rank: int, world: int, names: list[str], stages: list[int], optimizers: list[str]) -> list[str]:
-    """What is wrong, in sentences; one list for all cases, so that one run shows all of them."""
-    errors: list[str] = []
-    for name in names:
-        family = FAMILIES[name]
-        # Both transports at stage 3; of the other stages each has one.
-        for stage, transport in [(s, t) for s in stages for t in (("c10d", "shared") if s == 3 else WAY[s])]:
-            for optimizer in optimizers:
-                torch._dynamo.reset()
-                where = f"{name} stage {stage} {optimizer} over {transport}"
-                try:
-                    twin = Twin(
-                        family.model(),
-                        functools.partial(sharded, stage=stage, transport=transport),
-                        OPTIMIZERS[optimizer],
-                        where=where,
-                        tol=family.tol,
-                    )
-                    twin.train(lambda m, i, f=family: f.loss(m, f.data(rank, i)), STEPS)
-                    errors += twin.errors[:5]
-                except Exception:
-                    errors.append(f"{where}: {traceback.format_exc()}")
-    return errors
-
-
-def check(world: int, *args: Any, timeout: float = 600.0) -> None:
-    for rank, errors in enumerate(run_ranks(train, world, *args, timeout=timeout, group_timeout=200.0)):
-        assert not errors, f"rank {rank} of {world}:\n" + "\n".join(errors)
+def on_every_stage(names: list[str], optimizer: str) -> list[Case]:
+    """Both transports at stage 3; of the other stages each has one."""
+    ways = [*WAY.items(), (3, "c10d"), (3, "shared")]
+    return [Case(name, stage, optimizer, way) for name in names for stage, way in ways]
 
 
 @pytest.mark.parametrize(
@@ -69,24 +24,50 @@ def check(world: int, *args: Any, timeout: float = 600.0) -> None:
 )
 @pytest.mark.timeout(900)
 def test_architectures_on_two_ranks(names: list[str]) -> None:
-    check(2, names, [0, 1, 2, 3], ["adamw"])
-
-
-SMALL = ["mlp", "odd", "mixed-dtypes", "sometimes", "nested", "broken"]
+    ways = [(stage, "adamw", way) for stage, way in WAY.items()] + [
+        (3, "adamw", "c10d"),
+        (3, "sgd", "shared"),
+    ]
+    check(2, [Case(name, *way) for name in names for way in ways])
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_odd_models_on_two_ranks(optimizer: str) -> None:
-    check(2, SMALL, [0, 1, 2, 3], [optimizer])
+    check(2, on_every_stage(SMALL, optimizer))
 
 
 @pytest.mark.timeout(900)
 def test_on_four_ranks() -> None:
-    # Not the residual network: a sum of four in another order turns one of its ReLUs on or off within 20 steps.
-    check(4, ["mlp", "odd", "nested"], [0, 1, 2, 3], ["sgd"])
+    check(4, on_every_stage(["mlp", "odd", "nested"], "sgd"))
 
 
 @pytest.mark.timeout(900)
-def test_transformers_on_four_ranks() -> None:
-    check(4, ["gpt2", "llama"], [3], ["adamw"])
+def test_other_odd_models_on_four_ranks() -> None:
+    names = ["mixed-dtypes", "sometimes", "broken", "lstm"]
+    check(4, [Case(n, *way) for n in names for way in ((1, "sgd", "shared"), (3, "adamw", "c10d"))])
+
+
+@pytest.mark.timeout(900)
+def test_a_residual_network_on_four_ranks() -> None:
+    # Its ReLUs turn on or off with the last bit: it holds where four gradients are summed in the order of ranks, as
+    # those that are cut are, and not at stage 0, where gloo adds them up in an order of its own.
+    check(4, [Case("resnet", 1, "adamw", "shared"), Case("resnet", 3, "sgd", "c10d")])
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [Case("gpt2", 0, "sgd", "c10d"), Case("gpt2", 2, "sgd", "c10d")],
+        [Case(n, 3, "adamw", way) for n in ("gpt2", "llama") for way in ("c10d", "shared")],
+        [Case("bert", 1, "sgd", "shared"), Case("bert", 3, "adamw", "c10d")],
+        [Case("t5", 1, "adamw", "shared"), Case("t5", 3, "sgd", "c10d")],
+        [Case("vit", 1, "sgd", "shared"), Case("vit", 3, "adamw", "c10d")],
+        [Case("mixtral", 1, "adamw", "shared"), Case("mixtral", 3, "sgd", "c10d")],
+        [Case("lora", 1, "sgd", "shared"), Case("lora", 3, "adamw", "c10d")],
+    ],
+    ids=["gpt2", "gpt2-llama", "bert", "t5", "vit", "mixtral", "lora"],
+)
+@pytest.mark.timeout(900)
+def test_transformers_on_four_ranks(cases: list[Case]) -> None:
+    check(4, cases)

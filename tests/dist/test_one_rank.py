@@ -51,21 +51,8 @@ def test_bits_of_small_models(name: str, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("gpt2", 3),
-        ("gpt2", 2),
-        ("gpt2", 1),
-        ("gpt2", 0),
-        ("llama", 3),
-        ("bert", 3),
-        ("t5", 2),
-        ("vit", 1),
-        ("mixtral", 3),
-        ("lora", 3),
-    ],
-)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral", "lora"])
 def test_bits_of_transformers(name: str, stage: int) -> None:
     bitwise(name, stage)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
+import random
 import signal
 import time
 
@@ -18,8 +20,9 @@ import zero_compiler as zero
 from zero_compiler import transport
 from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, TransferError
 from zero_compiler.modules import policies_of
+from zero_compiler.runtime import _C
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 
 def make(kind, stage=3, seed=0, **fields):
@@ -150,6 +153,57 @@ def test_in_place_write_after_evaluation_while_the_peer_is_slow():
     assert run_ranks(writes_after_evaluation, 2, timeout=120.0) == ["shared"] * 2
 
 
+@torch.library.custom_op("zero_tests::late", mutates_args=())
+def late(x: torch.Tensor) -> torch.Tensor:
+    """A copy, made as late as this rank has drawn."""
+    time.sleep(random.choice((0.0, 0.0, 0.001, 0.004)))
+    return x.clone()
+
+
+late.register_fake(torch.empty_like)
+late.register_autograd(lambda ctx, grad: late(grad))
+
+
+class Late(nn.Module):
+    """Between any two weights, forward and backward, this rank or its peer is behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = late(torch.tanh(layer(late(x))))
+        return x
+
+
+def either_is_slow(rank, world):
+    for stage, fields in ((3, {}), (2, {}), (3, {"param_dtype": torch.bfloat16})):
+        results = []
+        for kind in ("c10d", "shared"):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            random.seed(rank)
+            model = zero.shard(Late(), stage=stage, transport=kind, **fields)
+            compiled = torch.compile(model, backend="zero", options={"compute": "aten"})
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(20):
+                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+                loss = compiled(x).float().square().mean()
+                loss.backward()
+                opt.step()  # in place, where a peer that is behind may still read
+                opt.zero_grad()
+                losses.append(loss.item())
+            results.append((losses, rows(model)))
+        same(*results)
+    return True
+
+
+def test_training_while_either_rank_is_slow_in_forward_and_backward():
+    assert run_ranks(either_is_slow, 2, timeout=120.0) == [True] * 2
+
+
 def kept_weights(rank, world):
     for kind in ("shared", "c10d"):
         for fields in ({}, {"param_dtype": torch.bfloat16}):
@@ -203,12 +257,60 @@ def replaced_storage(rank, world):
                 opt.step()
                 opt.zero_grad()
                 losses.append(loss.item())
+            if kind == "shared":  # and lies nowhere else any more
+                chunks = policies_of(model)[0].transport.segment.chunks
+                assert model.up.weight._local_tensor.data_ptr() == chunks["up.weight"].data_ptr()
             results.append((losses, rows(model)))
         same(*results)
 
 
 def test_replaced_storage_is_published_again():
     run_ranks(replaced_storage, 2, timeout=120.0)
+
+
+def given_storage(rank, world):
+    """A model that was made on meta: its shards move to where peers read them, and lie nowhere else."""
+    _C.meter_install()
+    x, seen = torch.full((2, 64), rank + 1.0), []
+
+    def made():
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
+
+    for kind, early in (("c10d", False), ("shared", False), ("shared", True)):
+        gc.collect()
+        start = _C.meter_current()
+        if early:
+            with torch.device("meta"), zero.init(stage=3, transport=kind):
+                model = made()
+        else:
+            with torch.device("meta"):
+                model = made()
+            zero.shard(model, stage=3, transport=kind)
+        model.to_empty(device="cpu")
+        for k, p in enumerate(model.parameters()):
+            p.data.fill_(0.01 * (k + 1))
+        with torch.no_grad():
+            seen += [torch.compile(model, backend="zero", options={"compute": "aten"})(x)]
+        torch._dynamo.reset()
+        del p
+        memory = zero.inspect(model).memory
+        gc.collect()
+        held = _C.meter_current() - start
+        # Once, and not twice. Rows of padding that nobody gave, scalars and the result are less than 1 KiB.
+        assert abs(held - memory.parameters - memory.arena) < 1024 < memory.parameters / 2, (held, memory)
+        if kind == "shared":
+            chunks = policies_of(model)[0].transport.segment.chunks
+            rows = {n: p._local_tensor for n, p in model.named_parameters()}
+            assert all(r.data_ptr() == chunks[n].data_ptr() for n, r in rows.items() if r.numel())
+            assert (rank == 0) == all(r.numel() for r in rows.values())
+            del chunks, rows
+        del model
+    assert all(torch.equal(seen[0], other) for other in seen[1:])
+    return True
+
+
+def test_storage_that_a_meta_model_is_given_moves_to_shared_memory():
+    assert run_ranks(given_storage, 2, timeout=60.0) == [True] * 2
 
 
 def several_models(rank, world):
@@ -367,6 +469,17 @@ def chosen(rank, world):
     transport._available_bytes = lambda: 10
     model, _ = make("auto")
     assert "bytes of shared memory" in policies_of(model)[0].transport.reason
+    # Or it is gone when a parameter is to move there.
+    transport._available_bytes = lambda: None
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.posix_fallocate = refuse
+    with pytest.raises(
+        ShardError, match=r"embed.weight: \d+ bytes of shared memory could not be had \(No space"
+    ):
+        make("auto")
     return names
 
 

@@ -17,6 +17,8 @@ from zero_compiler.errors import StorageError
 from zero_compiler.modules import policies_of
 from zero_compiler.runtime.stores import Store, region_of
 
+pytestmark = pytest.mark.alone
+
 O = torch.optim
 ALL = ("nvme",) * 3
 

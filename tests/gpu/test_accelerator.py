@@ -1,16 +1,17 @@
-"""Training on an accelerator: world size 1 in this process, and two gloo ranks that share one device."""
+"""Training on an accelerator: one rank in this process, two gloo ranks on one device, and ranks with one each."""
 
 import copy
 import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist.spawn import run_ranks
 from machines import machine
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ConfigError
+from zero_compiler.errors import ConfigError, RankMismatchError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,7 +116,7 @@ def test_a_step_allocates_nothing_new_for_transfers():
     assert model._zero.policy.runtime.engine.counters()["allocations"] == before
 
 
-def _two_ranks(rank, world, stage):
+def _as_ddp(rank, world, stage):
     device = torch.accelerator.current_accelerator()
     torch.manual_seed(0)
     plain = Net().to(device)
@@ -124,9 +125,47 @@ def _two_ranks(rank, world, stage):
     want = _train(reference, reference, rank)
     got = _train(model, torch.compile(model, backend="zero", options={"compute": "aten"}), rank)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    return True
+    return model._zero.policy.transport.name
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_gloo_ranks_on_one_device_train_as_ddp(stage):
-    assert run_ranks(_two_ranks, 2, stage) == [True, True]
+    assert run_ranks(_as_ddp, 2, stage) == ["c10d", "c10d"]
+
+
+# On the backend that torch has for the device (NCCL on CUDA), with a device a rank. ------------------------------
+
+
+def _own_backend():
+    return dist.get_default_backend_for_device(torch.accelerator.current_accelerator())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_on_the_backend_of_the_device_trains_as_ddp(stage):
+    assert run_ranks(_as_ddp, 1, stage, backend=_own_backend(), timeout=120.0) == ["local"]
+
+
+two_devices = pytest.mark.skipif(
+    torch.accelerator.device_count() < 2, reason="needs two accelerators, one for each rank"
+)
+
+
+@two_devices
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_ranks_on_the_backend_of_the_device_train_as_ddp(stage):
+    assert run_ranks(_as_ddp, 2, stage, backend=_own_backend(), timeout=120.0) == ["c10d", "c10d"]
+
+
+def _different_calls(rank, world):
+    device = torch.accelerator.current_accelerator()
+    model = zero.shard(Net().to(device), device=device)
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x, y = torch.ones(16, 30, device=device), torch.zeros(16, dtype=torch.long, device=device)
+    step(x, y).backward()
+    with pytest.raises(RankMismatchError, match="different calls"), torch.set_grad_enabled(rank == 1):
+        step(x, y)
+
+
+@two_devices
+def test_ranks_in_different_calls_on_the_backend_of_the_device():
+    run_ranks(_different_calls, 2, backend=_own_backend(), timeout=120.0, group_timeout=30.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler import policy
 from zero_compiler.errors import ConfigError, ShardError, ZeroError
 
 ATEN = {"compute": "aten"}
@@ -157,6 +159,19 @@ def test_an_nvme_dir_that_does_not_exist(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="nvme_dir must be an existing directory"):
         zero.shard(net(), nvme_dir=str(tmp_path / "file"))
+
+
+def test_host_on_a_cpu_means_none_and_says_so_once(caplog, monkeypatch):
+    monkeypatch.setattr(policy, "_said_host", False)  # as in a new process
+    with caplog.at_level(logging.WARNING, logger="zero_compiler"):
+        for fields in ({"offload_optimizer": "host"}, {"offload_params": "host", "offload_grads": "host"}):
+            model = zero.shard(net(), device="cpu", **fields)
+            assert zero.inspect(model).memory == zero.inspect(zero.shard(net(), device="cpu")).memory
+            model(batch()).sum().backward()
+    said = [r.getMessage() for r in caplog.records if "host" in r.getMessage()]
+    assert said == [
+        'compute is on the CPU, where everything is on "host": offload_optimizer="host" changes nothing'
+    ]
 
 
 def test_a_field_given_twice_must_agree():

@@ -422,7 +422,15 @@ def test_an_optimizer_over_a_parameter_from_before_the_cut_is_told():
         whole = nn.Parameter(torch.ones(2, 2))
         model = nn.Linear(2, 2)
         model.weight = whole
-    assert whole.__dict__["_zero_stale"] == "weight"
+        stale = torch.optim.SGD([whole], lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(
+        ShardError, match="SGD was made before zero.shard and holds the parameter 'weight' that"
+    ):
+        stale.step()
+    before = model.weight.full_tensor().clone()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model.weight.full_tensor(), before)
 
 
 def test_nothing_of_a_model_outlives_it():

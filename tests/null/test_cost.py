@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zero_compiler import hardware
-from zero_compiler.cost import CostModel, at_hints, hints
+from zero_compiler.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets
 
 aten = torch.ops.aten
 SPEC = dataclasses.replace(
@@ -78,3 +78,22 @@ def test_costs_are_symbolic_where_sizes_are():
     assert isinstance(flops, sympy.Expr)
     assert at_hints(flops, hints(graph)) == 2 * 6 * 4 * 5
     assert at_hints(COST.region_us(graph, fused=True), hints(graph)) > 0
+
+
+def test_buckets_are_sized_by_latency_times_bandwidth():
+    # The preset: 200 us and 1200 bytes/us over the process group, 20 us and 10,000 bytes/us over shared memory.
+    assert bucket_bytes(SPEC, 2) == 8 * 200 * 1200
+    assert bucket_bytes(SPEC, 2, shared=True) == 8 * 20 * 10_000
+    # A ring of four has three steps for one, and moves three quarters of the bytes for half of them.
+    assert bucket_bytes(SPEC, 4) == pytest.approx(8 * (3 * 200) * (1200 * 2 / 3), abs=1)
+    assert bucket_bytes(SPEC, 1) == 1 << 20  # nothing moves
+    link = SPEC.collective("all_gather", 2)
+    assert link.latency_us * 9 == pytest.approx(link.us(bucket_bytes(SPEC, 2)))
+
+
+def test_smaller_buckets_end_where_half_of_the_time_is_latency():
+    sizes = smaller_buckets(SPEC, 2)
+    assert sizes == [960_000, 480_000, 240_000]
+    link = SPEC.collective("all_gather", 2)
+    assert link.us(sizes[-1]) == pytest.approx(2 * link.latency_us)
+    assert smaller_buckets(SPEC, 1) == []

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from harness import SimulatedModel
+from machines import machine
 from null.test_tile_mlp import Net as Mlps
 from null.test_tile_mlp import x
 from torch import nn
 
+from zero_compiler.cost import smaller_buckets
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.fitting import Fitting
+from zero_compiler.hardware import load
 from zero_compiler.planning import report
 
 WIDTH = 256
@@ -92,3 +97,96 @@ def test_what_rests_alone_does_not_fit_and_nothing_is_tried(monkeypatch):
             ),
         ):
             planned(layers=1, memory_budget_bytes=rest_bytes - 1)
+
+
+# Buckets ---------------------------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Layers of four weights that share a bucket on a fast link, and are copied for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+FEW = torch.ones(2, 64)
+
+
+@pytest.fixture
+def fast(tmp_path) -> str:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine(latency_us=1.0, bytes_per_us=10_000.0, share=True)))
+    return str(path)
+
+
+def in_buckets(hardware: str, **fields):
+    torch._dynamo.reset()
+    return report(Narrow(), (FEW,), 2, hardware=hardware, **fields)
+
+
+@pytest.mark.slow
+def test_a_budget_takes_the_largest_buckets_that_fit(fast):
+    sizes = [80_000, *smaller_buckets(load(fast), 2)]
+    assert sizes == [80_000, 40_000, 20_000, 10_000]
+    peaks = [in_buckets(fast, bucket_bytes=size).memory.peak for size in sizes]
+    assert peaks[0] > min(peaks)
+    for budget in sorted(set(peaks)):
+        told = in_buckets(fast, memory_budget_bytes=budget)
+        (frame,) = told.frames
+        assert frame.bucket_bytes == next(s for s, peak in zip(sizes, peaks, strict=True) if peak <= budget)
+        assert told.memory.peak <= budget
+        assert not any(r.why == "the budget" for r in frame.remade)  # nothing that costs more was needed
+        why = (
+            "eight times latency times bandwidth between ranks"
+            if frame.bucket_bytes == 80_000
+            else "the memory budget asks for less than 80,000, which suits the link best"
+        )
+        assert f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {why}" in told.summary()
+        assert told.to_dict()["frames"][0]["bucket_bytes"] == frame.bucket_bytes
+
+
+@pytest.mark.slow
+def test_buckets_that_the_user_gives_stay(fast):
+    peak = in_buckets(fast, bucket_bytes=80_000).memory.peak
+    told = in_buckets(fast, bucket_bytes=80_000, memory_budget_bytes=peak - 1024)
+    assert told.memory.peak <= peak - 1024  # other measures are taken; what then is kept must still fit
+    (frame,) = told.frames
+    assert (frame.bucket_bytes, frame.bucket_why) == (80_000, "as bucket_bytes says")
+
+
+class Told(Asked):
+    """The first rank wants buckets of 20,000 bytes, whatever this one found."""
+
+    def decide(self, policy, key, text):
+        return super().decide(policy, key, "20000" if key.startswith("buckets/") else text)
+
+
+@pytest.mark.slow
+def test_the_first_rank_decides_how_large_buckets_are(fast):
+    model = Told(Narrow(), 2, stage=3, hardware=fast, memory_budget_bytes=1 << 24)
+    for rows in (2, 3):
+        batch = (torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)),)
+        model.check([batch, batch], lambda out: out)
+    assert [frame.bucket_bytes for frame in model.frames] == [20_000, 20_000]
+    assert all(len(g.names) == 1 for p in model.programs.values() for g in p.gathers)
+    assert len([key for key in model.asked if key.startswith("buckets/")]) == 1
+
+
+@pytest.mark.slow
+def test_a_forward_without_gradients_takes_smaller_buckets_too(fast):
+    with torch.no_grad():
+        free = in_buckets(fast).memory
+        peaks = {size: in_buckets(fast, bucket_bytes=size).memory.peak for size in (80_000, 20_000)}
+        assert free.peak == peaks[80_000] > peaks[20_000]
+        (frame,) = in_buckets(fast, memory_budget_bytes=peaks[20_000]).frames
+    assert set(frame.programs) == {"inference"}
+    assert frame.bucket_bytes <= 20_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from null.graphs import OWNER, Build, lower
 from null.test_passes import two_layers, two_layers_backward
+from null.test_programs import planned
 from torch import fx, nn
 
 import zero_compiler as zero
 from zero_compiler import live
 from zero_compiler.ir import ops
-from zero_compiler.live import idle_bytes, most
+from zero_compiler.live import idle_bytes, most, most_accumulating
 from zero_compiler.program import (
     Compute,
     Gather,
@@ -27,6 +29,7 @@ from zero_compiler.program import (
     WaitGather,
     WaitReduce,
 )
+from zero_compiler.recount import recount
 from zero_compiler.runtime import _C
 
 
@@ -118,10 +121,24 @@ def test_live_bytes_bound_what_a_run_allocates(build, phase, bucket_bytes):
         saved = sum(t.nbytes for t in b.batches()[0]) + sum(
             b.layout(ref).cut_rows(weights[ref.name], 0).nbytes for ref in b.plans
         )
-    for line, planned, real in zip(program.text().splitlines(), program.live, measured, strict=True):
-        assert real <= planned, f"{line}: a run has {real}"
+    counted = [program.buffer_bytes + sum(row) for row in recount(program)]
+    lines = program.text().splitlines()
+    for line, bound, again, real in zip(lines, program.live, counted, measured, strict=True):
+        assert real <= again <= bound, f"{line}: a run has {real}, counted again {again}, planned {bound}"
     # And it is no wild guess: the worst instant is met within what the batch and saved values add.
     assert max(program.live) <= max(measured) + saved + 64, (program.live, measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"stage": 2}, {"param_dtype": "bf16"}, {"stage": 0}])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_plan_and_the_verifier_count_alike(world, fields):
+    for frame in planned(world=world, batch=(4, 9), **fields):
+        for program in frame.programs.values():
+            counted = [program.buffer_bytes + sum(row) for row in recount(program)]
+            for line, planned_, again in zip(program.text().splitlines(), program.live, counted, strict=True):
+                assert again <= planned_, f"{line}: {again} bytes, planned {planned_}"
+            assert max(counted) == max(program.live)
 
 
 def reducing(phase: str, rows: list[tuple[int, int]]) -> Program:
@@ -160,6 +177,33 @@ def test_as_many_storages_of_gradients_wait_as_raise_no_peak(before, rows):
     idle = idle_bytes([forward, backward], gradients, peak)
     assert held(idle) <= peak
     assert idle == gradients or held(idle + 1) > peak
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 400)), min_size=1, max_size=5),
+    st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    st.sampled_from(["bfloat16", "float32"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_full_gradients_wait_from_one_backward_to_the_next(rows, before, summed_in):
+    forward, backward = reducing("forward", []), reducing("backward", rows)
+    forward.instrs, forward.live = [Compute(0, (), (), ())] * len(before), before
+    backward.reduces = [dataclasses.replace(r, dtype=summed_in) for r in backward.reduces]
+    item = 2 if summed_in == "bfloat16" else 4
+    full, gradients = (sum(n * numel for numel, _ in rows) for n in (item, 4))
+    worst = 0
+    waits: dict[int, int] = {}
+    for last in (False, False, True):  # three micro-batches; the last one reduces
+        worst = max(worst, *(b + sum(waits.values()) for b in before))
+        made = 0
+        for k, (numel, others) in enumerate(rows):
+            waits[k] = item * numel
+            if last:
+                made += 4 * numel
+            worst = max(worst, others + sum(waits.values()) + made)
+            if last:
+                del waits[k]
+    assert max(most_accumulating(p, gradients, full) for p in (forward, backward)) == worst
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

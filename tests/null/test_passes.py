@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from null.graphs import OWNER, Build, aten, check_numbers, head_graph, lower, na
 from null.test_pick_kernels import ON as FASTER_ONEDNN
 from null.test_pick_kernels import three_products
 
+from zero_compiler import passes
 from zero_compiler.errors import PassRefused
 from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
@@ -424,6 +426,14 @@ def test_every_pass_has_a_golden():
     assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested
 
 
+def test_every_pass_says_what_it_refuses():
+    every = [
+        c for name in passes.__all__ if hasattr(c := getattr(passes, name), "run") and c is not passes.Pass
+    ]
+    assert {type(p) for p, _ in (*JOINT, *PHASE)} <= set(every)
+    assert [c.__name__ for c in every if "    Refuses: " not in c.__doc__] == []
+
+
 # Numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -527,15 +537,76 @@ def test_reductions_in_shared_memory_hold_as_much_as_the_largest():
         if getattr(start, "target", None) is ops.reduce:
             order.append((node.target is ops.wait, facts.params(start)[0].name))
     start, wait = False, True
-    # 80 bytes, and then 64 and 16 beside each other.
+    # 80 bytes, and then 16 and 64 beside each other.
     assert order == [
         (start, "h.1.w"),
         (wait, "h.1.w"),
-        (start, "h.0.w"),
         (start, "h.0.b"),
-        (wait, "h.0.w"),
+        (start, "h.0.w"),
         (wait, "h.0.b"),
+        (wait, "h.0.w"),
     ]
+
+
+def five_gradients() -> Build:
+    b = Build(h__0__a=(4, 2), h__0__b=(4, 2), h__0__c=(4, 4), h__0__d=(2,), h__0__e=(4, 4))
+    t = b.input("tangents_1", 4, 4)
+    halves = b.op(aten.slice.Tensor, t, 1, 0, 2)
+    grads = {"e": b.op(aten.neg.default, t), "d": b.op(aten.sum.dim_IntList, halves, [0])}
+    grads |= {"c": b.op(aten.abs.default, t), "b": b.op(aten.neg.default, halves)}
+    grads |= {"a": b.op(aten.abs.default, halves)}
+    b.done(*(b.reduced(f"h.0.{k}", g) for k, g in grads.items()))
+    return b
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_large_gradients_of_a_unit_do_not_wait_for_its_end(shared):
+    """Weights of 64 and 32 bytes, as in a block; those that wait never pass the largest. Small ones close with it.
+    Where nothing of them waits in the arena, no segment is cut for it."""
+    b = five_gradients()
+    b.plans |= {ref: replace(plan, shared=shared) for ref, plan in b.plans.items()}
+    graph = lower(b, "backward", "bucket-transfers", bucket_bytes=16)
+    order = [
+        facts.params(n)[0].name[-1] if n.target is ops.reduce else n.target
+        for n in graph.nodes
+        if n.target is ops.reduce or n.target in (aten.neg.default, aten.abs.default)
+    ]
+    neg, abs_ = aten.neg.default, aten.abs.default
+    if shared:
+        assert order == [neg, "e", abs_, "c", neg, abs_, "b", "a", "d"]
+    else:
+        assert order == [neg, abs_, neg, abs_, "a", "b", "c", "d", "e"]
+
+
+def test_results_of_one_operator_stay_together():
+    """The gradient of a convolution's weight is complete before that of its bias has a name."""
+    b = Build(h__0__v=(4, 4, 3, 3), h__0__w=(4, 4, 3, 3), h__0__b=(4,))
+    b.plans |= {ref: replace(plan, shared=True) for ref, plan in b.plans.items()}
+    x, v, t = b.input("x", 2, 4, 5, 5), b.input("v", 4, 4, 3, 3), b.input("tangents_1", 2, 4, 5, 5)
+    grads = {}
+    for name in ("w", "v"):
+        both = b.op(
+            aten.convolution_backward.default,
+            t,
+            x,
+            v,
+            [4],
+            [1, 1],
+            [1, 1],
+            [1, 1],
+            False,
+            [0, 0],
+            1,
+            [True] * 3,
+        )
+        t, grads[name], bias = (b.op(operator.getitem, both, i) for i in range(3))
+        grads.setdefault("b", bias)
+    b.done(t, *(b.reduced(f"h.0.{k}", g) for k, g in grads.items()))
+    graph = lower(b, "backward", "bucket-transfers", bucket_bytes=64)
+    first = next(n for n in graph.nodes if n.target is ops.reduce)
+    assert facts.params(first)[0].name == "h.0.w"
+    both = first.args[0][0].args[0]
+    assert all(user < first for user in both.users)
 
 
 def test_reductions_keep_their_order_where_gradients_come_at_once():

@@ -17,7 +17,7 @@ from torch import nn
 
 from zero_compiler.errors import ConfigError
 from zero_compiler.ir import facts
-from zero_compiler.planning import plan
+from zero_compiler.planning import plan, report
 from zero_compiler.program import Program
 from zero_compiler.segments import structure
 
@@ -187,6 +187,21 @@ def test_kept_weights_are_gathered_but_not_released():
     }
     for name, offset in offsets["backward"].items():
         assert offsets["forward"][name] == offset
+
+
+@pytest.mark.slow
+def test_stages_1_and_2_are_one_plan():
+    made = {}
+    for stage in (1, 2, 3):
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = Transformer(1)
+        told = report(model, tokens(), 4, stage=stage)
+        made[stage] = text_of(told.frames), told.memory
+    assert made[1] == made[2]
+    # In what was compared a stage does show.
+    assert made[3][0] != made[2][0]
+    assert made[3][1] != made[2][1]
 
 
 # Segments --------------------------------------------------------------------------------------------------

@@ -72,6 +72,42 @@ def test_options_are_options():
     assert defaults["compute"] == "inductor"
 
 
+# Results of benchmarks -----------------------------------------------------------------------------------------
+
+RESULTS = ROOT / "benchmarks" / "results"
+ROWS = [
+    (name, row)
+    for row in (RESULTS / "README.md").read_text().splitlines()
+    if row.startswith("| `")
+    for name in re.findall(r"`([^`]+\.\*)`", row.split("|")[1])
+]
+
+
+def files_of(name: str) -> list[str]:
+    """Files of a family: words in capitals, as in `where_MODEL_MODE.*`, stand for any name."""
+    pattern = re.sub(r"[A-Z]{2,}", "*", name).removesuffix(".*")
+    return sorted(p.name for kind in ("json", "md") for p in RESULTS.glob(f"{pattern}.{kind}"))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ROWS])
+def test_results_that_are_listed_are_there(name):
+    found = files_of(name)
+    assert found, f"benchmarks/results/README.md lists {name}, and there is no such file"
+    stems = {kind: {f.rpartition(".")[0] for f in found if f.endswith(kind)} for kind in (".json", ".md")}
+    assert stems[".json"] == stems[".md"]
+
+
+def test_results_that_are_there_are_listed():
+    listed = {file for name, _ in ROWS for file in files_of(name)}
+    assert {p.name for p in RESULTS.iterdir()} - listed == {"README.md"}
+
+
+def test_commands_of_results_exist():
+    scripts = {script for _, row in ROWS for script in re.findall(r"python (\S+\.py)", row)}
+    assert scripts
+    assert [script for script in sorted(scripts) if not (ROOT / script).is_file()] == []
+
+
 @pytest.mark.slow
 def test_code_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)

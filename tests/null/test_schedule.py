@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -12,11 +13,22 @@ from machines import machine
 from torch import nn
 
 from zero_compiler import schedule
-from zero_compiler.hardware import load
+from zero_compiler.hardware import HardwareSpec, Link, load
 from zero_compiler.planning import plan, report
 from zero_compiler.prefetch import phase_us
-from zero_compiler.program import Gather, WaitGather
-from zero_compiler.simulate import simulate
+from zero_compiler.program import (
+    Compute,
+    Fetch,
+    Gather,
+    GatherDesc,
+    Program,
+    Reduce,
+    ReduceDesc,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+)
+from zero_compiler.simulate import DISK, LINK, simulate
 
 LAYERS = 8
 
@@ -163,3 +175,125 @@ def test_a_choice_means_the_same_on_every_rank():
     assert schedule.key_of("forward", mine) != schedule.key_of("forward", [*mine[:3], "m1f:h.1"])
     text = schedule.to_text({"m1f:h.0": 3}, mine)
     assert schedule.from_text(text, theirs) == {"m77:": 1, "m77:h.0": 3, "m03:h.0": 1}
+
+
+# The simulation, by hand -----------------------------------------------------------------------------------
+
+
+def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0) -> HardwareSpec:
+    """Links of 2 us and 100 bytes/us between ranks, 5 us and 50 bytes/us from files, 10 us and 20 bytes/us to them."""
+    spec = HardwareSpec.from_dict(machine(latency_us, bytes_per_us))
+    return dataclasses.replace(
+        spec, shared=tuple(shared), nvme_read=Link(5.0, 50.0), nvme_write=Link(10.0, 20.0)
+    )
+
+
+def gather_of(*numels: int, **fields) -> GatherDesc:
+    names = tuple(f"w{i}" for i in range(len(numels)))
+    shapes = tuple((2 * n,) for n in numels)
+    return GatherDesc("m", names, shapes, numels, "float32", False, (0,) * len(numels), -1, "u", **fields)
+
+
+def reduce_of(*numels: int, replicated: bool = False, **fields) -> ReduceDesc:
+    names = tuple(f"w{i}" for i in range(len(numels)))
+    shapes = tuple((n if replicated else 2 * n,) for n in numels)
+    return ReduceDesc("m", names, shapes, numels, "float32", "float32", replicated, -1, "u", **fields)
+
+
+def program_of(instrs, gathers=(), reduces=(), segment_us=()) -> Program:
+    return Program(
+        "forward", 0, 0, list(instrs), [], list(gathers), list(reduces), [], 0, segment_us=list(segment_us)
+    )
+
+
+CORES = [("compute", "device-device")]
+# Computes for 10 us while 400 bytes travel: 2 + 4 us, if nothing else ran.
+BEHIND = [Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,))]
+
+
+@pytest.mark.parametrize(
+    ("shared", "computed_us", "moved_us"),
+    [
+        ([], 10.0, 6.0),  # side by side
+        (CORES, 16.0, 12.0),  # each at half speed until the transfer ends; 4 us of computing are left then
+        ([("compute", "host-device")], 10.0, 6.0),  # shared with another lane
+    ],
+)
+def test_lanes_that_share_cores_slow_each_other_down(shared, computed_us, moved_us):
+    program = program_of(BEHIND, [gather_of(50)], segment_us=[10.0])
+    timeline = simulate(program, spec_of(shared), 2)
+    ends = {s.lane: (s.start_us, s.end_us) for s in timeline.spans}
+    assert ends == {"compute": (0.0, pytest.approx(computed_us)), LINK: (0.0, pytest.approx(moved_us))}
+    assert timeline.total_us == pytest.approx(computed_us)
+    assert timeline.stalled_us == 0
+
+
+def test_a_transfer_that_is_waited_for_has_the_cores_to_itself():
+    # 1000 bytes: 12 us alone. Half speed for the 20 us of computing 10; the 2 us that are left at full speed.
+    program = program_of(BEHIND, [gather_of(125)], segment_us=[10.0])
+    timeline = simulate(program, spec_of(CORES), 2)
+    assert timeline.total_us == pytest.approx(22.0)
+    assert timeline.stalls == {LINK: pytest.approx(2.0)}
+    (moved,) = (s for s in timeline.spans if s.lane == LINK)
+    assert (moved.start_us, moved.end_us) == (0.0, pytest.approx(22.0))
+    assert moved.hidden == pytest.approx(20 / 22)
+
+
+def test_three_lanes_that_share_go_at_a_third():
+    """Computes 6 us; 400 bytes travel (6 us); 100 bytes come from a file (5 + 2 us)."""
+    stored = gather_of(25, fetched=(0,), rest_dtype="float32")
+    instrs = [Fetch(1), Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,)), WaitFetch(1)]
+    program = program_of(instrs, [gather_of(50), stored], segment_us=[6.0])
+    timeline = simulate(program, spec_of([("compute", LINK, DISK)]), 2)
+    ends = {s.lane: s.end_us for s in timeline.spans}
+    # After 18 us both of 6 us are done, and 1 us of the file is left, alone.
+    assert ends == {
+        "compute": pytest.approx(18.0),
+        LINK: pytest.approx(18.0),
+        DISK: pytest.approx(19.0),
+    }
+    alone = simulate(program, spec_of(), 2)
+    assert alone.total_us == pytest.approx(7.0)
+    # Groups of two: a lane in both is as slow as in the one that is fuller.
+    pairs = simulate(program, spec_of([("compute", LINK), ("compute", DISK)]), 2)
+    assert {s.lane: s.end_us for s in pairs.spans} == {
+        "compute": pytest.approx(12.0),
+        LINK: pytest.approx(12.0),
+        DISK: pytest.approx(13.0),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bytes_of_a_lane_are_those_of_its_descriptors(world):
+    """Of full tensors between ranks; of this rank's part to and from files; nothing of what does not move."""
+    gathers = [
+        gather_of(10),
+        gather_of(10, 6),
+        gather_of(7, home=True),
+        dataclasses.replace(gather_of(9), dtype="bfloat16", fetched=(0,), rest_dtype="float32"),
+    ]
+    reduces = [
+        reduce_of(10),
+        reduce_of(3, 5, replicated=True),
+        reduce_of(8, stored=True),
+        reduce_of(4, copies=3),
+        dataclasses.replace(reduce_of(6), dtype="bfloat16"),
+    ]
+    instrs = [Fetch(3), WaitFetch(3)]
+    for kinds, many in (((Gather, WaitGather), gathers), ((Reduce, WaitReduce), reduces)):
+        for i, desc in enumerate(many):
+            values = (-1,) * len(desc.names)
+            instrs.append(Gather(i) if kinds[0] is Gather else Reduce(i, values, ()))
+            instrs.append(kinds[1](i, values))
+    moved = simulate(program_of(instrs, gathers, reduces), spec_of(), world)
+    between = (10 + 16) * 4 * world + 9 * 2 * world  # gathers
+    between += 10 * 4 * world + 8 * 4 + 8 * 4 * world + 4 * 4 * world + 6 * 2 * world  # reductions
+    # Between the three replicas of the rows this rank's part of a sum travels too, also where no rank shares the rest.
+    assert moved.nbytes(LINK) == (between if world > 1 else 0) + 4 * 4
+    assert moved.nbytes(DISK) == 9 * 4 + 8 * 4
+    assert moved.nbytes("compute") == 0
+    times = {s.label: s.end_us - s.start_us for s in moved.spans if s.lane == DISK}
+    assert times == {
+        "file of the gather of w0": pytest.approx(5 + 36 / 50),
+        "file of the reduction of the gradients of w0": pytest.approx(10 + 32 / 20),
+    }

@@ -15,6 +15,7 @@ from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.passes import JOINT, Context, run_passes
 from zero_compiler.program import Compute, Gather, Program, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.recount import recount
 from zero_compiler.verify import verify_program
 
 
@@ -98,6 +99,33 @@ def test_a_gradient_of_another_shape():
     grad = reduction.args[0][0]
     facts.set_value(grad, b._fake((7, 7)))
     broken(b, r"gradient of h.1.w has shape \(7, 7\)")
+
+
+@pytest.mark.parametrize(
+    ("said", "fact"),
+    [
+        ("value", "gives the gradient of h.1.w as torch.bfloat16, its plan says torch.float32"),
+        ("argument", "gives the gradient of h.1.w as torch.bfloat16, its plan says torch.float32"),
+        ("whole", "gives every rank all of the gradient of h.1.w, its plan says otherwise"),
+    ],
+)
+def test_a_reduction_to_something_else(said, fact):
+    b = backward()
+    reduction = find(b, ops.reduce)
+    if said == "value":
+        facts.set_value(reduction, [v.to(torch.bfloat16) for v in facts.value(reduction)])
+    else:
+        changed = {3: torch.bfloat16} if said == "argument" else {4: True}
+        reduction.args = tuple(changed.get(i, a) for i, a in enumerate(reduction.args))
+    broken(b, fact)
+
+
+def test_a_bucket_that_is_added_up_in_two_dtypes():
+    b = backward()
+    first, second = facts.params(find(b, ops.reduce, 1))
+    assert (first.name, second.name) == ("h.0.w", "h.0.b")
+    b.plans[second] = dataclasses.replace(b.plans[second], reduce_dtype=torch.bfloat16)
+    broken(b, "adds up the gradient of h.0.b in torch.float32, its plan says torch.bfloat16")
 
 
 def test_a_missing_wait():
@@ -436,3 +464,35 @@ def test_a_planner_that_overlaps_is_caught(monkeypatch):
     monkeypatch.setattr(slots, "pack", everything_at_zero)
     with pytest.raises(VerifyError, match="planned memory"):
         b.program(b.graph, "forward")
+
+
+def test_live_bytes_that_pass_the_budget():
+    b = Build(**{f"h__{i}__w": (4, 4) for i in range(4)})
+    x = b.input("x", 3, 4)
+    for i in range(4):
+        x = b.op(aten.mm.default, x, b.weight(f"h.{i}.w"))
+    b.done(x)
+    p = b.program(lower(b, "forward"), "forward")[0]
+    budget = max(p.live) - p.buffer_bytes
+    verify_program(p, {OWNER: 2}, budget)
+    with pytest.raises(VerifyError, match=f"{budget} bytes are live, and the budget leaves {budget - 1}"):
+        verify_program(p, {OWNER: 2}, budget - 1)
+    # The plan's own count stays, but what was freed is held to the end.
+    p.instrs = [dataclasses.replace(i, free=()) if isinstance(i, Compute) else i for i in p.instrs]
+    with pytest.raises(VerifyError, match=r"instruction \d+ \(compute\): .* bytes are live, and the budget"):
+        verify_program(p, {OWNER: 2}, budget)
+
+
+def test_gradients_that_pass_the_budget():
+    p = program("backward")
+    gradients = 4 * sum(n for r in p.reduces for n in r.chunk_numels)
+    most = max(others + reduced for reduced, others in recount(p))
+    assert most <= max(p.live) - p.buffer_bytes
+    verify_program(p, {OWNER: 2}, most, gradients)
+    # Those of the rest of the model are there from the first instruction to the last.
+    with pytest.raises(VerifyError, match="bytes are live, and the budget leaves"):
+        verify_program(p, {OWNER: 2}, most, gradients + 4)
+    i = at(p, Reduce)
+    p.instrs[i] = dataclasses.replace(p.instrs[i], free=())  # a gradient outlives its reduction
+    with pytest.raises(VerifyError, match="bytes are live, and the budget leaves"):
+        verify_program(p, {OWNER: 2}, most, gradients)

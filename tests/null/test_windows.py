@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 
@@ -235,6 +236,44 @@ def test_waiting_gradients_are_kept_in_reduce_dtype():
     assert model.first.weight.grad.full.dtype == torch.float32
     model(batch()).backward()
     assert model.first.weight.grad.dtype == torch.float32
+
+
+# --- Programs of accumulation and evaluation ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stage):
+    model = zero.shard(two(), stage=stage)
+    call = use(model, "compiled")
+
+    def phases():
+        return [sorted(f["programs"]) for f in zero.inspect(call).to_dict()["frames"]]
+
+    def graphs():
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def train(*micro_batches):
+        for seed, sync in micro_batches:
+            with contextlib.nullcontext() if sync else zero.no_sync(call):
+                call(batch(seed)).backward()
+
+    before = graphs()
+    train((0, True))
+    assert phases() == [["backward", "forward"]]
+    train((1, True), (2, False), (3, False), (4, True))
+    assert phases() == [["backward", "forward"]]
+    with torch.no_grad():
+        call(batch(5))
+    assert phases() == [["backward", "forward"], ["inference"]]
+    model.zero_grad()
+    for step in range(2):
+        train((step, False), (step, True))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+        with torch.no_grad():
+            call(batch(6))
+    assert phases() == [["backward", "forward"], ["inference"]]
+    assert graphs() - before == 2
 
 
 # --- gathered ----------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ Sizes are in elements or bytes as the name says; symbolic sizes are taken at the
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -250,6 +251,17 @@ def is_compute(node: fx.Node) -> bool:
     if node.target in ops.BORDERS:
         return False
     return not is_element(node)
+
+
+def replace_all(new_of: Mapping[fx.Node, fx.Node]) -> None:
+    """Read ``new_of[n]`` wherever ``n`` is read.
+
+    Every reader is rewritten once. Node by node, the output of a backward would be copied, with its thousands of
+    gradients, for each of them.
+    """
+    for reader in dict.fromkeys(user for old in new_of for user in old.users):
+        reader.args = map_arg(reader.args, lambda n: new_of.get(n, n))
+        reader.kwargs = map_arg(reader.kwargs, lambda n: new_of.get(n, n))
 
 
 def is_element(node: fx.Node) -> bool:

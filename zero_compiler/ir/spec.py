@@ -114,20 +114,38 @@ def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> No
         shapes = ops.unflat_sizes(node.args[1], node.args[2])
         if not len(refs) == len(vals) == len(shapes):
             _fail(node, f"moves {len(refs)} parameters but has {len(vals)} values and {len(shapes)} shapes")
+        if node.target is ops.reduce:
+            _reduction_matches_plan(node, params)
+            continue
         for ref, val in zip(refs, vals, strict=True):
             plan = params[ref]
-            if node.target is ops.gather:
-                if tuple(val.shape) != _moved(node, plan) or val.dtype != plan.gather_dtype:
-                    _fail(
-                        node,
-                        f"gathers {ref.name} as {dumped(val)}, its plan says {_moved(node, plan)} {plan.gather_dtype}",
-                    )
-                if not plan.cut:
-                    _fail(node, f"gathers {ref.name}, which every rank holds whole")
-        if node.target is ops.reduce:
-            for grad, ref in zip(node.args[0], refs, strict=True):
-                if tuple(facts.value(grad).shape) != _moved(node, params[ref]):
-                    _fail(node, f"gradient of {ref.name} has shape {tuple(facts.value(grad).shape)}")
+            if tuple(val.shape) != _moved(node, plan) or val.dtype != plan.gather_dtype:
+                _fail(
+                    node,
+                    f"gathers {ref.name} as {dumped(val)}, its plan says {_moved(node, plan)} {plan.gather_dtype}",
+                )
+            if not plan.cut:
+                _fail(node, f"gathers {ref.name}, which every rank holds whole")
+
+
+def _reduction_matches_plan(node: fx.Node, params: Mapping[ParamRef, Any]) -> None:
+    refs = facts.params(node)
+    added_up_in = params[refs[0]].reduce_dtype  # a bucket is reduced as its first gradient is
+    for grad, ref, val in zip(node.args[0], refs, facts.value(node), strict=True):
+        plan = params[ref]
+        what = f"the gradient of {ref.name}"
+        if tuple(facts.value(grad).shape) != _moved(node, plan):
+            _fail(node, f"{what} has shape {tuple(facts.value(grad).shape)}")
+        if added_up_in != plan.reduce_dtype:
+            _fail(node, f"adds up {what} in {added_up_in}, its plan says {plan.reduce_dtype}")
+        for dtype in (val.dtype, node.args[3]):
+            if dtype != plan.dtype:
+                _fail(node, f"gives {what} as {dtype}, its plan says {plan.dtype}")
+        if node.args[4] == plan.cut:
+            _fail(
+                node,
+                f"gives every rank {'all' if plan.cut else 'its part'} of {what}, its plan says otherwise",
+            )
 
 
 def _moved(node: fx.Node, plan: Any) -> tuple[int, ...]:

@@ -1,0 +1,112 @@
+"""Bytes that a Program holds, counted again from its instructions: the verifier's own count, beside `live.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from .program import (
+    Compute,
+    Discard,
+    Offload,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Restore,
+    WaitOffload,
+    WaitReduce,
+)
+
+
+class _Values:
+    """Storages live as long as a value that lies in them."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._holders: list[set[int]] = [set() for _ in program.storages]
+        self.nbytes = 0
+        self.born(range(program.num_inputs))
+
+    def born(self, values: Iterable[int]) -> None:
+        for value in values:
+            for storage in self._program.lies_in[value] if value >= 0 else ():
+                if not self._holders[storage]:
+                    self.nbytes += self._program.storages[storage]
+                self._holders[storage].add(value)
+
+    def die(self, values: Iterable[int]) -> None:
+        for value in values:
+            for storage in self._program.lies_in[value]:
+                if value in self._holders[storage]:
+                    self._holders[storage].remove(value)
+                    if not self._holders[storage]:
+                        self.nbytes -= self._program.storages[storage]
+
+
+def recount(program: Program) -> list[tuple[int, int]]:
+    """For each instruction the most bytes held during it or after it, beside the arenas: of reduced gradients that rest
+    in memory, and of all else.
+
+    What a segment holds of its own while it runs is taken from the plan (``inside``); what is held around it is not.
+    """
+    values = _Values(program)
+    reduced = 0  # gradients
+    lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
+    sums = restored = 0  # on their way between ranks with the same rows; back from the host of an accelerator
+    rows = []
+    for instr in program.instrs:
+        free = tuple(getattr(instr, "free", ()))
+        most = 0
+        if isinstance(instr, Compute):
+            most = values.nbytes + program.inside[instr.segment]
+            values.die(free)
+            free = ()
+            values.born(instr.outs)
+        elif isinstance(instr, Offload) and program.offloads[instr.index].tier == "host":
+            lent["offload", instr.index], free = free, ()
+        elif isinstance(instr, WaitOffload):
+            free = lent.pop(("offload", instr.index), ())
+        elif isinstance(instr, Restore) and program.offloads[instr.index].tier == "host":
+            restored += program.offloads[instr.index].nbytes
+        elif isinstance(instr, Reduce):
+            r = program.reduces[instr.index]
+            if _read_until_the_wait(r):
+                lent["reduce", instr.index], free = free, ()
+            if _result_is_there_from_the_start(program, r):
+                reduced += _result_bytes(r)
+        elif isinstance(instr, WaitReduce):
+            r = program.reduces[instr.index]
+            free = lent.pop(("reduce", instr.index), ())
+            if r.copies > 1 and r.dtype != r.out_dtype:
+                sums = sum(r.chunk_numels) * _itemsize(r.dtype)
+            if program.slots_ranks == 1 and r.copies == 1:
+                values.die(free)  # of one rank the gradient itself is the result
+            if not _result_is_there_from_the_start(program, r):
+                reduced += _result_bytes(r)
+        most = max(most, values.nbytes)
+        rows.append((reduced, most + sums + restored))
+        values.die(free)
+        if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
+            restored -= program.offloads[instr.index].nbytes
+    return rows
+
+
+def _read_until_the_wait(r: ReduceDesc) -> bool:
+    """Whether gradients are reduced from where they lie, and not from a copy that is made at the start."""
+    whole = all(c >= math.prod(shape) for c, shape in zip(r.chunk_numels, r.shapes, strict=True))
+    return not r.shared and (r.staging < 0 or whole)
+
+
+def _result_is_there_from_the_start(program: Program, r: ReduceDesc) -> bool:
+    """Whether the process group writes what the Program gives: no cast, and nothing to be taken apart."""
+    return len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
+
+
+def _result_bytes(r: ReduceDesc) -> int:
+    return 0 if r.stored else sum(r.chunk_numels) * _itemsize(r.out_dtype)
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
