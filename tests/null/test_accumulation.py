@@ -40,6 +40,7 @@ def waits(model) -> list[bool]:
     return ["not reduced" in repr(p.grad) for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_the_report_says_what_steps_under_no_sync_take():
     model, call = under(None)
     loss(call).backward()

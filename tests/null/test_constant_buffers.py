@@ -176,6 +176,7 @@ def test_the_buffers_of_states_in_files_are_as_large_at_ten_times_the_layers(tmp
     assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_clipping_takes_a_few_numbers_a_parameter(dtype):
     _C.meter_install()

@@ -331,6 +331,7 @@ class Odd(nn.Module):
         return y + self.short.sum(0) + self.none.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 3), (4, 3), (4, 2), (3, 1), (2, 0)])
 def test_odd_parameters(world, stage):
     model = simulated(Odd(), world, stage=stage)
@@ -339,6 +340,7 @@ def test_odd_parameters(world, stage):
     assert reduced == {"scale", "none", "short", "odd.weight", "odd.bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lower_precision_with_full_precision_reduction(dtype):
     model = simulated(Crosses(), 4, param_dtype=dtype, reduce_dtype=torch.float32)

@@ -37,6 +37,8 @@ FAST = {"latency_us": 1e-6, "bytes_per_us": 1e9}
 SLOW = {"latency_us": 1e-6, "bytes_per_us": 1.0}
 ROWS = 256
 
+pytestmark = pytest.mark.slow
+
 
 class Block(test_activations.Block):
     """Its MLP mixes tokens, so that none is done in tiles of them, however small the budget."""
@@ -171,7 +173,6 @@ def test_only_what_is_written_in_forward_and_back_in_time_is_hidden():
     assert hidden([saved("b", 9.0, 9.0, 2.0)], 10.0, 0.0) == []
 
 
-@pytest.mark.slow
 def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):
     fast, slow = planned(on(FAST)), planned(on(SLOW))
     assert {r.why for r in waits(fast)} == {"the lane hides it"}
@@ -183,7 +184,6 @@ def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):
     assert "tensors of which each waits in files" in str(fast)
 
 
-@pytest.mark.slow
 def test_a_budget_sends_more_than_the_lane_hides(on):
     budget = int(least() * 0.9)
     with pytest.raises(MemoryBudgetError):
@@ -197,7 +197,6 @@ def test_a_budget_sends_more_than_the_lane_hides(on):
         planned(on(SLOW), activation_budget_bytes=1)
 
 
-@pytest.mark.slow
 def test_a_budget_that_can_be_kept_without_files_is_kept_with_them(on):
     """Their MLPs in tiles, with nothing away, backward holds less than with what it reads from files in time."""
 
@@ -212,7 +211,6 @@ def test_a_budget_that_can_be_kept_without_files_is_kept_with_them(on):
     assert told.frames[0].held_bytes <= budget
 
 
-@pytest.mark.slow
 def test_a_budget_for_all_memory_sends_tensors_to_files_where_nothing_else_fits(on, monkeypatch):
     monkeypatch.setattr(test_activations, "LAYERS", 16)
     with pytest.raises(MemoryBudgetError) as refused:
@@ -227,7 +225,6 @@ def test_a_budget_for_all_memory_sends_tensors_to_files_where_nothing_else_fits(
     assert told.memory.host > 0  # what they are read to counts
 
 
-@pytest.mark.slow
 def test_a_pool_that_takes_more_than_files_free_is_not_made(on):
     """Of four layers, two are in it."""
     assert planned({}, memory_budget_bytes=400_000).memory.peak <= 400_000
@@ -274,7 +271,6 @@ def test_out_after_the_last_use_and_back_before_the_first(on):
     assert behind > 0  # reads pass behind compute
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_two_ranks_get_the_numbers_of_plain_pytorch(on, stage, link):
@@ -304,7 +300,6 @@ def trained(drop: float = 0.0, steps: int = 3, calls: int = 1, compute: str = "a
     return out, model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_losses_are_the_same_bits(on, drop, calls):
@@ -318,7 +313,6 @@ def test_losses_are_the_same_bits(on, drop, calls):
     assert len(model._zero.policy.runtime.parcels._idle) == calls
 
 
-@pytest.mark.slow
 def test_with_every_other_offload_under_one_budget(on):
     want, _ = trained(0.0)
     every = {"offload_params": "nvme", "offload_grads": "nvme", "offload_optimizer": "nvme"}
@@ -327,7 +321,6 @@ def test_with_every_other_offload_under_one_budget(on):
     assert model._zero.policy.frames[0].offloaded
 
 
-@pytest.mark.slow
 def test_backward_twice_and_never(on):
     torch._dynamo.reset()
     model = zero.shard(Net(), **on(FAST))
@@ -345,7 +338,6 @@ def test_backward_twice_and_never(on):
     assert len(parcels._living) == 0
 
 
-@pytest.mark.slow
 def test_compiled_segments_with_activations_in_files(on):
     want, _ = trained(0.3, compute="inductor")
     got, model = trained(0.3, compute="inductor", **on(FAST))
@@ -353,7 +345,6 @@ def test_compiled_segments_with_activations_in_files(on):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
-@pytest.mark.slow
 def test_what_is_left_where_it_is(on):
     """Inputs of the call, and what it returns, are the caller's: nothing would be freed."""
 
@@ -440,13 +431,11 @@ def on_host(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.slow
 def test_on_a_cpu_the_host_is_where_everything_lies():
     told = planned({"offload_activations": "host"})
     assert waits(told) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_copies_to_the_host_are_planned_as_files_are(on_host, link):
     budget = None if link is FAST else int(least() * 0.9)
@@ -472,7 +461,6 @@ def test_two_ranks_with_activations_on_the_host(on_host):
     assert model.frames[-1].offloaded
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2])
 def test_losses_are_the_same_bits_with_the_host(on_host, calls):
     want, _ = trained(0.3, calls=calls)
@@ -516,7 +504,6 @@ print("in flight", engine.counters()["in_flight"])
 """
 
 
-@pytest.mark.slow
 def test_system_calls_that_fail(on, tmp_path):
     fields = on(FAST, nvme_dir=str(tmp_path / "target"))
     (tmp_path / "target").mkdir()
@@ -543,7 +530,6 @@ def test_system_calls_that_fail(on, tmp_path):
         assert all(word in last for word in words), last
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_before_the_first_step(on, tmp_path):
     with small_tmpfs(tmp_path / "small", "64k") as folder:
         with pytest.raises(StorageError, match="bytes free, and activations of rank 0 in .* need"):
