@@ -34,6 +34,7 @@ from zero_compiler.program import (
     WaitRestore,
 )
 
+_PATIENCE_S = 120.0  # for the ranks of one process to meet
 # All bits set: NaN in every floating dtype, and no likely value in the others.
 _POISON = 0xFF
 
@@ -388,7 +389,11 @@ class Lockstep:
         return self._here.rank
 
     def map(self, fn: Callable[[int], Any]) -> list[Any]:
-        """``fn(rank)`` on every rank; raises the error of the lowest rank that has one of its own."""
+        """``fn(rank)`` on every rank; raises the error of the lowest rank that has one of its own.
+
+        Raises:
+            TransferError: ranks did not meet.
+        """
         results: list[Any] = [None] * self.world
         errors: list[BaseException | None] = [None] * self.world
 
@@ -410,21 +415,28 @@ class Lockstep:
         for t in threads:
             t.join()
         self._barrier.reset()
-        own = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
-        if own or any(errors):
-            raise own[0] if own else next(e for e in errors if e is not None)
+        waited = [k for k, e in enumerate(errors) if isinstance(e, threading.BrokenBarrierError)]
+        own = [e for k, e in enumerate(errors) if e is not None and k not in waited]
+        if own:
+            raise own[0]
+        if waited:
+            rest = [k for k in range(self.world) if k not in waited]
+            raise TransferError(
+                f"ranks {waited} waited {_PATIENCE_S:.0f} s for all {self.world} ranks to run the same Programs"
+                + (f"; ranks {rest} have returned without" if rest else "; some came too late")
+            ) from errors[waited[0]]
         return results
 
     def together(self, given: Any, fn: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Every rank brings ``given``; one of them calls ``fn`` on all of it; each gets its own result."""
         self._meeting[self.rank] = given
         self._first.set()
-        if self._barrier.wait(timeout=120.0) == 0:
+        if self._barrier.wait(timeout=_PATIENCE_S) == 0:
             try:
                 self._meeting[:] = list(fn(list(self._meeting)))
             except BaseException:
                 self._barrier.abort()
                 raise
-        self._barrier.wait(timeout=120.0)
+        self._barrier.wait(timeout=_PATIENCE_S)
         mine, self._meeting[self.rank] = self._meeting[self.rank], None
         return mine

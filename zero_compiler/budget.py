@@ -146,7 +146,8 @@ def _cast_bytes(policies: Sequence[Any], programs: Sequence[Program]) -> int:
         ]
         return max(sizes, default=0)
 
-    return max((copied(r) for p in programs for r in p.reduces), default=0)
+    # Of a part of a model alone: frames of the whole reduce what is not its own, too.
+    return max((copied(r) for p in programs for r in p.reduces if r.owner in by_key), default=0)
 
 
 def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:

@@ -111,6 +111,7 @@ class SegmentCompiler:
     def __init__(self, compute: str) -> None:
         self.compute = compute
         self._done: dict[tuple[str, bool], SegmentFn] = {}
+        self._constants: list[Any] = []  # held, since structures name their ids: no other object may get one
         self.compiled = 0
 
     def compile(self, seg: SegmentGraph, is_inference: bool, is_backward: bool) -> tuple[str, SegmentFn]:
@@ -120,6 +121,8 @@ class SegmentCompiler:
         fn = self._done.get((key, is_inference))
         if fn is None:
             self.compiled += 1
+            constants = seg.gm.graph.find_nodes(op="get_attr")
+            self._constants += [_attribute(seg.gm, n.target) for n in constants]
             fuses = self.compute == "inductor" and any(_fusible(n) for n in seg.gm.graph.nodes)
             fn = _inductor(seg, is_inference, is_backward) if fuses else _aten(seg)
             self._done[(key, is_inference)] = fn

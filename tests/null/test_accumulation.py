@@ -127,3 +127,17 @@ def test_without_a_budget_nothing_is_refused():
     loss(call).backward()
     loss(call).backward()
     assert not any(waits(model))
+
+
+def test_a_part_of_a_model_is_called_and_looked_at_alone():
+    """Frames of the whole reduce gradients of both shards, and are noted with one of them."""
+    torch._dynamo.reset()
+    whole = nn.Sequential(net(), nn.Linear(WIDTH, WIDTH, bias=False))
+    for part in (whole[0], whole):
+        zero.shard(part, stage=3, memory_budget_bytes=1 << 20)
+    options = {"compute": "aten"}
+    loss(torch.compile(whole, backend="zero", options=options)).backward()
+    whole.zero_grad()
+    assert zero.inspect(whole[0]).memory.waiting == WEIGHTS
+    loss(torch.compile(whole[0], backend="zero", options=options)).backward()
+    assert [p.grad is None for p in whole.parameters()] == [False] * LAYERS + [True]

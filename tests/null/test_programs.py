@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
+import weakref
 
 import pytest
 import torch
@@ -13,13 +15,15 @@ from harness import SimulatedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from null.graphs import OWNER, Build, aten, check_numbers, lower
-from torch import nn
+from torch import fx, nn
 
+from zero_compiler import segments
+from zero_compiler.cut import SegmentGraph
 from zero_compiler.errors import ConfigError
 from zero_compiler.ir import facts
 from zero_compiler.planning import plan, report
 from zero_compiler.program import Program
-from zero_compiler.segments import structure
+from zero_compiler.segments import SegmentCompiler, structure
 
 
 class Block(nn.Module):
@@ -237,6 +241,24 @@ def test_what_segments_do_not_share(difference):
         _, emitted = b.program(lower(b, "forward"), "forward")
         texts.append("\n".join(structure(s) for s in emitted.segments))
     assert (texts[0] == texts[1]) == (difference == "nothing")
+
+
+@pytest.mark.parametrize("compute", ["aten", "inductor"])
+def test_no_constant_has_the_id_of_one_that_is_gone(compute, monkeypatch):
+    """Structures name constants by id. Inductor keeps the numbers of small ones, and not the tensors."""
+    monkeypatch.setattr(segments, "_inductor", lambda *_: list)
+    b = Build()
+    x = b.input("x", 4)
+    root = nn.Module()
+    root.c = torch.arange(4.0)
+    c = b.graph.get_attr("c")
+    facts.set_value(c, facts.value(x))
+    b.done(b.op(aten.mul.Tensor, x, c))
+    compiler, gone = SegmentCompiler(compute), weakref.ref(root.c)
+    compiler.compile(SegmentGraph(fx.GraphModule(root, b.graph), [facts.value(x)]), True, False)
+    del b, x, c, root
+    gc.collect()
+    assert gone() is not None
 
 
 # Random models ---------------------------------------------------------------------------------------------
