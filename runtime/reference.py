@@ -56,7 +56,9 @@ class Rank:
 
     def __init__(self, chunks: Mapping[ParamRef, torch.Tensor]) -> None:
         self.chunks = dict(chunks)
-        self.waiting: dict[ParamRef, torch.Tensor] = {}  # full gradients, for the next Program that reduces them
+        self.waiting: dict[
+            ParamRef, torch.Tensor
+        ] = {}  # full gradients, for the next Program that reduces them
         self._arenas: dict[str, torch.Tensor] = {}
         self.files: dict[tuple[int, int], torch.Tensor] = {}
         self.tickets = 0

@@ -119,8 +119,8 @@ class Session:
         self._accumulating: dict[frozenset[str], Session] = {}
 
     def _keeping(self, owners: frozenset[str]) -> Session:
-        """This backward with the gradients of ``owners`` kept: a Program of its own, on the same segments, transfers and
-        arenas."""
+        """This backward with the gradients of ``owners`` kept: a Program of its own, on the same segments, transfers
+        and arenas."""
         found = self._accumulating.get(owners)
         if found is None:
             program = accumulating(self.program, owners)

@@ -56,7 +56,9 @@ def recount(program: Program) -> list[tuple[int, int]]:
     reduced = 0  # gradients
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
     sums = restored = 0  # on their way between ranks with the same rows; back from the host of an accelerator
-    waiting = program.waiting_bytes  # of full gradients: an earlier backward has left as many as this one will
+    waiting = (
+        program.waiting_bytes
+    )  # of full gradients: an earlier backward has left as many as this one will
     rows = []
     for instr in program.instrs:
         free = tuple(getattr(instr, "free", ()))

@@ -253,7 +253,9 @@ def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stag
 
     def phases():
         frames = zero.inspect(call).to_dict()["frames"]
-        return [sorted(f["programs"]) for f in frames], [c.compiled for c in policies_of(model)[0].compilers.values()]
+        return [sorted(f["programs"]) for f in frames], [
+            c.compiled for c in policies_of(model)[0].compilers.values()
+        ]
 
     def graphs():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -294,7 +296,9 @@ def test_programs_under_no_sync_are_made_when_they_are_needed_and_once():
     made = []
     with pytest.MonkeyPatch.context() as patch:
         derive = session.accumulating
-        patch.setattr(session, "accumulating", lambda p, owners: made.append(len(owners)) or derive(p, owners))
+        patch.setattr(
+            session, "accumulating", lambda p, owners: made.append(len(owners)) or derive(p, owners)
+        )
         for seed, model in enumerate((inner, outer, inner, outer)):
             with zero.no_sync(model):
                 call(batch(seed)).sum().backward()
@@ -589,7 +593,7 @@ def test_zero_dump_writes_a_file_a_pass_and_only_when_set(tmp_path, monkeypatch)
         assert "first.weight" in (frame / phase / "program.txt").read_text()
         assert "live" in (frame / phase / numbered[-1]).read_text()
     kept = (frame / "backward" / "program_no_sync.txt").read_text()
-    assert "keep            second.weight float32[3, 4]" in kept
+    assert "keep            first.weight float32[3, 4], first.bias float32[3]" in kept
     assert "reduce" not in kept
 
 
