@@ -39,7 +39,9 @@ def both(bucket_bytes: int = 0, **kw) -> tuple[Program, Program]:
 class Goldens(TestCase):
     def test_program(self):
         base, kept = both()
-        self.assertExpectedInline(base.text(live=False), """\
+        self.assertExpectedInline(
+            base.text(live=False),
+            """\
 gather          h.1.w float32[5, 4]
 compute         segment 0:
 reduce-scatter  h.1.w float32[5, 4]
@@ -50,8 +52,11 @@ reduce-scatter  h.0.w float32[4, 4]
 reduce-scatter  h.0.b float32[4]
 wait            gradients of h.1.w
 wait            gradients of h.0.w
-wait            gradients of h.0.b""")
-        self.assertExpectedInline(kept.text(), """\
+wait            gradients of h.0.b""",
+        )
+        self.assertExpectedInline(
+            kept.text(),
+            """\
 gather          h.1.w float32[5, 4]                                                      live 1,940
 compute         segment 0:                                                               live 2,020
 keep            h.1.w float32[5, 4]                                                      live 1,972
@@ -59,10 +64,14 @@ wait            h.1.w                                                           
 compute         segment 1:                                                               live 1,944
 release         h.1.w                                                                    live 1,864
 keep            h.0.w float32[4, 4]                                                      live 1,864
-keep            h.0.b float32[4]                                                         live 1,800""")
-        self.assertExpectedInline(kept.collectives(), """\
+keep            h.0.b float32[4]                                                         live 1,800""",
+        )
+        self.assertExpectedInline(
+            kept.collectives(),
+            """\
 phase backward under zero.no_sync
-gather h.1.w float32 12 elements a rank""")
+gather h.1.w float32 12 elements a rank""",
+        )
 
 
 def test_it_survives_json():
