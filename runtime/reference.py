@@ -15,13 +15,15 @@ import torch
 
 from zero_compiler.errors import TransferError
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.layout import Layout
+from zero_compiler.layout import Layout, tiled_rows
 from zero_compiler.program import (
     Compute,
     Discard,
     Fetch,
     Gather,
     GatherDesc,
+    Keep,
+    KeepDesc,
     Offload,
     Program,
     Reduce,
@@ -55,6 +57,9 @@ class Rank:
 
     def __init__(self, chunks: Mapping[ParamRef, torch.Tensor]) -> None:
         self.chunks = dict(chunks)
+        self.waiting: dict[
+            ParamRef, torch.Tensor
+        ] = {}  # full gradients, for the next Program that reduces them
         self._arenas: dict[str, torch.Tensor] = {}
         self.files: dict[tuple[int, int], torch.Tensor] = {}
         self.tickets = 0
@@ -136,9 +141,16 @@ class Reference:
                     for slot in self._slots(rank, p.gathers[instr.index]):
                         slot.fill_(_POISON)
                     _free(env, instr.values)
+            elif isinstance(instr, Keep):
+                for rank, env in zip(self.ranks, envs, strict=True):
+                    self._keep(rank, p.keeps[instr.index], [_read(env, i) for i in instr.ins])
+                    _free(env, instr.free)
             elif isinstance(instr, Reduce):
                 r = p.reduces[instr.index]
-                given = [[_read(env, i) for i in instr.ins] for env in envs]
+                given = [
+                    self._with_waiting(rank, r, [_read(env, i) for i in instr.ins])
+                    for rank, env in zip(self.ranks, envs, strict=True)
+                ]
                 self._start(
                     started, "reduce", instr.index, [self._reduce_start(k, r, g) for k, g in enumerate(given)]
                 )
@@ -270,6 +282,37 @@ class Reference:
         item = _dtype(r.dtype).itemsize
         nbytes = sum(r.chunk_numels) * item * (1 if r.replicated else self.world)
         return rank.arena("transient", self.program.transient_bytes)[r.staging : r.staging + nbytes]
+
+    def _rows(self, desc: KeepDesc | ReduceDesc, name: str, grad: torch.Tensor) -> list[tuple[Any, Any]]:
+        """Which part of a full gradient is which of the one that is given."""
+        if desc.tile is None:
+            return [(..., ...)]
+        return tiled_rows(self.layouts[ParamRef(desc.owner, name)], desc.tile.begin, grad.shape[0])
+
+    def _keep(self, rank: Rank, keep: KeepDesc, given: Sequence[torch.Tensor]) -> None:
+        for name, grad in zip(keep.names, given, strict=True):
+            ref = ParamRef(keep.owner, name)
+            if ref not in rank.waiting:
+                rank.waiting[ref] = torch.zeros(self.layouts[ref].shape, dtype=_dtype(keep.dtype))
+            for theirs, ours in self._rows(keep, name, grad):
+                rank.waiting[ref][theirs] += grad[ours].to(_dtype(keep.dtype))
+
+    def _with_waiting(
+        self, rank: Rank, r: ReduceDesc, given: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Gradients with what has waited for them, which waits no more."""
+        out = []
+        for name, grad in zip(r.names, given, strict=True):
+            ref = ParamRef(r.owner, name)
+            if (full := rank.waiting.get(ref)) is not None:
+                rows = self._rows(r, name, grad)
+                grad = grad.to(_dtype(r.dtype), copy=True)
+                for theirs, ours in rows:
+                    grad[ours] += full[theirs]
+                if r.tile is None or r.tile.last:
+                    del rank.waiting[ref]
+            out.append(grad)
+        return out
 
     def _reduce_start(self, k: int, r: ReduceDesc, given: Sequence[torch.Tensor]) -> torch.Tensor:
         dtype = _dtype(r.dtype)

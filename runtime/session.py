@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ import torch
 from zero_compiler import accumulation, grads
 from zero_compiler.errors import StorageError, TransferError
 from zero_compiler.group import meet, short_digest
+from zero_compiler.keeping import accumulating
 from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (
     Compute,
     Fetch,
     Gather,
     GatherDesc,
+    Keep,
     Program,
     Reduce,
     ReduceDesc,
@@ -27,13 +30,14 @@ from zero_compiler.program import (
     WaitFetch,
     WaitGather,
 )
+from zero_compiler.verify import verify_accumulating
 
 from . import moves
 from .model import ModelRuntime
 from .stores import merged
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
-_MOVE = 9
+_MOVE, _KEEP = 9, 10
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
 
 
@@ -76,12 +80,9 @@ class Session:
         runtimes: dict[str, ModelRuntime],
         first: ModelRuntime | None,
     ) -> None:
-        self.program = program
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
-        self._sequence = program.collectives()
-        self._digests: dict[bool, bytes] = {}
         for runtime in runtimes.values():
             runtime.engine.grow_arena(runtime.transient, program.transient_bytes)
             runtime.grow_host(program.host_bytes)
@@ -90,21 +91,44 @@ class Session:
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
         self._gathers = [self._add_gather(g) for g in program.gathers]
         self._whole = [self._is_whole(g) for g in program.gathers]
-        self._reduces = [self._add_reduce(r) for r in program.reduces]
-        self._last_read = _last_reads(program)
+        self._known_reduces = {r: self._add_reduce(r) for r in program.reduces}
         self._moves = first.moves(program) if first is not None and program.offloads else None
-        self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._at_home: dict[ModelRuntime, list[str]] = {}
         for g in program.gathers:
             if g.home:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
         self._fetching: dict[int, list[Any]] = {}
         self._summing: list[_Sum] = []
-        self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
         self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         sends = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
+        self._take(program)
+
+    def _take(self, program: Program) -> None:
+        """Run ``program`` from here on, whose transfers are known."""
+        self.program = program
+        self._sequence = program.collectives()
+        self._digest: bytes | None = None
+        self._reduces = [self._known_reduces[r] for r in program.reduces]
+        self._reducing = {r.owner: self.runtimes[r.owner] for r in program.reduces}
+        self._keeps = [(self.runtimes[k.owner], k) for k in program.keeps]
+        self._last_read = _last_reads(program)
+        self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
+        self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
+        self._accumulating: dict[frozenset[str], Session] = {}
+
+    def _keeping(self, owners: frozenset[str]) -> Session:
+        """This backward with the gradients of ``owners`` kept: a Program of its own, on the same segments, transfers
+        and arenas."""
+        found = self._accumulating.get(owners)
+        if found is None:
+            program = accumulating(self.program, owners)
+            worlds = {owner: r.policy.group.world for owner, r in self.runtimes.items()}
+            verify_accumulating(program, self.program, owners, worlds)
+            found = self._accumulating[owners] = copy.copy(self)
+            found._take(program)
+        return found
 
     # Loading -----------------------------------------------------------------------------------------------
 
@@ -184,6 +208,8 @@ class Session:
             return (_COMPUTE, self.segments[instr.segment], instr.ins, instr.outs, instr.free)
         if isinstance(instr, Reduce):
             return (_REDUCE, instr.index, instr.ins, instr.free, None)
+        if isinstance(instr, Keep):
+            return (_KEEP, instr.index, instr.ins, instr.free, None)
         # For each gradient, whether nothing reads its weight from here on.
         r = self.program.reduces[instr.index]
         final = tuple(self._last_read.get((r.owner, name), -1) < at for name in r.names)
@@ -201,16 +227,14 @@ class Session:
         assert first is not None
         for runtime in self.runtimes.values():
             runtime.policy.check_whole()
-        reduces = self._reduces_now()
-        doing = self._digests.get(reduces)
-        if doing is None:
-            doing = self._digests[reduces] = short_digest(self._text())
+        if self._digest is None:
+            self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
         # What peers read from here on is in place before they are told that this rank is in the call.
         for runtime, names in self._at_home.items():
             runtime.bring_home(names)
         more = needed.to_bytes(_NEED_BYTES, "little") + self._stale_kept()
-        told = meet(first.policy.group, doing, self._text, what, more)
+        told = meet(first.policy.group, self._digest, self._text, what, more)
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
             self._refuse(max(needs), needs.index(max(needs)))
@@ -219,14 +243,11 @@ class Session:
             for runtime in self.runtimes.values():
                 runtime.fresh.clear()
 
-    def _reduces_now(self) -> bool:
-        return all(r.policy.sync for r in self.runtimes.values()) or not self.program.reduces
-
     def _text(self) -> str:
         """What this call is: the first line in which it differs from a peer's is what a message shows."""
         policies = [r.policy for r in self.runtimes.values()]
         title = ", ".join(p.title() for p in policies)
-        head = f"phase {self.program.phase}{'' if self._reduces_now() else ' under zero.no_sync'}"
+        head = f"phase {self.program.title}"
         return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
 
     def _stale_kept(self) -> bytes:
@@ -264,12 +285,14 @@ class Session:
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
+        if not all(r.policy.sync for r in self._reducing.values()):
+            quiet = frozenset(owner for owner, r in self._reducing.items() if not r.policy.sync)
+            return self._keeping(quiet).run(inputs)
         env = inputs + self._empty
         inputs.clear()
-        reduces = self._reduces_now()
-        if not reduces:
+        if self._keeps:
             self._check_unhooked()
-        need = self._need(reduces)
+        need = self._need()
         if self._talks:
             self._agree(need.nbytes)
         elif need.nbytes:
@@ -297,12 +320,12 @@ class Session:
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
 
-    def _need(self, reduces: bool) -> accumulation.Need:
+    def _need(self) -> accumulation.Need:
         """What this call takes beside gradients that are kept, on a rank whose peers hear of it."""
         if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
             return accumulation.Need(0, self.program.idle_bytes)
         policies = [r.policy for r in self.runtimes.values()]
-        return accumulation.need_of(self.program, policies, self._planned(policies), reduces)
+        return accumulation.need_of(self.program, policies, self._planned(policies))
 
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
@@ -317,13 +340,12 @@ class Session:
         assert self.first is not None
         policies = [r.policy for r in self.runtimes.values()]
         who = self.first.policy.group.everyone.name_of(rank)
-        accumulation.refuse(self.program, self._planned(policies), self._reduces_now(), needed, who)
+        accumulation.refuse(self.program, self._planned(policies), needed, who)
 
     def _check_unhooked(self) -> None:
-        for runtime, _, r, _ in self._reduces:
-            if not runtime.policy.sync:
-                for name in r.names:
-                    grads.check_unhooked(runtime.policy.param(name), name)
+        for runtime, keep in self._keeps:
+            for name in keep.names:
+                grads.check_unhooked(runtime.policy.param(name), name)
 
     def _leave(self) -> None:
         """The end of a call: no peer reads this rank's memory any more, so the caller may write to it."""
@@ -360,8 +382,12 @@ class Session:
                 self._reduce(a, [env[i] for i in b])
                 for i in c:
                     env[i] = None
-            else:
+            elif op == _WAIT_REDUCE:
                 self._wait_reduce(env, a, b, c)
+            else:
+                self._keep(a, [env[i] for i in b])
+                for i in c:
+                    env[i] = None
         self._land_sums(env)
 
     def _fetch(self, which: int) -> None:
@@ -433,17 +459,6 @@ class Session:
         runtime, index, r, _ = self._reduces[which]
         policy = runtime.policy
         params = [policy.param(n) for n in r.names]
-        if not policy.sync:
-            for param, grad, name in zip(params, given, r.names, strict=True):
-                if not grads.goes_to_grad(param):
-                    continue
-                info = policy.params[name]
-                if r.tile is not None:
-                    rows = tiled_rows(info.layout, r.tile.begin, grad.shape[0])
-                    grads.keep_pending_rows(param, grad.to(info.reduce_dtype), rows)
-                else:
-                    grads.keep_pending(param, grad, info.reduce_dtype)
-            return
         if grads.PendingGrad.ever_made:
             for k, param in enumerate(params):
                 if not grads.goes_to_grad(param):
@@ -452,6 +467,19 @@ class Session:
                 if isinstance(param.grad, grads.PendingGrad):
                     given[k] = self._with_pending(r, param, given[k].to(getattr(torch, r.dtype)))
         runtime.engine.reduce_start(index, given)
+
+    def _keep(self, which: int, given: list[torch.Tensor]) -> None:
+        runtime, keep = self._keeps[which]
+        policy, dtype = runtime.policy, getattr(torch, keep.dtype)
+        for name, grad in zip(keep.names, given, strict=True):
+            param = policy.param(name)
+            if not grads.goes_to_grad(param):
+                continue
+            if keep.tile is None:
+                grads.keep_pending(param, grad, dtype)
+            else:
+                rows = tiled_rows(policy.params[name].layout, keep.tile.begin, grad.shape[0])
+                grads.keep_pending_rows(param, grad.to(dtype), rows)
 
     def _with_pending(self, r: ReduceDesc, param: Any, grad: torch.Tensor) -> torch.Tensor:
         if r.tile is None:
@@ -475,8 +503,6 @@ class Session:
     def _wait_reduce(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
         runtime, index, r, _ = self._reduces[which]
         policy = runtime.policy
-        if not policy.sync:
-            return
         self._land_sums(env)
         chunks = runtime.engine.reduce_wait(index)
         if policy.group.across is None:

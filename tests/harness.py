@@ -8,7 +8,7 @@ run.check(outs)                                               # against plain ea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from zero_compiler.backend import compile_frame
 from zero_compiler.config import PLACEMENT_FIELDS, Config
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.keeping import accumulating
 from zero_compiler.loader import PlanLoader
 from zero_compiler.modules import policies_of
 from zero_compiler.planning import planned_group
@@ -73,6 +74,7 @@ class SimulatedModel(PlanLoader):
         ]
         self._buffers = {id(b): [b.clone() for _ in range(self.world)] for b in self.model.buffers()}
         super().__init__()
+        self.sync = True  # backwards reduce; else they run the Program of zero.no_sync
         self.frames: list[Frame] = []
         self.references: list[Reference] = []
         torch._dynamo.reset()
@@ -84,7 +86,11 @@ class SimulatedModel(PlanLoader):
         program = Program.from_dict(program.to_dict())
         reference = Reference(program, segments, self.layouts, self.ranks, self.copies)
         self.references.append(reference)
-        return lambda inputs: self.ranks_lock.together(inputs, reference.run)
+        if not program.reduces:
+            return lambda inputs: self.ranks_lock.together(inputs, reference.run)
+        kept = Program.from_dict(accumulating(program, {self.policy.key}).to_dict())
+        quiet = Reference(kept, segments, self.layouts, self.ranks, self.copies)
+        return lambda inputs: self.ranks_lock.together(inputs, (reference if self.sync else quiet).run)
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled, captured, frame = compile_frame(gm, inputs, self.options, self)
@@ -166,6 +172,24 @@ class SimulatedModel(PlanLoader):
                 row.grad = None
         got = self.step(inputs, loss)
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+        self.check_gradients(grads, rtol=rtol, atol=atol)
+        for rank in range(self.world):
+            for (name, _), mine, theirs in zip(
+                self.plain.named_buffers(), self.model.buffers(), models[rank].buffers(), strict=True
+            ):
+                torch.testing.assert_close(
+                    self._buffers[id(mine)][rank],
+                    theirs,
+                    rtol=rtol,
+                    atol=atol,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
+        return got
+
+    def check_gradients(
+        self, grads: Mapping[str, torch.Tensor | None], *, rtol: float = 1e-5, atol: float = 1e-6
+    ) -> None:
+        """Every rank has its rows of these."""
         for rank in range(self.world):
             for ref, layout in self.layouts.items():
                 row, full = self.rows[rank][ref.name], grads[ref.name]
@@ -179,14 +203,3 @@ class SimulatedModel(PlanLoader):
                 torch.testing.assert_close(
                     row.grad, mine, rtol=rtol, atol=atol, msg=lambda m, n=ref.name: f"gradient of {n}: {m}"
                 )
-            for (name, _), mine, theirs in zip(
-                self.plain.named_buffers(), self.model.buffers(), models[rank].buffers(), strict=True
-            ):
-                torch.testing.assert_close(
-                    self._buffers[id(mine)][rank],
-                    theirs,
-                    rtol=rtol,
-                    atol=atol,
-                    msg=lambda m, n=name: f"{n}: {m}",
-                )
-        return got

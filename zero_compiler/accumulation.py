@@ -53,13 +53,12 @@ class Need:
     idle_bytes: int
 
 
-def need_of(program: Program, policies: Sequence[Any], planned: Planned | None, reduces: bool) -> Need:
+def need_of(program: Program, policies: Sequence[Any], planned: Planned | None) -> Need:
     """What a call of ``program`` takes beside gradients that are there.
 
     Args:
         policies: those of its weights.
         planned: for these.
-        reduces: its gradients are reduced, and not only added up.
     """
     if planned is None or planned.roomy:
         return Need(0, program.idle_bytes)
@@ -67,7 +66,7 @@ def need_of(program: Program, policies: Sequence[Any], planned: Planned | None, 
     backward = program.phase == "backward"
     rest, idle = memory.at_rest - memory.gradients, program.idle_bytes
     rows, full = _held((policy, policy.params) for policy in policies)
-    if backward and (full or not reduces):
+    if backward and (full or program.keeps):
         # All of the step is looked at when it begins: the forward and the last backward that follow need as much.
         needed, idle = rest + memory.accumulating + rows, 0
     elif backward:
@@ -97,7 +96,7 @@ def _held(of: Iterable[tuple[Any, Iterable[str]]]) -> tuple[int, int]:
     return rows, full
 
 
-def refuse(program: Program, planned: Planned | None, reduces: bool, needed: int, who: str) -> NoReturn:
+def refuse(program: Program, planned: Planned | None, needed: int, who: str) -> NoReturn:
     """Raise, on every rank alike.
 
     Args:
@@ -105,7 +104,7 @@ def refuse(program: Program, planned: Planned | None, reduces: bool, needed: int
     """
     allowed = planned.allowed if planned is not None else 0
     begin = f"memory_budget_bytes={allowed:,} is {needed - allowed:,} bytes too small"
-    if program.phase == "backward" and not reduces:
+    if program.keeps:
         waiting = planned.memory.waiting if planned is not None else 0
         raise MemoryBudgetError(
             f"{begin} to accumulate under zero.no_sync: such a step needs {needed:,} bytes on {who}, {waiting:,} of "

@@ -20,6 +20,7 @@ from .fitting import Fitting
 from .frame_state import FrameState
 from .guards import guard_optimizers
 from .ir import ops
+from .keeping import accumulating
 from .loader import EngineLoader, Loader
 from .lowering import Lowering
 from .program import Program
@@ -28,6 +29,7 @@ from .runtime.shards import LocalRows
 from .segments import SegmentCompiler
 from .simulate import simulate
 from .slots import kept_bytes
+from .verify import verify_accumulating
 
 
 def zero(
@@ -194,11 +196,25 @@ class _FrameCompiler:
         fns = self._compile_segments(program, emitted.segments, phase)
         timeline = simulate(program, state.machine, state.world)
         state.frame.add(program, kept_bytes(state.loader.kept_offsets()), timeline, state.choices[phase])
-        directory = state.dump_dir()
-        if directory:
-            with open(os.path.join(directory, phase, "program.txt"), "w") as f:
-                f.write(program.text() + "\n")
+        self._dump(program, phase, "program.txt")
+        if program.reduces:
+            self._accumulating(program)
         return _boxed(state.loader.load(program, fns))
+
+    def _accumulating(self, program: Program) -> None:
+        """Show what a backward does under ``zero.no_sync``."""
+        state = self.state
+        owners = {r.owner for r in program.reduces}
+        kept = accumulating(program, owners)
+        verify_accumulating(kept, program, owners, {ref.owner: p.world for ref, p in state.params.items()})
+        state.frame.accumulating = kept, simulate(kept, state.machine, state.world)
+        self._dump(kept, program.phase, "program_no_sync.txt")
+
+    def _dump(self, program: Program, folder: str, name: str) -> None:
+        directory = self.state.dump_dir()
+        if directory:
+            with open(os.path.join(directory, folder, name), "w") as f:
+                f.write(program.text() + "\n")
 
     def _compile_segments(self, program: Program, segments: Sequence[Any], phase: str) -> list[Any]:
         keys: dict[str, int] = {}

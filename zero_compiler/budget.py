@@ -8,17 +8,17 @@ change) lies a choice for each weight: keeping it costs its bytes and saves its 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arena import aligned
 from .errors import MemoryBudgetError
 from .ir.facts import ParamRef
+from .keeping import most_accumulating
 from .knapsack import Candidate, choose
-from .live import most, most_accumulating
+from .live import most
 from .placing import ASSUMED_STATE_BYTES
-from .program import Compute, Program, ReduceDesc
+from .program import Compute, Program
 from .report import Memory
 from .scratch import scratch_bytes
 
@@ -105,7 +105,6 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                 optimizer += states if tier == "none" else 0
     largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
     accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
-    accumulating += _cast_bytes(policies, programs)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
     arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
@@ -131,23 +130,6 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
         waiting,
         accumulating,
     )
-
-
-def _cast_bytes(policies: Sequence[Any], programs: Sequence[Program]) -> int:
-    """Most bytes of one gradient on its way to a sum that waits: in the dtype of the sum, where it has another."""
-    by_key = {p.key: p for p in policies}
-
-    def copied(r: ReduceDesc) -> int:
-        infos = [by_key[r.owner].params[name] for name in r.names]
-        sizes = [
-            math.prod(shape) * info.reduce_dtype.itemsize
-            for info, shape in zip(infos, r.shapes, strict=True)
-            if r.tile is not None or info.gather_dtype != info.reduce_dtype
-        ]
-        return max(sizes, default=0)
-
-    # Of a part of a model alone: frames of the whole reduce what is not its own, too.
-    return max((copied(r) for p in programs for r in p.reduces if r.owner in by_key), default=0)
 
 
 def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:

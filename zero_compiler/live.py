@@ -82,7 +82,7 @@ def live_bytes(
                 for r in roots[node_of[o]]:
                     holders.setdefault(r, set()).add(o)
         free = getattr(instr, "free", ())
-        if isinstance(instr, Reduce) and _read_in_place(program.reduces[instr.index]):
+        if isinstance(instr, Reduce) and read_in_place(program.reduces[instr.index]):
             in_flight[instr.index], free = free, ()
         if isinstance(instr, Offload) and program.offloads[instr.index].tier == "host":
             leaving[instr.index], free = free, ()
@@ -177,22 +177,6 @@ def most(program: Program, gradients: int) -> int:
     return max((m.others + min(gradients, m.gradients + rest) for m in rows), default=0)
 
 
-def most_accumulating(program: Program, gradients: int, full: int) -> int:
-    """The same in a step that accumulates under ``zero.no_sync``, in whichever of its calls: full gradients wait from
-    one backward to the next, and the last backward holds each until it is reduced.
-
-    Args:
-        full: bytes of all full gradients of the model, in the dtype that they are summed in.
-    """
-    rows = moments(program)
-    waiting = full + max((m.others for m in rows), default=0)
-    if program.phase != "backward" or not rows:
-        return waiting
-    end = rows[-1]
-    elsewhere = max(0, full - end.full, gradients - end.gradients)  # those of other Programs
-    return max(waiting, max(m.others + m.gradients + end.full - m.full for m in rows) + elsewhere)
-
-
 def idle_bytes(programs: Iterable[Program], gradients: int, most_bytes: int) -> int:
     """Of the storages of gradients, how many bytes may wait for the next backward without raising a peak.
 
@@ -213,7 +197,7 @@ def idle_bytes(programs: Iterable[Program], gradients: int, most_bytes: int) -> 
     return max(0, idle)
 
 
-def _read_in_place(r: ReduceDesc) -> bool:
+def read_in_place(r: ReduceDesc) -> bool:
     """Whether a gradient lives until its reduction ends: it may be reduced from where it lies."""
     if r.shared:
         return False

@@ -18,7 +18,7 @@ import torch
 from .ir.facts import ParamRef
 from .runtime.stores import blocks
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class ReduceDesc:
     when their own ranks' gradients are summed up, an all-reduce between them follows, which may be under way until
     the next reduction lands, or the Program ends.
     With ``tile`` only a part of one gradient is reduced; the wait for the last part gives all of this rank's rows.
+    The gradients come in ``grad_dtype``; "" stands for ``dtype``.
     """
 
     owner: str
@@ -105,6 +106,7 @@ class ReduceDesc:
     stored: bool = False
     copies: int = 1
     tile: Part | None = None
+    grad_dtype: str = ""
 
     @property
     def how(self) -> str:
@@ -115,6 +117,36 @@ class ReduceDesc:
     @property
     def label(self) -> str:
         return f"reduction of the gradients of {_few(self.names)}{_of(self.tile)}"
+
+
+@dataclass(frozen=True)
+class KeepDesc:
+    """Full gradients of this rank that come in ``grad_dtype``, and are added to what waits, in ``dtype``, for the next
+    backward that reduces. With ``tile`` it is a part of one gradient."""
+
+    owner: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    grad_dtype: str
+    tile: Part | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait."""
+        return sum(map(math.prod, self.shapes)) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def cast_bytes(self) -> int:
+        """Most bytes that stand beside gradients and sums while one is added to the other: of each in turn the copy in
+        the dtype of the sum, or the part that is cut from it."""
+        if self.tile is None and self.grad_dtype == self.dtype:
+            return 0
+        return max(map(math.prod, self.shapes)) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def label(self) -> str:
+        return f"sum of the gradients of {_few(self.names)}{_of(self.tile)}"
 
 
 def _of(tile: Part | None) -> str:
@@ -223,6 +255,16 @@ class WaitReduce:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Add the gradients ``ins`` to what waits for a reduction, as ``keeps`` at ``index`` says."""
+
+    index: int
+    ins: tuple[int, ...]
+    free: tuple[int, ...]
+    op: str = "keep"
+
+
+@dataclass(frozen=True)
 class Offload:
     """Copy the value ``ins`` to its place in the pool and start to write it to its file; ``outs`` is its ticket."""
 
@@ -277,6 +319,7 @@ Instr = (
     | Compute
     | Reduce
     | WaitReduce
+    | Keep
     | Offload
     | WaitOffload
     | Restore
@@ -292,6 +335,7 @@ _KINDS: dict[str, type] = {
     "compute": Compute,
     "reduce": Reduce,
     "wait_reduce": WaitReduce,
+    "keep": Keep,
     "offload": Offload,
     "wait_offload": WaitOffload,
     "restore": Restore,
@@ -306,6 +350,7 @@ class Program:
 
     Args:
         phase: "forward", "backward" or "inference".
+        keeps: gradients that a backward under ``zero.no_sync`` adds up instead of reducing them (see `keeping.py`).
         num_values: size of the value table; inputs are values 0 to ``num_inputs`` - 1.
         outputs: value of each output; None for an output that is None, or a constant in ``constants``.
         segments: text of each distinct compute segment.
@@ -348,7 +393,18 @@ class Program:
     storages: list[int] = field(default_factory=list)
     lies_in: list[tuple[int, ...]] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)
+    keeps: list[KeepDesc] = field(default_factory=list)
     version: int = VERSION
+
+    @property
+    def title(self) -> str:
+        """The phase, and which of its two Programs this is."""
+        return f"{self.phase} under zero.no_sync" if self.keeps else self.phase
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of full gradients that wait for their reduction when this Program has run."""
+        return sum(k.nbytes for k in self.keeps)
 
     @property
     def file_bytes(self) -> int:
@@ -365,7 +421,7 @@ class Program:
 
         Only parameters, order, placement and world size are in it; never sizes of activations.
         """
-        lines = [f"phase {self.phase}"]
+        lines = [f"phase {self.title}"]
         for instr in self.instrs:
             if isinstance(instr, Gather):
                 g = self.gathers[instr.index]
@@ -386,7 +442,7 @@ class Program:
     def params(self) -> list[ParamRef]:
         """Parameters that the Program moves, without repeats."""
         out: dict[ParamRef, None] = {}
-        descs: list[GatherDesc | ReduceDesc] = [*self.gathers, *self.reduces]
+        descs: list[GatherDesc | ReduceDesc | KeepDesc] = [*self.gathers, *self.reduces, *self.keeps]
         for desc in descs:
             for name in desc.names:
                 out[ParamRef(desc.owner, name)] = None
@@ -415,6 +471,7 @@ class Program:
         data["gathers"] = [GatherDesc(**_desc(g)) for g in data["gathers"]]
         data["offloads"] = [OffloadDesc(**_tuples(o)) for o in data["offloads"]]
         data["reduces"] = [ReduceDesc(**_desc(r)) for r in data["reduces"]]
+        data["keeps"] = [KeepDesc(**_desc(k)) for k in data["keeps"]]
         data["lies_in"] = [tuple(v) for v in data["lies_in"]]
         return Program(**data)
 
@@ -453,6 +510,9 @@ class Program:
         if isinstance(instr, Compute):
             of = f": {self.modules[instr.segment]}" if instr.segment < len(self.modules) else ""
             return f"compute         segment {instr.segment}{of}"
+        if isinstance(instr, Keep):
+            k = self.keeps[instr.index]
+            return f"keep            {_sized(k.names, k.shapes, k.dtype)}{_of(k.tile)}"
         r = self.reduces[instr.index]
         if isinstance(instr, Reduce):
             return f"{r.how:<15} {_sized(r.names, r.shapes, r.dtype)}{_of(r.tile)}"

@@ -10,6 +10,7 @@ import torch
 from .program import (
     Compute,
     Discard,
+    Keep,
     Offload,
     Program,
     Reduce,
@@ -55,6 +56,9 @@ def recount(program: Program) -> list[tuple[int, int]]:
     reduced = 0  # gradients
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
     sums = restored = 0  # on their way between ranks with the same rows; back from the host of an accelerator
+    waiting = (
+        program.waiting_bytes
+    )  # of full gradients: an earlier backward has left as many as this one will
     rows = []
     for instr in program.instrs:
         free = tuple(getattr(instr, "free", ()))
@@ -70,6 +74,8 @@ def recount(program: Program) -> list[tuple[int, int]]:
             free = lent.pop(("offload", instr.index), ())
         elif isinstance(instr, Restore) and program.offloads[instr.index].tier == "host":
             restored += program.offloads[instr.index].nbytes
+        elif isinstance(instr, Keep):
+            most = values.nbytes + program.keeps[instr.index].cast_bytes
         elif isinstance(instr, Reduce):
             r = program.reduces[instr.index]
             if _read_until_the_wait(r):
@@ -86,7 +92,7 @@ def recount(program: Program) -> list[tuple[int, int]]:
             if not _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
         most = max(most, values.nbytes)
-        rows.append((reduced, most + sums + restored))
+        rows.append((reduced, most + sums + restored + waiting))
         values.die(free)
         if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
             restored -= program.offloads[instr.index].nbytes

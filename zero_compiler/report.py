@@ -33,12 +33,36 @@ class Frame:
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
     bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
     bucket_why: str = ""
+    accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
 
     def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
         self.programs[program.phase] = program
         self.timelines[program.phase] = timeline
         self.choices[program.phase] = choice
         self.kept_bytes = max(self.kept_bytes, kept_bytes)
+
+    def every_program(self) -> list[Program]:
+        """Those of its phases, and that of the backward under ``zero.no_sync``."""
+        return [*self.programs.values(), *([self.accumulating[0]] if self.accumulating else [])]
+
+    def every_timeline(self) -> dict[str, Timeline]:
+        """Theirs, by title."""
+        more = {self.accumulating[0].title: self.accumulating[1]} if self.accumulating else {}
+        return {**self.timelines, **more}
+
+    def accumulating_lines(self) -> list[str]:
+        """That one in short: it differs from the backward in its reductions alone."""
+        if self.accumulating is None:
+            return []
+        program, timeline = self.accumulating
+        count = len({(k.owner, name) for k in program.keeps for name in k.names})
+        return [
+            "",
+            f"frame {self.index}, {program.title}: {len(program.instrs)} instructions on the same segments, "
+            f"{count} gradients kept in {program.waiting_bytes:,} bytes instead of reduced, "
+            f"arena {program.buffer_bytes:,} bytes, peak {max(program.live, default=0):,} bytes",
+            timeline.lines()[0],
+        ]
 
 
 @dataclass(frozen=True)
@@ -136,7 +160,7 @@ class Report:
                     "index": f.index,
                     "config": f.config.to_dict(),
                     "passes": [{"name": n, "seconds": s, "nodes": k} for n, s, k in f.trace.rows],
-                    "programs": {phase: p.to_dict() for phase, p in f.programs.items()},
+                    "programs": {p.title: p.to_dict() for p in f.every_program()},
                     "prefetch": {
                         phase: {
                             "why": c.why,
@@ -149,7 +173,7 @@ class Report:
                     "held_bytes": f.held_bytes,
                     "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],
-                    "timelines": {phase: t.to_dict() for phase, t in f.timelines.items()},
+                    "timelines": {title: t.to_dict() for title, t in f.every_timeline().items()},
                 }
                 for f in self.frames
             ],
@@ -224,6 +248,8 @@ class Report:
                     *([program.text()] if instructions else []),
                 ]
                 lines += [f"note: {n}" for n in program.notes]
+                if phase == "backward":
+                    lines += frame.accumulating_lines()
             lines.append(
                 f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}"
             )

@@ -7,6 +7,7 @@ slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from .program import (
     Compute,
     Fetch,
     Gather,
+    Keep,
+    KeepDesc,
     Offload,
     Program,
     Reduce,
@@ -205,6 +208,9 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
         elif isinstance(instr, Reduce):
             label = program.reduces[instr.index].label
             reduces[instr.index] = sim.start(LINK, label, *reduce_costs[instr.index])
+        elif isinstance(instr, Keep):
+            keep = program.keeps[instr.index]
+            sim.compute(keep.label, _sum_us(keep, spec))
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
         elif isinstance(instr, (Offload, Restore)):
@@ -223,6 +229,13 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
         reached.append(sim.now)
     sim.drain()
     return Timeline(sim.now, sim.stalled, sim.spans, reached)
+
+
+def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
+    """Time to add gradients to what waits: they are read, and the sums are read and written."""
+    numel = sum(map(math.prod, keep.shapes))
+    item = getattr(torch, keep.grad_dtype).itemsize + 2 * getattr(torch, keep.dtype).itemsize
+    return numel * item / spec.memory_bytes_per_us + len(keep.names) * spec.kernel_us
 
 
 class _Simulator:

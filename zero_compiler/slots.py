@@ -141,6 +141,7 @@ def plan_slots(
             stored=all(p.grad_filed for p in plans),
             copies=plans[0].copies,
             tile=_part(node, plans[0]),
+            grad_dtype=_dtype_text(plans[0].gather_dtype),
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]

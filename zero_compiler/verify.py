@@ -6,8 +6,8 @@ Shares no code with the planner of the arenas: lifetimes are read off the instru
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NoReturn
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,9 +19,12 @@ from .program import (
     Fetch,
     Gather,
     Instr,
+    Keep,
+    KeepDesc,
     Offload,
     Program,
     Reduce,
+    ReduceDesc,
     Release,
     Restore,
     WaitFetch,
@@ -58,6 +61,47 @@ def verify_program(
     _memory(program, worlds)
     if budget_bytes is not None:
         _budget(program, budget_bytes, gradients_bytes)
+
+
+def verify_accumulating(
+    program: Program, base: Program, owners: Collection[str], worlds: Mapping[str, int]
+) -> None:
+    """Prove that ``program`` does what ``base`` does, in its order, but for the reductions of ``owners``: each gradient
+    that these reduce is kept.
+
+    Raises:
+        VerifyError: naming the gradient, or the fact that is broken.
+    """
+    verify_program(program, worlds)
+    have, want = _gradients(program), _gradients(base)
+    for gradient in want:
+        if gradient not in have:
+            raise VerifyError(f"the gradient of {gradient[1]} is lost: it is neither kept nor reduced")
+    for r in program.reduces:
+        if r.owner in owners:
+            raise VerifyError(f"{r.label}: they are to be kept")
+    for k in program.keeps:
+        if k.owner not in owners:
+            raise VerifyError(f"{k.label}: they are to be reduced")
+    moving = (Reduce, WaitReduce, Keep)
+    rest, base_rest = ([i for i in p.instrs if not isinstance(i, moving)] for p in (program, base))
+    if rest != base_rest or have != want:
+        raise VerifyError("a backward under zero.no_sync does something else than the one that reduces")
+    rows = {v for i in base.instrs if isinstance(i, WaitReduce) for v in i.outs}
+    for mine, theirs in zip(program.outputs, base.outputs, strict=True):
+        if mine != theirs and not (mine is None and theirs in rows):
+            raise VerifyError(f"output {theirs} is lost")
+
+
+def _gradients(program: Program) -> list[tuple[Any, ...]]:
+    """Each gradient, or tile of one, that is kept or reduced, in order: whose it is, how it is summed, its value."""
+    found = []
+    for instr in program.instrs:
+        if isinstance(instr, (Reduce, Keep)):
+            desc: Any = (program.keeps if isinstance(instr, Keep) else program.reduces)[instr.index]
+            for name, shape, value in zip(desc.names, desc.shapes, instr.ins, strict=True):
+                found.append((desc.owner, name, shape, desc.dtype, desc.tile, value))
+    return found
 
 
 def _fail(i: int, instr: Instr, fact: str) -> NoReturn:
@@ -102,6 +146,7 @@ def _transfers(program: Program) -> None:
         Release: ("gather", "ready", "released"),
         Reduce: ("reduce", "idle", "started"),
         WaitReduce: ("reduce", "started", "done"),
+        Keep: ("keep", "idle", "done"),
         Offload: ("offload", "idle", "started"),
         WaitOffload: ("offload", "started", "released"),
         Restore: ("offload", "idle", "started"),
@@ -134,16 +179,19 @@ def _transfers(program: Program) -> None:
     for k, offload in enumerate(program.offloads):
         if (have := state.get(("offload", k), "idle")) != "released":
             raise VerifyError(f"{offload.label} ends {have}, must end released")
-    reduced: set[tuple[str, str]] = set()
     for k, reduction in enumerate(program.reduces):
         if state.get(("reduce", k), "idle") != "done":
             raise VerifyError(f"{reduction.label} is not waited for")
-        if reduction.tile is not None:
-            continue
-        for name in reduction.names:
-            if (reduction.owner, name) in reduced:
+    for k, keep in enumerate(program.keeps):
+        if state.get(("keep", k), "idle") != "done":
+            raise VerifyError(f"the {keep.label} is not made")
+    reduced: set[tuple[str, str]] = set()
+    summed: list[ReduceDesc | KeepDesc] = [*program.reduces, *program.keeps]
+    for desc in summed:
+        for name in desc.names if desc.tile is None else ():
+            if (desc.owner, name) in reduced:
                 raise VerifyError(f"the gradient of {name} is reduced twice")
-            reduced.add((reduction.owner, name))
+            reduced.add((desc.owner, name))
     _tiles(program, reduced)
 
 

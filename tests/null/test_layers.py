@@ -26,6 +26,7 @@ RANKS = {
     "arena": 3,
     "cost": 3,
     "knapsack": 3,
+    "keeping": 7,
     "layout": 3,
     "group": 3,
     "mesh": 3,

@@ -17,7 +17,8 @@ from torch import fx, nn
 import zero_compiler as zero
 from zero_compiler import live
 from zero_compiler.ir import ops
-from zero_compiler.live import idle_bytes, most, most_accumulating
+from zero_compiler.keeping import most_accumulating
+from zero_compiler.live import idle_bytes, most
 from zero_compiler.program import (
     Compute,
     Gather,

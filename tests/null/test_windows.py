@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 
@@ -13,8 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, ShardError
+from zero_compiler.modules import policies_of
+from zero_compiler.runtime import session
 
 ATEN = {"compute": "aten"}
+# The Programs of a frame that is trained.
+TRAINED = ["backward", "backward under zero.no_sync", "forward"]
 WAITING = "not reduced yet: they were accumulated under zero.no_sync; run a backward outside"
 
 
@@ -247,7 +252,10 @@ def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stag
     call = use(model, "compiled")
 
     def phases():
-        return [sorted(f["programs"]) for f in zero.inspect(call).to_dict()["frames"]]
+        frames = zero.inspect(call).to_dict()["frames"]
+        return [sorted(f["programs"]) for f in frames], [
+            c.compiled for c in policies_of(model)[0].compilers.values()
+        ]
 
     def graphs():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -259,12 +267,14 @@ def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stag
 
     before = graphs()
     train((0, True))
-    assert phases() == [["backward", "forward"]]
+    first, segments = phases()
+    assert first == [TRAINED]
     train((1, True), (2, False), (3, False), (4, True))
-    assert phases() == [["backward", "forward"]]
+    assert phases() == ([TRAINED], segments)
     with torch.no_grad():
         call(batch(5))
-    assert phases() == [["backward", "forward"], ["inference"]]
+    both, segments = phases()
+    assert both == [TRAINED, ["inference"]]
     model.zero_grad()
     for step in range(2):
         train((step, False), (step, True))
@@ -272,8 +282,33 @@ def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stag
         model.zero_grad()
         with torch.no_grad():
             call(batch(6))
-    assert phases() == [["backward", "forward"], ["inference"]]
+    assert phases() == ([TRAINED, ["inference"]], segments)
     assert graphs() - before == 2
+
+
+def test_programs_under_no_sync_are_made_when_they_are_needed_and_once():
+    """Of two models in one frame either may be under no_sync without the other."""
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    outer = copy.deepcopy(reference)
+    inner = zero.shard(outer[0])
+    zero.shard(outer)
+    call = use(outer, "compiled")
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        derive = session.accumulating
+        patch.setattr(
+            session, "accumulating", lambda p, owners: made.append(len(owners)) or derive(p, owners)
+        )
+        for seed, model in enumerate((inner, outer, inner, outer)):
+            with zero.no_sync(model):
+                call(batch(seed)).sum().backward()
+            assert "not reduced yet" in repr(inner.weight.grad)
+            assert ("not reduced yet" in repr(outer[1].weight.grad)) == (model is outer)
+            reference(batch(seed)).sum().backward()
+    assert made == [1, 2]
+    call(batch(9)).sum().backward()
+    reference(batch(9)).sum().backward()
+    same(grads(outer), grads(reference))
 
 
 # --- gathered ----------------------------------------------------------------------------------------------------
@@ -489,7 +524,7 @@ def test_inspect_with_example_inputs_plans_and_runs_nothing(inputs):
     model.first.register_forward_hook(lambda *_: seen.append(1))
     before = values(model)
     report = zero.inspect(call, example_inputs=inputs)
-    assert [set(f["programs"]) for f in report.to_dict()["frames"]] == [{"forward", "backward"}]
+    assert [sorted(f["programs"]) for f in report.to_dict()["frames"]] == [TRAINED]
     assert "planned from example inputs: nothing was run" in str(report)
     same(values(model), before)
     assert all(p.grad is None for p in model.parameters())
@@ -497,7 +532,7 @@ def test_inspect_with_example_inputs_plans_and_runs_nothing(inputs):
     call(batch()).backward()
     (ran,) = zero.inspect(call).to_dict()["frames"]
     (planned,) = report.to_dict()["frames"]
-    for phase in ("forward", "backward"):
+    for phase in TRAINED:
         assert ran["programs"][phase]["instrs"] == planned["programs"][phase]["instrs"]
         assert ran["programs"][phase]["live"] == planned["programs"][phase]["live"]
 
@@ -505,7 +540,7 @@ def test_inspect_with_example_inputs_plans_and_runs_nothing(inputs):
 def test_inspect_plans_where_the_shard_names_how_to_compute():
     model = zero.shard(two(), compute="inductor")
     (frame,) = zero.inspect(use(model, "compiled"), example_inputs=(batch(),)).to_dict()["frames"]
-    assert set(frame["programs"]) == {"forward", "backward"}
+    assert sorted(frame["programs"]) == TRAINED
 
 
 def test_inspect_after_calls_lists_every_frame_and_goes_through_json(tmp_path):
@@ -517,7 +552,8 @@ def test_inspect_after_calls_lists_every_frame_and_goes_through_json(tmp_path):
     report = zero.inspect(call)
     data = report.to_dict()
     assert json.loads(json.dumps(data)) == json.loads(json.dumps(zero.inspect(model).to_dict()))
-    assert [sorted(f["programs"]) for f in data["frames"]] == [["backward", "forward"], ["inference"]]
+    assert [sorted(f["programs"]) for f in data["frames"]] == [TRAINED, ["inference"]]
+    assert [sorted(f["timelines"]) for f in data["frames"]] == [TRAINED, ["inference"]]
     report.save_json(str(tmp_path / "plan.json"))
     with open(tmp_path / "plan.json") as f:
         again = json.load(f)
@@ -527,7 +563,7 @@ def test_inspect_after_calls_lists_every_frame_and_goes_through_json(tmp_path):
     for frame in again["frames"]:
         for phase, program in frame["programs"].items():
             loaded = Program.from_dict(program)
-            assert loaded.phase == phase
+            assert loaded.title == phase
             assert json.loads(loaded.to_json()) == program
     assert zero.Config.from_dict(again["frames"][0]["config"]).stage == 2
     assert "stage 2, rank 0 of 1, 4 parameters" in str(report)
@@ -556,6 +592,9 @@ def test_zero_dump_writes_a_file_a_pass_and_only_when_set(tmp_path, monkeypatch)
         )
         assert "first.weight" in (frame / phase / "program.txt").read_text()
         assert "live" in (frame / phase / numbered[-1]).read_text()
+    kept = (frame / "backward" / "program_no_sync.txt").read_text()
+    assert "keep            first.weight float32[3, 4], first.bias float32[3]" in kept
+    assert "reduce" not in kept
 
 
 @both_ways
