@@ -66,14 +66,20 @@ def keep(
         for plan, name in zip(open_, names, strict=True):
             by_key[plan.ref.owner].kept[plan.ref.name] = name in kept
 
-    chosen = choose(candidates, room_bytes)
-    while chosen:
-        note(chosen)
-        if (over := over_bytes()) <= 0:
-            break
-        room_bytes = min(room_bytes - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
-        chosen = choose(candidates, room_bytes) if room_bytes > 0 else frozenset()
-    note(set(agreed(first, key, "\n".join(sorted(chosen))).split("\n")))
+    try:
+        chosen = choose(candidates, room_bytes)
+        while chosen:
+            note(chosen)
+            if (over := over_bytes()) <= 0:
+                break
+            room_bytes = min(room_bytes - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
+            chosen = choose(candidates, room_bytes) if room_bytes > 0 else frozenset()
+        text = agreed(first, key, "\n".join(sorted(chosen)))
+    except BaseException:
+        for plan in open_:  # only tried: no other rank knows of it
+            by_key[plan.ref.owner].kept.pop(plan.ref.name, None)
+        raise
+    note(set(text.split("\n")))
 
 
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
@@ -146,7 +152,8 @@ def _cast_bytes(policies: Sequence[Any], programs: Sequence[Program]) -> int:
         ]
         return max(sizes, default=0)
 
-    return max((copied(r) for p in programs for r in p.reduces), default=0)
+    # A Program may reduce gradients of other models too.
+    return max((copied(r) for p in programs for r in p.reduces if r.owner in by_key), default=0)
 
 
 def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:
@@ -219,9 +226,12 @@ def peak_at(programs: Sequence[Program]) -> str:
     """The instruction after which most bytes are live, in words."""
     best, where = -1, "rest"
     for program in programs:
+        others = program.before_bytes + program.again_bytes
         for live, instr in zip(program.live, program.instrs, strict=True):
-            if live > best:
-                best = live
+            if live + others > best:
+                best = live + others
                 what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
                 where = f"{what} of the {program.phase}"
+                if others:
+                    where += f", beside {others:,} bytes of other frames, into which graph breaks cut the model"
     return where
