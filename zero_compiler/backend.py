@@ -75,9 +75,15 @@ def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
     Args:
         frame: the first one that its traceback is to show.
     """
-    kind = type(error)
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__init__": ShortenTraceback.__init__}
-    again: ZeroError = type(kind.__name__, (kind, ShortenTraceback), named)(*error.args, first_useful_frame=frame)
+    kind, text = type(error), str(error)
+    named = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__init__": ShortenTraceback.__init__,
+        "__str__": lambda _: text,  # without the advice that Dynamo adds to what fails in it
+    }
+    handed_on = type(kind.__name__, (kind, ShortenTraceback), named)
+    again: ZeroError = handed_on(*error.args, first_useful_frame=frame)
     again.__dict__.update(vars(error))
     return again
 

@@ -222,16 +222,19 @@ def _advice(memory: Memory, world: int) -> str:
     )
 
 
-def peak_at(programs: Sequence[Program]) -> str:
-    """The instruction after which most bytes are live, in words."""
-    best, where = -1, "rest"
-    for program in programs:
-        others = program.before_bytes + program.again_bytes
-        for live, instr in zip(program.live, program.instrs, strict=True):
-            if live + others > best:
-                best = live + others
-                what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
-                where = f"{what} of the {program.phase}"
-                if others:
-                    where += f", beside {others:,} bytes of other frames, into which graph breaks cut the model"
-    return where
+def peak_at(programs: Sequence[Program], gradients: int) -> str:
+    """The instruction after which most bytes are live, in words.
+
+    Args:
+        gradients: bytes of all gradients of the model.
+    """
+    programs = [p for p in programs if p.instrs]
+    if not programs:
+        return "rest"
+    program = max(programs, key=lambda p: most(p, gradients))
+    at = max(range(len(program.instrs)), key=program.live.__getitem__)
+    instr = program.instrs[at]
+    what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
+    others = program.before_bytes + program.again_bytes
+    beside = f", beside {others:,} bytes of other frames, into which graph breaks cut the model" if others else ""
+    return f"{what} of the {program.phase}{beside}"

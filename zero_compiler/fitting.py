@@ -341,7 +341,7 @@ class Fitting:
         programs = [low.emitted.program for low in lowered.values()]
         policies = list(state.policies.values())
         memory = state.memory(programs)
-        where = budget.peak_at([*programs, *state.waiting])
+        where = budget.peak_at([*programs, *state.waiting], memory.gradients)
         budget.check(memory, budget_bytes, where, policies[0].group.world)
         # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
         gradients = max(
@@ -434,7 +434,7 @@ class Fitting:
         policies, programs = list(state.policies.values()), list(state.frame.programs.values())
         every = [*programs, *state.waiting]
         memory = budget.memory_of(policies, every, state.frame.kept_bytes)
-        budget.check(memory, budget_bytes, budget.peak_at(every), policies[0].group.world)
+        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies[0].group.world)
         worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
         room = budget_bytes - memory.at_rest + memory.gradients
         for program in programs:

@@ -149,7 +149,7 @@ def test_without_gradients_nothing_waits():
 
 
 def test_the_message_says_what_other_frames_hold():
-    _, _, frames, _ = free(count=256)
+    _, memory, frames, _ = free(count=256)
     programs = list(frames[1].programs.values())
-    assert f"beside {frames[0].saved_bytes:,} bytes of other frames" in peak_at(programs)
-    assert "other frames" not in peak_at([frames[0].programs["forward"]])
+    assert f"beside {frames[0].saved_bytes:,} bytes of other frames" in peak_at(programs, memory.gradients)
+    assert "other frames" not in peak_at([frames[0].programs["forward"]], memory.gradients)
