@@ -37,8 +37,8 @@ class Planned:
 
 
 def planned_for(policies: Sequence[Any]) -> Planned | None:
-    """By the frames compiled so far; None without a budget. Of several budgets the least; where a frame was compiled again
-    for another one, the last."""
+    """By the frames compiled so far; None without a budget. Of several budgets the least; where a frame was compiled
+    again for another one, the last."""
     frames = frames_of(policies)
     last = {f.code or f.index: f.config.memory_budget_bytes for f in frames}
     budgets = [b for b in last.values() if b is not None]
@@ -72,8 +72,8 @@ def need_of(program: Program, policies: Sequence[Any], planned: Planned | None, 
     rest, idle = memory.at_rest - memory.gradients, program.idle_bytes
     rows, full = _held((policy, policy.params) for policy in policies)
     if backward and (full or not reduces):
-        # All of the step is looked at when it begins: the forward and the last backward that follow need as much, and so
-        # do other frames of this backward, which find gradients that it has made.
+        # All of the step is looked at when it begins: the forward and the last backward that follow need as much, and
+        # so do other frames of this backward, which find gradients that it has made.
         running = torch._C._current_graph_task_id()
         if all(policy.looked == running for policy in policies):
             return Need(0, 0)

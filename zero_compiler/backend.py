@@ -64,7 +64,7 @@ def zero(
         with _disable_current_modes():
             broken.end_call()
         if isinstance(ours, ZeroError):
-            # Another rank's failure: the same call may do when it is tried again, so nothing may stand in Dynamo's cache.
+            # Another rank's failure: the same call may do when it is tried again, so nothing may be left to be found.
             raise _handed_on(ours, inspect.currentframe()) from None
         raise
 

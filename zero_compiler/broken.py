@@ -37,8 +37,8 @@ class Broken:
         return sorted((p for p in ops.owners() if p.key in self._owners), key=lambda p: p.serial)
 
     def end_call(self) -> None:
-        """Let the call end on all ranks, as it does here. Where no rank could compile and none has before, what they have
-        decided on the way is forgotten: it was for sizes or a budget that did not do."""
+        """Let the call end on all ranks, as it does here. Where no rank could compile and none has before, what they
+        have decided on the way is forgotten: it was for sizes or a budget that did not do."""
         policies = self._policies()
         if self._failure is None or not policies or policies[0].broken is not None:
             return

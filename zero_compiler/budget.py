@@ -236,5 +236,7 @@ def peak_at(programs: Sequence[Program], gradients: int) -> str:
     instr = program.instrs[at]
     what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
     others = program.before_bytes + program.again_bytes
-    beside = f", beside {others:,} bytes of other frames, into which graph breaks cut the model" if others else ""
+    beside = (
+        f", beside {others:,} bytes of other frames, into which graph breaks cut the model" if others else ""
+    )
     return f"{what} of the {program.phase}{beside}"

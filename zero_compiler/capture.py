@@ -72,7 +72,9 @@ def owners_in(gm: fx.GraphModule) -> set[str]:
     """Keys of the sharded models whose weights a frame reads."""
     markers = (ops.unshard, torch.ops.zero.unshard)
     graphs = [sub.graph for sub in gm.modules() if isinstance(sub, fx.GraphModule)]
-    return {str(n.args[3]) for g in graphs for n in g.nodes if n.op == "call_function" and n.target in markers}
+    return {
+        str(n.args[3]) for g in graphs for n in g.nodes if n.op == "call_function" and n.target in markers
+    }
 
 
 def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:

@@ -106,7 +106,9 @@ class Policy:
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
         # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
-        self.looked: int | None = None  # the backward in which accumulation was looked at, by autograd's number
+        self.looked: int | None = (
+            None  # the backward in which accumulation was looked at, by autograd's number
+        )
         self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def _bind(self) -> None:
@@ -324,7 +326,7 @@ class Policy:
             self.broken = f"an earlier call of the model broke off on {who}: {reason}"
 
     def forget(self) -> None:
-        """Nothing is decided: no rank could compile this model, and none holds a Program of it. All ranks forget alike."""
+        """Nothing is decided: no rank could compile this model, and none holds a Program of it. All ranks do alike."""
         for decided in (self.kept, self.tile_bytes, self.distances, self.shown):
             decided.clear()
         if self.runtime is not None:

@@ -40,7 +40,9 @@ class Frame:
     bucket_why: str = ""
     code: str = ""  # of what Dynamo compiled, as in Captured
     saved_bytes: int = 0  # what forward hands to backward
-    behind: set[str] = field(default_factory=set)  # code that has run after its forward and before its backward
+    behind: set[str] = field(
+        default_factory=set
+    )  # code that has run after its forward and before its backward
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)  # whose backward is still due
 
     def opened(self) -> Call:
@@ -255,7 +257,9 @@ class Report:
 def _beside(program: Program) -> list[str]:
     before, again = program.before_bytes, program.again_bytes
     saved = [f"{before:,} bytes that frames before it have saved for backward"] if before else []
-    stored = [f"{again:,} bytes of gradients of its weights that frames behind it have stored"] if again else []
+    stored = (
+        [f"{again:,} bytes of gradients of its weights that frames behind it have stored"] if again else []
+    )
     return [f"meanwhile other frames hold {' and '.join([*saved, *stored])}"] if saved or stored else []
 
 

@@ -110,8 +110,13 @@ def test_a_budget_that_does_not_do_on_some_ranks_is_an_error_on_all(world, faili
     texts = run_ranks(too_large, world, failing, timeout=240.0, group_timeout=GROUP_TIMEOUT_S)
     for k in range(2):
         reasons = [texts[rank][k] for rank in failing]
-        assert all(r.startswith("memory_budget_bytes=") and "bytes too small for this rank" in r for r in reasons)
-        told = {f"rank {f} of {world} could not compile its part of this call: {r}" for f, r in zip(failing, reasons)}
+        assert all(
+            r.startswith("memory_budget_bytes=") and "bytes too small for this rank" in r for r in reasons
+        )
+        told = {
+            f"rank {f} of {world} could not compile its part of this call: {r}"
+            for f, r in zip(failing, reasons)
+        }
         assert all(texts[rank][k] in told for rank in range(world) if rank not in failing)
 
 

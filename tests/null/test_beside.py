@@ -82,7 +82,10 @@ def test_each_frame_counts_what_others_hold_meanwhile():
     told = str(zero.inspect(model))
     line = "meanwhile other frames hold"
     assert told.count(f"{line} {2 * activation:,} bytes that frames before it have saved for backward\n") == 2
-    assert told.count(f"{line} {WEIGHT:,} bytes of gradients of its weights that frames behind it have stored\n") == 1
+    assert (
+        told.count(f"{line} {WEIGHT:,} bytes of gradients of its weights that frames behind it have stored\n")
+        == 1
+    )
 
 
 def test_a_plan_without_ranks_counts_it_too():
@@ -123,7 +126,9 @@ def test_what_a_later_frame_adds_to_an_earlier_one_is_refused_when_it_is_compile
     peaks = [memory_of(policies, list(f.programs.values()), f.kept_bytes).peak for f in (first, second)]
     assert peaks[0] > peaks[1]  # the first one's is that of its backward, with the gradient of ``shared``
     model = sharded()
-    with pytest.raises(MemoryBudgetError, match=rf"beside {WEIGHT:,} bytes of other frames, into which graph"):
+    with pytest.raises(
+        MemoryBudgetError, match=rf"beside {WEIGHT:,} bytes of other frames, into which graph"
+    ):
         compiled(model, peaks[0] - 1)(rows(2))
     assert train(model, compiled(model, peaks[0])) == losses
 
@@ -135,9 +140,16 @@ def test_frames_compiled_again_do_not_count_each_other():
         loss = call(rows(count))
         loss.backward()
     frames = zero.inspect(model).frames
-    assert [f.saved_bytes for f in frames] == [f.saved_bytes * k for f, k in zip(frames[2:] * 2, (32, 32, 1, 1), strict=True)]
+    assert [f.saved_bytes for f in frames] == [
+        f.saved_bytes * k for f, k in zip(frames[2:] * 2, (32, 32, 1, 1), strict=True)
+    ]
     assert beside(frames, "again_bytes") == 2 * [(0, WEIGHT), (0, 0)]
-    assert [b for _, b in beside(frames, "before_bytes")] == [0, frames[0].saved_bytes, 0, frames[2].saved_bytes]
+    assert [b for _, b in beside(frames, "before_bytes")] == [
+        0,
+        frames[0].saved_bytes,
+        0,
+        frames[2].saved_bytes,
+    ]
 
 
 def test_without_gradients_nothing_waits():
