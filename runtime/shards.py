@@ -19,9 +19,10 @@ class LocalRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, names: Sequence[str], owners: Sequence[Any], *params: Any
+        ctx: Any, names: Sequence[str], owners: Sequence[Any], frame: Any, *params: Any
     ) -> tuple[torch.Tensor, ...]:
         ctx.params, ctx.names, ctx.owners = params, names, owners
+        ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
         ctx.calls = [grads.opened(owner, names) for owner in owners]
         ctx.versions = [p._version for p in params]
@@ -34,11 +35,11 @@ class LocalRows(torch.autograd.Function):
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
             return _through_autograd(ctx, *given)
-        ctx.calls = None
+        ctx.calls = ctx.due = None
         _unmodified(ctx, given)
         # Of each tensor among the inputs, in order, what accumulates its gradient.
         nodes = [node for node, _ in ctx.next_functions]
-        out: list[Any] = [None, None]
+        out: list[Any] = [None, None, None]
         for param, grad, runs in zip(ctx.params, given, grads.will_run(nodes, given), strict=True):
             if grad is not None and not (runs and not grads.hooked(param) and grads.added(param, grad)):
                 out.append(grads.as_dtensor(param, grad))
@@ -49,10 +50,10 @@ class LocalRows(torch.autograd.Function):
 
 @torch.autograd.function.once_differentiable
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
-    ctx.calls = None
+    ctx.calls = ctx.due = None
     _unmodified(ctx, given)
     grown = (None if g is None else grads.as_dtensor(p, g) for p, g in zip(ctx.params, given, strict=True))
-    return (None, None, *grown)
+    return (None, None, None, *grown)
 
 
 def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.tensor import DTensor
 
+from .beside import frames_of
 from .budget import memory_of
 from .errors import MemoryBudgetError
 from .grads import PendingGrad
@@ -35,9 +37,11 @@ class Planned:
 
 
 def planned_for(policies: Sequence[Any]) -> Planned | None:
-    """By the frames compiled so far; None without a budget. Of several budgets the least."""
-    frames = [f for p in policies for f in p.frames]
-    budgets = [f.config.memory_budget_bytes for f in frames if f.config.memory_budget_bytes is not None]
+    """By the frames compiled so far; None without a budget. Of several budgets the least; where a frame was compiled
+    again for another one, the last."""
+    frames = frames_of(policies)
+    last = {f.code or f.index: f.config.memory_budget_bytes for f in frames}
+    budgets = [b for b in last.values() if b is not None]
     if not budgets:
         return None
     programs = [p for f in frames for p in f.programs.values()]
@@ -67,13 +71,20 @@ def need_of(program: Program, policies: Sequence[Any], planned: Planned | None) 
     rest, idle = memory.at_rest - memory.gradients, program.idle_bytes
     rows, full = _held((policy, policy.params) for policy in policies)
     if backward and (full or program.keeps):
-        # All of the step is looked at when it begins: the forward and the last backward that follow need as much.
+        # All of the step is looked at when it begins: the forward and the last backward that follow need as much, and
+        # so do other frames of this backward, which find gradients that it has made.
+        running = torch._C._current_graph_task_id()
+        if all(policy.looked == running for policy in policies):
+            return Need(0, 0)
+        for policy in policies:
+            policy.looked = running
         needed, idle = rest + memory.accumulating + rows, 0
     elif backward:
         names: dict[str, list[str]] = {}
         for r in program.reduces:
             names.setdefault(r.owner, []).extend(r.names)
         rows, _ = _held((policy, names.get(policy.key, ())) for policy in policies)
+        rows = max(0, rows - program.again_bytes)  # in the plan: other frames of this backward have made them
         needed = rest + most(program, memory.gradients) + rows if rows else 0
     else:
         needed = rest + most(program, memory.gradients) + rows + full if rows or full else 0

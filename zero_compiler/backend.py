@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,17 @@ import torch
 import torch._functorch.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import (
+    RestartAnalysis,
+    ShortenTraceback,
+    SkipFrame,
+    exceptions_allowed_to_be_fallback,
+)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grads, plain, tiling
-from .capture import Captured, check_outputs, lower_parameters
+from .broken import Broken
+from .capture import Captured, check_outputs, lower_parameters, owners_in
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
@@ -43,24 +52,51 @@ def zero(
 
     An error of ours is raised by the call of the frame and not in here, where Dynamo would wrap it in one of
     its own: the user meets a :class:`~zero_compiler.errors.ConfigError` as such, when an option is unknown,
-    contradicts the shard, or belongs to ``zero.shard``.
+    contradicts the shard, or belongs to ``zero.shard``. The other ranks of the call learn of any error.
     """
     try:
         return _compile(gm, example_inputs, options, mode)
-    except ZeroError as error:
-        return _raiser(error)
-    except RuntimeError as error:
-        if not grads.mixes(error):
-            raise
-        return _raiser(grads.computes_with_shards())
+    except (*exceptions_allowed_to_be_fallback, RestartAnalysis, SkipFrame):
+        raise  # Dynamo captures the frame in another way
+    except Exception as error:
+        ours = grads.computes_with_shards() if grads.mixes(error) else error
+        broken = Broken(owners_in(gm), ours)
+        if isinstance(ours, ZeroError) and ours.failure is None:
+            return _raiser(ours, broken)
+        with _disable_current_modes():
+            broken.end_call()
+        if isinstance(ours, ZeroError):
+            # Another rank's failure: the same call may do when it is tried again, so nothing may be left to be found.
+            raise _handed_on(ours, inspect.currentframe()) from None
+        raise
 
 
-def _raiser(error: ZeroError) -> Callable[..., Any]:
+def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
+    """The same error, of a class that Dynamo does not wrap in one of its own.
+
+    Args:
+        frame: the first one that its traceback is to show.
+    """
+    kind, text = type(error), str(error)
+    named = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__init__": ShortenTraceback.__init__,
+        "__str__": lambda _: text,  # without the advice that Dynamo adds to what fails in it
+    }
+    handed_on = type(kind.__name__, (kind, ShortenTraceback), named)
+    again: ZeroError = handed_on(*error.args, first_useful_frame=frame)
+    again.__dict__.update(vars(error))
+    return again
+
+
+def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
     # Not the error itself, whose traceback holds the graph.
     kind, args, told = type(error), error.args, vars(error)
 
     @torch._dynamo.disable(reason="a frame that did not compile")
     def call(*_: Any) -> Any:
+        broken.end_call()
         again = kind(*args)
         again.__dict__.update(told)
         raise again
@@ -76,9 +112,9 @@ def _compile(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
     guard_optimizers()
-    compiled, captured, _ = compile_frame(gm, example_inputs, options, EngineLoader())
+    compiled, captured, frame = compile_frame(gm, example_inputs, options, EngineLoader())
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return plain.watched(_entry(compiled, captured) if captured.shards else compiled, example_inputs)
+    return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
 
 
 def compile_frame(
@@ -96,8 +132,8 @@ def compile_frame(
             decompositions=compiler.decompositions(),
             keep_inference_input_mutations=True,
         )(captured.gm, captured.inputs)
-    compiler.fitting.lend_gradients()
     compiler.fitting.check_budget()
+    compiler.fitting.lend_gradients()
     compiler.state.report()
     return compiled, captured, compiler.state.frame
 
@@ -110,7 +146,7 @@ def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()  # older torch does so by itself
 
 
-def _entry(compiled: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., Any]:
     """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
     shards, keep = captured.shards, captured.keep
     names = [s.ref.name for s in shards]
@@ -128,7 +164,7 @@ def _entry(compiled: Callable[..., Any], captured: Captured) -> Callable[..., An
         params = [args[i] for i in shard_args]
         if torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
-            rows = LocalRows.apply(names, [ops.owner_of(key) for key in owners], *params)
+            rows = LocalRows.apply(names, [ops.owner_of(key) for key in owners], frame, *params)
         else:
             rows = [p._local_tensor for p in params]
         return compiled(*[rows[k] if shard else args[k] for shard, k in sources])

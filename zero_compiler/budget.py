@@ -66,14 +66,20 @@ def keep(
         for plan, name in zip(open_, names, strict=True):
             by_key[plan.ref.owner].kept[plan.ref.name] = name in kept
 
-    chosen = choose(candidates, room_bytes)
-    while chosen:
-        note(chosen)
-        if (over := over_bytes()) <= 0:
-            break
-        room_bytes = min(room_bytes - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
-        chosen = choose(candidates, room_bytes) if room_bytes > 0 else frozenset()
-    note(set(agreed(first, key, "\n".join(sorted(chosen))).split("\n")))
+    try:
+        chosen = choose(candidates, room_bytes)
+        while chosen:
+            note(chosen)
+            if (over := over_bytes()) <= 0:
+                break
+            room_bytes = min(room_bytes - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
+            chosen = choose(candidates, room_bytes) if room_bytes > 0 else frozenset()
+        text = agreed(first, key, "\n".join(sorted(chosen)))
+    except BaseException:
+        for plan in open_:  # only tried: no other rank knows of it
+            by_key[plan.ref.owner].kept.pop(plan.ref.name, None)
+        raise
+    note(set(text.split("\n")))
 
 
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
@@ -198,13 +204,21 @@ def _advice(memory: Memory, world: int) -> str:
     )
 
 
-def peak_at(programs: Sequence[Program]) -> str:
-    """The instruction after which most bytes are live, in words."""
-    best, where = -1, "rest"
-    for program in programs:
-        for live, instr in zip(program.live, program.instrs, strict=True):
-            if live > best:
-                best = live
-                what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
-                where = f"{what} of the {program.phase}"
-    return where
+def peak_at(programs: Sequence[Program], gradients: int) -> str:
+    """The instruction after which most bytes are live, in words.
+
+    Args:
+        gradients: bytes of all gradients of the model.
+    """
+    programs = [p for p in programs if p.instrs]
+    if not programs:
+        return "rest"
+    program = max(programs, key=lambda p: most(p, gradients))
+    at = max(range(len(program.instrs)), key=program.live.__getitem__)
+    instr = program.instrs[at]
+    what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
+    others = program.before_bytes + program.again_bytes
+    beside = (
+        f", beside {others:,} bytes of other frames, into which graph breaks cut the model" if others else ""
+    )
+    return f"{what} of the {program.phase}{beside}"

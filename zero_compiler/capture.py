@@ -7,6 +7,7 @@ and the runtime links them to the parameters (`runtime/shards.py`).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +37,18 @@ class ShardInput:
 
 @dataclass(frozen=True)
 class Captured:
-    """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes."""
+    """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
+
+    ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break; "" where it
+    does not say. ``goes_on``: a graph break has ended the frame, and others follow.
+    """
 
     gm: fx.GraphModule
     inputs: list[Any]
     shards: list[ShardInput]
     keep: list[int]
+    code: str = ""
+    goes_on: bool = False
 
 
 def _refuse_writes(gm: fx.GraphModule) -> None:
@@ -61,6 +68,15 @@ def _refuse_writes(gm: fx.GraphModule) -> None:
                     )
 
 
+def owners_in(gm: fx.GraphModule) -> set[str]:
+    """Keys of the sharded models whose weights a frame reads."""
+    markers = (ops.unshard, torch.ops.zero.unshard)
+    graphs = [sub.graph for sub in gm.modules() if isinstance(sub, fx.GraphModule)]
+    return {
+        str(n.args[3]) for g in graphs for n in g.nodes if n.op == "call_function" and n.target in markers
+    }
+
+
 def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows.
 
@@ -75,6 +91,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captu
         mode = torch._subclasses.fake_tensor.FakeTensorMode(
             shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
         )
+    goes_on = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
     _refuse_writes(gm)
     gm = _copy(gm)
     _hoist_reads(gm)
@@ -109,7 +126,18 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captu
                 f"weight {node.args[4]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
             )
     gm.recompile()
-    return Captured(gm, inputs, shards, keep)
+    return Captured(gm, inputs, shards, keep, _code(), goes_on)
+
+
+def _code() -> str:
+    """Which code Dynamo compiles, in words that outlive its caches."""
+    context = torch._guards.TracingContext.try_get()
+    codes = getattr(context, "traced_code", None)  # its own comes first; older torch does not say
+    if not codes:
+        return ""
+    code = codes[0]
+    # Behind several breaks in one line stand functions of one name.
+    return f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {zlib.crc32(code.co_code):08x}"
 
 
 def check_outputs(gm: fx.GraphModule) -> None:

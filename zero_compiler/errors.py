@@ -7,7 +7,12 @@ from __future__ import annotations
 
 
 class ZeroError(RuntimeError):
-    """Base of all errors raised by zero_compiler."""
+    """Base of all errors raised by zero_compiler.
+
+    ``failure``: where another rank has failed, and this error only tells of it, what that rank said (`failing.py`).
+    """
+
+    failure: object = None
 
 
 class ConfigError(ZeroError, ValueError):

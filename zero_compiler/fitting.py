@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from . import budget, live, passes, schedule, tiling
+from . import beside, budget, live, passes, schedule, tiling
 from .cost import CostModel
 from .errors import ConfigError, MemoryBudgetError
 from .frame_state import FrameState
@@ -93,6 +93,7 @@ class Fitting:
         if memory is not None and state.policies:
             self._spend_budget(graphs, memory)
         state.frame.held_bytes = self._held_bytes(graphs)
+        state.frame.saved_bytes = facts.saved_bytes(graphs["backward"].graph)
         state.frame.offloaded = passes.offloaded(graphs["backward"].graph)
         state.frame.remade = passes.remade(graphs["backward"].graph, CostModel(state.machine), state.fused)
         return graphs
@@ -330,7 +331,8 @@ class Fitting:
         """Plan both phases with every weight released, and keep what fits in the room that is left.
 
         What does not fit even so is tried again with the largest weights in tiles. Prefetch comes next: its buffers
-        serve one unit after the other, in both phases, where the bytes of a kept weight save one gather.
+        serve one unit after the other, in both phases, where the bytes of a kept weight save one gather. Between graph
+        breaks no weight is kept: the room may be needed by frames that are not known yet.
         """
         state = self.state
         if state.config.tile_bytes is None:
@@ -339,12 +341,13 @@ class Fitting:
         programs = [low.emitted.program for low in lowered.values()]
         policies = list(state.policies.values())
         memory = state.memory(programs)
-        budget.check(memory, budget_bytes, budget.peak_at(programs), policies[0].group.world)
+        where = budget.peak_at([*programs, *state.waiting], memory.gradients)
+        budget.check(memory, budget_bytes, where, policies[0].group.world)
         # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
         gradients = max(
             memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
         )
-        room, agreed = max(0, budget_bytes - max(gradients, state.peak(programs))), state.loader.agreed
+        room = max(0, budget_bytes - max(gradients, state.peak(programs))) if state.alone else 0
 
         def over_bytes() -> int:
             tables = state.loader.kept_offsets()
@@ -356,7 +359,8 @@ class Fitting:
                 table.update(before.get(key, {}))
             return over
 
-        budget.keep(policies, state.params, state.backward_params or (), room, agreed, over_bytes)
+        gathered = state.backward_params or ()
+        budget.keep(policies, state.params, gathered, room, state.loader.agreed, over_bytes)
         state.plan_again()
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
@@ -385,15 +389,19 @@ class Fitting:
     def _shrink_tiles(self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int) -> int:
         """Make tiles of weights as small as the budget asks for; the peak that is left."""
         state = self.state
-        while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
-            limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
-            before = state.params
-            if limit < tiling.LEAST_BYTES:
-                break
-            tiling.note(state.policies, undecided, limit)
-            state.plan_again()
-            if state.params == before:
-                break
+        try:
+            while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
+                limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
+                before = state.params
+                if limit < tiling.LEAST_BYTES:
+                    break
+                tiling.note(state.policies, undecided, limit)
+                state.plan_again()
+                if state.params == before:
+                    break
+        except BaseException:
+            tiling.forget(state.policies, undecided)  # only tried: no other rank knows of it
+            raise
         return peak
 
     def lend_gradients(self) -> None:
@@ -412,20 +420,23 @@ class Fitting:
                 program.idle_bytes = idle
 
     def check_budget(self) -> None:
-        """What was compiled fits the budget, by the plan and by the verifier's own count.
+        """What was compiled fits the budget, by the plan and by the verifier's own count; and so does it together with
+        frames before it, which may find more there than was known of them.
 
         Raises:
             MemoryBudgetError: it does not.
         """
         state = self.state
-        if state.config.memory_budget_bytes is None or not state.policies:
+        beside.settle(state.frame, state.others, state.due.values())
+        budget_bytes = state.config.memory_budget_bytes
+        if budget_bytes is None or not state.policies:
             return
         policies, programs = list(state.policies.values()), list(state.frame.programs.values())
-        memory = budget.memory_of(policies, programs, state.frame.kept_bytes)
-        budget.check(
-            memory, state.config.memory_budget_bytes, budget.peak_at(programs), policies[0].group.world
-        )
+        every = [*programs, *state.waiting]
+        memory = budget.memory_of(policies, every, state.frame.kept_bytes)
+        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies[0].group.world)
         worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
-        room = state.config.memory_budget_bytes - memory.at_rest + memory.gradients
+        room = budget_bytes - memory.at_rest + memory.gradients
         for program in programs:
-            verify_program(program, worlds, room, memory.gradients)
+            others = program.before_bytes + program.again_bytes
+            verify_program(program, worlds, room - others, memory.gradients)

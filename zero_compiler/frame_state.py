@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from . import budget, hardware, passes, tiling
+from . import beside, budget, hardware, passes, tiling
 from .capture import Captured, ShardInput
 from .config import PLACEMENT_FIELDS, Config
 from .cost import bucket_bytes, smaller_buckets
@@ -54,7 +54,9 @@ class FrameState:
         self.captured = captured
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
-        self.frame = Frame(self.index, self.config, self.params, self.trace)
+        self.frame = Frame(self.index, self.config, self.params, self.trace, code=captured.code)
+        self.others = beside.frames_of(self.policies.values())  # that were compiled before
+        self.due = beside.due(self.others, captured.code)
         self.take_buckets(self.bucket_bytes, why)
         self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
@@ -193,10 +195,25 @@ class FrameState:
         self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
 
     def memory(self, programs: Sequence[Program]) -> Memory:
-        """What the frame takes with these Programs as its phases."""
-        return budget.memory_of(
-            list(self.policies.values()), programs, kept_bytes(self.loader.kept_offsets())
-        )
+        """What the frame takes with these Programs as its phases, together with frames that wait for it."""
+        policies, every = list(self.policies.values()), [*programs, *self.waiting]
+        return budget.memory_of(policies, every, kept_bytes(self.loader.kept_offsets()))
+
+    def lay_beside(self, program: Program) -> None:
+        """Note what other frames hold while it runs."""
+        if program.phase != "inference":
+            program.before_bytes = sum(f.saved_bytes for f in self.due.values())
+        program.again_bytes = beside.again_bytes(program, self.others, self.captured.code)
+
+    @property
+    def waiting(self) -> list[Program]:
+        """Of the frames whose backward comes after that of this one."""
+        return [p for f in self.due.values() for p in f.programs.values()]
+
+    @property
+    def alone(self) -> bool:
+        """Whether this frame is all of the forward: what a budget leaves is left to no other."""
+        return not self.captured.goes_on and not self.due
 
     def peak(self, programs: Sequence[Program]) -> int:
         """Of that, what a budget has to allow."""

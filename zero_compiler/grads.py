@@ -321,9 +321,9 @@ def flush_at_end(policy: Policy) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(flush)
 
 
-def mixes(error: RuntimeError) -> bool:
+def mixes(error: BaseException) -> bool:
     """Whether torch refused to compute with a shard and a plain tensor."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
+    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
 
 
 def computes_with_shards() -> ShardError:

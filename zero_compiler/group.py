@@ -9,6 +9,8 @@ peer is in, since each begins with it.
 from __future__ import annotations
 
 import hashlib
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .errors import RankMismatchError, ShardError, TransferError
+from .errors import RankMismatchError, ShardError, TransferError, ZeroError
+from .failing import Failure
 
 # torch 2.13 renamed both and warns of the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -261,9 +264,14 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
     Raises:
         RankMismatchError: on every rank, naming the first difference.
         TransferError: a peer did not answer.
+        ZeroError: of a peer that could not compile its part of the call; see :func:`fail`.
     """
     group = group.everyone
     headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
+    failed = next((h for h in headers if h.startswith(_FAILED)), None)
+    if failed is not None:
+        _failures[_group_name(group)] += 1
+        raise _told(group, failed)
     if any(h[:_DIGEST_BYTES] != doing for h in headers):
         _explain(group, [h[:_DIGEST_BYTES] for h in headers], text())
     return [h[_DIGEST_BYTES:] for h in headers]
@@ -327,11 +335,101 @@ def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
     raise RankMismatchError(f"ranks are in different calls; first difference: {found}")
 
 
+# Failures ------------------------------------------------------------------------------------------------------
+
+_FAILED = bytes(_DIGEST_BYTES)  # in a header: this rank cannot make the call, and the rest names the reason
+_LOOK_S = 0.5  # so often a rank that waits for another one's text looks whether that has failed
+# Calls of each group that ended because a rank could not compile its part. All ranks of a call count it, each once: so
+# what one says of a failure is not found by a later attempt.
+_failures: Counter[str] = Counter()
+
+
+def _failure_key(group: Group) -> str:
+    name = _group_name(group.everyone)
+    return f"zero/{name}/failed/{_failures[name]}"
+
+
+def _alone(group: Group) -> bool:
+    return group.everyone.pg is None or group.everyone.world == 1
+
+
+def warn_others(group: Group, failure: Failure) -> None:
+    """Let ranks that wait for a text of this rank know that none will come."""
+    if not _alone(group):
+        store_of(group).set(_failure_key(group), failure.text())
+
+
+def fail(group: Group, failure: Failure, new: bool) -> bool:
+    """End a call that this rank cannot make, together with its peers: those that can make it are in :func:`meet`.
+
+    Args:
+        new: this rank holds no Program of the model yet.
+
+    Returns whether no rank can make it, and it is ``new`` to all.
+
+    Raises:
+        TransferError: a peer did not answer.
+    """
+    if _alone(group):
+        return new
+    group = group.everyone
+    warn_others(group, failure)
+    text = failure.text()
+    said = digest(text)[: HEADER_BYTES - _DIGEST_BYTES - 1]
+    store_of(group).set(f"zero/{_group_name(group)}/call/{said.hex()}", text)
+    headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that could not be compiled")
+    _failures[_group_name(group)] += 1
+    return all(h.startswith(_FAILED + bytes([True])) for h in headers)
+
+
+def _told(group: Group, header: bytes) -> ZeroError:
+    """The error of a rank whose peer sent the ``header`` of a failure."""
+    store = store_of(group)
+    name = f"zero/{_group_name(group)}/call/{header[_DIGEST_BYTES + 1 :].hex()}"
+    try:
+        store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
+        return Failure.read(store.get(name).decode()).error()
+    except (RuntimeError, dist.DistStoreError):
+        return RankMismatchError("another rank could not compile its part of this call, and did not say why")
+
+
+def _await_text(group: Group, name: str, timeout_s: float, calls: Group) -> str | None:
+    """What is posted under ``name``; None where nothing is in time.
+
+    Args:
+        calls: all ranks of the call; that of one which has failed may not come.
+
+    Raises:
+        ZeroError: that of such a rank.
+    """
+    store, end = store_of(group), time.monotonic() + timeout_s
+    failed = _failure_key(calls)
+    while (left := end - time.monotonic()) > 0:
+        try:
+            store.wait([name], timedelta(seconds=max(0.01, min(_LOOK_S, left))))
+            return str(store.get(name).decode())
+        except (RuntimeError, dist.DistStoreError):
+            pass
+        try:
+            text = store.get(failed).decode() if store.check([failed]) else None
+            if text is not None and store.check([name]):
+                continue  # both came since: what was said before the failure holds
+        except (RuntimeError, dist.DistStoreError):
+            return None  # the store is gone
+        if text is not None:
+            raise Failure.read(text).error()
+    return None
+
+
+# Decisions -----------------------------------------------------------------------------------------------------
+
+
 def decide(group: Group, key: str, text: str) -> str:
     """Rank 0's ``text``, for all ranks: a choice that may depend on local sizes is made once.
 
     Raises:
         RankMismatchError: rank 0 did not speak within the process group's timeout.
+        ZeroError: of a rank that could not compile its part of the call.
     """
     group = group.everyone
     if group.pg is None or group.world == 1:
@@ -340,29 +438,31 @@ def decide(group: Group, key: str, text: str) -> str:
         post_text(group, key, text)
         return text
     timeout_s = group_timeout_s(group)
-    name = f"zero/{_group_name(group)}/{key}/0"
-    try:
-        store_of(group).wait([name], timedelta(seconds=timeout_s))
-    except (RuntimeError, dist.DistStoreError):
-        raise RankMismatchError(f"{key}: rank 0 did not decide within {timeout_s:.0f} s") from None
-    return store_of(group).get(name).decode()
+    said = _await_text(group, f"zero/{_group_name(group)}/{key}/0", timeout_s, group)
+    if said is None:
+        raise RankMismatchError(f"{key}: rank 0 did not decide within {timeout_s:.0f} s")
+    return said
 
 
-def show(group: Group, key: str, text: str, what: str) -> list[str]:
+def show(group: Group, key: str, text: str, what: str, calls: Group | None = None) -> list[str]:
     """Texts of all ranks of the group under ``key``, in order, given this rank's; blocks until all have spoken.
+
+    Args:
+        calls: all ranks of the call in which this is asked, where those are more than ``group``.
 
     Raises:
         RankMismatchError: a rank did not speak within the process group's timeout.
+        ZeroError: of a rank that could not compile its part of the call.
     """
     post_text(group, key, text)
     timeout_s = group_timeout_s(group)
-    texts = read_texts(group, key, timeout_s)
-    missing = [r for r in range(group.world) if r not in texts]
-    if missing:
-        raise RankMismatchError(
-            f"{what}: {group.name_of(missing[0])} did not arrive within {timeout_s:.0f} s"
-        )
-    return [texts[r] for r in range(group.world)]
+    texts = []
+    for rank in range(group.world):
+        said = _await_text(group, f"zero/{_group_name(group)}/{key}/{rank}", timeout_s, calls or group)
+        if said is None:
+            raise RankMismatchError(f"{what}: {group.name_of(rank)} did not arrive within {timeout_s:.0f} s")
+        texts.append(said)
+    return texts
 
 
 def group_timeout_s(group: Group) -> float:

@@ -113,11 +113,12 @@ def _arenas(program: Program) -> tuple[int, int]:
 def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
     """Live bytes of ``out``, whose instructions are those of ``program`` at ``came_from``."""
     before, added = moments(program), _added(program, {k.owner for k in out.keeps})
+    beside = program.before_bytes + program.again_bytes  # of other frames: not what this Program holds
     rows, results = [], 0
     for instr, at in zip(out.instrs, came_from, strict=True):
         results += results_of(out, instr)
         cast = out.keeps[instr.index].cast_bytes if isinstance(instr, Keep) else 0
-        others = before[at].others - added[at] + cast
+        others = before[at].others - beside - added[at] + cast
         rows.append(out.buffer_bytes + out.waiting_bytes + others + results)
     return rows
 

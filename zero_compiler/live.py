@@ -136,7 +136,7 @@ def results_of(program: Program, instr: Instr) -> int:
 @dataclass(frozen=True)
 class Moment:
     """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, of the ``full`` ones
-    that these came from, and of all ``others`` beside them and the arenas."""
+    that these came from, and of all ``others`` beside them and the arenas: what other frames hold is among them."""
 
     others: int
     gradients: int
@@ -147,13 +147,14 @@ def moments(program: Program) -> list[Moment]:
     """What lives when, of what a Program makes."""
     out = []
     results = gradients = full = 0
+    beside = program.before_bytes + program.again_bytes
     tiles: dict[tuple[str, str], int] = {}
     for instr, live in zip(program.instrs, program.live, strict=True):
         made = results_of(program, instr)
         results += made
         if made and not program.reduces[instr.index].stored:  # type: ignore[union-attr]
             gradients += made
-        out.append(Moment(live - program.buffer_bytes - results, gradients, full))
+        out.append(Moment(live - program.buffer_bytes - results + beside, gradients, full))
         if isinstance(instr, WaitReduce):
             r = program.reduces[instr.index]
             key = (r.owner, r.names[0])

@@ -61,7 +61,7 @@ class EngineLoader:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
 
     def agreed(self, policy: Any, key: str, text: str) -> str:
-        return decide(policy.group, key, text)
+        return decide(policy.group, f"{key}/{policy.attempt}", text)
 
     def decide(self, policy: Any, key: str, text: str) -> str:
         policy.distances[key] = text = self.agreed(policy, f"prefetch/{policy.serial}/{key}", text)
@@ -69,8 +69,9 @@ class EngineLoader:
 
     def show(self, policy: Any, text: str) -> list[str]:
         if text not in policy.shown:  # a rank that compiles again, alone, need not ask
-            key = f"shown/{policy.serial}/{len(policy.shown)}"
-            policy.shown[text] = show(policy.group.tensor, key, text, "partition_activations")
+            key = f"shown/{policy.serial}/{policy.attempt}/{len(policy.shown)}"
+            peers = policy.group.tensor
+            policy.shown[text] = show(peers, key, text, "partition_activations", policy.group)
         return list(policy.shown[text])
 
     def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:

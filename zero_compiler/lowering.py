@@ -48,6 +48,7 @@ class Lowering:
         state = self.state
         run_passes(gm.graph, passes.PHASE, state.context(phase), state.trace, state.dump_dir())
         emitted = emit(gm, state.params, phase, state.loader.kept_offsets())
+        state.lay_beside(emitted.program)
         if segment_us is None:
             cost, fused = CostModel(state.machine), state.fused
             known = hints(gm.graph)
@@ -82,6 +83,7 @@ class Lowering:
         spare = state.config.memory_budget_bytes
         if spare is not None:
             spare -= state.peak([x.emitted.program for x in low.values()])
+            spare = spare if state.alone else min(spare, 0)
         units = list(state.units.values())
 
         def again(phase: str) -> Lowered:

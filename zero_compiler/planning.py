@@ -106,10 +106,13 @@ def _planned(
         args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(mode, t, device), (args, kwargs))
     frames: list[Frame] = []
+    due: list[Any] = []
     loader = PlanLoader()
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        frames.append(compile_frame(gm, inputs, options, loader)[2])
+        frame = compile_frame(gm, inputs, options, loader)[2]
+        frames.append(frame)
+        due.append(frame.opened())  # what follows is planned as if it ran
         return gm.forward  # on fake tensors, to reach what stands behind a graph break
 
     group = planned_group(world, device, rank)  # a mesh is made of real numbers, outside of the mode

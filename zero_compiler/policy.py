@@ -84,6 +84,7 @@ class Policy:
         self.distances: dict[str, str] = {}
         # What tensor-parallel ranks showed of their graphs, by what this one did (partition_activations).
         self.shown: dict[str, list[str]] = {}
+        self.attempt = 0  # to compile the model: what ranks told each other in an earlier one counts no more
         self.sync = True
         self.opened = False  # inside zero.gathered: parameters are whole
         self.runtime: Any = None  # made by the first compile; dies with the policy
@@ -105,6 +106,9 @@ class Policy:
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
         # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
+        self.looked: int | None = (
+            None  # the backward in which accumulation was looked at, by autograd's number
+        )
         self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def _bind(self) -> None:
@@ -114,7 +118,7 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        own = ("_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers")  # of _fresh
+        own = ("_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "looked")  # of _fresh
         for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
             state.pop(name)
         return state
@@ -320,6 +324,14 @@ class Policy:
         if everyone.world > 1 and self.broken is None:
             who = everyone.name_of(everyone.rank)
             self.broken = f"an earlier call of the model broke off on {who}: {reason}"
+
+    def forget(self) -> None:
+        """Nothing is decided: no rank could compile this model, and none holds a Program of it. All ranks do alike."""
+        for decided in (self.kept, self.tile_bytes, self.distances, self.shown):
+            decided.clear()
+        if self.runtime is not None:
+            self.runtime.kept_offsets.clear()
+        self.attempt += 1
 
     def title(self) -> str:
         """Which of the sharded models of this process it is, in the order in which they were made."""

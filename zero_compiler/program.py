@@ -364,6 +364,9 @@ class Program:
         offloads: tensors that wait on another tier between forward and backward.
         idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
             Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
+        before_bytes: what frames before this one have saved for their backward, which is still due (see `beside.py`).
+        again_bytes: gradients that frames behind this one have stored, in the same backward, of weights whose gradients
+            it makes as well.
         storages, lies_in: see `storages.py`.
         inside: for each ``Compute.segment``, most bytes that it holds beyond what is live before it.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
@@ -390,6 +393,8 @@ class Program:
     host_bytes: int = 0
     offloads: list[OffloadDesc] = field(default_factory=list)
     idle_bytes: int = -1
+    before_bytes: int = 0
+    again_bytes: int = 0
     storages: list[int] = field(default_factory=list)
     lies_in: list[tuple[int, ...]] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,6 +15,10 @@ from .placing import ASSUMED_STATE_BYTES
 from .program import Program
 from .schedule import Choice
 from .simulate import Timeline, duration
+
+
+class Call:
+    """A forward of a frame whose backward is still due."""
 
 
 @dataclass
@@ -34,6 +39,18 @@ class Frame:
     bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
     bucket_why: str = ""
     accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
+    code: str = ""  # of what Dynamo compiled, as in Captured
+    saved_bytes: int = 0  # what forward hands to backward
+    behind: set[str] = field(
+        default_factory=set
+    )  # code that has run after its forward and before its backward
+    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)  # whose backward is still due
+
+    def opened(self) -> Call:
+        """Note a forward; what is returned lives until its backward has run."""
+        call = Call()
+        self.calls.add(call)
+        return call
 
     def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
         self.programs[program.phase] = program
@@ -243,6 +260,7 @@ class Report:
                     f"frame {frame.index}, {phase}: {len(program.instrs)} instructions, "
                     f"{len(program.structures)} segments of {len(program.segments)} structures, "
                     f"arena {program.buffer_bytes:,} bytes, peak {peak:,} bytes",
+                    *_beside(program),
                     *frame.timelines[phase].lines(),
                     frame.choices[phase].text(),
                     *([program.text()] if instructions else []),
@@ -260,6 +278,15 @@ class Report:
             lines += activation_lines("is made again in backward", frame.remade)
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
         return "\n".join(lines)
+
+
+def _beside(program: Program) -> list[str]:
+    before, again = program.before_bytes, program.again_bytes
+    saved = [f"{before:,} bytes that frames before it have saved for backward"] if before else []
+    stored = (
+        [f"{again:,} bytes of gradients of its weights that frames behind it have stored"] if again else []
+    )
+    return [f"meanwhile other frames hold {' and '.join([*saved, *stored])}"] if saved or stored else []
 
 
 def _known(assumed: int) -> str:

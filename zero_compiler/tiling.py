@@ -102,5 +102,6 @@ def settle(
     chosen = policies[refs[0].owner].tile_bytes.get(refs[0].name)
     names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
     key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
+    forget(policies, refs)  # until all ranks hold to it
     text = agreed(first, key, "" if chosen is None else str(chosen))
     note(policies, refs, int(text) if text else None)

@@ -399,6 +399,12 @@ def saved_storages(backward: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.
     return owner, nbytes
 
 
+def saved_bytes(backward: fx.Graph) -> int:
+    """Bytes of what forward made and hands to backward."""
+    sizes = saved_storages(backward)[1]
+    return sum(nbytes for node, nbytes in sizes.items() if not str(node.target).startswith("tangents"))
+
+
 def _tensor_bytes(t: torch.Tensor) -> int:
     return hint(t.numel()) * t.element_size()
 

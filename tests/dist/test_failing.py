@@ -1,0 +1,166 @@
+"""A rank that cannot compile its part of a call: all ranks learn at once why, and a later attempt works.
+
+The group's timeout is far above what a compilation takes here: an error that comes sooner was told, not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from dist.spawn import run_ranks
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.errors import MemoryBudgetError, RankMismatchError
+from zero_compiler.fitting import Fitting
+from zero_compiler.planning import report
+
+pytestmark = pytest.mark.dist
+WIDTH, FEW, MANY = 256, 32, 4096
+WEIGHT = WIDTH * WIDTH * 4
+SOON_S, GROUP_TIMEOUT_S = 60.0, 120.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+def sharded() -> nn.Module:
+    return zero.shard(Net(), stage=3, bucket_bytes=0, transport="c10d")
+
+
+def planned(world: int) -> Any:
+    return report(Net(), rows(FEW), world, bucket_bytes=0).memory
+
+
+def roomy(world: int) -> int:
+    """A budget that does for few rows, with room to keep some weights."""
+    memory = planned(world)
+    return memory.peak + memory.gradients + 2 * WEIGHT + 4096
+
+
+def compiled(model: nn.Module, budget: int) -> Any:
+    options = {"compute": "aten", "memory_budget_bytes": budget}
+    return torch.compile(model, backend="zero", dynamic=False, options=options)
+
+
+def trained(model: nn.Module, call: Any) -> tuple[list[float], str]:
+    """Losses of two steps, and what was planned for them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = call(rows(FEW))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, "\n".join(p.text() for p in zero.inspect(model).frames[-1].programs.values())
+
+
+def refused(kind: type[Exception], call: Any, count: int) -> str:
+    """The text of the error of a call, which comes soon."""
+    start = time.monotonic()
+    try:
+        call(rows(count))
+    except kind as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+    assert time.monotonic() - start < SOON_S
+    return text
+
+
+def too_large(rank: int, world: int, failing: tuple[int, ...]) -> list[str]:
+    """The batch of some ranks is too large for the budget; the texts of their errors, first and later."""
+    budget = roomy(world)
+    torch._dynamo.reset()
+    fresh = sharded()
+    want = trained(fresh, compiled(fresh, budget))
+    assert any(fresh._zero.policy.kept.values())
+    model = sharded()
+    call = compiled(model, budget)
+    texts = [refused(MemoryBudgetError, call, MANY if rank in failing else FEW)]
+    # Nothing is left of it: what is decided now is as if nobody had failed.
+    assert trained(model, call) == want
+    assert model._zero.policy.kept == fresh._zero.policy.kept
+    # Others have a Program by now, and wait in the call.
+    texts.append(refused(MemoryBudgetError, call, MANY if rank in failing else FEW))
+    losses, _ = trained(model, call)
+    assert losses[-1] < want[0][-1]
+    return texts
+
+
+@pytest.mark.parametrize(("world", "failing"), [(3, (0,)), (2, (1,)), (2, (0, 1))])
+def test_a_budget_that_does_not_do_on_some_ranks_is_an_error_on_all(world, failing):
+    texts = run_ranks(too_large, world, failing, timeout=240.0, group_timeout=GROUP_TIMEOUT_S)
+    for k in range(2):
+        reasons = [texts[rank][k] for rank in failing]
+        assert all(
+            r.startswith("memory_budget_bytes=") and "bytes too small for this rank" in r for r in reasons
+        )
+        told = {
+            f"rank {f} of {world} could not compile its part of this call: {r}"
+            for f, r in zip(failing, reasons)
+        }
+        assert all(texts[rank][k] in told for rank in range(world) if rank not in failing)
+
+
+def smaller_first(rank: int, world: int) -> None:
+    """A budget that does not do on any rank, and then another one, for the same model."""
+    memory, budget = planned(world), roomy(world)
+    small = memory.at_rest - memory.arena + 1024  # what rests fits, so all is tried
+    torch._dynamo.reset()
+    fresh, model = sharded(), sharded()
+    want = trained(fresh, compiled(fresh, budget))
+    text = refused(MemoryBudgetError, compiled(model, small), FEW)
+    assert text.startswith(f"memory_budget_bytes={small:,} is ")
+    assert "the predicted peak is" in text
+    assert trained(model, compiled(model, budget)) == want
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_another_budget_is_planned_for_as_if_it_were_the_first(world):
+    run_ranks(smaller_first, world, timeout=240.0, group_timeout=GROUP_TIMEOUT_S)
+
+
+def unlucky(rank: int, world: int) -> str:
+    """An exception among the passes of rank 0."""
+    budget = roomy(world)
+    torch._dynamo.reset()
+    model = sharded()
+    call = compiled(model, budget)
+    real = Fitting.partition
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("out of luck\nand more")
+
+    if rank == 0:
+        Fitting.partition = partition
+    text = refused(Exception if rank == 0 else RankMismatchError, call, FEW)
+    Fitting.partition = real
+    losses, _ = trained(model, call)
+    assert losses[1] < losses[0]
+    return text
+
+
+def test_any_exception_of_one_rank_is_told_to_the_others():
+    first, second = run_ranks(unlucky, 2, timeout=240.0, group_timeout=GROUP_TIMEOUT_S)
+    assert "out of luck" in first
+    assert second == (
+        "rank 0 of 2 could not compile its part of this call: ValueError: out of luck; its own traceback says where"
+    )
