@@ -13,6 +13,8 @@ from zero_compiler.report import Memory
 WIDTH, LAYERS, ROWS = 32, 3, 64
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4
 
+pytestmark = pytest.mark.slow
+
 
 def net() -> nn.Module:
     torch.manual_seed(0)
@@ -40,7 +42,6 @@ def waits(model) -> list[bool]:
     return ["not reduced" in repr(p.grad) for p in model.parameters()]
 
 
-@pytest.mark.slow
 def test_the_report_says_what_steps_under_no_sync_take():
     model, call = under(None)
     loss(call).backward()
@@ -101,7 +102,6 @@ def test_what_can_is_not_refused():
         model.zero_grad()
 
 
-@pytest.mark.slow
 def test_a_step_that_adds_to_gradients_is_refused_before_it_passes_the_budget():
     memory = planned()
     model, call = under(memory.peak)

@@ -12,7 +12,6 @@ import warnings
 import pytest
 import torch
 from faults import mounted, run_with_faults, small_disk, small_tmpfs
-from marks import slow
 
 from zero_compiler.errors import StorageError
 from zero_compiler.runtime import aio
@@ -219,14 +218,13 @@ PROGRAM = """
     ("call", "number", "said"),
     [
         ("pread", errno.EIO, "read of 1048576 bytes at offset 0 of 'PATH' (wq) failed at byte"),
-        *slow(
-            ("pwrite", errno.EIO, "write of 1048576 bytes at offset 0 of 'PATH' (wq) failed at byte"),
-            ("pwrite", errno.ENOSPC, "No space left on device; free space there or choose another directory"),
-            ("fdatasync", errno.EIO, "flush of 'PATH' failed: Input/output error"),
-        ),
+        ("pwrite", errno.EIO, "write of 1048576 bytes at offset 0 of 'PATH' (wq) failed at byte"),
+        ("pwrite", errno.ENOSPC, "No space left on device; free space there or choose another directory"),
+        ("fdatasync", errno.EIO, "flush of 'PATH' failed: Input/output error"),
     ],
 )
-@pytest.mark.parametrize("first", [1, *slow(7)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1, 7])
 def test_calls_that_fail(tmp_path, call, number, said, first):
     path = tmp_path / "target.bin"
     first = 1 if call == "fdatasync" else first

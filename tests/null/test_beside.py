@@ -12,6 +12,8 @@ from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.planning import plan
 from zero_compiler.report import Frame, Memory
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 32
 WEIGHT = WIDTH * WIDTH * 4
 

@@ -400,6 +400,7 @@ def test_no_whole_weight_stays_with_a_recurrent_module():
     assert "_flat_weights" not in model.lstm.__dict__
 
 
+@pytest.mark.slow
 def test_training_equals_a_model_sharded_after_the_fact():
     finals = []
     for way in ("shard", "init"):

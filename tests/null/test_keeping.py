@@ -133,6 +133,7 @@ def total(run: SimulatedModel, batches: list) -> dict[str, torch.Tensor | None]:
     return {n: None if each[0][n] is None else sum(grads[n] for grads in each) for n in each[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "copies", "fields"),
     [
@@ -151,6 +152,7 @@ def test_two_backwards_that_keep_and_one_that_reduces_equal_plain(world, copies,
     run.check_gradients(total(run, batches))
 
 
+@pytest.mark.slow
 def test_tiles_of_gradients_are_kept_where_they_lie_in_the_whole():
     run = SimulatedModel(Layers(11), 2, stage=3, bucket_bytes=0, tile_bytes=96)
     batches = [[(ids(rank + 5 * micro, 11),) for rank in range(2)] for micro in range(3)]
@@ -160,6 +162,7 @@ def test_tiles_of_gradients_are_kept_where_they_lie_in_the_whole():
     run.check_gradients(total(run, batches), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sums_are_made_in_reduce_dtype():
     fields = {"stage": 3, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     run, apart = (SimulatedModel(Model(), 2, dynamic=True, **fields) for _ in range(2))
@@ -253,6 +256,7 @@ def test_another_order_or_other_owners():
 # What it holds and costs -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "fields", [{}, {"bucket_bytes": 0}, *slow({"stage": 2}, {"param_dtype": "bf16"}, {"stage": 0})]

@@ -189,6 +189,7 @@ def train(model, optimizer):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", [*slow(False), True])
 @pytest.mark.parametrize("share", [*slow(0.0, 0.15), 0.4, *slow(1.0)])
 def test_mixed_placements_train_as_one_does(share, init, tmp_path):

@@ -111,6 +111,7 @@ def test_nothing_in_a_plan_depends_on_the_rank():
     assert first == text_of(planned(rank=3))
 
 
+@pytest.mark.slow
 def test_programs_survive_json():
     for frame in planned():
         for program in frame.programs.values():
@@ -180,6 +181,7 @@ def test_large_weights_go_alone_and_small_ones_together():
         assert len({n.split(".")[1] for n in g.names if n.startswith("h.")}) <= 1
 
 
+@pytest.mark.slow
 def test_kept_weights_are_gathered_but_not_released():
     (frame,) = planned(world=2, stage=2)
     for program in frame.programs.values():

@@ -66,6 +66,7 @@ def run(world: int, rows: int = 12, tol: float = 1e-5, **fields) -> SimulatedMod
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "rows", "tile_bytes"),
     [
@@ -86,6 +87,7 @@ def test_every_operator_equals_plain(world, rows, tile_bytes):
     assert "frozen.weight" not in tiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [*slow(1), 2])
 def test_tiles_are_kept_at_no_stage(stage):
     model = run(2, stage=stage, tile_bytes=300)
