@@ -432,3 +432,24 @@ class MLP(nn.Module):
 
 
 family("mlp", vectors, squared)(MLP)
+
+
+class TiedAndFrozen(nn.Module):
+    """Tied ends, rows that ranks do not divide, a scalar, a frozen weight."""
+
+    def __init__(self, vocabulary: int = 11) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocabulary, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.odd = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(5, 6, bias=False).requires_grad_(False)
+        self.head = nn.Linear(6, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        y = self.embed(tokens)
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y))
+        return self.head(self.frozen(self.odd(y)) * self.scale)

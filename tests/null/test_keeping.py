@@ -11,6 +11,7 @@ from expecttest import TestCase
 from harness import SimulatedModel
 from machines import machine
 from marks import slow
+from models import TiedAndFrozen
 from null.graphs import OWNER, lower
 from null.test_passes import two_layers_backward
 from null.test_programs import planned
@@ -86,27 +87,6 @@ def test_it_survives_json():
 # What it computes --------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    """Tied ends, uneven rows, a scalar, a frozen weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.odd = nn.Linear(6, 5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Linear(5, 6, bias=False).requires_grad_(False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        y = self.embed(tokens)
-        for layer in self.layers:
-            y = y + torch.tanh(layer(y))
-        return self.head(self.frozen(self.odd(y)) * self.scale)
-
-
 def square(out: torch.Tensor) -> torch.Tensor:
     return out.float().square().mean()
 
@@ -146,7 +126,7 @@ def total(run: SimulatedModel, batches: list) -> dict[str, torch.Tensor | None]:
     ],
 )
 def test_two_backwards_that_keep_and_one_that_reduces_equal_plain(world, copies, fields):
-    run = SimulatedModel(Model(), world, copies=copies, dynamic=True, **fields)
+    run = SimulatedModel(TiedAndFrozen(), world, copies=copies, dynamic=True, **fields)
     batches = [[tokens(rank, micro) for rank in range(run.world)] for micro in range(3)]
     accumulate(run, batches)
     run.check_gradients(total(run, batches))
@@ -165,7 +145,7 @@ def test_tiles_of_gradients_are_kept_where_they_lie_in_the_whole():
 @pytest.mark.slow
 def test_sums_are_made_in_reduce_dtype():
     fields = {"stage": 3, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    run, apart = (SimulatedModel(Model(), 2, dynamic=True, **fields) for _ in range(2))
+    run, apart = (SimulatedModel(TiedAndFrozen(), 2, dynamic=True, **fields) for _ in range(2))
     batches = [[tokens(rank, micro) for rank in range(2)] for micro in range(3)]
     accumulate(run, batches)
     for batch in batches:

@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from harness import SimulatedModel
 from machines import machine
 from marks import slow
+from models import TiedAndFrozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -80,27 +81,6 @@ def test_a_model_that_was_pickled_on_other_ranks_is_refused(monkeypatch):
         find_again(given, ("replicate", "shard"), 0, 4, "cpu")
 
 
-class Model(nn.Module):
-    """Rows that ranks do not divide, a scalar, a frozen and a tied weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(7, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.odd = nn.Linear(6, 5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Linear(5, 6, bias=False).requires_grad_(False)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        y = self.embed(tokens)
-        for layer in self.layers:
-            y = y + torch.tanh(layer(y))
-        return self.head(self.frozen(self.odd(y)) * self.scale)
-
-
 def tokens(rank: int) -> tuple[torch.Tensor]:
     return (torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(rank)),)
 
@@ -112,15 +92,15 @@ def square(out):
 @pytest.mark.parametrize("stage", [0, *slow(1), 3])
 @pytest.mark.parametrize("world", [*slow(1), 2])
 def test_gradients_are_the_mean_over_both_dimensions(world, stage):
-    run = SimulatedModel(Model(), world, copies=2, stage=stage, bucket_bytes=64)
+    run = SimulatedModel(TiedAndFrozen(7), world, copies=2, stage=stage, bucket_bytes=64)
     run.check([tokens(k) for k in range(2 * world)], square)
 
 
 def test_the_sums_of_replicas_meet_in_the_dtype_of_reduction():
     run = SimulatedModel(
-        Model(), 2, copies=2, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        TiedAndFrozen(7), 2, copies=2, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
-    one = SimulatedModel(Model(), 4, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    one = SimulatedModel(TiedAndFrozen(7), 4, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     batches = [tokens(k) for k in range(4)]
     for each in (run, one):
         each.step(batches, square)
