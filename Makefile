@@ -15,7 +15,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_ARGS ?=
 TORCH ?= torch
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# nproc answers with OMP_NUM_THREADS where that is set, which is about something else.
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 RANKS ?= 2
 EXTRAS ?= dev
 

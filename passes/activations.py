@@ -79,7 +79,6 @@ class Activations:
         self._cuts = {} if known is None else known
         self._at: dict[float, Choice] = {}
         tangents = facts.depends_on_tangents(graph)
-        tangents |= {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
         (self._output,) = graph.find_nodes(op="output")
         # Sizes are left to the partitioner, which hands them over as numbers.
         self.forward = [n for n in graph.nodes if n not in tangents and n.op != "output" and not _symbolic(n)]

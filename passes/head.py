@@ -63,9 +63,7 @@ class Head:
         self.pick: fx.Node | None = None  # the slice that chooses tokens
         self.inputs: dict[tuple[fx.Node, Rows | None], None] = {}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.tangents = reached(
-            [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
-        )
+        self.tangents = reached([n for n in graph.nodes if facts.is_tangent(n)])
         self._grow()
         self._absorb()
         self.nodes = sorted({*self.rows, *self.sums}, key=self.order.__getitem__)

@@ -199,8 +199,12 @@ def _with_frees(
     numbers: Mapping[fx.Node, int],
     output: fx.Node,
 ) -> list[Instr]:
-    """Give each value's last reader the duty to drop it."""
+    """Give each value's last reader the duty to drop it.
+
+    Outputs are the caller's. Gradients that backward is given are autograd's, which holds them until backward ends.
+    """
     kept = {numbers[n] for n in output.all_input_nodes}
+    kept |= {i for n, i in numbers.items() if facts.is_tangent(n)}
     last: dict[int, int] = {}
     for i, nodes in enumerate(reads):
         for node in nodes:

@@ -62,10 +62,10 @@ gather          h.1.w float32[5, 4]                                             
 compute         segment 0:                                                               live 2,020
 keep            h.1.w float32[5, 4]                                                      live 1,972
 wait            h.1.w                                                                    live 1,892
-compute         segment 1:                                                               live 1,944
-release         h.1.w                                                                    live 1,864
-keep            h.0.w float32[4, 4]                                                      live 1,864
-keep            h.0.b float32[4]                                                         live 1,800""",
+compute         segment 1:                                                               live 2,004
+release         h.1.w                                                                    live 1,924
+keep            h.0.w float32[4, 4]                                                      live 1,924
+keep            h.0.b float32[4]                                                         live 1,860""",
         )
         self.assertExpectedInline(
             kept.collectives(),

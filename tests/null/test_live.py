@@ -259,3 +259,33 @@ def test_a_saved_view_counts_with_the_storage_that_it_keeps(compute):
     # The plan counts a view of x as if forward had made it.
     assert held - loss.nbytes <= backward.live[0] - backward.buffer_bytes <= held + piece
     loss.backward()
+
+
+class Outputs(nn.Module):
+    """Returns more than it holds, and has its largest gradient last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Embedding(1 << 16, 16), nn.Linear(16, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rows(tokens))
+
+
+def test_gradients_that_backward_is_given_count_until_it_ends():
+    """Autograd holds them for as long."""
+    call = torch.compile(zero.shard(Outputs(), stage=3), backend="zero", options={"compute": "aten"})
+    tokens = torch.randint(1 << 16, (4096,))
+
+    call(tokens).square().mean().backward()  # compiles
+    call.zero_grad()
+    _C.meter_install()
+    before = _C.meter_current()
+    out = call(tokens)
+    out.register_hook(lambda grad: _C.meter_reset_peak())  # what eager code took until here is gone
+    out.square().mean().backward()
+    held = _C.meter_peak() - before - out.nbytes  # the caller's
+    (frame,) = zero.inspect(call).frames
+    planned = max(frame.programs["backward"].live)
+    assert out.nbytes < planned - 4 * call.rows.weight.numel()
+    assert planned - (1 << 17) <= held <= planned + 4096

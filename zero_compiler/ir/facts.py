@@ -303,7 +303,7 @@ def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     made: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "placeholder" and "tangents" in str(node.target):
+        if is_tangent(node):
             backward.add(node)
         elif any(i in backward for i in inputs):
             backward.add(node)
@@ -314,11 +314,16 @@ def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     return made
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the node is the gradient of an output that a backward is given: AOTAutograd names them so."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
 def depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
     """Of a joint graph, what belongs to backward: gradients of outputs, and all that is made of them."""
     out: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" and "tangents" in str(node.target):
+        if is_tangent(node):
             out.add(node)
         elif any(i in out for i in node.all_input_nodes):
             out.add(node)
@@ -402,7 +407,7 @@ def saved_storages(backward: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.
 def saved_bytes(backward: fx.Graph) -> int:
     """Bytes of what forward made and hands to backward."""
     sizes = saved_storages(backward)[1]
-    return sum(nbytes for node, nbytes in sizes.items() if not str(node.target).startswith("tangents"))
+    return sum(nbytes for node, nbytes in sizes.items() if not is_tangent(node))
 
 
 def _tensor_bytes(t: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from ..errors import VerifyError
 from . import facts, ops
 from .facts import ParamRef
 
+Roots = Mapping[fx.Node, frozenset[fx.Node]]  # of every node, the nodes whose storage it may share
 LEVELS = ("captured", "merged", "lowered", "scheduled")
 
 
@@ -42,12 +43,13 @@ def verify(
         _transfers_match_plan(graph, params)
         _waited_once(graph)
         _one_reduction_each(graph)
-        _weights_do_not_leave(graph)
-        _storage_in_use_is_not_written(graph)
+        roots = facts.alias_roots(graph)
+        _weights_do_not_leave(graph, roots)
+        _storage_in_use_is_not_written(graph, roots)
     if at >= LEVELS.index("scheduled"):
         _released_once(graph, params)
         _released_together(graph)
-        _uses_inside_life(graph)
+        _uses_inside_life(graph, roots)
 
 
 def verify_partition(forward: fx.Graph, num_outputs: int) -> None:
@@ -193,8 +195,7 @@ def _one_reduction_each(graph: fx.Graph) -> None:
                 _fail(node, f"the reduced gradient of {ref.name} is not returned")
 
 
-def _weights_do_not_leave(graph: fx.Graph) -> None:
-    roots = facts.alias_roots(graph)
+def _weights_do_not_leave(graph: fx.Graph, roots: Roots) -> None:
     for out in graph.find_nodes(op="output"):
         for node in out.all_input_nodes:
             for root in roots[node]:
@@ -202,9 +203,8 @@ def _weights_do_not_leave(graph: fx.Graph) -> None:
                     _fail(node, f"returns storage of the gathered weight %{root.name}")
 
 
-def _storage_in_use_is_not_written(graph: fx.Graph) -> None:
+def _storage_in_use_is_not_written(graph: fx.Graph, roots: Roots) -> None:
     """Nothing writes to a gathered weight, nor to a gradient between the start and the wait of its reduction."""
-    roots = facts.alias_roots(graph)
     in_flight: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is ops.reduce:
@@ -246,10 +246,9 @@ def _released_once(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> None:
                 _fail(gather, f"{ref.name} is gathered, but nothing names or releases it")
 
 
-def _uses_inside_life(graph: fx.Graph) -> None:
+def _uses_inside_life(graph: fx.Graph, roots: Roots) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
     end = {n: order[r] for r in graph.find_nodes(op="call_function", target=ops.release) for n in r.args[0]}
-    roots = facts.alias_roots(graph)
     for node in graph.nodes:
         if node.target is ops.release:
             continue
