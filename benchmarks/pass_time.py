@@ -5,8 +5,8 @@
 Layers of about 25 nodes, forward and backward together, a weight and a bias each. Nothing is captured, compiled or run.
 The time has in it every pass on the joint graph, on forward and on backward, with the lint and the verifier after each;
 emission with the plan of the arenas, live bytes and the verifier of the Program; the search for prefetch distances and
-the simulation of the timeline. Each size runs in a fresh process. Beside it stands what one `lint` of the lowered graphs
-takes: it is torch's own walk over all nodes, linear in their number, and shows what larger graphs lose to the caches.
+the simulation of the timeline. Each size runs in a fresh process. Beside it stands what one `lint` of the lowered
+graphs takes: torch's own walk over all nodes, linear in their number, shows what larger graphs lose to the caches.
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ The prediction is made from shapes and the hardware file alone, before the first
 fresh processes. Time is that of forward and backward of the slowest rank, median of the steps: the optimizer is the
 user's, and no part of a Program. Peak is the largest number of live bytes of torch's CPU allocator in steps after
 warm-up, of the rank with the most.
+
+A shared host gives more at one minute than at another. So the machine is calibrated before each model, unless
+--hardware names a file, and before every step each rank times the product that calibration timed: "host" is what it
+reaches meanwhile, of what it reached in calibration. Where that is not near 1 the prediction was made for another
+machine than the one that ran.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ from typing import Any
 
 import common
 import modes
+import torch
 from bench import TOLERANCE, _list
 from models import MODELS
+
+SIDE = 512  # of the square matrices in calibration
 
 
 def main() -> None:
@@ -38,9 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     m = common.machine()
     print(common.machine_text(m), flush=True)
-    common.hardware(args.hardware, args.ranks)
     rows = {}
     for name in args.model:
+        common.hardware(args.hardware, args.ranks)
         call = {
             "model": name,
             "mode": args.mode,
@@ -55,8 +63,18 @@ def main() -> None:
             "predicted_s": max(f["predicted_s"] for f in found),
             "peak": max(f["peak"] for f in found),
             "predicted_peak": found[0]["predicted_peak"],
+            "host": min(f["host"] for f in found),
         }
-    head = ["model", "measured ms (p10-p90)", "predicted ms", "off by", "peak MiB", "predicted MiB", "off by"]
+    head = [
+        "model",
+        "measured ms (p10-p90)",
+        "predicted ms",
+        "off by",
+        "host",
+        "peak MiB",
+        "predicted MiB",
+        "off by",
+    ]
     table = []
     for name, r in rows.items():
         s = common.spread(r["seconds"])
@@ -66,6 +84,7 @@ def main() -> None:
                 common.show(s, 1, 1e3),
                 f"{r['predicted_s'] * 1e3:.1f}",
                 f"{r['predicted_s'] / s['median'] - 1:+.0%}",
+                f"{r['host']:.2f}",
                 f"{r['peak'] / 2**20:.1f}",
                 f"{r['predicted_peak'] / 2**20:.1f}",
                 f"{r['predicted_peak'] / r['peak'] - 1:+.1%}",
@@ -82,6 +101,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     import zero_compiler as zero
+    from zero_compiler import hardware
     from zero_compiler.runtime import _C
 
     rank, _ = common.init_group()
@@ -93,9 +113,11 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         trainer.step(*spec.data(i, rank))
     gc.collect()
     _C.meter_reset_peak()
-    seconds = []
+    seconds, products = [], []
     for i in range(call["steps"]):
         batch = spec.data(call["warmup"] + i, rank)
+        dist.barrier()
+        products += [product_us() for _ in range(3)]
         dist.barrier()
         start = time.perf_counter()
         trainer.backward(trainer.forward(*batch))
@@ -105,9 +127,20 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     report = zero.inspect(trainer.model)
     us = sum(t.total_us for f in report.frames for p, t in f.timelines.items() if p != "inference")
     predicted = {"predicted_s": us / 1e6, "predicted_peak": report.memory.peak}
+    calibrated = hardware.load(os.environ[common.HARDWARE]).matmul_flops_per_us["float32"]
+    host = 2 * SIDE**3 / statistics.median(products) / calibrated
     if rank == 0:
         print(f"  {call['model']}: {statistics.median(seconds) * 1e3:.0f} ms", flush=True)
-    return {"seconds": seconds, "peak": peak, **predicted}
+    return {"seconds": seconds, "peak": peak, "host": host, **predicted}
+
+
+def product_us() -> float:
+    """Time of the product by which `zero-compiler calibrate` measures float32 throughput of a CPU."""
+    a = torch.ones(SIDE, SIDE)
+    out = torch.empty_like(a)
+    start = time.perf_counter()
+    torch.mm(a, a, out=out)
+    return (time.perf_counter() - start) * 1e6
 
 
 if __name__ == "__main__":
