@@ -28,7 +28,6 @@ import common
 import modes
 from models import MODELS
 
-ANCHORS = ("ddp", "fsdp2-compiled")
 PEER = "deepspeed3"
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
@@ -132,17 +131,25 @@ def call_for(args: argparse.Namespace, name: str, dtype: str, chosen: Sequence[s
 
 
 def rounds_of(args: argparse.Namespace, name: str, dtype: str, allocator: str) -> Iterator[dict[str, Any]]:
-    """The model's figures over its rounds so far, after each round."""
+    """The model's figures over its rounds so far, after each round.
+
+    The first round has DDP and every mode of FSDP2; those after it have DDP and the fastest of FSDP2's, so that every
+    ratio is to its best mode, taken in the same round.
+    """
     budget = args.memory_gib * 2**30 if args.memory_gib else 0.75 * common.available_bytes()
-    rounds = plan_rounds(args.modes, numel_of(name), args.ranks, budget)
-    found: list[dict[str, Any]] = []
-    for i, chosen in enumerate(rounds):
+    numel = numel_of(name)
+    left, found = list(args.modes), []
+    anchors = [m for m in left if m == "ddp" or m.startswith("fsdp2")]
+    while left:
+        chosen = next_round(left, anchors, numel, args.ranks, budget)
         print(
-            f"{name} {dtype}, allocator {allocator}, round {i + 1} of {len(rounds)}: {', '.join(chosen)}",
+            f"{name} {dtype}, allocator {allocator}, round {len(found) + 1}: {', '.join(chosen)}",
             flush=True,
         )
         call = call_for(args, name, dtype, chosen)
         found.append(common.run_ranks(os.path.abspath(__file__), call, args.ranks, allocator)[0])
+        left = [m for m in left if m not in chosen]
+        anchors = [m for m in ("ddp", fastest(found[0]["modes"], "fsdp2")) if m in anchors]
         yield summary(name, dtype, allocator, found)
 
 
@@ -153,26 +160,22 @@ def numel_of(name: str) -> int:
         return sum(p.numel() for p in MODELS[name].make().parameters())
 
 
-def plan_rounds(chosen: Sequence[str], numel: int, world: int, budget: float) -> list[list[str]]:
-    """Modes that fit into memory side by side, with the modes that ratios refer to in every round."""
+def next_round(
+    left: Sequence[str], anchors: Sequence[str], numel: int, world: int, budget: float
+) -> list[str]:
+    """``anchors``, and what fits into memory beside them of the modes that are left: at least one new mode."""
     # Libraries, compiler and one step's activations of each rank come on top.
     room = budget - world * 1.5 * 2**30
 
-    def need(ms: Sequence[str]) -> float:
-        return sum(world * modes.bytes_at_rest(m, numel, world) for m in ms)
+    def fits(ms: Sequence[str]) -> bool:
+        return sum(world * modes.bytes_at_rest(m, numel, world) for m in ms) <= room
 
-    if need(chosen) <= room:
-        return [list(chosen)]
-    anchors = [m for m in chosen if m in ANCHORS]
-    rounds: list[list[str]] = []
+    chosen = list(anchors)
     # Ours first, so that they share a round, also with the peer that ratios refer to.
-    for m in sorted(
-        (m for m in chosen if m not in anchors), key=lambda m: (m != PEER, not m.startswith("zero"))
-    ):
-        if not rounds or need([*rounds[-1], m]) > room:
-            rounds.append(list(anchors))
-        rounds[-1].append(m)
-    return rounds or [anchors]
+    for m in sorted(left, key=lambda m: (m != PEER, not m.startswith("zero"))):
+        if m not in chosen and (fits([*chosen, m]) or not set(chosen) & set(left)):
+            chosen.append(m)
+    return chosen
 
 
 # In a rank --------------------------------------------------------------------------------------------------------

@@ -66,11 +66,7 @@ def make_group(
                     f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group; "
                     "call torch.distributed.init_process_group before zero.shard"
                 )
-            mesh = DeviceMesh(dev.type, [0], _init_backend=False, _rank=0)
-            # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
-            if not hasattr(mesh, "_dim_group_names"):
-                mesh._dim_group_names = []
-            return Group(mesh, None, 0, 1, dev)
+            return Group(bare_mesh(dev.type, [0]), None, 0, 1, dev)
         mesh = _default_mesh(dev.type)
     tensor_name = tensor.mesh_dim_names[0] if tensor is not None and tensor.mesh_dim_names else None
     if tensor is not None and mesh.ndim == 1:
@@ -84,6 +80,21 @@ def make_group(
         return dataclasses.replace(cut, tensor=_along(mesh[mesh.mesh_dim_names[roles.index(TENSOR)]], 0, dev))
     across = _along(mesh, roles.index(REPLICATE), dev)
     return dataclasses.replace(cut, across=across if across.world > 1 else None)
+
+
+def bare_mesh(
+    device: str, ranks: torch.Tensor | list[int], names: tuple[str, ...] | None = None, rank: int = 0
+) -> DeviceMesh:
+    """A mesh with no process group behind it.
+
+    DTensor remembers the meshes that it has met, and its results may carry another one that is equal. So all that
+    have no process group are made here.
+    """
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
+    if not hasattr(mesh, "_dim_group_names"):
+        mesh._dim_group_names = []
+    return mesh
 
 
 def _both(mesh: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh:

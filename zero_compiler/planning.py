@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -19,7 +18,7 @@ from .errors import ConfigError, ShardError, ZeroError
 from .group import Group
 from .inspect import report_of
 from .loader import PlanLoader
-from .mesh import REPLICATE, SHARD
+from .mesh import REPLICATE, SHARD, bare_mesh
 from .modules import policies_of
 from .policy import Policy
 from .report import Frame, Report
@@ -34,10 +33,7 @@ def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0,
     device = torch.device(device)
     mesh_device = "cpu" if device.type == "meta" else device.type
     ranks = torch.arange(copies * world).view(*([copies] if copies > 1 else []), world)
-    mesh = DeviceMesh(mesh_device, ranks, _init_backend=False, _rank=rank)
-    # Dynamo reads this member of every mesh it meets in a graph; without a backend torch leaves it out.
-    if not hasattr(mesh, "_dim_group_names"):
-        mesh._dim_group_names = []
+    mesh = bare_mesh(mesh_device, ranks, rank=rank)
     if copies == 1:
         return Group(mesh, None, rank, world, device)
     across = Group(mesh, None, rank // world, copies, device)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_compiler as zero
 from zero_compiler import fused
+from zero_compiler.mesh import bare_mesh
 
 OPTIMIZERS = [
     (torch.optim.Adam, {"amsgrad": True}),
@@ -84,7 +84,7 @@ def test_one_call_takes_the_rows_of_all():
 
 def test_what_is_not_ours_or_does_not_lie_alike_is_left_to_dtensor():
     model = zero.shard(net(), device="cpu")
-    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    mesh = bare_mesh("cpu", [0])
     # On a mesh that equals the model's.
     other = nn.Module()
     other.weight = nn.Parameter(DTensor.from_local(torch.ones(7), mesh, [Shard(0)], run_check=False))
@@ -122,7 +122,7 @@ def test_a_whole_state_is_not_taken_for_the_rows_of_this_rank():
 
 def test_dtensors_of_others_are_stepped_by_their_own_rule():
     operands(zero.shard(net(), device="cpu"))
-    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    mesh = bare_mesh("cpu", [0])
     ours = nn.Parameter(torch.ones(8, 4))
     theirs = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)], run_check=False))
     for p in (ours, theirs):

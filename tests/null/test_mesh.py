@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.hardware import HardwareSpec
-from zero_compiler.mesh import find_again, roles_of
+from zero_compiler.mesh import bare_mesh, find_again, roles_of
 from zero_compiler.runtime.reference import Reference
 from zero_compiler.simulate import transfers
 
 
 def mesh(*names: str, shape: tuple[int, ...] = (2, 2)) -> DeviceMesh:
     ranks = torch.arange(torch.tensor(shape).prod()).view(shape)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False, _rank=0)
+    return bare_mesh("cpu", ranks, names or None)
 
 
 @pytest.mark.parametrize(
