@@ -121,7 +121,7 @@ def compile_frame(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
 ) -> tuple[Callable[..., Any], Captured, Frame]:
     """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
-    captured = lower_parameters(gm, example_inputs)
+    captured, inputs = lower_parameters(gm, example_inputs)
     compiler = _FrameCompiler(captured, options, loader)
     with _backward_ahead():
         compiled = aot_autograd(
@@ -131,7 +131,7 @@ def compile_frame(
             partition_fn=compiler.partition,
             decompositions=compiler.decompositions(),
             keep_inference_input_mutations=True,
-        )(captured.gm, captured.inputs)
+        )(captured.gm, inputs)
     compiler.fitting.check_budget()
     compiler.fitting.lend_gradients()
     compiler.state.report()

@@ -44,7 +44,6 @@ class Captured:
     """
 
     gm: fx.GraphModule
-    inputs: list[Any]
     shards: list[ShardInput]
     keep: list[int]
     code: str = ""
@@ -77,8 +76,10 @@ def owners_in(gm: fx.GraphModule) -> set[str]:
     }
 
 
-def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows.
+def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Captured, list[Any]]:
+    """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows, and its inputs.
+
+    These are apart, since among them is the batch, which nothing may keep.
 
     Raises:
         CaptureError: a marker reads something that is not a parameter of this frame.
@@ -126,7 +127,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captu
                 f"weight {node.args[4]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
             )
     gm.recompile()
-    return Captured(gm, inputs, shards, keep, _code(), goes_on)
+    return Captured(gm, shards, keep, _code(), goes_on), inputs
 
 
 def _code() -> str:

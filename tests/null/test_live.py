@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
 
 import pytest
@@ -289,3 +290,36 @@ def test_gradients_that_backward_is_given_count_until_it_ends():
     planned = max(frame.programs["backward"].live)
     assert out.nbytes < planned - 4 * call.rows.weight.numel()
     assert planned - (1 << 17) <= held <= planned + 4096
+
+
+class Cut(nn.Module):
+    """Two frames, with ``between`` called on what the first gives."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between = torch._dynamo.disable(between, reason="a break")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        self.between(h)
+        return self.second(h).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_keeps_what_a_frame_was_compiled_with(training):
+    seen = []
+    call = torch.compile(
+        zero.shard(Cut(lambda h: seen.append(weakref.ref(h))), stage=3),
+        backend="zero",
+        options={"compute": "aten"},
+    )
+    x = torch.randn(4, 8)
+    seen.append(weakref.ref(x))
+    with torch.set_grad_enabled(training):
+        loss = call(x)
+    if training:
+        loss.backward()
+    del x, loss
+    gc.collect()  # Dynamo leaves cycles
+    assert [ref() for ref in seen] == [None, None]
