@@ -14,7 +14,7 @@ import torch
 
 from zero_compiler import accumulation, grads
 from zero_compiler.errors import StorageError, TransferError
-from zero_compiler.group import meet, short_digest
+from zero_compiler.headers import meet, short_digest
 from zero_compiler.keeping import accumulating
 from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (

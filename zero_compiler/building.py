@@ -28,7 +28,8 @@ from torch.nn.modules import module as nn_module
 from . import eager
 from .config import Config
 from .errors import ShardError
-from .group import Group, agree
+from .agreement import agree
+from .group import Group
 from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group

@@ -1,12 +1,16 @@
-"""Why a rank could not compile its part of a call, as the other ranks of the call are told."""
+"""Why a rank could not make its part of a call, and how ranks that wait for what it was to say learn of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from . import errors
 from .errors import RankMismatchError, ZeroError
+from .group import Group, in_store, store_of
 
 
 @dataclass(frozen=True)
@@ -45,3 +49,31 @@ class Failure:
             error = RankMismatchError(f"{begin}: {self.kind}: {self.reason}; its own traceback says where")
         error.failure = self
         return error
+
+
+# Notices -------------------------------------------------------------------------------------------------------
+
+# Calls over each process group that ended because a rank could not make its part. All ranks of a call count it, each
+# once: so what one says of a failure is not found by a later attempt. Models over one group count together, since a
+# rank may wait in the call of one while another fails in that of the next.
+_ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def notice(group: Group) -> str:
+    """Where ranks of the group look whether another one has failed while they wait for what it was to say."""
+    everyone = group.everyone
+    return in_store(everyone, f"failed/{_ended.get(everyone.pg, 0)}")
+
+
+def warn_others(group: Group, failure: Failure) -> None:
+    """Let ranks that wait for a text of this rank know that none will come."""
+    if not group.alone:
+        store_of(group).set(notice(group), failure.text())
+
+
+def ended(group: Group) -> None:
+    """A call has ended on all ranks because one could not make its part: none looks for its notice any more."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, or keeps what it has
+        store_of(group).delete_key(notice(group))
+    pg = group.everyone.pg
+    _ended[pg] = _ended.get(pg, 0) + 1

@@ -19,7 +19,9 @@ from . import eager, grads, hardware
 from .config import TIER_FIELDS, Config
 from .errors import ConfigError, ShardError, StorageError, TransferError
 from .files import Files, GradientFiles
-from .group import Group, agree, meet, short_digest
+from .agreement import agree
+from .group import Group
+from .headers import meet, short_digest
 from .ir import ops
 from .layout import Layout
 from .placing import Given, Placed, tiers_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .arena import aligned
-from .group import digest
+from .agreement import digest
 from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us

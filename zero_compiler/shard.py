@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from . import eager, grads, plain
 from .config import Config
 from .errors import ShardError
-from .group import Group, agree
+from .agreement import agree
+from .group import Group
 from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group

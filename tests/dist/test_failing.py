@@ -5,11 +5,13 @@ The group's timeout is far above what a compilation takes here: an error that co
 
 from __future__ import annotations
 
+import datetime
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist.spawn import run_ranks
 from torch import nn
 
@@ -164,3 +166,30 @@ def test_any_exception_of_one_rank_is_told_to_the_others():
     assert second == (
         "rank 0 of 2 could not compile its part of this call: ValueError: out of luck; its own traceback says where"
     )
+
+
+def replaced(process: int, processes: int, folder: str) -> str | None:
+    """A job of two ranks in which calls have failed goes on with a new process in the place of one of them."""
+    text = None
+    if process == 2:
+        sharded(), roomy(2)  # as many models as the others have made
+    for job, members in (("first", (0, 1)), ("second", (2, 0))):
+        if process not in members:
+            continue
+        rank, limit = members.index(process), datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=2, timeout=limit
+        )
+        torch._dynamo.reset()
+        model = sharded()
+        call = compiled(model, roomy(2))
+        text = refused(MemoryBudgetError, call, MANY if rank == 0 else FEW)
+        trained(model, call)
+        del model, call
+        dist.destroy_process_group()
+    return text
+
+
+def test_a_rank_of_an_earlier_group_is_told_by_one_that_was_not_there(tmp_path):
+    kept, _, new = run_ranks(replaced, 3, str(tmp_path), timeout=240.0, group=False)
+    assert kept == f"rank 0 of 2 could not compile its part of this call: {new}"
