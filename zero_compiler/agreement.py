@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .errors import RankMismatchError
+from .errors import RankMismatchError, ZeroError
 from .failing import Failure, notice
 from .group import Group, group_timeout_s, in_store, store_of
 
 _LOOK_S = 0.5  # so often a rank that waits for another one's text looks whether that has failed
+_WELL = "no problem"
 
 
 def digest(text: str) -> bytes:
@@ -70,6 +71,28 @@ def agree(group: Group, key: str, what: str, text: str) -> None:
         if texts[rank] != texts[0]:
             found = first_difference(texts[0], texts[rank], group.name_of(0), group.name_of(rank))
             raise RankMismatchError(f"ranks disagree about {what}: first difference: {found}")
+
+
+def raise_together(group: Group, key: str, what: str, problem: ZeroError | None) -> None:
+    """Go on where no rank of the mesh has a ``problem``; else all raise: a rank its own, others that of the first.
+
+    Args:
+        what: what a rank with a problem could not do, for the others.
+
+    Raises:
+        RankMismatchError: a rank did not speak within the process group's timeout.
+    """
+    group, texts = group.everyone, []
+    try:
+        if not group.alone:
+            mine = None if problem is None else Failure.of(problem, group.name_of(group.rank), what)
+            texts = show(group, key, _WELL if mine is None else mine.text(), what)
+    finally:
+        if problem is not None:
+            raise problem
+    for text in texts:
+        if text != _WELL:
+            raise Failure.read(text).error()
 
 
 def decide(group: Group, key: str, text: str) -> str:

@@ -12,17 +12,21 @@ from . import errors
 from .errors import RankMismatchError, ZeroError
 from .group import Group, in_store, store_of
 
+COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
+
 
 @dataclass(frozen=True)
 class Failure:
-    """``who``: the rank that failed; ``kind``: the class of its error; ``reason``: what the error says."""
+    """``who``: the rank that failed; ``kind``: the class of its error; ``reason``: what the error says; ``what``:
+    what it could not do."""
 
     who: str
     kind: str
     reason: str
+    what: str = COMPILE
 
     @staticmethod
-    def of(error: BaseException, who: str) -> Failure:
+    def of(error: BaseException, who: str, what: str = COMPILE) -> Failure:
         """That of an error on rank ``who``: its own, or what another rank has told it."""
         told = getattr(error, "failure", None)
         if isinstance(told, Failure):
@@ -30,10 +34,10 @@ class Failure:
         text = str(error)
         # Others add what stands in their stack; ours are one sentence.
         reason = text if isinstance(error, ZeroError) else next(iter(text.strip().splitlines()), "")
-        return Failure(who, type(error).__name__, reason)
+        return Failure(who, type(error).__name__, reason, what)
 
     def text(self) -> str:
-        return json.dumps([self.who, self.kind, self.reason])
+        return json.dumps([self.who, self.kind, self.reason, self.what])
 
     @staticmethod
     def read(text: str) -> Failure:
@@ -42,7 +46,7 @@ class Failure:
     def error(self) -> ZeroError:
         """What a rank raises that was told: of the same kind, where that is one of ours."""
         kind = getattr(errors, self.kind, None)
-        begin = f"{self.who} could not compile its part of this call"
+        begin = f"{self.who} could not {self.what}"
         if isinstance(kind, type) and issubclass(kind, ZeroError):
             error = kind(f"{begin}: {self.reason}")
         else:

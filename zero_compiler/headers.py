@@ -6,6 +6,7 @@ that of a peer whatever call the peer is in, since each begins with it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from .agreement import digest, first_difference
 from .errors import RankMismatchError, TransferError, ZeroError
-from .failing import Failure, ended, warn_others
+from .failing import BEGIN, Failure, ended, warn_others
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 
 HEADER_BYTES = 32
@@ -45,7 +46,7 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
     Raises:
         RankMismatchError: on every rank, naming the first difference.
         TransferError: a peer did not answer.
-        ZeroError: of a peer that could not compile its part of the call; see :func:`fail`.
+        ZeroError: of a peer that could not make its part of the call; see :func:`fail`.
     """
     group = group.everyone
     headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
@@ -134,9 +135,16 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
     text = failure.text()
     said = digest(text)[: HEADER_BYTES - _DIGEST_BYTES - 1]
     store_of(group).set(in_store(group, f"call/{said.hex()}"), text)
-    headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that could not be compiled")
+    headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that this rank could not make")
     ended(group)
     return all(h.startswith(_FAILED + bytes([True])) for h in headers)
+
+
+def cannot_begin(group: Group, error: BaseException) -> None:
+    """The same for a call of which this rank has the Programs, and that an ``error`` ends before :func:`meet`."""
+    failure = Failure.of(error, group.everyone.name_of(group.everyone.rank), BEGIN)
+    with contextlib.suppress(ZeroError):  # a peer is gone: the error that this rank has says more
+        fail(group, failure, new=False)
 
 
 def _told(group: Group, header: bytes) -> ZeroError:
@@ -147,4 +155,4 @@ def _told(group: Group, header: bytes) -> ZeroError:
         store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
         return Failure.read(store.get(name).decode()).error()
     except (RuntimeError, dist.DistStoreError):
-        return RankMismatchError("another rank could not compile its part of this call, and did not say why")
+        return RankMismatchError("another rank could not make its part of this call, and did not say why")

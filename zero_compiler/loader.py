@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .errors import ShardError
 from .agreement import decide, show
+from .errors import ShardError
 from .program import Program
 from .runtime.model import ModelRuntime
 from .runtime.session import Session

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .arena import aligned
 from .agreement import digest
+from .arena import aligned
 from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us

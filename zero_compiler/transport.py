@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .agreement import post_text, read_texts
 from .arena import aligned
 from .errors import ShardError
-from .agreement import post_text, read_texts
 from .group import Group, first_rank, group_timeout_s, store_of
 from .layout import Layout
 
