@@ -334,7 +334,7 @@ class Session:
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         assert self.first is not None
-        state = tuple((p.key, len(p.frames), len(p.optimizers)) for p in policies)
+        state = tuple((p.key, len(p.frames), len(p.optimizers), p.taken) for p in policies)
         if self.first.planned is None or self.first.planned[0] != state:
             self.first.planned = (state, accumulation.planned_for(policies))
         known: accumulation.Planned | None = self.first.planned[1]

@@ -148,6 +148,7 @@ class StreamedOptimizer(Optimizer, Done):
                 self._held[policy.key, name] = nbytes, tier
                 self._managed.append((weakref.ref(policy), name, param))
                 policy.optimizers[name] = self
+                policy.taken += 1
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
                     needs.setdefault(policy, []).append((entry, key, dtype))

@@ -34,7 +34,8 @@ log = logging.getLogger("zero_compiler")
 _serial = itertools.count()
 _keys = itertools.count()  # not the serial, which another process may have given out too
 _copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
-_OWN = ("_refused", "_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "looked")  # of Policy._fresh
+# What Policy._fresh makes.
+_OWN = ("_refused", "_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "taken", "looked")
 
 
 class Scope:
@@ -109,11 +110,12 @@ class Policy:
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
-        # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
         self.looked: int | None = (
             None  # the backward in which accumulation was looked at, by autograd's number
         )
+        # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
         self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.taken = 0  # how often an optimizer took a parameter, maybe from another one
 
     def _bind(self) -> None:
         self.key = f"m{next(_keys)}"
