@@ -31,6 +31,11 @@ class ModelRuntime:
         self._views: dict[Any, list[torch.Tensor]] = {}
         segment, hosts = policy.transport.segment, policy.transport.hosts
         self.shared = segment is not None
+        # Of a model that was made on meta and given storage since: here no call has begun. Before the engine is made,
+        # of which a segment sees one: where there is no memory now, a later call may find it.
+        for name in segment.chunks if segment is not None else ():
+            if (param := policy.find(name)) is not None and not param.is_meta:
+                policy.bring_home(name)
         self.engine = _C.Engine(
             group.pg,
             group.rank,
@@ -60,9 +65,6 @@ class ModelRuntime:
             None  # what its calls may take, and by which frames (see Session)
         )
         self._aside: torch.Stream | None = None  # made for the first Program whose activations are copied
-        if segment is not None:
-            # Of a model that was made on meta and given storage since: here no call has begun.
-            self.bring_home(n for n in segment.chunks if (p := policy.find(n)) is not None and not p.is_meta)
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
         weakref.finalize(policy, self.close).atexit = False
 

@@ -14,7 +14,7 @@ import torch
 
 from zero_compiler import accumulation, grads
 from zero_compiler.errors import StorageError, TransferError
-from zero_compiler.group import meet, short_digest
+from zero_compiler.headers import cannot_begin, meet, short_digest
 from zero_compiler.keeping import accumulating
 from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (
@@ -230,10 +230,14 @@ class Session:
         if self._digest is None:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
-        # What peers read from here on is in place before they are told that this rank is in the call.
-        for runtime, names in self._at_home.items():
-            runtime.bring_home(names)
-        more = needed.to_bytes(_NEED_BYTES, "little") + self._stale_kept()
+        try:
+            # What peers read from here on is in place before they are told that this rank is in the call.
+            for runtime, names in self._at_home.items():
+                runtime.bring_home(names)
+            more = needed.to_bytes(_NEED_BYTES, "little") + self._stale_kept()
+        except Exception as error:
+            cannot_begin(first.policy.group, error)
+            raise
         told = meet(first.policy.group, self._digest, self._text, what, more)
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
@@ -330,7 +334,7 @@ class Session:
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         assert self.first is not None
-        state = tuple((p.key, len(p.frames), len(p.optimizers)) for p in policies)
+        state = tuple((p.key, len(p.frames), len(p.optimizers), p.taken) for p in policies)
         if self.first.planned is None or self.first.planned[0] != state:
             self.first.planned = (state, accumulation.planned_for(policies))
         known: accumulation.Planned | None = self.first.planned[1]

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from .errors import ZeroError
-from .failing import Failure
-from .group import fail, warn_others
+from .failing import Failure, warn_others
+from .headers import fail
 from .ir import ops
 
 

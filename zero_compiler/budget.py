@@ -102,7 +102,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                     gradients += local
                 known = policy.optimizers.get(name)
                 if known is not None:
-                    states, tier = known.held(param)
+                    states, tier = known.held(policy.key, name)
                 else:
                     states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
                     tier = tier_of("optimizer")

@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from . import eager
+from .agreement import agree
 from .config import Config
 from .errors import ShardError
-from .group import Group, agree
+from .group import Group
 from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group
@@ -347,6 +348,7 @@ class Construction:
                     cut.local = param._local_tensor = policy.settle(name, chunk)[
                         : cut.layout.rows(group.rank)
                     ]
+        policy.check_settled()
         swap_classes(model, policy)
         policy.take_gradients()
         guard_optimizers()

@@ -1,24 +1,32 @@
-"""Why a rank could not compile its part of a call, as the other ranks of the call are told."""
+"""Why a rank could not make its part of a call, and how ranks that wait for what it was to say learn of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from . import errors
 from .errors import RankMismatchError, ZeroError
+from .group import Group, in_store, store_of
+
+COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """``who``: the rank that failed; ``kind``: the class of its error; ``reason``: what the error says."""
+    """``who``: the rank that failed; ``kind``: the class of its error; ``reason``: what the error says; ``what``:
+    what it could not do."""
 
     who: str
     kind: str
     reason: str
+    what: str = COMPILE
 
     @staticmethod
-    def of(error: BaseException, who: str) -> Failure:
+    def of(error: BaseException, who: str, what: str = COMPILE) -> Failure:
         """That of an error on rank ``who``: its own, or what another rank has told it."""
         told = getattr(error, "failure", None)
         if isinstance(told, Failure):
@@ -26,10 +34,10 @@ class Failure:
         text = str(error)
         # Others add what stands in their stack; ours are one sentence.
         reason = text if isinstance(error, ZeroError) else next(iter(text.strip().splitlines()), "")
-        return Failure(who, type(error).__name__, reason)
+        return Failure(who, type(error).__name__, reason, what)
 
     def text(self) -> str:
-        return json.dumps([self.who, self.kind, self.reason])
+        return json.dumps([self.who, self.kind, self.reason, self.what])
 
     @staticmethod
     def read(text: str) -> Failure:
@@ -38,10 +46,38 @@ class Failure:
     def error(self) -> ZeroError:
         """What a rank raises that was told: of the same kind, where that is one of ours."""
         kind = getattr(errors, self.kind, None)
-        begin = f"{self.who} could not compile its part of this call"
+        begin = f"{self.who} could not {self.what}"
         if isinstance(kind, type) and issubclass(kind, ZeroError):
             error = kind(f"{begin}: {self.reason}")
         else:
             error = RankMismatchError(f"{begin}: {self.kind}: {self.reason}; its own traceback says where")
         error.failure = self
         return error
+
+
+# Notices -------------------------------------------------------------------------------------------------------
+
+# Calls over each process group that ended because a rank could not make its part. All ranks of a call count it, each
+# once: so what one says of a failure is not found by a later attempt. Models over one group count together, since a
+# rank may wait in the call of one while another fails in that of the next.
+_ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def notice(group: Group) -> str:
+    """Where ranks of the group look whether another one has failed while they wait for what it was to say."""
+    everyone = group.everyone
+    return in_store(everyone, f"failed/{_ended.get(everyone.pg, 0)}")
+
+
+def warn_others(group: Group, failure: Failure) -> None:
+    """Let ranks that wait for a text of this rank know that none will come."""
+    if not group.alone:
+        store_of(group).set(notice(group), failure.text())
+
+
+def ended(group: Group) -> None:
+    """A call has ended on all ranks because one could not make its part: none looks for its notice any more."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, or keeps what it has
+        store_of(group).delete_key(notice(group))
+    pg = group.everyone.pg
+    _ended[pg] = _ended.get(pg, 0) + 1

@@ -22,6 +22,8 @@ from .saving import Cut, Phases, check_held, within_activations, within_memory
 from .verify import verify_program
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
+# Of the state of a frame, what phases that are planned anew change.
+_PLANNED = ("bucket_bytes", "order", "units", "tile_mlp", "mlp_bytes", "away", "backward_params", "reduced")
 
 
 class Fitting:
@@ -193,9 +195,21 @@ class Fitting:
         return graphs
 
     def _in_buckets(self, nbytes: int, planned: Callable[[], Phases]) -> Phases:
-        self.state.bucket_bytes = nbytes
+        """Phases in buckets of so many bytes.
+
+        Raises:
+            MemoryBudgetError: there are none; the state is that of the phases before.
+        """
+        state = self.state
+        before = {name: getattr(state, name) for name in _PLANNED}
+        state.bucket_bytes = nbytes
         self._cuts.clear()
-        return planned()
+        try:
+            return planned()
+        except MemoryBudgetError:
+            self._cuts.clear()
+            vars(state).update(before)
+            raise
 
     def _check_rest(self) -> None:
         """What rests fits the budget of memory: else nothing need be tried.

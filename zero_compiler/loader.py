@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from .agreement import decide, show
 from .errors import ShardError
-from .group import decide, show
 from .program import Program
 from .runtime.model import ModelRuntime
 from .runtime.session import Session

@@ -95,7 +95,8 @@ class StreamedOptimizer(Optimizer, Done):
         self._broken: str | None = None
         self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: dict[tuple[Any, ...], States] = {}
-        self._held: dict[int, tuple[int, str]] = {}
+        self._held: dict[tuple[str, str], tuple[int, str]] = {}
+        self._managed: list[tuple[Any, str, Any]] = []  # sharded model (weakly), name and parameter
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
         template = cls([torch.zeros(1)], **kw)
@@ -142,9 +143,12 @@ class StreamedOptimizer(Optimizer, Done):
                 entry.streamed["param"] = local.element_size()
             if policy is not None and policy.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
-            self._held[id(param)] = (local.numel() * sum(d.itemsize for d in states.tensors.values()), tier)
             if policy is not None:
+                nbytes = local.numel() * sum(d.itemsize for d in states.tensors.values())
+                self._held[policy.key, name] = nbytes, tier
+                self._managed.append((weakref.ref(policy), name, param))
                 policy.optimizers[name] = self
+                policy.taken += 1
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
                     needs.setdefault(policy, []).append((entry, key, dtype))
@@ -165,9 +169,26 @@ class StreamedOptimizer(Optimizer, Done):
         if self._overlap is not None:
             self._overlap.watch(new)
 
-    def held(self, param: torch.Tensor) -> tuple[int, str]:
-        """Bytes of the states of a parameter on this rank, and the tier on which they rest."""
-        return self._held[id(param)]
+    def held(self, owner: str, name: str) -> tuple[int, str]:
+        """Bytes of the states of a parameter of the sharded model ``owner`` on this rank, and the tier on which they
+        rest."""
+        return self._held[owner, name]
+
+    def _check_current(self) -> None:
+        """Raise where a parameter was replaced by one that this optimizer does not have: it would stay as it is.
+
+        Raises:
+            OptimizerError: naming it.
+        """
+        mine = {id(param) for _, _, param in self._managed}
+        for ref, name, _ in self._managed:
+            policy = ref()
+            now = policy.find(name) if policy is not None else None
+            if now is not None and now.requires_grad and id(now) not in mine:
+                raise OptimizerError(
+                    f"parameter {name} was replaced after zero.optimizer was made (load_state_dict(assign=True), or an "
+                    "assignment to the module), and this optimizer holds the one before; make the optimizer after that"
+                )
 
     def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
         options = options_of(group)
@@ -193,6 +214,7 @@ class StreamedOptimizer(Optimizer, Done):
         """Update every parameter that has a gradient, as ``cls.step`` would.
 
         Raises:
+            OptimizerError: a parameter was replaced since the optimizer was made.
             GradientError: gradients wait for their reduction.
             StorageError: a transfer failed; the parameters may then be half updated, and later steps raise.
         """
@@ -200,6 +222,7 @@ class StreamedOptimizer(Optimizer, Done):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_current()
         for group in self.param_groups:
             check_reduced(group["params"])
         self._run(self._units, self._clip())

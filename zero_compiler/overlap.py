@@ -89,7 +89,12 @@ class Overlap:
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
-        if not grads.goes_to_grad(param) or grads.hooked(param, {hook.id for hook in self._hooks}):
+        replaced = id(param) not in self._of  # step() says so
+        if (
+            replaced
+            or not grads.goes_to_grad(param)
+            or grads.hooked(param, {hook.id for hook in self._hooks})
+        ):
             return False
         self.enter()
         grads.publish(param, local)

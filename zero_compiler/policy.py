@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from . import eager, grads, hardware
+from .agreement import raise_together
 from .config import TIER_FIELDS, Config
 from .errors import ConfigError, ShardError, StorageError, TransferError
 from .files import Files, GradientFiles
-from .group import Group, agree, meet, short_digest
+from .group import Group
+from .headers import meet, short_digest
 from .ir import ops
 from .layout import Layout
 from .placing import Given, Placed, tiers_of
@@ -32,6 +34,8 @@ log = logging.getLogger("zero_compiler")
 _serial = itertools.count()
 _keys = itertools.count()  # not the serial, which another process may have given out too
 _copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
+# What Policy._fresh makes.
+_OWN = ("_refused", "_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "taken", "looked")
 
 
 class Scope:
@@ -99,17 +103,19 @@ class Policy:
 
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
+        self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
         self._nvme: Nvme | None = None  # made when first needed
         self.files: Files | None = None
         self._gradient_files: GradientFiles | None = None
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
-        # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
         self.looked: int | None = (
             None  # the backward in which accumulation was looked at, by autograd's number
         )
+        # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
         self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.taken = 0  # how often an optimizer took a parameter, maybe from another one
 
     def _bind(self) -> None:
         self.key = f"m{next(_keys)}"
@@ -118,8 +124,8 @@ class Policy:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        own = ("_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "looked")  # of _fresh
-        for name in ("runtime", "key", "frames", "compilers", "_digests", "transport", *own):
+        own = {*_OWN, "runtime", "key", "frames", "compilers", "_digests", "transport"}
+        for name in own:
             state.pop(name)
         return state
 
@@ -155,7 +161,7 @@ class Policy:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
 
         Raises:
-            StorageError: on the ranks that have no room, and RankMismatchError on the others.
+            StorageError: on all ranks, where one has no room.
         """
         if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
             return  # only planned
@@ -173,11 +179,7 @@ class Policy:
             self.files = Files(self.nvme(), parameters, gradients)
         except StorageError as error:
             problem = error
-        try:
-            agree(self.group, f"room/{self.title()}", "room in nvme_dir", str(problem or "there is room"))
-        finally:
-            if problem is not None:
-                raise problem
+        raise_together(self.group, f"room/{self.title()}", "make room in nvme_dir", problem)
 
     def take_files(self, nvme: Nvme | None) -> None:
         """Go on with the tier in which construction has placed parameters already."""
@@ -213,7 +215,22 @@ class Policy:
         self.transport.segment.allocate(name, layout)
         if chunk.is_meta:
             return chunk
-        return self.transport.segment.back(name).view(layout.padded_shape).copy_(chunk)
+        try:
+            home = self.transport.segment.back(name)
+        except ShardError as error:
+            # Peers go on to the next parameter's collective, and so does this rank: they are told at the end.
+            self._refused = self._refused or error
+            return chunk
+        return home.view(layout.padded_shape).copy_(chunk)
+
+    def check_settled(self) -> None:
+        """All parameters are where they are to lie. Collective.
+
+        Raises:
+            ShardError: on all ranks, where one was refused the memory.
+        """
+        if self.transport.shared:
+            raise_together(self.group, f"memory/{self.title()}", "place its part of the model", self._refused)
 
     def bring_home(self, name: str) -> bool:
         """Move the rows of a parameter that peers read in place to where they do; whether they lay elsewhere."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from .agreement import digest
 from .arena import aligned
-from .group import digest
 from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import eager, grads, plain
+from .agreement import agree
 from .config import Config
 from .errors import ShardError
-from .group import Group, agree
+from .group import Group
 from .guards import STALE, guard_optimizers
 from .layout import Layout, layout_of
 from .mesh import make_group
@@ -96,6 +97,7 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
             local = eager.from_first(group.tensor, local.to(group.device))
         local = eager.scatter_from_first(group, info.layout, local)
         install(policy, name, param, local, places)
+    policy.check_settled()
     swap_classes(model, policy)
     policy.take_gradients()
     guard_optimizers()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .group import digest
+from .agreement import digest
 from .ir.facts import ParamRef
 from .layout import Layout
 from .runtime.stores import BLOCK_BYTES

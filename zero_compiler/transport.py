@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .agreement import post_text, read_texts
 from .arena import aligned
 from .errors import ShardError
-from .group import Group, first_rank, group_timeout_s, post_text, read_texts, store_of
+from .group import Group, first_rank, group_timeout_s, store_of
 from .layout import Layout
 
 # Spaces of the memory file, which is sparse: see csrc/include/zero/shared_transport.h.

@@ -34,14 +34,23 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+def settled() -> int:
+    """Bytes that the meter counts once nothing is left of models that are gone.
+
+    Dynamo leaves cycles of what frames were compiled with, and others behind what those held on to.
+    """
+    torch._dynamo.reset()
+    while gc.collect():
+        pass
+    return _C.meter_current()
+
+
 def train(rank: int, net: dict[str, float], rows: int, compute: str = "aten", **fields):
     """Losses of three steps, the measured peak in bytes, and the model: a ``Net`` of ``net``.
 
     At stage 3 and over the process group, unless ``fields`` say otherwise.
     """
-    torch._dynamo.reset()
-    gc.collect()
-    base = _C.meter_current()
+    base = settled()
     torch.manual_seed(0)
     model = zero.shard(Net(**net), **({"stage": 3, "transport": "c10d"} | fields))
     gc.collect()

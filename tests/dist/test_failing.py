@@ -1,20 +1,28 @@
-"""A rank that cannot compile its part of a call: all ranks learn at once why, and a later attempt works.
+"""A rank that cannot make its part of a call, or place its part of a model: all ranks learn at once why, and a later
+attempt works.
 
 The group's timeout is far above what a compilation takes here: an error that comes sooner was told, not waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import errno
+import os
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import MemoryBudgetError, RankMismatchError
+from zero_compiler.errors import MemoryBudgetError, RankMismatchError, ShardError
 from zero_compiler.fitting import Fitting
 from zero_compiler.planning import report
 
@@ -164,3 +172,112 @@ def test_any_exception_of_one_rank_is_told_to_the_others():
     assert second == (
         "rank 0 of 2 could not compile its part of this call: ValueError: out of luck; its own traceback says where"
     )
+
+
+def replaced(process: int, processes: int, folder: str) -> str | None:
+    """A job of two ranks in which calls have failed goes on with a new process in the place of one of them."""
+    text = None
+    if process == 2:
+        sharded(), roomy(2)  # as many models as the others have made
+    for job, members in (("first", (0, 1)), ("second", (2, 0))):
+        if process not in members:
+            continue
+        rank, limit = members.index(process), datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=2, timeout=limit
+        )
+        torch._dynamo.reset()
+        model = sharded()
+        call = compiled(model, roomy(2))
+        text = refused(MemoryBudgetError, call, MANY if rank == 0 else FEW)
+        trained(model, call)
+        del model, call
+        dist.destroy_process_group()
+    return text
+
+
+def test_a_rank_of_an_earlier_group_is_told_by_one_that_was_not_there(tmp_path):
+    kept, _, new = run_ranks(replaced, 3, str(tmp_path), timeout=240.0, group=False)
+    assert kept == f"rank 0 of 2 could not compile its part of this call: {new}"
+
+
+# Shared memory -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_memory(refused: bool) -> Iterator[None]:
+    """No shared memory can be had meanwhile, where ``refused``."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = os.posix_fallocate
+    if refused:
+        os.posix_fallocate = refuse
+    try:
+        yield
+    finally:
+        os.posix_fallocate = real
+
+
+def shared(early: bool) -> nn.Module:
+    if not early:
+        return zero.shard(Net(), stage=3, transport="shared")
+    with zero.init(stage=3, transport="shared"):
+        return Net()
+
+
+def no_room(rank: int, world: int, early: bool) -> str:
+    """Rank 1 is refused memory when it moves its rows there."""
+    with without_memory(rank == 1):
+        text = refused(ShardError, lambda _: shared(early), FEW)
+    model = shared(early)
+    losses, _ = trained(model, torch.compile(model, backend="zero", options={"compute": "aten"}))
+    assert losses[1] < losses[0]
+    return text
+
+
+WHY = r"parameter h\.\d\.weight: \d[\d,]* bytes of shared memory could not be had \(No space left on device\); free some"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_no_room_for_the_parameters_of_one_rank(early):
+    first, second = run_ranks(no_room, 2, early, timeout=240.0, group_timeout=GROUP_TIMEOUT_S)
+    assert re.match(WHY, second)
+    assert first == f"rank 1 of 2 could not place its part of the model: {second}"
+
+
+def no_way_home(rank: int, world: int) -> list[str]:
+    """Rank 1 is refused memory when rows that were given another storage are to move back: in the first call of a model,
+    in a later one, and in a backward."""
+    texts = []
+    model = shared(False)
+    want, _ = trained(model, torch.compile(model, backend="zero", options={"compute": "aten"}))
+
+    def move(model: nn.Module) -> None:
+        for p in model.parameters():
+            p._local_tensor = p._local_tensor.detach().clone()
+
+    torch._dynamo.reset()
+    model = shared(False)
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    for _ in range(2):
+        move(model)
+        with without_memory(rank == 1):
+            texts.append(refused(ShardError, call, FEW))
+        torch._dynamo.reset()  # a frame that did not compile stays one
+        call(rows(FEW))
+    loss = call(rows(FEW))
+    move(model)
+    with without_memory(rank == 1):
+        texts.append(refused(ShardError, lambda _: loss.backward(), FEW))
+    model.zero_grad()
+    assert trained(model, call)[0] == want
+    return texts
+
+
+def test_no_room_for_rows_of_one_rank_that_lie_elsewhere():
+    first, second = run_ranks(no_way_home, 2, timeout=240.0, group_timeout=GROUP_TIMEOUT_S)
+    for told, reason, what in zip(first, second, ("compile", "begin", "begin"), strict=True):
+        assert re.match(WHY, reason)
+        assert told == f"rank 1 of 2 could not {what} its part of this call: {reason}"

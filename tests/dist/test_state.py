@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
-from zero_compiler.errors import ShardError
+from zero_compiler.errors import OptimizerError, ShardError
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -125,6 +125,28 @@ def _as_sharded(plain: nn.Module, like: nn.Module) -> dict[str, Any]:
 def test_state_dict(body: Any) -> None:
     for rank, errors in enumerate(run_ranks(body, 2, timeout=500.0)):
         assert not errors, f"rank {rank}:\n" + "\n".join(errors)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_that_replace_those_of_an_optimizer(overlap: bool) -> None:
+    """What is in their place computes, and is planned for; the optimizer that has the old ones says that it has."""
+    torch.manual_seed(0)
+    plain, model = MLP(), zero.shard(MLP(), stage=3)
+    old = zero.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9, overlap=overlap)
+    model.load_state_dict(_as_sharded(plain, model), assign=True)
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x = torch.randn(4, 16)
+    call(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    name = next(name for name, _ in model.named_parameters())
+    with pytest.raises(
+        OptimizerError, match=rf"parameter {name} was replaced .*make the optimizer after that"
+    ):
+        old.step()
+    model.zero_grad()
+    new = zero.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9, overlap=overlap)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    assert train(call, new, 0, range(3)) == pytest.approx(train(plain, other, 0, range(3)), rel=1e-5)
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------

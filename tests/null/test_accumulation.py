@@ -141,3 +141,17 @@ def test_a_part_of_a_model_is_called_and_looked_at_alone():
     assert zero.inspect(whole[0]).memory.waiting == WEIGHTS
     loss(torch.compile(whole[0], backend="zero", options=options)).backward()
     assert [p.grad is None for p in whole.parameters()] == [False] * LAYERS + [True]
+
+
+def test_an_optimizer_that_takes_the_place_of_another_is_counted():
+    """States of AdamW fill the budget; without them there is room for the gradients of an earlier backward."""
+    model, call = under(planned().peak)
+    optimizer = zero.optimizer(torch.optim.AdamW, model)
+    loss(call).backward()
+    with pytest.raises(MemoryBudgetError, match="to keep gradients of an earlier backward"):
+        loss(call).backward()
+    optimizer = zero.optimizer(torch.optim.SGD, model, lr=0.1)
+    model.zero_grad()
+    loss(call).backward()
+    loss(call).backward()
+    optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 
 from zero_compiler.cost import smaller_buckets
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.fitting import Fitting
+from zero_compiler.fitting import _PLANNED, Fitting
 from zero_compiler.hardware import load
 from zero_compiler.planning import report
+from zero_compiler.saving import Phases
 
 WIDTH = 256
 
@@ -190,3 +192,42 @@ def test_a_forward_without_gradients_takes_smaller_buckets_too(fast):
         (frame,) = in_buckets(fast, memory_budget_bytes=peaks[20_000]).frames
     assert set(frame.programs) == {"inference"}
     assert frame.bucket_bytes <= 20_000
+
+
+def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNamespace]:
+    """Phases of a frame whose plan fits in no buckets, and its state. Activations fit in the largest buckets alone, and
+    what was tried for them elsewhere is left behind. The first rank wants what is ``decided``, else what this one does.
+    """
+    state = SimpleNamespace(
+        **dict.fromkeys(_PLANNED),
+        smaller_buckets=lambda: [40_000, 20_000, 10_000],
+        first=SimpleNamespace(distances={}),
+        loader=SimpleNamespace(decide=lambda first, key, text: decided or text),
+        tried=[],
+    )
+    state.bucket_bytes, state.order, state.tile_mlp = 80_000, [], False
+    state.take_buckets = lambda nbytes, why: setattr(state, "bucket_bytes", nbytes)
+
+    def planned() -> Phases:
+        state.tried.append((state.bucket_bytes, state.tile_mlp))
+        if state.bucket_bytes < 80_000:
+            state.tile_mlp = True
+            raise MemoryBudgetError(f"no activations in {state.bucket_bytes}")
+        return {}
+
+    fitting = Fitting(state, None)
+    monkeypatch.setattr(fitting, "_over_in_small_tiles", lambda graphs, budget_bytes: 1)
+    return fitting._fit_buckets("buckets", planned, {}, 1 << 20), state
+
+
+def test_a_size_in_which_activations_do_not_fit_leaves_nothing_behind(monkeypatch):
+    _, state = fitted(monkeypatch)
+    assert (state.bucket_bytes, state.tile_mlp) == (80_000, False)
+    assert state.tried == [(size, False) for size in (40_000, 20_000, 10_000)]
+
+
+@pytest.mark.parametrize("decided", ["40000", "10000"])
+def test_a_size_that_the_first_rank_decides_and_that_does_not_do_here_is_refused(decided, monkeypatch):
+    """And is not said of phases that were planned in another one."""
+    with pytest.raises(MemoryBudgetError, match=f"no activations in {decided}"):
+        fitted(monkeypatch, decided)

@@ -30,6 +30,8 @@ RANKS = {
     "layout": 3,
     "failing": 3,
     "group": 3,
+    "agreement": 3,
+    "headers": 3,
     "mesh": 3,
     "tensor_parallel": 4,
     "eager": 4,

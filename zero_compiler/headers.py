@@ -1,0 +1,158 @@
+"""Headers of calls, in which ranks find out before the first collective that they are in different calls.
+
+They have one size whatever the call: messages between CPU ranks, and on a group without gloo one all-gather, which fits
+that of a peer whatever call the peer is in, since each begins with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .agreement import digest, first_difference
+from .errors import RankMismatchError, TransferError, ZeroError
+from .failing import BEGIN, Failure, ended, warn_others
+from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
+
+HEADER_BYTES = 32
+_DIGEST_BYTES = 16
+# Far from the small tags that people choose for their own messages, and not one of the engine's. One tag for all
+# headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
+_HEADER_TAG = 0x59000000
+_FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
+
+
+def short_digest(text: str) -> bytes:
+    """The first half of a header: what a rank is about to do."""
+    return digest(text)[:_DIGEST_BYTES]
+
+
+def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: bytes = b"") -> list[bytes]:
+    """Exchange headers before the first collective of a call; each rank's ``more``.
+
+    A header has the same size whatever a rank is up to, so that ranks in different calls find out here, and
+    not in collectives that do not fit together.
+
+    Args:
+        doing: :func:`short_digest` of ``text``, the description that ranks must share.
+        what: the call, for messages.
+        more: at most 16 bytes that may differ.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first difference.
+        TransferError: a peer did not answer.
+        ZeroError: of a peer that could not make its part of the call; see :func:`fail`.
+    """
+    group = group.everyone
+    headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
+    failed = next((h for h in headers if h.startswith(_FAILED)), None)
+    if failed is not None:
+        ended(group)
+        raise _told(group, failed)
+    if any(h[:_DIGEST_BYTES] != doing for h in headers):
+        _explain(group, [h[:_DIGEST_BYTES] for h in headers], text())
+    return [h[_DIGEST_BYTES:] for h in headers]
+
+
+def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
+    """The headers of all ranks, in order, given this rank's.
+
+    An accelerator's backend has no tags that would keep these messages apart from others, and reads no host memory:
+    there an all-gather on the device carries them, and reading it waits for what the device was given before.
+    """
+    peer: int | None = None
+    try:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if not _has_gloo(group):
+            out = torch.empty(group.world * len(mine), dtype=torch.uint8, device=group.device)
+            all_gather_flat(out, sent.to(group.device), group=group.pg)
+            return [bytes(row) for row in out.view(group.world, -1).tolist()]
+        got = torch.empty(group.world, len(mine), dtype=torch.uint8)
+        got[group.rank] = sent
+        others = [r for r in range(group.world) if r != group.rank]
+        receives = []
+        sends = []
+        for peer in others:
+            receives.append(group.pg.recv([got[peer]], peer, _HEADER_TAG))
+        for peer in others:
+            sends.append(group.pg.send([sent], peer, _HEADER_TAG))
+        for whom, work in zip([*others, *others], [*receives, *sends], strict=True):
+            peer = whom
+            work.wait()
+        return [row.numpy().tobytes() for row in got]
+    except RuntimeError as error:
+        who = "its peers" if peer is None else group.name_of(peer)
+        reason = str(error).splitlines()[0]
+        raise TransferError(
+            f"{what}: {group.name_of(group.rank)} got no answer from {who}: {reason}"
+        ) from error
+
+
+def _has_gloo(group: Group) -> bool:
+    try:
+        return group.pg._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
+
+
+def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
+    store, prefix = store_of(group), in_store(group, "call")
+    store.set(f"{prefix}/{digests[group.rank].hex()}", text)
+    # The same two ranks on every rank, so that all say the same.
+    other = next(r for r, d in enumerate(digests) if d != digests[0])
+    texts = []
+    for rank in (0, other):
+        try:
+            name = f"{prefix}/{digests[rank].hex()}"
+            store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
+            texts.append(store.get(name).decode())
+        except (RuntimeError, dist.DistStoreError):
+            texts.append("a call that it does not describe")
+    found = first_difference(texts[0], texts[1], group.name_of(0), group.name_of(other))
+    raise RankMismatchError(f"ranks are in different calls; first difference: {found}")
+
+
+def fail(group: Group, failure: Failure, new: bool) -> bool:
+    """End a call that this rank cannot make, together with its peers: those that can make it are in :func:`meet`.
+
+    Args:
+        new: this rank holds no Program of the model yet.
+
+    Returns whether no rank can make it, and it is ``new`` to all.
+
+    Raises:
+        TransferError: a peer did not answer.
+    """
+    if group.alone:
+        return new
+    group = group.everyone
+    warn_others(group, failure)
+    text = failure.text()
+    said = digest(text)[: HEADER_BYTES - _DIGEST_BYTES - 1]
+    store_of(group).set(in_store(group, f"call/{said.hex()}"), text)
+    headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that this rank could not make")
+    ended(group)
+    return all(h.startswith(_FAILED + bytes([True])) for h in headers)
+
+
+def cannot_begin(group: Group, error: BaseException) -> None:
+    """The same for a call of which this rank has the Programs, and that an ``error`` ends before :func:`meet`."""
+    failure = Failure.of(error, group.everyone.name_of(group.everyone.rank), BEGIN)
+    with contextlib.suppress(ZeroError):  # a peer is gone: the error that this rank has says more
+        fail(group, failure, new=False)
+
+
+def _told(group: Group, header: bytes) -> ZeroError:
+    """The error of a rank whose peer sent the ``header`` of a failure."""
+    store = store_of(group)
+    name = in_store(group, f"call/{header[_DIGEST_BYTES + 1 :].hex()}")
+    try:
+        store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
+        return Failure.read(store.get(name).decode()).error()
+    except (RuntimeError, dist.DistStoreError):
+        return RankMismatchError("another rank could not make its part of this call, and did not say why")
