@@ -61,9 +61,7 @@ Status Engine::poison(
     poison_ = describe(operation, label) + " failed on rank " +
         std::to_string(rank_) + " of " + std::to_string(world_) + " (" +
         transport_->name() + "): " + reason;
-    if (direct_) {
-      transport_->peers()->give_up(*poison_);
-    }
+    transport_->give_up(*poison_);
   }
   return Status::error(*poison_);
 }
@@ -182,9 +180,7 @@ void Engine::abandon(const std::string& reason) {
   if (world_ > 1) {
     poison_ = "an earlier call of the model broke off on rank " +
         std::to_string(rank_) + " of " + std::to_string(world_) + ": " + reason;
-    if (direct_) {
-      transport_->peers()->give_up(reason);
-    }
+    transport_->give_up(reason);
     return;
   }
   for (const auto& gather : gathers_) {
