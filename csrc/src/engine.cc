@@ -119,6 +119,20 @@ Result<int> Engine::add_shared_arena(int64_t nbytes, PeerMemory::Space space) {
   return static_cast<int>(arenas_.size()) - 1;
 }
 
+Result<Tensor> Engine::slice(
+    Arena& arena,
+    int64_t offset,
+    int64_t numel,
+    c10::ScalarType dtype) {
+  const bool there = arena.allocated();
+  auto part = arena.slice(offset, numel, dtype);
+  if (!there && arena.allocated()) {
+    counters_.arena_allocations += 1;
+    counters_.arena_bytes += arena.source() ? 0 : arena.nbytes();
+  }
+  return part;
+}
+
 Result<bool> Engine::grow_arena(int id, int64_t nbytes) {
   const std::lock_guard lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());
@@ -245,7 +259,7 @@ Status Engine::leave() {
 Counters Engine::counters() const {
   const std::lock_guard lock(mutex_);
   Counters all = counters_;
-  all.allocations += recycler_.allocations();
+  all.allocations = all.arena_allocations + recycler_.allocations();
   all.recycled = recycler_.recycled();
   all.scratch_bytes = transport_->scratch_bytes();
   return all;
