@@ -484,6 +484,30 @@ def chosen(rank, world):
     return names
 
 
+def unwatched(rank, world):
+    """As in a sandbox that forbids it, which one rank runs in."""
+    said = []
+    transport.log.addFilter(lambda record: said.append(record.getMessage()))
+    if rank == 1:
+        transport._PIDFD_OPEN = -1  # no kernel has it
+    for _ in range(2):
+        model, compiled = make("auto")
+        found = policies_of(model)[0].transport
+        assert found.name == "c10d"
+        assert "rank 1: processes cannot be watched here (pidfd_open: " in found.reason, found.reason
+        loss_of(compiled, batch(rank, 0)).backward()
+    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 1: processes cannot be'):
+        make("shared")
+    return said
+
+
+def test_where_processes_cannot_be_watched_ranks_share_nothing_and_say_so_once():
+    first, second = run_ranks(unwatched, 2, timeout=60.0)
+    assert len(first) == 1
+    assert "share no memory, and use the process group: rank 1: processes cannot be watched" in first[0]
+    assert second == []
+
+
 def test_the_choice_is_made_together_and_shown():
     assert run_ranks(chosen, 2, timeout=60.0) == [{"shared"}] * 2
 
