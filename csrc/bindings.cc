@@ -253,6 +253,7 @@ py::dict counters(const Engine& engine) {
   all["shared_bytes"] = now.shared_bytes;
   all["scratch_bytes"] = now.scratch_bytes;
   all["allocations"] = now.allocations;
+  all["arena_allocations"] = now.arena_allocations;
   all["recycled"] = now.recycled;
   return all;
 }

@@ -139,7 +139,7 @@ class Pass(Protocol):
 
 @dataclass
 class Trace:
-    """What the manager saw: seconds and node count after each pass."""
+    """What the manager saw of each pass: seconds, in which lint and verifier are, and the node count after it."""
 
     rows: list[tuple[str, float, int]] = field(default_factory=list)
 
@@ -163,9 +163,9 @@ def run_passes(
     for i, (p, level) in enumerate(passes):
         start = time.perf_counter()
         p.run(graph, ctx)
-        seconds = time.perf_counter() - start
         graph.lint()
         spec.verify(graph, level, ctx.params, reduced)
+        seconds = time.perf_counter() - start
         trace.rows.append((f"{ctx.phase}/{p.name}", seconds, len(graph.nodes)))
         if dump_dir:
             _write(dump_dir, i + 1, ctx.phase, p.name, graph)

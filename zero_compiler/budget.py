@@ -138,7 +138,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     )
 
 
-def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:
+def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[Any]) -> None:
     """A plan must fit.
 
     Args:
@@ -154,11 +154,11 @@ def check(memory: Memory, budget_bytes: int, where: str, world: int) -> None:
         f"memory_budget_bytes={budget_bytes:,} is {over:,} bytes too small for this rank: the predicted peak is "
         f"{memory.peak:,} bytes, at {where}; {memory.at_rest:,} of them are at rest ({_rest(memory)}, arena "
         f"{memory.arena:,}) and {memory.programs:,} are activations and full gradients of the call; "
-        f"{_advice(memory, world)}"
+        f"{_advice(memory, policies)}"
     )
 
 
-def check_rest(memory: Memory, budget_bytes: int, world: int) -> None:
+def check_rest(memory: Memory, budget_bytes: int, policies: Sequence[Any]) -> None:
     """What rests must fit, whatever is planned beside it.
 
     Args:
@@ -173,7 +173,7 @@ def check_rest(memory: Memory, budget_bytes: int, world: int) -> None:
     raise MemoryBudgetError(
         f"memory_budget_bytes={budget_bytes:,} is more than {over:,} bytes too small for this rank: "
         f"{memory.at_rest:,} bytes are at rest ({_rest(memory)}), before anything is gathered or computed; "
-        f"{_advice(memory, world)}"
+        f"{_advice(memory, policies)}"
     )
 
 
@@ -184,24 +184,33 @@ def _rest(memory: Memory) -> str:
     )
 
 
-def _advice(memory: Memory, world: int) -> str:
-    parts = {
-        "programs": memory.programs,
-        "optimizer": memory.optimizer + memory.parameters + memory.gradients,
-        "kept": memory.kept,
-        "arena": memory.arena,
-    }
-    largest = max(parts, key=parts.__getitem__)
-    if largest == "programs":
-        return "a smaller batch, or torch.utils.checkpoint on the repeated blocks, would help most"
-    if largest == "kept":
-        return "stage=3, which releases gathered weights, would help most"
-    if largest == "arena":
-        return "param_dtype=torch.bfloat16, which halves gathered weights, would help most"
-    return (
-        f"more ranks than {world} would help most, which share these bytes, or device_rest_bytes of zero.shard, which "
-        "moves them to other tiers"
-    )
+def _advice(memory: Memory, policies: Sequence[Any]) -> str:
+    """Of what can be done, what helps with the most bytes."""
+    world = policies[0].group.world
+    if any(p.config.stage == 0 for p in policies):  # every rank has all of everything
+        on = f"the {world} ranks" if world > 1 else "more ranks than 1"
+        rest = f"stage=3, under which {on} share these bytes, would help most"
+    else:
+        rest = (
+            f"more ranks than {world} would help most, which share these bytes, or device_rest_bytes of zero.shard, "
+            "which moves them to other tiers"
+        )
+    options = [
+        (
+            memory.programs,
+            "a smaller batch, or torch.utils.checkpoint on the repeated blocks, would help most",
+        ),
+        (memory.optimizer + memory.parameters + memory.gradients, rest),
+    ]
+    if any(p.config.stage in (1, 2) for p in policies):
+        options.append((memory.kept, "stage=3, which releases gathered weights, would help most"))
+    # At stage 0 nothing is gathered: a cast would be a copy more.
+    gathered = [i for p in policies if p.config.stage > 0 for i in p.params.values()]
+    if any(i.gather_dtype.itemsize > 2 for i in gathered):
+        options.append(
+            (memory.arena, "param_dtype=torch.bfloat16, which halves gathered weights, would help most")
+        )
+    return max(options, key=lambda option: option[0])[1]
 
 
 def peak_at(programs: Sequence[Program], gradients: int) -> str:

@@ -29,7 +29,7 @@ from .program import (
     WaitReduce,
     WaitRestore,
 )
-from .slots import plan_slots
+from .slots import kept_ends, plan_slots
 from .storages import storages_of
 from .verify import verify_program
 
@@ -176,7 +176,8 @@ def emit(
         lies_in=lies_in,
         notes=notes,
     )
-    verify_program(program, {ref.owner: plan.world for ref, plan in params.items()})
+    worlds = {ref.owner: plan.world for ref, plan in params.items()}
+    verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
     program.live, program.inside = live_bytes(program, graph, numbers, segments)
     return Emitted(program, segments)
 

@@ -220,7 +220,7 @@ class Fitting:
         state = self.state
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is not None and state.policies:
-            budget.check_rest(state.memory([]), budget_bytes, state.world)
+            budget.check_rest(state.memory([]), budget_bytes, list(state.policies.values()))
 
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes."""
@@ -356,7 +356,7 @@ class Fitting:
         policies = list(state.policies.values())
         memory = state.memory(programs)
         where = budget.peak_at([*programs, *state.waiting], memory.gradients)
-        budget.check(memory, budget_bytes, where, policies[0].group.world)
+        budget.check(memory, budget_bytes, where, policies)
         # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
         gradients = max(
             memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
@@ -448,7 +448,7 @@ class Fitting:
         policies, programs = list(state.policies.values()), list(state.frame.programs.values())
         every = [*programs, *state.waiting]
         memory = budget.memory_of(policies, every, state.frame.kept_bytes)
-        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies[0].group.world)
+        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies)
         worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
         room = budget_bytes - memory.at_rest + memory.gradients
         for program in programs:

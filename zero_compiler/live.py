@@ -45,7 +45,7 @@ def live_bytes(
     holders: dict[fx.Node, set[int]] = {}
     in_flight: dict[int, tuple[int, ...]] = {}
     leaving: dict[int, tuple[int, ...]] = {}  # for the host, and still being copied
-    summing = 0  # sums that wait for the ranks with the same rows, beside the gradients that they become
+    summing = 0  # what the sum between ranks with the same rows takes, until the next reduction is waited for
     if program.phase == "backward":
         owner, made = facts.saved_storages(graph)
         live = sum(made.values())
@@ -84,16 +84,17 @@ def live_bytes(
         free = getattr(instr, "free", ())
         if isinstance(instr, Reduce) and read_in_place(program.reduces[instr.index]):
             in_flight[instr.index], free = free, ()
+        if isinstance(instr, Reduce) and _written_there(program, program.reduces[instr.index]):
+            live += sums_of(program.reduces[instr.index])
         if isinstance(instr, Offload) and program.offloads[instr.index].tier == "host":
             leaving[instr.index], free = free, ()
         if isinstance(instr, WaitOffload):
             free = leaving.pop(instr.index, free)
         if isinstance(instr, WaitReduce):
             free = in_flight.pop(instr.index, ())
-            r = program.reduces[instr.index]
-            if r.copies > 1 and r.dtype != r.out_dtype:
-                live -= summing
-                summing = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
+            live -= summing
+            summing = sums_of(program.reduces[instr.index])
+            if not _written_there(program, program.reduces[instr.index]):
                 live += summing
         gone = 0
         for o in free:
@@ -131,6 +132,28 @@ def results_of(program: Program, instr: Instr) -> int:
     if early != isinstance(instr, Reduce):
         return 0
     return sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
+
+
+def sums_of(r: ReduceDesc) -> int:
+    """Bytes beside the results of a reduction while it is summed between ranks with the same rows.
+
+    A process group sums several tensors in a copy, in which they lie one after the other; it is gone before anything
+    is cast. What is summed in another dtype than that of the result lives until that is made.
+    """
+    if r.copies == 1:
+        return 0
+    numel = sum(r.chunk_numels)
+    summed = numel * getattr(torch, r.dtype).itemsize
+    copied = summed if len(r.names) > 1 else 0
+    if r.dtype == r.out_dtype:
+        return copied
+    return max(summed + copied - numel * getattr(torch, r.out_dtype).itemsize, summed)
+
+
+def _written_there(program: Program, r: ReduceDesc) -> bool:
+    """Whether the transport writes, from the start on, what ranks with the same rows sum and cast then."""
+    lone = len(r.names) == 1 and not r.shared and program.slots_ranks > 1
+    return r.copies > 1 and lone and r.dtype != r.out_dtype
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def recount(program: Program) -> list[tuple[int, int]]:
     values = _Values(program)
     reduced = 0  # gradients
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
-    sums = restored = 0  # on their way between ranks with the same rows; back from the host of an accelerator
+    sums = early = 0  # on their way between ranks with the same rows; of these, what is not waited for yet
+    restored = 0  # back from the host of an accelerator
     waiting = (
         program.waiting_bytes
     )  # of full gradients: an earlier backward has left as many as this one will
@@ -82,17 +83,21 @@ def recount(program: Program) -> list[tuple[int, int]]:
                 lent["reduce", instr.index], free = free, ()
             if _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
+            elif _summed_twice_from_the_start(program, r):
+                early += _summed_bytes(r)
         elif isinstance(instr, WaitReduce):
             r = program.reduces[instr.index]
             free = lent.pop(("reduce", instr.index), ())
-            if r.copies > 1 and r.dtype != r.out_dtype:
-                sums = sum(r.chunk_numels) * _itemsize(r.dtype)
+            # The sums before these have become results by now.
+            sums = _between_replicas(r)
+            if _summed_twice_from_the_start(program, r):
+                early -= _summed_bytes(r)
             if program.slots_ranks == 1 and r.copies == 1:
                 values.die(free)  # of one rank the gradient itself is the result
             if not _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
         most = max(most, values.nbytes)
-        rows.append((reduced, most + sums + restored + waiting))
+        rows.append((reduced, most + sums + early + restored + waiting))
         values.die(free)
         if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
             restored -= program.offloads[instr.index].nbytes
@@ -108,6 +113,28 @@ def _read_until_the_wait(r: ReduceDesc) -> bool:
 def _result_is_there_from_the_start(program: Program, r: ReduceDesc) -> bool:
     """Whether the process group writes what the Program gives: no cast, and nothing to be taken apart."""
     return len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
+
+
+def _summed_twice_from_the_start(program: Program, r: ReduceDesc) -> bool:
+    """Whether the process group writes what another one sums then, in a dtype that is not that of the result."""
+    alone = len(r.names) == 1 and not r.shared and program.slots_ranks > 1
+    return r.copies > 1 and alone and r.dtype != r.out_dtype
+
+
+def _summed_bytes(r: ReduceDesc) -> int:
+    return sum(r.chunk_numels) * _itemsize(r.dtype)
+
+
+def _between_replicas(r: ReduceDesc) -> int:
+    """What ranks with the same rows hold beside the results: the flat copy in which several sums travel, and sums that
+    are cast once that copy is gone."""
+    if r.copies == 1:
+        return 0
+    flat = _summed_bytes(r) if len(r.names) > 1 else 0
+    if r.dtype == r.out_dtype:
+        return flat
+    results = sum(r.chunk_numels) * _itemsize(r.out_dtype)
+    return _summed_bytes(r) + max(0, flat - results)
 
 
 def _result_bytes(r: ReduceDesc) -> int:

@@ -46,7 +46,8 @@ class Span:
     """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move.
 
     ``stalled_us`` is the time for which the host waited for this transfer while nothing was computed; what it waits
-    for behind other transfers in the queue is counted here too.
+    for behind other transfers in the queue is counted here too. ``slowed_us`` is by how much it made compute take
+    longer, where both share cores. Alone on the machine it would take ``alone_us``.
     """
 
     lane: str
@@ -55,30 +56,41 @@ class Span:
     label: str
     nbytes: int = 0
     stalled_us: float = 0.0
+    slowed_us: float = 0.0
+    alone_us: float = 0.0
 
     @property
     def hidden(self) -> float:
-        """The part of a transfer's time that passes behind compute, from 0 to 1."""
-        us = self.end_us - self.start_us
-        return max(0.0, 1 - self.stalled_us / us) if us else 1.0
+        """The part of a transfer's own time that the step does not take longer for, from 0 to 1."""
+        return _hidden(self.stalled_us + self.slowed_us, self.alone_us)
 
 
 @dataclass
 class Timeline:
     """Result of a simulation.
 
-    ``stalls`` is how long the host waited for each lane, and computed nothing; ``reached_us`` is when the host was
-    done with each instruction of the Program.
+    ``stalls`` is how long the host waited for each lane, and computed nothing; ``slowed`` is by how much each lane made
+    compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
+    ``reached_us`` is when the host was done with each instruction of the Program.
     """
 
     total_us: float
     stalls: dict[str, float]
     spans: list[Span] = field(default_factory=list)
     reached_us: list[float] = field(default_factory=list)
+    slowed: dict[str, float] = field(default_factory=dict)
 
     @property
     def stalled_us(self) -> float:
         return sum(self.stalls.values())
+
+    def exposed_us(self, lane: str) -> float:
+        """How much longer the step takes for a lane's transfers."""
+        return self.stalls.get(lane, 0.0) + self.slowed.get(lane, 0.0)
+
+    def alone_us(self, lane: str) -> float:
+        """What a lane has to do, in the time that it takes with its cores to itself."""
+        return sum(s.alone_us for s in self.spans if s.lane == lane)
 
     def busy_us(self, lane: str) -> float:
         return sum(s.end_us - s.start_us for s in self.spans if s.lane == lane)
@@ -89,9 +101,10 @@ class Timeline:
     @property
     def bound(self) -> str:
         """The lane that bounds the step: the one that would gain most from being faster."""
-        if self.stalled_us <= self.total_us / 2:
+        exposed = {lane: self.exposed_us(lane) for lane in (LINK, DISK, HOST)}
+        if sum(exposed.values()) <= self.total_us / 2:
             return COMPUTE
-        return max(self.stalls, key=self.stalls.__getitem__)
+        return max(exposed, key=exposed.__getitem__)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -107,23 +120,24 @@ class Timeline:
         return sorted((s for s in self.spans if s.stalled_us > 0), key=lambda s: -s.stalled_us)
 
     def lines(self) -> list[str]:
-        """For the report: what the time is spent on, and which transfers are not hidden."""
-        parts = [f"compute {self.busy_us(COMPUTE) / 1e3:.2f} ms"]
+        """For the report: what the time is spent on, and which transfers are not hidden. Times of lanes are those that
+        they take alone; where they share cores, less of them is hidden."""
+        parts = [f"compute {self.alone_us(COMPUTE) / 1e3:.2f} ms"]
         for lane, what in ((LINK, "transfers"), (DISK, "files"), (HOST, "copies")):
-            busy = self.busy_us(lane)
-            hidden = 0.0 if busy == 0 else max(0.0, 1 - self.stalls.get(lane, 0.0) / busy)
-            if busy or lane == LINK:
+            us = self.alone_us(lane)
+            hidden = _hidden(self.exposed_us(lane), us) if us else 0.0
+            if us or lane == LINK:
                 parts.append(
-                    f"{what} {busy / 1e3:.2f} ms for {self.nbytes(lane):,} bytes, {hidden:.0%} of them hidden"
+                    f"{what} {us / 1e3:.2f} ms for {self.nbytes(lane):,} bytes, {hidden:.0%} of them hidden"
                 )
                 if lane != LINK and self.total_us:
-                    parts[-1] += f", busy for {busy / self.total_us:.0%} of the time"
+                    parts[-1] += f", busy for {self.busy_us(lane) / self.total_us:.0%} of the time"
         rows = [f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"]
         waits = self.waited_for()
         for s in waits[:_SHOWN]:
             rows.append(
                 f"waits {duration(s.stalled_us)} for the {s.label}: {s.hidden:.0%} of "
-                f"{duration(s.end_us - s.start_us)} hidden"
+                f"{duration(s.alone_us)} hidden"
             )
         if len(waits) > _SHOWN:
             rest = sum(s.stalled_us for s in waits[_SHOWN:])
@@ -131,13 +145,20 @@ class Timeline:
         return rows
 
 
+def _hidden(exposed_us: float, alone_us: float) -> float:
+    """The part of a time that the step does not take longer for."""
+    return max(0.0, 1 - exposed_us / alone_us) if alone_us else 1.0
+
+
 @dataclass
 class _Task:
     lane: str
     label: str
+    alone_us: float
     left_us: float
     nbytes: int
     start_us: float = 0.0
+    slowed_us: float = 0.0  # by so much compute takes longer for it
     wanted_us: float | None = None  # since when the host waits for it
 
 
@@ -228,7 +249,7 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
                 sim.start(DISK, f"file of the {r.label}", spec.nvme_write.us(nbytes), nbytes)
         reached.append(sim.now)
     sim.drain()
-    return Timeline(sim.now, sim.stalled, sim.spans, reached)
+    return Timeline(sim.now, sim.stalled, sim.spans, reached, sim.slowed)
 
 
 def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
@@ -245,24 +266,26 @@ class _Simulator:
         self.shared = spec.shared
         self.now = 0.0
         self.stalled: dict[str, float] = {}
+        self.slowed: dict[str, float] = {}
         self.queues: dict[str, deque[_Task]] = {}
         self.spans: list[Span] = []
 
     def start(self, lane: str, label: str, us: float, nbytes: int) -> _Task | None:
         if us == 0:
             return None  # nothing moves
-        task = _Task(lane, label, us, nbytes, self.now)
+        task = _Task(lane, label, us, us, nbytes, self.now)
         self.queues.setdefault(lane, deque()).append(task)
         return task
 
     def compute(self, label: str, us: float) -> None:
-        begin = self.now
-        while us > 1e-9:
+        begin, left_us = self.now, us
+        while left_us > 1e-9:
             rates = self._rates(computing=True)
-            step = min([us / rates[COMPUTE], *(q[0].left_us / rates[lane] for lane, q in self._busy())])
-            us -= step * rates[COMPUTE]
+            step = min([left_us / rates[COMPUTE], *(q[0].left_us / rates[lane] for lane, q in self._busy())])
+            left_us -= step * rates[COMPUTE]
+            self._note_slowed(step * (1 - rates[COMPUTE]))
             self._advance(step, rates)
-        self.spans.append(Span(COMPUTE, begin, self.now, label))
+        self.spans.append(Span(COMPUTE, begin, self.now, label, alone_us=us))
 
     def wait(self, task: _Task | None) -> None:
         if task is None:
@@ -287,6 +310,17 @@ class _Simulator:
         groups = [set(busy).intersection(group) for group in self.shared]
         return {lane: 1.0 / max((len(g) for g in groups if lane in g), default=1) for lane in busy}
 
+    def _note_slowed(self, us: float) -> None:
+        """Compute takes longer for the transfers that share its cores, as much for the one as for the other."""
+        heads = [
+            queue[0]
+            for lane, queue in self._busy()
+            if any(COMPUTE in group and lane in group for group in self.shared)
+        ]
+        for head in heads:
+            head.slowed_us += us / len(heads)
+            self.slowed[head.lane] = self.slowed.get(head.lane, 0.0) + us / len(heads)
+
     def _advance(self, us: float, rates: dict[str, float]) -> None:
         self.now += us
         for lane, queue in self._busy():
@@ -295,6 +329,17 @@ class _Simulator:
             if head.left_us <= 1e-9:
                 queue.popleft()
                 stalled = 0.0 if head.wanted_us is None else self.now - head.wanted_us
-                self.spans.append(Span(lane, head.start_us, self.now, head.label, head.nbytes, stalled))
+                self.spans.append(
+                    Span(
+                        lane,
+                        head.start_us,
+                        self.now,
+                        head.label,
+                        head.nbytes,
+                        stalled,
+                        head.slowed_us,
+                        head.alone_us,
+                    )
+                )
                 if queue:
                     queue[0].start_us = max(queue[0].start_us, self.now)

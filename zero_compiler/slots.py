@@ -185,9 +185,14 @@ def _read_by_all(spans: Sequence[tuple[int, int]], end: int) -> list[int]:
 _KEPT_END = ""
 
 
+def kept_ends(kept_offsets: Mapping[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes of the kept arena of each owner."""
+    return {owner: table.get(_KEPT_END, 0) for owner, table in kept_offsets.items()}
+
+
 def kept_bytes(kept_offsets: Mapping[str, dict[str, int]]) -> int:
     """Bytes of all kept arenas."""
-    return sum(table.get(_KEPT_END, 0) for table in kept_offsets.values())
+    return sum(kept_ends(kept_offsets).values())
 
 
 def _from_where_it_lies(node: fx.Node, plans: Sequence[Any]) -> bool:

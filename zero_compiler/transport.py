@@ -8,7 +8,10 @@ its ranks copy it, or add it up, in memory. "c10d": the process group's collecti
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -25,6 +28,8 @@ from .arena import aligned
 from .errors import ShardError
 from .group import Group, first_rank, group_timeout_s, store_of
 from .layout import Layout
+
+log = logging.getLogger("zero_compiler")
 
 # Spaces of the memory file, which is sparse: see csrc/include/zero/shared_transport.h.
 SPACE_BYTES = 1 << 40
@@ -152,7 +157,15 @@ def choose(group: Group, asked: str, key: str, layouts: Iterable[Layout]) -> Tra
         problem = found
     if asked == "shared":
         raise ShardError(f'transport="shared" is not possible: {problem}; use "auto" or "c10d"')
+    if _UNWATCHED in problem and group.everyone.rank == 0:
+        _say_slower(problem)
     return Transport("c10d", f"no shared memory: {problem}")
+
+
+@functools.cache
+def _say_slower(problem: str) -> None:
+    """Once: nothing else would show that the faster way is closed here."""
+    log.warning("ranks of one host share no memory, and use the process group: %s", problem)
 
 
 def _meet(group: Group, key: str, nbytes: int) -> Transport | str:
@@ -165,6 +178,7 @@ def _meet(group: Group, key: str, nbytes: int) -> Transport | str:
     try:
         host = _host()
         inside, hosts = _neighbours(group, key, host, timeout_s)
+        _check_watching()
         # What lies at rest is shared where all ranks can map it.
         nbytes = nbytes if hosts == 1 else 0
         if group.rank == inside[0]:
@@ -251,6 +265,24 @@ def _first_problem(said: dict[int, dict[str, Any]], world: int) -> str | None:
     if len({s["hosts"] for s in said.values()}) > 1:
         return "groups of ranks along one dimension of the mesh lie on different numbers of hosts"
     return None
+
+
+_UNWATCHED = "processes cannot be watched here"
+_PIDFD_OPEN = 434  # Python has no name for it where it was built on an older kernel
+
+
+def _check_watching() -> None:
+    """The engine asks the kernel whether a peer that it waits for still runs.
+
+    Raises:
+        OSError: a kernel before Linux 5.3, or a sandbox, does not let it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(ctypes.c_long(_PIDFD_OPEN), ctypes.c_int(os.getpid()), ctypes.c_uint(0))
+    if fd < 0:
+        why = os.strerror(ctypes.get_errno())
+        raise OSError(f"{_UNWATCHED} (pidfd_open: {why}), which takes Linux 5.3 and a sandbox that allows it")
+    os.close(fd)
 
 
 def _host() -> str:

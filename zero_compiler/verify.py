@@ -38,7 +38,11 @@ from .runtime.stores import BLOCK_BYTES, blocks
 
 
 def verify_program(
-    program: Program, worlds: Mapping[str, int], budget_bytes: int | None = None, gradients_bytes: int = 0
+    program: Program,
+    worlds: Mapping[str, int],
+    budget_bytes: int | None = None,
+    gradients_bytes: int = 0,
+    kept_bytes: Mapping[str, int] | None = None,
 ) -> None:
     """Prove that the instructions of ``program`` can be run, in order, in the memory that it plans.
 
@@ -52,13 +56,14 @@ def verify_program(
             None: any number.
         gradients_bytes: of all such gradients of the model. A backward finds those there that it does not reduce
             itself.
+        kept_bytes: size of the arena of kept weights of each owner; None: unknown.
 
     Raises:
         VerifyError: naming the instruction and the fact that it breaks.
     """
     _values(program)
     _transfers(program)
-    _memory(program, worlds)
+    _memory(program, worlds, kept_bytes)
     if budget_bytes is not None:
         _budget(program, budget_bytes, gradients_bytes)
 
@@ -218,7 +223,7 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
         raise VerifyError(f"the last tile of the gradient of {name} is not reduced")
 
 
-def _memory(program: Program, worlds: Mapping[str, int]) -> None:
+def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str, int] | None) -> None:
     at: dict[tuple[type, int], int] = {
         (type(instr), instr.index): i
         for i, instr in enumerate(program.instrs)
@@ -229,7 +234,9 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
     slots: dict[str, list[Slot]] = {pool: [] for pool in sizes}
     offsets: dict[str, list[int]] = {pool: [] for pool in sizes}
     labels: dict[str, list[str]] = {pool: [] for pool in sizes}
-    kept: dict[str, dict[int, int]] = {}
+    kept: dict[
+        str, dict[str, tuple[int, int]]
+    ] = {}  # of each weight, where it lies and how many bytes it has
 
     def use(label: str, offset: int, nbytes: int, start: int, end: int, pool: str = "transient") -> None:
         if offset < 0:
@@ -256,7 +263,8 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             if g.home:
                 continue
             if g.kept:
-                kept.setdefault(g.owner, {})[offset] = nbytes
+                if kept.setdefault(g.owner, {}).setdefault(name, (offset, nbytes)) != (offset, nbytes):
+                    raise VerifyError(f"{g.label}: {name} is kept in two places")
             else:
                 pool = "slots" if g.shared else "transient"
                 use(f"{g.label}: {name}", offset, nbytes, start, at[Release, k], pool)
@@ -300,10 +308,14 @@ def _memory(program: Program, worlds: Mapping[str, int]) -> None:
             raise VerifyError(f"planned memory ({pool}): {wrong} (slots {', '.join(labels[pool][:8])}, ...)")
     for owner, places in kept.items():
         end = 0
-        for offset, nbytes in sorted(places.items()):
+        for offset, nbytes in sorted(places.values()):
             if offset < end:
                 raise VerifyError(f"kept weights of {owner} overlap at byte {offset}")
             end = offset + nbytes
+        if kept_bytes is not None and end > kept_bytes.get(owner, 0):
+            raise VerifyError(
+                f"kept weights of {owner} end at byte {end}, and their arena has {kept_bytes.get(owner, 0)}"
+            )
 
 
 def _budget(program: Program, budget_bytes: int, gradients_bytes: int) -> None:

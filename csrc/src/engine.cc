@@ -61,9 +61,7 @@ Status Engine::poison(
     poison_ = describe(operation, label) + " failed on rank " +
         std::to_string(rank_) + " of " + std::to_string(world_) + " (" +
         transport_->name() + "): " + reason;
-    if (direct_) {
-      transport_->peers()->give_up(*poison_);
-    }
+    transport_->give_up(*poison_);
   }
   return Status::error(*poison_);
 }
@@ -119,6 +117,20 @@ Result<int> Engine::add_shared_arena(int64_t nbytes, PeerMemory::Space space) {
   shared_.push_back(true);
   counters_.shared_bytes += nbytes;
   return static_cast<int>(arenas_.size()) - 1;
+}
+
+Result<Tensor> Engine::slice(
+    Arena& arena,
+    int64_t offset,
+    int64_t numel,
+    c10::ScalarType dtype) {
+  const bool there = arena.allocated();
+  auto part = arena.slice(offset, numel, dtype);
+  if (!there && arena.allocated()) {
+    counters_.arena_allocations += 1;
+    counters_.arena_bytes += arena.source() ? 0 : arena.nbytes();
+  }
+  return part;
 }
 
 Result<bool> Engine::grow_arena(int id, int64_t nbytes) {
@@ -182,9 +194,7 @@ void Engine::abandon(const std::string& reason) {
   if (world_ > 1) {
     poison_ = "an earlier call of the model broke off on rank " +
         std::to_string(rank_) + " of " + std::to_string(world_) + ": " + reason;
-    if (direct_) {
-      transport_->peers()->give_up(reason);
-    }
+    transport_->give_up(reason);
     return;
   }
   for (const auto& gather : gathers_) {
@@ -249,7 +259,7 @@ Status Engine::leave() {
 Counters Engine::counters() const {
   const std::lock_guard lock(mutex_);
   Counters all = counters_;
-  all.allocations += recycler_.allocations();
+  all.allocations = all.arena_allocations + recycler_.allocations();
   all.recycled = recycler_.recycled();
   all.scratch_bytes = transport_->scratch_bytes();
   return all;

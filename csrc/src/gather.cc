@@ -93,20 +93,17 @@ Status Engine::build(Gather& gather) {
   auto other = find_arena(spec.staging_arena, spec.label);
   ZERO_RETURN_IF_ERROR(other.status());
   Arena& staging = *other.value();
-  const bool allocates = gather.direct < 0 && !arena.allocated();
-  const bool staging_allocates =
-      &staging != &arena && !staging.allocated() && spec.staging_offset >= 0;
 
   for (const GatherParam& param : spec.params) {
-    auto slot = arena.slice(
-        param.out_offset, world_ * param.chunk_numel, spec.dtype);
+    auto slot = slice(
+        arena, param.out_offset, world_ * param.chunk_numel, spec.dtype);
     ZERO_RETURN_IF_ERROR(slot.status());
     gather.slots.push_back(slot.value());
     gather.full.push_back(
         slot.value().narrow(0, 0, product(param.sizes)).view(param.sizes));
   }
   if (world_ > 1 && spec.staging_offset >= 0) {
-    auto in = staging.slice(spec.staging_offset, gather.total, spec.dtype);
+    auto in = slice(staging, spec.staging_offset, gather.total, spec.dtype);
     ZERO_RETURN_IF_ERROR(in.status());
     gather.staging_in = in.value();
   }
@@ -117,7 +114,8 @@ Status Engine::build(Gather& gather) {
           gather.slots[i].narrow(0, rank_ * chunk, chunk));
     }
   } else if (world_ > 1 && spec.params.size() > 1) {
-    auto out = staging.slice(
+    auto out = slice(
+        staging,
         spec.staging_offset + bytes_of(gather.total, spec.dtype),
         world_ * gather.total,
         spec.dtype);
@@ -137,14 +135,6 @@ Status Engine::build(Gather& gather) {
     gather.in_slots.push_back(gather.staging_in);
   }
 
-  if (allocates) {
-    counters_.arena_bytes += arena.nbytes();
-    counters_.allocations += 1;
-  }
-  if (staging_allocates && staging.allocated()) {
-    counters_.arena_bytes += staging.nbytes();
-    counters_.allocations += 1;
-  }
   gather.built = true;
   return {};
 }

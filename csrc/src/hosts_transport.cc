@@ -120,6 +120,10 @@ class Worker {
     }
   }
 
+  void give_up(const std::string& reason) {
+    peers_.give_up(reason);
+  }
+
   void close() {
     peers_.close();
   }
@@ -321,6 +325,10 @@ class HostsTransport final : public Transport {
   StartResult start_all_reduce(const at::Tensor& inout) override {
     return start(
         [worker = worker_.get(), inout] { return worker->all_reduce(inout); });
+  }
+
+  void give_up(const std::string& reason) override {
+    worker_->give_up(reason);
   }
 
   int64_t scratch_bytes() const override {

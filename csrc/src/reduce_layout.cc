@@ -95,7 +95,7 @@ Status Engine::build(Reduce& reduce) {
   if (reduce.direct >= 0) {
     int64_t offset = spec.staging_offset;
     for (const ReduceParam& param : spec.params) {
-      auto slot = arena.slice(offset, product(param.sizes), spec.dtype);
+      auto slot = slice(arena, offset, product(param.sizes), spec.dtype);
       ZERO_RETURN_IF_ERROR(slot.status());
       reduce.out_slots.push_back(slot.value().view(param.sizes));
       offset += bytes_of(product(param.sizes), spec.dtype);
@@ -103,17 +103,17 @@ Status Engine::build(Reduce& reduce) {
     reduce.built = true;
     return {};
   }
-  const bool allocates = !arena.allocated();
 
   const int64_t total = reduce.total;
   const int64_t in_numel = spec.replicated ? total : world_ * total;
-  auto in = arena.slice(spec.staging_offset, in_numel, spec.dtype);
+  auto in = slice(arena, spec.staging_offset, in_numel, spec.dtype);
   ZERO_RETURN_IF_ERROR(in.status());
   reduce.staging_in = in.value();
   if (spec.replicated) {
     reduce.staging_out = reduce.staging_in;
   } else {
-    auto out = arena.slice(
+    auto out = slice(
+        arena,
         spec.staging_offset + bytes_of(in_numel, spec.dtype),
         total,
         spec.dtype);
@@ -170,10 +170,6 @@ Status Engine::build(Reduce& reduce) {
     offset += chunk;
   }
 
-  if (allocates) {
-    counters_.arena_bytes += arena.nbytes();
-    counters_.allocations += 1;
-  }
   reduce.built = true;
   return {};
 }

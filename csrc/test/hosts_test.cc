@@ -145,4 +145,25 @@ TEST(hosts_that_are_gone_end_the_others_with_the_reason) {
   });
 }
 
+// Its caller broke off: the ranks of its host, which wait for it in a transfer,
+// end at once, and not with the time of the group.
+TEST(hosts_ranks_that_give_up_tell_their_host) {
+  on_hosts(1, 3, [](Transport& transport, int rank, Job&) {
+    if (rank == 1) {
+      std::this_thread::sleep_for(milliseconds(20));
+      transport.give_up("Stop: no more");
+      return;
+    }
+    const auto began = std::chrono::steady_clock::now();
+    const Tensor same = numbers(rank, 8);
+    const auto status = value_of(transport.start_all_reduce(same))->wait();
+    CHECK_TRUE(!status.ok());
+    CHECK_TRUE(
+        status.message().find("gave up before a reduction: Stop: no more") !=
+        std::string::npos);
+    CHECK_TRUE(
+        std::chrono::steady_clock::now() - began < std::chrono::seconds(5));
+  });
+}
+
 }  // namespace

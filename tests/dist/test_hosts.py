@@ -141,6 +141,27 @@ def test_a_killed_rank_ends_the_ranks_of_both_hosts():
     assert results[:3] == [True] * 3
 
 
+def gives_up(rank, world):
+    """Rank 3 breaks off between two calls, so the next one ends there; of its host's ranks only rank 2 waits for it."""
+    two_hosts(rank, world)
+    model, compiled = make("shared")
+    loss_of(compiled, rank, 0).backward()
+    dist.barrier()
+    if rank == 3:
+        policies_of(model)[0].runtime.engine.abandon("Stop: no more")
+    began = time.monotonic()
+    with pytest.raises(TransferError) as error:
+        loss_of(compiled, rank, 1).backward()
+    return str(error.value), time.monotonic() - began
+
+
+def test_a_rank_that_breaks_off_tells_its_host_why():
+    found = run_ranks(gives_up, 4, timeout=90.0, group_timeout=12.0)
+    for text, seconds in found[2:]:
+        assert "Stop: no more" in text
+        assert seconds < 8.0, text
+
+
 def dropped(rank, world):
     two_hosts(rank, world)
     before = len(os.listdir("/proc/self/fd"))

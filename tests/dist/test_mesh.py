@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
+from dist.measured import train
 from dist.spawn import answers, run_ranks
 from models import FAMILIES, MLP, Odd
 from torch import nn
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError
 from zero_compiler.modules import policies_of
+from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -242,6 +244,30 @@ def what_the_report_says(rank: int) -> list[str]:
     return [w for w in wanted if w not in text] + (
         [] if placement == "Replicate(), Shard(0)" else [placement]
     )
+
+
+@case
+def the_measured_peak_is_within_the_plan(rank: int) -> list[str]:
+    """Where gradients make the peak: of a few rows. A bucket of several is summed between replicas in a copy."""
+    _C.meter_install()
+    errors = []
+    net, rows = {"width": 128, "layers": 2}, 4
+    outside = rows * net["width"] * 4 * 2 + 4096  # the batch, and eager code
+    mixed = {"stage": 3, "param_dtype": "bf16", "reduce_dtype": "fp32"}
+    cases: list[tuple[tuple[int, int], dict[str, Any]]] = [
+        ((2, 2), {"stage": 0}),
+        ((2, 2), mixed),
+        ((2, 2), {"transport": "shared", **mixed}),
+        ((2, 2), {"stage": 3, "reduce_dtype": "bf16", "bucket_bytes": 0}),
+        ((4, 1), {"stage": 3}),
+    ]
+    for shape, fields in cases:
+        given = {"bucket_bytes": 1 << 20} | fields
+        _, measured, model = train(rank, net, rows, mesh=mesh_of(shape), **given)
+        beyond = measured - zero.inspect(model).memory.peak
+        if beyond > outside:
+            errors.append(f"{beyond:,} of {measured:,} bytes beside the plan: {shape} {given}")
+    return errors
 
 
 @case

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from dist.measured import Net
 from dist.spawn import run_ranks
 from models import Uneven
 from torch import nn
@@ -483,6 +484,30 @@ def chosen(rank, world):
     return names
 
 
+def unwatched(rank, world):
+    """As in a sandbox that forbids it, which one rank runs in."""
+    said = []
+    transport.log.addFilter(lambda record: said.append(record.getMessage()))
+    if rank == 1:
+        transport._PIDFD_OPEN = -1  # no kernel has it
+    for _ in range(2):
+        model, compiled = make("auto")
+        found = policies_of(model)[0].transport
+        assert found.name == "c10d"
+        assert "rank 1: processes cannot be watched here (pidfd_open: " in found.reason, found.reason
+        loss_of(compiled, batch(rank, 0)).backward()
+    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 1: processes cannot be'):
+        make("shared")
+    return said
+
+
+def test_where_processes_cannot_be_watched_ranks_share_nothing_and_say_so_once():
+    first, second = run_ranks(unwatched, 2, timeout=60.0)
+    assert len(first) == 1
+    assert "share no memory, and use the process group: rank 1: processes cannot be watched" in first[0]
+    assert second == []
+
+
 def test_the_choice_is_made_together_and_shown():
     assert run_ranks(chosen, 2, timeout=60.0) == [{"shared"}] * 2
 
@@ -496,21 +521,53 @@ def counters(rank, world):
     assert now["arena_bytes"] == 0  # nothing but what ranks share
     assert now["shared_bytes"] > 0
     assert now["gathers"] == 0  # read in place
-    # A gradient's storage is recycled, or given back and made again, and counts either way.
-    warm = now["allocations"] + now["recycled"]
-    for p in model.parameters():
-        p.grad = None
-    for step in range(3):
-        loss_of(compiled, batch(rank, step)).backward()
-        for p in model.parameters():
-            p.grad = None
-    now = engine.counters()
-    assert now["allocations"] + now["recycled"] == warm + 3 * len(list(model.parameters()))
+    assert now["allocations"] > now["arena_allocations"] > 0
     return True
 
 
 def test_counters():
     assert run_ranks(counters, 2, timeout=60.0) == [True] * 2
+
+
+def allocates(rank, world):
+    for kind in ("c10d", "shared"):
+        for stage in range(4):
+            for dtype in (None, torch.bfloat16):
+                allocates_once(kind, rank, stage, dtype)
+    return True
+
+
+def allocates_once(kind, rank, stage, dtype):
+    what = (kind, stage, dtype)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zero.shard(Net(width=32, layers=2), stage=stage, transport=kind, param_dtype=dtype)
+    compiled = torch.compile(model, backend="zero", options={"compute": "aten"})
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step():
+        compiled(torch.randn(2, 32)).backward()
+        opt.step()
+        opt.zero_grad()
+        return policies_of(model)[0].runtime.engine.counters()
+
+    first = step()
+    for _ in range(3):
+        now = step()
+    kinds = ("arena_allocations", "arena_bytes", "shared_bytes", "scratch_bytes")
+    assert [now[k] - first[k] for k in kinds] == [0] * len(kinds), what
+    # What is left are gradients, one for each parameter and step: recycled, or given back to activations and made again.
+    given = [now[k] - first[k] for k in ("allocations", "recycled")]
+    assert sum(given) == 3 * len(list(model.parameters())), what
+    # A step that makes an arena is seen.
+    runtime = policies_of(model)[0].runtime
+    arena = runtime.own if kind == "shared" else runtime.transient
+    runtime.engine.grow_arena(arena, 1 << 24)
+    assert step()["arena_allocations"] == first["arena_allocations"] + 1, what
+
+
+def test_nothing_is_allocated_after_the_first_step():
+    assert run_ranks(allocates, 2, timeout=200.0) == [True] * 2
 
 
 def test_a_wrong_name_is_refused():

@@ -3,12 +3,18 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from zero_compiler.budget import Candidate, check, choose
+from zero_compiler.config import Config
 from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.modules import policies_of
+from zero_compiler.planning import planned_group, report
 from zero_compiler.report import Memory
+from zero_compiler.shard import shard_over
 
 candidates = st.lists(
     st.builds(lambda b, t: (b, t), st.integers(1, 5000), st.integers(0, 1000)), min_size=0, max_size=9
@@ -50,11 +56,75 @@ def test_equal_input_gives_equal_choice():
     assert choose(items, 2000) == choose(list(items), 2000)
 
 
+def policies_on(world, **fields):
+    model = nn.Linear(8, 8)
+    shard_over(model, planned_group(world), Config.make(None, fields))
+    return policies_of(model)
+
+
+def advice(memory, **fields):
+    policies = policies_on(2, **fields)
+    check(memory, memory.peak, "anywhere", policies)
+    with pytest.raises(MemoryBudgetError) as error:
+        check(memory, memory.peak - 1, "segment 3 of h.1", policies)
+    assert "1 bytes too small" in str(error.value)
+    assert ", at segment 3 of h.1;" in str(error.value)
+    return str(error.value).rpartition("; ")[2]
+
+
 def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
-    memory = Memory(parameters=100, gradients=100, optimizer=200, kept=0, arena=50, programs=1000)
-    with pytest.raises(MemoryBudgetError, match=r"450 bytes too small.*segment 3 of h\.1.*checkpoint"):
-        check(memory, 1000, "segment 3 of h.1", 2)
-    check(memory, memory.peak, "anywhere", 2)
-    small = Memory(parameters=100, gradients=100, optimizer=2000, kept=0, arena=50, programs=10)
-    with pytest.raises(MemoryBudgetError, match="more ranks than 2"):
-        check(small, 1000, "anywhere", 2)
+    some = {"parameters": 10, "gradients": 10, "optimizer": 10, "kept": 0, "arena": 5, "programs": 20}
+    activations, rest, kept, arena = (
+        Memory(**some | {name: 1000}) for name in ("programs", "optimizer", "kept", "arena")
+    )
+    for stage in range(4):
+        assert "checkpoint on the repeated blocks" in advice(activations, stage=stage)
+    assert advice(rest, stage=3).startswith("more ranks than 2 would help most")
+    assert advice(rest, stage=0) == "stage=3, under which the 2 ranks share these bytes, would help most"
+    assert advice(kept, stage=2).startswith("stage=3, which releases")
+    assert advice(arena, stage=3).startswith("param_dtype=torch.bfloat16")
+    # What has been done already, or does not help, is not said.
+    assert advice(kept, stage=3).startswith("more ranks than 2")
+    assert advice(arena, stage=3, param_dtype="bf16").startswith("more ranks than 2")
+    assert advice(arena, stage=0).startswith("stage=3")
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def planned(rows=2, world=2, **fields):
+    torch._dynamo.reset()
+    return report(Layers(), (torch.zeros(rows, 64),), world, **fields)
+
+
+def refused(**fields):
+    """The advice for a plan that is a little too large."""
+    budget_bytes = planned(**fields).memory.peak // 2
+    with pytest.raises(MemoryBudgetError) as error:
+        planned(**fields, memory_budget_bytes=budget_bytes)
+    return str(error.value).rpartition("; ")[2]
+
+
+def test_the_advice_for_a_plan_helps():
+    assert refused(stage=0) == "stage=3, under which the 2 ranks share these bytes, would help most"
+    assert planned(stage=3).memory.peak < planned(stage=0).memory.peak
+    assert (
+        refused(stage=0, world=1)
+        == "stage=3, under which more ranks than 1 share these bytes, would help most"
+    )
+    assert refused(stage=3).startswith("more ranks than 2")
+    assert planned(stage=3, world=4).memory.peak < planned(stage=3).memory.peak
+    assert "checkpoint" in refused(stage=0, rows=4096)
+    for fields in ({"stage": 2, "world": 16}, {"stage": 2, "world": 16, "param_dtype": "bf16"}):
+        # Its kept weights are the most of it, and released weights take less.
+        assert refused(**fields).startswith("stage=3, which releases")
+        assert planned(**fields | {"stage": 3}).memory.peak < planned(**fields).memory.peak
+    assert "param_dtype" not in refused(stage=3, param_dtype="bf16", bucket_bytes=1 << 20, world=16)

@@ -17,6 +17,8 @@ import zero_compiler as zero
 from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.hardware import HardwareSpec
 from zero_compiler.mesh import bare_mesh, find_again, roles_of
+from zero_compiler.program import Reduce, WaitReduce
+from zero_compiler.recount import recount
 from zero_compiler.runtime.reference import Reference
 from zero_compiler.simulate import transfers
 
@@ -123,6 +125,44 @@ compute         segment 0: L['fn']
 reduce-scatter, all-reduce x 2 weight float32[6, 4], bias float32[6]
 wait            gradients of weight, bias""",
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields", "beside"),
+    [
+        # 15 elements of a rank. Several are summed in a copy; nothing is cast.
+        (torch.float32, {}, [0, 0, 60]),
+        # What is summed waits for its cast, and what it is cast to is counted as the result: 60 bytes, or 30.
+        (torch.float32, {"reduce_dtype": torch.bfloat16}, [0, 0, 30]),
+        (torch.bfloat16, {"reduce_dtype": torch.float32}, [0, 0, 60 + 60 - 30]),
+        # One alone is summed where the transport writes it; with a cast that is there from the start.
+        (torch.float32, {"bucket_bytes": 0}, [0] * 5),
+        (torch.float32, {"bucket_bytes": 0, "reduce_dtype": torch.bfloat16}, None),
+    ],
+)
+def test_what_is_summed_between_replicas_is_counted(dtype, fields, beside):
+    live, counted = [], []
+    for copies in (1, 2):
+        run = SimulatedModel(nn.Linear(4, 6, dtype=dtype), 2, copies=copies, stage=3, **fields)
+        run.step([(torch.randn(3, 4, dtype=dtype),) for _ in range(2 * copies)], square)
+        p = run.programs["backward"]
+        live.append(p.live)
+        counted.append([p.buffer_bytes + sum(row) for row in recount(p)])
+        assert all(again <= planned for again, planned in zip(counted[-1], p.live, strict=True))
+    more = [[two - one for one, two in zip(*rows, strict=True)] for rows in (live, counted)]
+    if beside is None:
+        beside, held = [], {}
+        for instr in p.instrs:
+            r = p.reduces[instr.index] if isinstance(instr, (Reduce, WaitReduce)) else None
+            if isinstance(instr, Reduce):
+                held[instr.index] = 2 * sum(r.chunk_numels)
+            elif isinstance(instr, WaitReduce):  # the sums before it become results
+                waited = [k for k in held if k < instr.index]
+                for k in waited:
+                    del held[k]
+            beside.append(sum(held.values()))
+        assert 0 < max(beside) <= 2 * 15
+    assert more == [beside, beside]
 
 
 def test_the_reference_runs_what_was_planned():

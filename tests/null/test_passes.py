@@ -15,7 +15,7 @@ from null.test_pick_kernels import three_products
 
 from zero_compiler import passes
 from zero_compiler.errors import PassRefused
-from zero_compiler.ir import dump, facts, ops
+from zero_compiler.ir import dump, facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.passes import (
     JOINT,
@@ -688,6 +688,19 @@ def test_merge_refuses_what_is_no_sum(kind):
         PassRefused, match="the gradient of 'w' is reduced 2 times and the results are not only summed"
     ):
         MergeMarkers().run(b.graph, b.context("joint"))
+
+
+@pytest.mark.parametrize("part", ["run", "lint", "verify"])
+def test_the_time_of_a_pass_has_its_checks_in_it(monkeypatch, part):
+    b = two_layers()
+    (one, level) = JOINT[0]
+    now = [0.0]
+    spend = lambda *_: now.__setitem__(0, now[0] + 2.0)  # noqa: E731
+    monkeypatch.setattr("zero_compiler.passes.base.time.perf_counter", lambda: now[0])
+    where = {"run": type(one), "lint": torch.fx.Graph, "verify": spec}[part]
+    monkeypatch.setattr(where, part, spend)
+    trace = run_passes(b.graph, [(one, level)], b.context("joint"))
+    assert trace.seconds == 2.0
 
 
 def test_a_gradient_whose_weight_nothing_reads():

@@ -28,7 +28,7 @@ from zero_compiler.program import (
     WaitGather,
     WaitReduce,
 )
-from zero_compiler.simulate import DISK, LINK, simulate
+from zero_compiler.simulate import COMPUTE, DISK, LINK, simulate
 
 LAYERS = 8
 
@@ -226,6 +226,14 @@ def test_lanes_that_share_cores_slow_each_other_down(shared, computed_us, moved_
     assert ends == {"compute": (0.0, pytest.approx(computed_us)), LINK: (0.0, pytest.approx(moved_us))}
     assert timeline.total_us == pytest.approx(computed_us)
     assert timeline.stalled_us == 0
+    # What the step takes longer than its computing is not hidden, although nothing is waited for.
+    assert timeline.exposed_us(LINK) == pytest.approx(computed_us - 10.0)
+    hidden = 0.0 if shared is CORES else 1.0
+    (moved,) = (s for s in timeline.spans if s.lane == LINK)
+    assert moved.hidden == pytest.approx(hidden)
+    assert timeline.lines()[0].startswith(
+        f"predicted {computed_us / 1e3:.2f} ms: compute 0.01 ms, transfers 0.01 ms for 400 bytes, {hidden:.0%} of them"
+    )
 
 
 def test_a_transfer_that_is_waited_for_has_the_cores_to_itself():
@@ -236,7 +244,32 @@ def test_a_transfer_that_is_waited_for_has_the_cores_to_itself():
     assert timeline.stalls == {LINK: pytest.approx(2.0)}
     (moved,) = (s for s in timeline.spans if s.lane == LINK)
     assert (moved.start_us, moved.end_us) == (0.0, pytest.approx(22.0))
-    assert moved.hidden == pytest.approx(20 / 22)
+    # 12 us alone, and the step takes 12 us longer than its computing: two are waited for, ten slow it down.
+    assert (moved.alone_us, moved.slowed_us) == (pytest.approx(12.0), pytest.approx(10.0))
+    assert moved.hidden == pytest.approx(0.0)
+    assert timeline.lines()[0].endswith("0% of them hidden; bound by device-device")
+
+
+@pytest.mark.parametrize("shared", [[], CORES])
+@pytest.mark.parametrize(("numel", "bound"), [(100, COMPUTE), (300, LINK)])
+def test_a_step_is_bound_by_what_takes_longer(shared, numel, bound):
+    """10 us of computing; 10 us of moving, or 26 us."""
+    program = program_of(BEHIND, [gather_of(numel)], segment_us=[10.0])
+    timeline = simulate(program, spec_of(shared), 2)
+    assert timeline.bound == bound
+    assert timeline.exposed_us(LINK) == pytest.approx(timeline.total_us - 10.0)
+    assert (timeline.alone_us(COMPUTE), timeline.alone_us(LINK)) == (10.0, 2.0 + 8 * numel / 100)
+
+
+def test_two_lanes_that_slow_compute_down_are_charged_alike():
+    """12 us of computing, 6 us of moving and 7 us of reading, on the same cores."""
+    stored = gather_of(25, fetched=(0,), rest_dtype="float32")
+    instrs = [Fetch(1), Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,)), WaitFetch(1)]
+    program = program_of(instrs, [gather_of(50), stored], segment_us=[12.0])
+    timeline = simulate(program, spec_of([("compute", LINK, DISK)]), 2)
+    assert timeline.total_us == pytest.approx(12.0 + 6.0 + 7.0)
+    assert timeline.slowed == {LINK: pytest.approx(6.0), DISK: pytest.approx(7.0)}
+    assert all(s.hidden == pytest.approx(0.0) for s in timeline.spans if s.lane != COMPUTE)
 
 
 def test_three_lanes_that_share_go_at_a_third():

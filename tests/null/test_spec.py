@@ -9,7 +9,7 @@ import torch
 from null.graphs import OWNER, Build, aten, lower
 from null.test_passes import two_layers, two_layers_backward
 
-from zero_compiler import arena, slots
+from zero_compiler import arena, emit, slots
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
@@ -453,6 +453,36 @@ def test_kept_weights_that_overlap():
     p = program(stage=2)
     p.gathers[0] = dataclasses.replace(p.gathers[0], offsets=(0, 4))
     bad(p, "kept weights of m overlap")
+    p.gathers[0] = dataclasses.replace(p.gathers[0], offsets=(0, 0))
+    bad(p, "kept weights of m overlap at byte 0")
+    p = program(stage=2)
+    p.gathers[1] = dataclasses.replace(p.gathers[1], offsets=p.gathers[0].offsets[:1])
+    bad(p, "kept weights of m overlap at byte 0")
+
+
+def test_a_kept_weight_in_two_places():
+    p = program(stage=2)
+    p.gathers[0] = dataclasses.replace(p.gathers[0], names=p.gathers[0].names[:1] * 2, shapes=((1, 1),) * 2)
+    bad(p, "is kept in two places")
+
+
+def test_a_kept_weight_outside_its_arena():
+    p = program(stage=2)
+    ends = [o + n * 2 * 4 for g in p.gathers for o, n in zip(g.offsets, g.chunk_numels, strict=True)]
+    verify_program(p, {OWNER: 2}, kept_bytes={OWNER: max(ends)})
+    for kept in ({OWNER: max(ends) - 1}, {}):
+        with pytest.raises(
+            VerifyError, match=f"kept weights of m end at byte {max(ends)}, and their arena has"
+        ):
+            verify_program(p, {OWNER: 2}, kept_bytes=kept)
+
+
+def test_a_planner_that_sizes_the_kept_arena_too_small_is_caught(monkeypatch):
+    b = two_layers(stage=2)
+    lower(b, "forward")
+    monkeypatch.setattr(emit, "kept_ends", lambda tables: dict.fromkeys(tables, 64))
+    with pytest.raises(VerifyError, match="kept weights of m end at byte"):
+        b.program(b.graph, "forward")
 
 
 def test_a_planner_that_overlaps_is_caught(monkeypatch):

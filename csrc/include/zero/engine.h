@@ -93,6 +93,7 @@ struct Counters {
   int64_t shared_bytes = 0;  // in blocks that ranks share, planned; not in those
   int64_t scratch_bytes = 0;  // kept by the transport
   int64_t allocations = 0;  // blocks allocated: arenas and pool
+  int64_t arena_allocations = 0;  // of these, arenas, shared ones too
   int64_t recycled = 0;  // reduce outputs that needed no allocation
 };
 
@@ -184,6 +185,12 @@ class Engine {
   Result<Gather*> find_gather(int id) const;
   Result<Reduce*> find_reduce(int id) const;
   Result<Arena*> find_arena(int id, const std::string& label) const;
+  // Of an arena, which is allocated and counted where it is not there yet.
+  Result<at::Tensor> slice(
+      Arena& arena,
+      int64_t offset,
+      int64_t numel,
+      c10::ScalarType dtype);
   Status build(Gather& gather);
   Status build(Reduce& reduce);
   Status start_local(Gather& gather);

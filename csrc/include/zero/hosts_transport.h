@@ -18,6 +18,8 @@
 // A thread of its own carries collectives out, one after another, in the order in
 // which they were started. So a start never waits for a peer, and handles may be
 // waited for in any order. After a failure all that follows fails with its reason.
+// A rank that gives up ends the waits of its host's ranks at once; other hosts learn
+// of it across, at the latest when the group's time is over.
 #pragma once
 
 #include <functional>

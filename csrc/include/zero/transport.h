@@ -120,6 +120,14 @@ class Transport {
     return nullptr;
   }
 
+  // Peers that wait for this rank fail with the reason, where they can be told:
+  // those that share memory with it. The first one counts. From any thread.
+  virtual void give_up(const std::string& reason) {
+    if (PeerMemory* memory = peers(); memory != nullptr) {
+      memory->give_up(reason);
+    }
+  }
+
   // Memory that the transport keeps for itself, for the engine's counters.
   virtual int64_t scratch_bytes() const {
     return 0;
