@@ -35,8 +35,8 @@ def guard_optimizers() -> None:
 
 
 def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise at a step whose gradients wait for their reduction, and at the first step of an optimizer whose
-    parameters are not those of the sharded model.
+    """Raise at a step whose gradients wait for their reduction, and at one of an optimizer whose parameters are not
+    those of the sharded model.
 
     Raises:
         ShardError: naming the first stale parameter.
@@ -45,10 +45,7 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         check_reduced(group["params"])
         check_averaged(group["params"])
-    count = sum(len(g["params"]) for g in optimizer.param_groups)
-    if optimizer.__dict__.get(_CHECKED) == count:
-        return
-    for group in optimizer.param_groups:
+        # At every step: a model may be sharded between two steps of an optimizer.
         for param in group["params"]:
             name = getattr(param, STALE, None)
             if name is not None:
@@ -56,6 +53,9 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     f"{type(optimizer).__name__} was made before zero.shard and holds the parameter {name!r} that "
                     "sharding replaced; make the optimizer after zero.shard, from model.parameters()"
                 )
+    count = sum(len(g["params"]) for g in optimizer.param_groups)
+    if optimizer.__dict__.get(_CHECKED) == count:
+        return
     _check_kind(optimizer)
     _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count

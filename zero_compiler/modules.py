@@ -91,7 +91,10 @@ def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
             continue
         rows = value.detach() if info.part is None else info.part.take(value.detach(), layout.shape)
         if layout.cut:
-            rows = rows[layout.start(rank) : layout.start(rank) + layout.rows(rank)].contiguous()
+            rows = rows[layout.start(rank) : layout.start(rank) + layout.rows(rank)]
+            # What becomes the shard may not hold the whole value, of which it would be a view.
+            assigned = rest[0].get("assign_to_params_buffers", False)
+            rows = rows.clone(memory_format=torch.contiguous_format) if assigned else rows.contiguous()
         state_dict[prefix + attribute] = grads.as_dtensor(param, rows)
 
 
@@ -202,7 +205,8 @@ def _call(base: type) -> Any:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__["_zero"]
         scope = state.policy.scope
-        if state.root and state.policy.config.param_dtype is not None:
+        # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them.
+        if state.root and state.policy.config.param_dtype is not None and not state.policy.opened:
             args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
         if scope.active:
             return base.__call__(self, *args, **kwargs)

@@ -202,9 +202,10 @@ def install(
 
 
 def inherit(new: torch.Tensor, old: torch.Tensor) -> None:
-    """Give a parameter the attributes of the one whose place it takes; not what says that one was replaced itself."""
+    """Give a parameter the attributes of the one whose place it takes; not what says that one was replaced itself, nor
+    the plain model that it was averaged with, which holds whole parameters."""
     for key, value in old.__dict__.items():
-        if key not in (SUCCESSOR, STALE):
+        if key not in (SUCCESSOR, STALE, plain.ATTRIBUTE):
             new.__dict__.setdefault(key, value)
 
 

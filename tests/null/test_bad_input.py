@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler import policy
+from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError, ShardError, ZeroError
+from zero_compiler.planning import planned_group
+from zero_compiler.shard import shard_over
 
 ATEN = {"compute": "aten"}
 
@@ -222,6 +226,19 @@ def test_an_optimizer_made_before_the_shard(kind):
         with pytest.raises(
             ShardError, match=f"{kind.__name__} was made before zero.shard.*'0.weight'.*make the optimizer"
         ):
+            opt.step()
+
+
+def test_an_optimizer_that_has_stepped_before_the_shard():
+    """It trained the model as it was, and an earlier shard has torch look at every optimizer."""
+    zero.shard(net())
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sharded in (False, True):
+        if sharded:
+            zero.shard(model)
+        model(batch()).sum().backward()
+        with pytest.raises(ShardError, match="holds the parameter '0.weight'") if sharded else nullcontext():
             opt.step()
 
 
@@ -466,3 +483,16 @@ def test_a_plain_checkpoint_is_cut_on_loading(assign):
     wrong = {k: v[:1] for k, v in saved.state_dict().items()}
     with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
         model.load_state_dict(wrong)
+
+
+def test_an_assigned_checkpoint_is_not_held_by_its_shards():
+    model = shard_over(net(0), planned_group(2), Config())
+    model.load_state_dict(net(1).state_dict(), assign=True)
+    for p in model.parameters():
+        assert p.to_local().untyped_storage().nbytes() == p.to_local().nbytes
+
+
+def test_a_forward_inside_gathered_computes_in_the_dtype_of_the_weights():
+    model, plain = zero.shard(net(0), param_dtype="bf16"), net(0)
+    with zero.gathered(model):
+        torch.testing.assert_close(model(batch()), plain(batch()), rtol=0, atol=0)
