@@ -38,6 +38,8 @@ from .verify import verify_program
 class Emitted:
     program: Program
     segments: list[SegmentGraph]  # one per Compute, in order; equal ones are merged by the compiler
+    graph: fx.Graph
+    numbers: dict[fx.Node, int]  # value of each node
 
 
 def emit(
@@ -178,7 +180,7 @@ def emit(
     )
     verify_program(program, {ref.owner: plan.world for ref, plan in params.items()})
     program.live, program.inside = live_bytes(program, graph, numbers, segments)
-    return Emitted(program, segments)
+    return Emitted(program, segments, graph, numbers)
 
 
 def _modules(nodes: list[fx.Node]) -> str:
