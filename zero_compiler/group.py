@@ -311,6 +311,24 @@ def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
         ) from error
 
 
+def lay_text(group: Group, text: str, nbytes: int) -> bytes:
+    """Lay ``text`` where peers find it that are told what is returned, so many bytes of a header; see :func:`laid_text`."""
+    group, name = group.everyone, digest(text)[:nbytes]
+    store_of(group).set(f"zero/{_group_name(group)}/call/{name.hex()}", text)
+    return name
+
+
+def laid_text(group: Group, told: bytes) -> str | None:
+    """What a peer laid there; None where it is not to be had."""
+    group = group.everyone
+    store, name = store_of(group), f"zero/{_group_name(group)}/call/{told.hex()}"
+    try:
+        store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
+        return str(store.get(name).decode())
+    except (RuntimeError, dist.DistStoreError):
+        return None
+
+
 def _has_gloo(group: Group) -> bool:
     try:
         return group.pg._get_backend(torch.device("cpu")).name() == "gloo"
@@ -374,9 +392,7 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
         return new
     group = group.everyone
     warn_others(group, failure)
-    text = failure.text()
-    said = digest(text)[: HEADER_BYTES - _DIGEST_BYTES - 1]
-    store_of(group).set(f"zero/{_group_name(group)}/call/{said.hex()}", text)
+    said = lay_text(group, failure.text(), HEADER_BYTES - _DIGEST_BYTES - 1)
     headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that could not be compiled")
     _failures[_group_name(group)] += 1
     return all(h.startswith(_FAILED + bytes([True])) for h in headers)
@@ -384,13 +400,10 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
 
 def _told(group: Group, header: bytes) -> ZeroError:
     """The error of a rank whose peer sent the ``header`` of a failure."""
-    store = store_of(group)
-    name = f"zero/{_group_name(group)}/call/{header[_DIGEST_BYTES + 1 :].hex()}"
-    try:
-        store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
-        return Failure.read(store.get(name).decode()).error()
-    except (RuntimeError, dist.DistStoreError):
+    text = laid_text(group, header[_DIGEST_BYTES + 1 :])
+    if text is None:
         return RankMismatchError("another rank could not compile its part of this call, and did not say why")
+    return Failure.read(text).error()
 
 
 def _await_text(group: Group, name: str, timeout_s: float, calls: Group) -> str | None:

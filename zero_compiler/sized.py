@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from .accumulation import AtSizes, Planned, at_sizes
 from .emit import Emitted
 from .ir import facts
 from .live import live_bytes
 from .program import Program
 from .storages import storages_of
 
-Values = tuple[int, ...]  # of the symbols of a phase
-_REMEMBERED = 64  # distinct sizes of a phase
+_REMEMBERED = 64  # distinct calls
 
 
 @dataclass(frozen=True)
@@ -45,76 +45,78 @@ class _Symbol:
 class _Phase:
     program: Program
     symbols: list[_Symbol]
-    at: Callable[[facts.Sizes], tuple[Program, int]] | None  # None: nothing in it has a size that may change
+    # What it is at other sizes, and bytes that a backward is handed; None: nothing in it has a size that may change.
+    at: Callable[[facts.Sizes], tuple[Program, int | None]] | None
 
 
 class Sized:
-    """The Programs of one frame at the sizes of its calls."""
+    """The Programs of one frame at the sizes of its calls.
+
+    ``saved_now``: bytes that its last forward has saved for its backward; None: as planned.
+    """
 
     def __init__(self) -> None:
+        self.saved_now: int | None = None
         self._phases: dict[str, _Phase] = {}
-        self._known: OrderedDict[tuple[str, Values], tuple[dict[str, Program], int]] = OrderedDict()
+        self._known: OrderedDict[Any, tuple[AtSizes, int | None]] = OrderedDict()
 
     def add(self, emitted: Emitted) -> None:
         """Take a phase, before its segments are compiled: that may rewrite their graphs."""
         program, graph, numbers = emitted.program, emitted.graph, emitted.numbers
-        inputs = list(graph.find_nodes(op="placeholder"))
-        if not any(facts.symbols_of(facts.value(n)) for n in inputs):
+        if not any(facts.symbols_of(facts.value(n)) for n in graph.find_nodes(op="placeholder")):
             self._phases[program.phase] = _Phase(program, [], None)
             return
         segments = [replace(s, gm=facts.copy_module(s.gm)) for s in emitted.segments]
 
-        def at(sizes: facts.Sizes) -> tuple[Program, int]:
+        def at(sizes: facts.Sizes) -> tuple[Program, int | None]:
             live, inside = live_bytes(program, graph, numbers, segments, sizes)
             storages, _ = storages_of(graph, numbers, program.phase, sizes)
-            saved = facts.saved_bytes(graph, sizes) if program.phase == "backward" else 0
+            saved = facts.saved_bytes(graph, sizes) if program.phase == "backward" else None
             return replace(program, live=live, inside=inside, storages=storages), saved
 
         self._phases[program.phase] = _Phase(program, _symbols(graph), at)
 
-    def values(self, phase: str, inputs: Sequence[Any]) -> Values:
-        """The sizes of a call that may change."""
-        return tuple(s.read(inputs) for s in self._phases[phase].symbols)
-
-    def is_planned(self, phase: str, values: Values) -> bool:
-        """Whether the plan was made for these."""
-        return values == tuple(s.planned for s in self._phases[phase].symbols)
-
-    def text(self, phase: str, values: Values) -> tuple[str, str]:
-        """The sizes of a call, and those of the plan, in words."""
-        symbols = self._phases[phase].symbols
-        return _text([s.name for s in symbols], values), _text(
-            [s.name for s in symbols], [s.planned for s in symbols]
-        )
-
-    def programs(self, phase: str, values: Values, saved_bytes: int) -> tuple[dict[str, Program], int]:
-        """The Programs for which a call answers (a forward also for its backward) at its sizes, and bytes that are
-        saved between the two.
+    def call(self, phase: str, inputs: Sequence[Any], before_bytes: int, planned: Planned) -> AtSizes | None:
+        """What a call takes, a forward together with its backward; None where it is as its plan says.
 
         Args:
-            saved_bytes: as planned.
+            before_bytes: that frames before this one have saved for their backward.
+            planned: for the models of the call.
         """
-        key = phase, values
+        mine = self._phases[phase]
+        values = tuple(s.read(inputs) for s in mine.symbols)
+        if phase == "forward":
+            self.saved_now = None
+        if values == tuple(s.planned for s in mine.symbols) and before_bytes == mine.program.before_bytes:
+            return None
+        phases = [p for p in (("forward", "backward") if phase == "forward" else (phase,)) if p in self._phases]
+        again = tuple(self._phases[p].program.again_bytes for p in phases)
+        key = phase, values, before_bytes, again, planned
         if key not in self._known:
-            sizes = facts.Sizes({s.symbol: v for s, v in zip(self._phases[phase].symbols, values, strict=True)})
-            made: dict[str, Program] = {}
-            for name in ("forward", "backward") if phase == "forward" else (phase,):
-                if name not in self._phases:
-                    continue
-                one = self._phases[name]
-                if one.at is None:
-                    made[name] = replace(one.program)
-                else:
-                    made[name], found = one.at(sizes)
-                    saved_bytes = found if name == "backward" else saved_bytes
-            self._known[key] = made, saved_bytes
+            self._known[key] = self._count(phases, values, before_bytes, planned)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        made, saved_bytes = self._known[key]
-        for name, program in made.items():  # what other frames store is learnt later
-            program.again_bytes = self._phases[name].program.again_bytes
-        return made, saved_bytes
+        at, saved = self._known[key]
+        if phase == "forward":
+            self.saved_now = saved
+        return at
+
+    def _count(
+        self, phases: Sequence[str], values: Sequence[int], before_bytes: int, planned: Planned
+    ) -> tuple[AtSizes, int | None]:
+        symbols = self._phases[phases[0]].symbols
+        sizes = facts.Sizes({s.symbol: v for s, v in zip(symbols, values, strict=True)})
+        programs: dict[str, Program] = {}
+        saved = None
+        for phase in phases:
+            one = self._phases[phase]
+            program, saved = one.at(sizes) if one.at is not None else (one.program, None)
+            programs[phase] = replace(program, before_bytes=before_bytes)
+        text = [f"{s.name} = {v:,} (planned: {s.planned:,})" for s, v in zip(symbols, values, strict=True)]
+        if before_bytes:
+            text.append(f"{before_bytes:,} bytes that frames before it have saved")
+        return at_sizes(programs, planned, ", ".join(text)), saved
 
 
 def planned_sizes(graph: fx.Graph) -> dict[str, int]:
@@ -149,6 +151,3 @@ def _name(size: Any) -> str:
     name = sources[0].name
     return re.sub(r"^L\['(\w+)'\]", r"\1", name() if callable(name) else name)
 
-
-def _text(names: Sequence[str], values: Sequence[int]) -> str:
-    return ", ".join(f"{n} = {v:,}" for n, v in zip(names, values, strict=True))
