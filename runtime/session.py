@@ -247,7 +247,8 @@ class Session:
             reason = laid_text(group, told[most][_NEED_BYTES : _NEED_BYTES + _REASON_BYTES])
             who = group.everyone.name_of(most)
             raise MemoryBudgetError(
-                reason or f"{who} needs {max(needs):,} bytes for this call, more than its memory_budget_bytes allows"
+                reason
+                or f"{who} needs {max(needs):,} bytes for this call, more than its memory_budget_bytes allows"
             )
         stale = [t[_NEED_BYTES:] for t in told]
         if any(s != stale[0] for s in stale):

@@ -1,8 +1,8 @@
 """Whether a call fits the memory budget at its sizes, and beside gradients of earlier backwards that it would add to.
 
 A plan is for the sizes at which a graph was captured, and for steps that begin without gradients. Later calls may have
-larger batches; and gradients that are kept (a second backward, ``zero.no_sync``) take bytes of their own. Both are known
-only when a call is made: so each looks before it begins.
+larger batches; and gradients that are kept (a second backward, ``zero.no_sync``) take bytes of their own. Both are
+known only when a call is made: so each looks before it begins.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class AtSizes:
     """A call at other sizes than those of its plan.
 
     ``programs``: the phases for which it answers, at its sizes. ``nbytes``: that it takes where no gradients are kept.
-    ``idle_bytes``: as :class:`Need` has them. ``planned``: what the models of the call take at these sizes. ``text``: the
-    sizes, in words.
+    ``idle_bytes``: as :class:`Need` has them. ``planned``: what the models of the call take at these sizes. ``text``:
+    the sizes, in words.
     """
 
     programs: Mapping[str, Program]
@@ -79,7 +79,9 @@ def at_sizes(programs: Mapping[str, Program], planned: Planned, text: str) -> At
     memory = replace(
         m,
         programs=max(m.programs, largest - m.gradients),
-        accumulating=max(m.accumulating, *(most_accumulating(p, m.gradients, m.waiting) for p in programs.values())),
+        accumulating=max(
+            m.accumulating, *(most_accumulating(p, m.gradients, m.waiting) for p in programs.values())
+        ),
     )
     idle = idle_bytes(programs.values(), m.gradients, planned.allowed - rest)
     return AtSizes(programs, replace(planned, memory=memory), rest + largest, idle, text)
@@ -181,7 +183,7 @@ def _too_large(program: Program, allowed: int, at: AtSizes, who: str) -> str:
     what = "forward and its backward need" if program.phase == "forward" else f"{program.phase} needs"
     return (
         f"memory_budget_bytes={allowed:,} is {at.nbytes - allowed:,} bytes too small for a call with {at.text}: this "
-        f"{what} {at.nbytes:,} bytes on {who}, and {allowed:,} are allowed; make the batch smaller, or give more bytes, "
+        f"{what} {at.nbytes:,} bytes on {who}, and {allowed:,} are allowed; make the batch smaller, give more bytes, "
         "or have such sizes planned for themselves, which may make activations again and compute in tiles: with "
         "torch.compile(dynamic=False), or with torch._dynamo.mark_dynamic on the inputs of a first call that has the "
         "largest sizes"

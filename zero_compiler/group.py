@@ -312,7 +312,7 @@ def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
 
 
 def lay_text(group: Group, text: str, nbytes: int) -> bytes:
-    """Lay ``text`` where peers find it that are told what is returned, so many bytes of a header; see :func:`laid_text`."""
+    """Lay ``text`` where peers find it (:func:`laid_text`) that are told what is returned, a part of a header."""
     group, name = group.everyone, digest(text)[:nbytes]
     store_of(group).set(f"zero/{_group_name(group)}/call/{name.hex()}", text)
     return name

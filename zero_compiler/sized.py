@@ -89,7 +89,9 @@ class Sized:
             self.saved_now = None
         if values == tuple(s.planned for s in mine.symbols) and before_bytes == mine.program.before_bytes:
             return None
-        phases = [p for p in (("forward", "backward") if phase == "forward" else (phase,)) if p in self._phases]
+        phases = [
+            p for p in (("forward", "backward") if phase == "forward" else (phase,)) if p in self._phases
+        ]
         again = tuple(self._phases[p].program.again_bytes for p in phases)
         key = phase, values, before_bytes, again, planned
         if key not in self._known:
@@ -150,4 +152,3 @@ def _name(size: Any) -> str:
         return str(symbol)
     name = sources[0].name
     return re.sub(r"^L\['(\w+)'\]", r"\1", name() if callable(name) else name)
-

@@ -72,7 +72,10 @@ def test_a_batch_that_is_too_large_on_one_rank_is_an_error_on_all():
     assert frames == 2
     for text in texts:
         assert text.startswith(f"memory_budget_bytes={budget:,} is ")
-        assert "too small for a call with args[0].size()[0] = 4,096 (planned: 16): this forward and its back" in text
+        assert (
+            "too small for a call with args[0].size()[0] = 4,096 (planned: 16): this forward and its back"
+            in text
+        )
         assert f" bytes on rank 1 of 2, and {budget:,} are allowed; make the batch smaller" in text
 
 

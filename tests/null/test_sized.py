@@ -80,7 +80,9 @@ def rows(*shape: int) -> torch.Tensor:
 class Run:
     """A model under a budget, of which a graph with symbolic sizes exists."""
 
-    def __init__(self, budget: int | None, net: nn.Module | None = None, compute: str = "aten", **how) -> None:
+    def __init__(
+        self, budget: int | None, net: nn.Module | None = None, compute: str = "aten", **how
+    ) -> None:
         torch._dynamo.reset()
         gc.collect()
         _C.meter_install()
