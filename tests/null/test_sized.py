@@ -126,7 +126,8 @@ def test_a_call_that_passes_the_budget_is_refused_before_it_begins(compute, many
     _C.meter_reset_peak()
     large = rows(many)
     what = (
-        rf"memory_budget_bytes={budget:,} is {want - budget:,} bytes too small for a call with args\[0\].size\(\)\[0\] = "
+        rf"memory_budget_bytes={budget:,} is {want - budget:,} bytes too small for a call with "
+        rf"args\[0\].size\(\)\[0\] = "
         rf"{many:,} \(planned: {SOME}\): this forward and its backward need {want:,} bytes on rank 0 of 1, and "
         rf"{budget:,} are allowed; {ADVICE}"
     )
