@@ -8,13 +8,14 @@ import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from zero_compiler import accumulation, grads
-from zero_compiler.errors import StorageError, TransferError
-from zero_compiler.headers import cannot_begin, meet, short_digest
+from zero_compiler.beside import frames_of, saved_before
+from zero_compiler.errors import MemoryBudgetError, StorageError, TransferError
+from zero_compiler.headers import cannot_begin, laid_text, lay_text, meet, short_digest
 from zero_compiler.keeping import accumulating
 from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (
@@ -39,6 +40,7 @@ from .stores import merged
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
 _MOVE, _KEEP = 9, 10
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
+_REASON_BYTES = 8  # behind it: where the reason lies
 
 
 def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
@@ -71,6 +73,7 @@ class Session:
         program: what to run.
         segments: callable of each ``Compute.segment``; takes a list that it may empty.
         runtimes: runtime of each owner that the Program names; ``first`` is the one that agrees with other ranks.
+        frame: that it is a phase of.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Session:
         segments: Sequence[Any],
         runtimes: dict[str, ModelRuntime],
         first: ModelRuntime | None,
+        frame: Any = None,
     ) -> None:
+        self.frame = frame
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
@@ -217,11 +222,11 @@ class Session:
 
     # Agreement ---------------------------------------------------------------------------------------------
 
-    def _agree(self, needed: int) -> None:
+    def _agree(self, need: accumulation.Need) -> None:
         """Before the first collective of a call: every rank is about to run the same sequence.
 
-        What may differ is which kept weights a rank found changed: then all gather anew. And what it ``needed`` of
-        memory, where that is more than its budget allows: then no rank begins.
+        What may differ is which kept weights a rank found changed: then all gather anew. And what it needs of memory,
+        where that is more than its budget allows: then no rank begins, and all say why one cannot.
         """
         first = self.first
         assert first is not None
@@ -230,18 +235,25 @@ class Session:
         if self._digest is None:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
+        group = first.policy.group
         try:
             # What peers read from here on is in place before they are told that this rank is in the call.
             for runtime, names in self._at_home.items():
                 runtime.bring_home(names)
-            more = needed.to_bytes(_NEED_BYTES, "little") + self._stale_kept()
+            rest = lay_text(group, need.refusal, _REASON_BYTES) if need.nbytes else self._stale_kept()
         except Exception as error:
-            cannot_begin(first.policy.group, error)
+            cannot_begin(group, error)
             raise
-        told = meet(first.policy.group, self._digest, self._text, what, more)
+        told = meet(group, self._digest, self._text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest)
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
-            self._refuse(max(needs), needs.index(max(needs)))
+            most = needs.index(max(needs))
+            reason = laid_text(group, told[most][_NEED_BYTES : _NEED_BYTES + _REASON_BYTES])
+            who = group.everyone.name_of(most)
+            raise MemoryBudgetError(
+                reason
+                or f"{who} needs {max(needs):,} bytes for this call, more than its memory_budget_bytes allows"
+            )
         stale = [t[_NEED_BYTES:] for t in told]
         if any(s != stale[0] for s in stale):
             for runtime in self.runtimes.values():
@@ -296,11 +308,11 @@ class Session:
         inputs.clear()
         if self._keeps:
             self._check_unhooked()
-        need = self._need()
+        need = self._need(env)
         if self._talks:
-            self._agree(need.nbytes)
+            self._agree(need)
         elif need.nbytes:
-            self._refuse(need.nbytes, 0)
+            raise MemoryBudgetError(need.refusal)
         try:
             if need.idle_bytes >= 0:
                 for runtime in self.runtimes.values():
@@ -324,12 +336,18 @@ class Session:
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
 
-    def _need(self) -> accumulation.Need:
-        """What this call takes beside gradients that are kept, on a rank whose peers hear of it."""
+    def _need(self, env: Sequence[Any]) -> accumulation.Need:
+        """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
         if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
             return accumulation.Need(0, self.program.idle_bytes)
         policies = [r.policy for r in self.runtimes.values()]
-        return accumulation.need_of(self.program, policies, self._planned(policies))
+        planned, sized = self._planned(policies), getattr(self.frame, "sized", None)
+        at, phase = None, self.program.phase
+        if planned is not None and sized is not None:
+            before = 0 if phase == "inference" else saved_before(self.frame, frames_of(policies))
+            at = sized.call(phase, env, before, planned)
+        everyone = self.first.policy.group.everyone
+        return accumulation.need_of(self.program, policies, planned, everyone.name_of(everyone.rank), at)
 
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
@@ -339,12 +357,6 @@ class Session:
             self.first.planned = (state, accumulation.planned_for(policies))
         known: accumulation.Planned | None = self.first.planned[1]
         return known
-
-    def _refuse(self, needed: int, rank: int) -> NoReturn:
-        assert self.first is not None
-        policies = [r.policy for r in self.runtimes.values()]
-        who = self.first.policy.group.everyone.name_of(rank)
-        accumulation.refuse(self.program, self._planned(policies), needed, who)
 
     def _check_unhooked(self) -> None:
         for runtime, keep in self._keeps:

@@ -81,7 +81,9 @@ class SimulatedModel(PlanLoader):
         self.compiled = torch.compile(self.model, backend=self._backend, dynamic=dynamic)
 
     # As a loader it takes Programs as a plan does, and runs them.
-    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    def load(
+        self, program: Program, segments: Sequence[Any], frame: Frame
+    ) -> Callable[[list[Any]], list[Any]]:
         # Through JSON: what is not in the serialised Program cannot matter.
         program = Program.from_dict(program.to_dict())
         reference = Reference(program, segments, self.layouts, self.ranks, self.copies)

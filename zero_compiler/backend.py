@@ -21,7 +21,7 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grads, plain, tiling
+from . import grads, plain, sized, tiling
 from .broken import Broken
 from .capture import Captured, check_outputs, lower_parameters, owners_in
 from .errors import ConfigError, ZeroError
@@ -229,13 +229,16 @@ class _FrameCompiler:
         state = self.state
         emitted = self.lowering.phase(gm, phase).emitted
         program = emitted.program
+        state.frame.planned_sizes.update(sized.planned_sizes(emitted.graph))
+        if state.frame.sized is not None:
+            state.frame.sized.add(emitted)
         fns = self._compile_segments(program, emitted.segments, phase)
         timeline = simulate(program, state.machine, state.world)
         state.frame.add(program, kept_bytes(state.loader.kept_offsets()), timeline, state.choices[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)
-        return _boxed(state.loader.load(program, fns))
+        return _boxed(state.loader.load(program, fns, state.frame))
 
     def _accumulating(self, program: Program) -> None:
         """Show what a backward does under ``zero.no_sync``."""

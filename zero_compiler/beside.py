@@ -30,6 +30,11 @@ def behind(frames: Iterable[Frame], code: str) -> set[str]:
     return set().union(*(f.behind for f in frames if f.code == code))
 
 
+def saved_before(frame: Frame, frames: Iterable[Frame]) -> int:
+    """Bytes that other code has saved for a backward that is still due, at the sizes at which it was called."""
+    return sum(f.saved_now for f in frames if f.code and frame.code and f.code != frame.code and f.calls)
+
+
 def again_bytes(program: Program, frames: Sequence[Frame], code: str) -> int:
     """Bytes of gradients that a backward of ``code`` makes and finds stored by the frames behind it."""
     if program.phase != "backward":

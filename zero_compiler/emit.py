@@ -38,6 +38,8 @@ from .verify import verify_program
 class Emitted:
     program: Program
     segments: list[SegmentGraph]  # one per Compute, in order; equal ones are merged by the compiler
+    graph: fx.Graph
+    numbers: dict[fx.Node, int]  # value of each node
 
 
 def emit(
@@ -179,7 +181,7 @@ def emit(
     worlds = {ref.owner: plan.world for ref, plan in params.items()}
     verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
     program.live, program.inside = live_bytes(program, graph, numbers, segments)
-    return Emitted(program, segments)
+    return Emitted(program, segments, graph, numbers)
 
 
 def _modules(nodes: list[fx.Node]) -> str:

@@ -24,6 +24,7 @@ from .passes import Context, ParamPlan, Trace
 from .program import Program
 from .report import Frame, Memory
 from .schedule import Choice
+from .sized import Sized
 from .slots import kept_bytes
 
 _frames = itertools.count()
@@ -55,6 +56,8 @@ class FrameState:
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
         self.frame = Frame(self.index, self.config, self.params, self.trace, code=captured.code)
+        if self.config.memory_budget_bytes is not None and self.first is not None:
+            self.frame.sized = Sized()
         self.others = beside.frames_of(self.policies.values())  # that were compiled before
         self.due = beside.due(self.others, captured.code)
         self.take_buckets(self.bucket_bytes, why)

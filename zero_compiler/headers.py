@@ -93,6 +93,24 @@ def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
         ) from error
 
 
+def lay_text(group: Group, text: str, nbytes: int) -> bytes:
+    """Lay ``text`` where peers find it (:func:`laid_text`) that are told what is returned, a part of a header."""
+    group, name = group.everyone, digest(text)[:nbytes]
+    store_of(group).set(in_store(group, f"call/{name.hex()}"), text)
+    return name
+
+
+def laid_text(group: Group, told: bytes) -> str | None:
+    """What a peer laid there; None where it is not to be had."""
+    group = group.everyone
+    store, name = store_of(group), in_store(group, f"call/{told.hex()}")
+    try:
+        store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
+        return str(store.get(name).decode())
+    except (RuntimeError, dist.DistStoreError):
+        return None
+
+
 def _has_gloo(group: Group) -> bool:
     try:
         return group.pg._get_backend(torch.device("cpu")).name() == "gloo"
@@ -101,18 +119,10 @@ def _has_gloo(group: Group) -> bool:
 
 
 def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
-    store, prefix = store_of(group), in_store(group, "call")
-    store.set(f"{prefix}/{digests[group.rank].hex()}", text)
+    store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
     # The same two ranks on every rank, so that all say the same.
     other = next(r for r, d in enumerate(digests) if d != digests[0])
-    texts = []
-    for rank in (0, other):
-        try:
-            name = f"{prefix}/{digests[rank].hex()}"
-            store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
-            texts.append(store.get(name).decode())
-        except (RuntimeError, dist.DistStoreError):
-            texts.append("a call that it does not describe")
+    texts = [laid_text(group, digests[r]) or "a call that it does not describe" for r in (0, other)]
     found = first_difference(texts[0], texts[1], group.name_of(0), group.name_of(other))
     raise RankMismatchError(f"ranks are in different calls; first difference: {found}")
 
@@ -132,9 +142,7 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
         return new
     group = group.everyone
     warn_others(group, failure)
-    text = failure.text()
-    said = digest(text)[: HEADER_BYTES - _DIGEST_BYTES - 1]
-    store_of(group).set(in_store(group, f"call/{said.hex()}"), text)
+    said = lay_text(group, failure.text(), HEADER_BYTES - _DIGEST_BYTES - 1)
     headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that this rank could not make")
     ended(group)
     return all(h.startswith(_FAILED + bytes([True])) for h in headers)
@@ -149,10 +157,7 @@ def cannot_begin(group: Group, error: BaseException) -> None:
 
 def _told(group: Group, header: bytes) -> ZeroError:
     """The error of a rank whose peer sent the ``header`` of a failure."""
-    store = store_of(group)
-    name = in_store(group, f"call/{header[_DIGEST_BYTES + 1 :].hex()}")
-    try:
-        store.wait([name], timedelta(seconds=min(10.0, group_timeout_s(group))))
-        return Failure.read(store.get(name).decode()).error()
-    except (RuntimeError, dist.DistStoreError):
+    text = laid_text(group, header[_DIGEST_BYTES + 1 :])
+    if text is None:
         return RankMismatchError("another rank could not make its part of this call, and did not say why")
+    return Failure.read(text).error()

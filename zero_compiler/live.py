@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,11 @@ _PACKED = 256 << 10
 
 
 def live_bytes(
-    program: Program, graph: fx.Graph, numbers: Mapping[fx.Node, int], segments: list[SegmentGraph]
+    program: Program,
+    graph: fx.Graph,
+    numbers: Mapping[fx.Node, int],
+    segments: Sequence[SegmentGraph],
+    sizes: facts.Sizes | None = None,
 ) -> tuple[list[int], list[int]]:
     """Bytes live after each instruction, or inside it where that is more: the arena, values that the Program
     made, what forward saved for backward, and segments' internals.
@@ -36,6 +40,9 @@ def live_bytes(
     The batch, buffers and shards are the caller's. A segment counts as its unfused graph does. A fusing compiler
     allocates no more, but for results of reductions that it computes earlier: some numbers a row or a column. Of
     each segment, what it holds at most beyond what is live before it.
+
+    Args:
+        sizes: at which symbolic ones are counted; None: as the capture saw them.
     """
     node_of = {i: n for n, i in numbers.items()}
     roots = facts.alias_roots(graph)
@@ -47,7 +54,7 @@ def live_bytes(
     leaving: dict[int, tuple[int, ...]] = {}  # for the host, and still being copied
     summing = 0  # what the sum between ranks with the same rows takes, until the next reduction is waited for
     if program.phase == "backward":
-        owner, made = facts.saved_storages(graph)
+        owner, made = facts.saved_storages(graph, sizes)
         live = sum(made.values())
         for node, first in owner.items():
             holders.setdefault(first, set()).add(numbers[node])
@@ -69,15 +76,15 @@ def live_bytes(
             ] = {}  # with what the segment's inputs have of it; the rest waits for its end
             for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
                 for r in roots[n]:
-                    given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n))
-            beyond.append(_peak_inside(seg, dying) - sum(min(made[r], n) for r, n in given.items()))
+                    given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n), sizes)
+            beyond.append(_peak_inside(seg, dying, sizes) - sum(min(made[r], n) for r, n in given.items()))
             inside = live + beyond[-1]
             for o in instr.outs:
                 for r in roots[node_of[o]]:
                     # What came back lies in the pool, or is counted where it does.
                     if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target is ops.restore:
                         continue
-                    made[r] = facts.bytes_of(facts.value(r))
+                    made[r] = facts.bytes_of(facts.value(r), sizes)
                     live += made[r]
                 for r in roots[node_of[o]]:
                     holders.setdefault(r, set()).add(o)
@@ -230,16 +237,16 @@ def read_in_place(r: ReduceDesc) -> bool:
     )
 
 
-def _copied(node: fx.Node) -> int:
+def _copied(node: fx.Node, sizes: facts.Sizes | None) -> int:
     """Bytes that an operator holds while it runs: oneDNN copies an input whose rows do not lie in one piece, and packs
     blocks of both operands (measured: up to a quarter of a MiB)."""
     if node.target is not ops.onednn_linear:
         return 0
     given = facts.value(node.args[0])
-    return (facts.bytes_of(given) if given.stride(-1) != 1 else 0) + _PACKED
+    return (facts.bytes_of(given, sizes) if given.stride(-1) != 1 else 0) + _PACKED
 
 
-def _peak_inside(graph: fx.Graph, dying: list[bool]) -> int:
+def _peak_inside(graph: fx.Graph, dying: list[bool], sizes: facts.Sizes | None) -> int:
     """Most bytes live at once in a segment: inputs that die in it, what it makes, and what it returns."""
     roots = facts.alias_roots(graph)
     size: dict[fx.Node, int] = {}
@@ -249,9 +256,9 @@ def _peak_inside(graph: fx.Graph, dying: list[bool]) -> int:
     for i, node in enumerate(order):
         if node.op == "placeholder":
             if next(gone):
-                size[node] = facts.bytes_of(facts.value(node))
+                size[node] = facts.bytes_of(facts.value(node), sizes)
         elif facts.is_compute(node) and roots[node] == frozenset((node,)):
-            size[node] = facts.bytes_of(facts.value(node))
+            size[node] = facts.bytes_of(facts.value(node), sizes)
         for used in (node, *node.all_input_nodes):
             for r in roots.get(used, ()):
                 last[r] = i
@@ -263,7 +270,7 @@ def _peak_inside(graph: fx.Graph, dying: list[bool]) -> int:
     for i, node in enumerate(order):
         if node.op != "placeholder":
             live += size.get(node, 0)
-        peak = max(peak, live + _copied(node))
+        peak = max(peak, live + _copied(node, sizes))
         if node.op != "output":
             live -= ends.get(i, 0)
     return peak

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from .agreement import decide, show
 from .errors import ShardError
 from .program import Program
+from .report import Frame
 from .runtime.model import ModelRuntime
 from .runtime.session import Session
 
@@ -36,8 +37,10 @@ class Loader(Protocol):
     def show(self, policy: Any, text: str) -> list[str]:
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
 
-    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        """A callable that runs ``program`` on a list of inputs, which it may empty."""
+    def load(
+        self, program: Program, segments: Sequence[Any], frame: Frame
+    ) -> Callable[[list[Any]], list[Any]]:
+        """A callable that runs ``program``, a phase of ``frame``, on a list of inputs, which it may empty."""
 
 
 class EngineLoader:
@@ -74,8 +77,10 @@ class EngineLoader:
             policy.shown[text] = show(peers, key, text, "partition_activations", policy.group)
         return list(policy.shown[text])
 
-    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return Session(program, segments, self.runtimes, self.first).run
+    def load(
+        self, program: Program, segments: Sequence[Any], frame: Frame
+    ) -> Callable[[list[Any]], list[Any]]:
+        return Session(program, segments, self.runtimes, self.first, frame).run
 
 
 class PlanLoader:
@@ -105,7 +110,9 @@ class PlanLoader:
     def show(self, policy: Any, text: str) -> list[str]:
         return [text]
 
-    def load(self, program: Program, segments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    def load(
+        self, program: Program, segments: Sequence[Any], frame: Frame
+    ) -> Callable[[list[Any]], list[Any]]:
         def run(inputs: list[Any]) -> list[Any]:
             raise ShardError("this Program was only planned and cannot run")
 

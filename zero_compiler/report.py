@@ -41,10 +41,18 @@ class Frame:
     accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
     code: str = ""  # of what Dynamo compiled, as in Captured
     saved_bytes: int = 0  # what forward hands to backward
+    sized: Any = None  # under a memory budget: its Programs at sizes of later calls, as `Sized`
+    planned_sizes: dict[str, int] = field(default_factory=dict)  # those that may change, as they were planned
     behind: set[str] = field(
         default_factory=set
     )  # code that has run after its forward and before its backward
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)  # whose backward is still due
+
+    @property
+    def saved_now(self) -> int:
+        """What its last forward has handed to backward, at the sizes that it had."""
+        now = None if self.sized is None else self.sized.saved_now
+        return self.saved_bytes if now is None else int(now)
 
     def opened(self) -> Call:
         """Note a forward; what is returned lives until its backward has run."""
@@ -185,6 +193,7 @@ class Report:
                         }
                         for phase, c in f.choices.items()
                     },
+                    "planned_sizes": f.planned_sizes,
                     "bucket_bytes": f.bucket_bytes,
                     "bucket_why": f.bucket_why,
                     "held_bytes": f.held_bytes,
@@ -268,6 +277,9 @@ class Report:
                 lines += [f"note: {n}" for n in program.notes]
                 if phase == "backward":
                     lines += frame.accumulating_lines()
+            if frame.planned_sizes:
+                sizes = ", ".join(f"{name} = {n:,}" for name, n in frame.planned_sizes.items())
+                lines.append(f"bytes are counted at {sizes}; these may change from call to call")
             lines.append(
                 f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}"
             )

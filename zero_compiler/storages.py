@@ -10,7 +10,7 @@ from .ir import facts
 
 
 def storages_of(
-    graph: fx.Graph, numbers: Mapping[fx.Node, int], phase: str
+    graph: fx.Graph, numbers: Mapping[fx.Node, int], phase: str, sizes: facts.Sizes | None = None
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """Bytes of each storage that forward saved for this Program or that its segments make; and for each value those in
     which it may lie.
@@ -19,11 +19,12 @@ def storages_of(
 
     Args:
         numbers: value of each node.
+        sizes: at which symbolic ones are counted; None: as the capture saw them.
     """
     roots = facts.alias_roots(graph)
-    first, saved = facts.saved_storages(graph) if phase == "backward" else ({}, {})
+    first, saved = facts.saved_storages(graph, sizes) if phase == "backward" else ({}, {})
     index: dict[fx.Node, int] = {}
-    sizes: list[int] = []
+    nbytes: list[int] = []
     lies_in: list[tuple[int, ...]] = [()] * len(numbers)
     for node, value in numbers.items():
         found: dict[int, None] = {}
@@ -31,8 +32,8 @@ def storages_of(
             if root not in saved and not facts.is_compute(root):
                 continue
             if root not in index:
-                index[root] = len(sizes)
-                sizes.append(saved[root] if root in saved else facts.bytes_of(facts.value(root)))
+                index[root] = len(nbytes)
+                nbytes.append(saved[root] if root in saved else facts.bytes_of(facts.value(root), sizes))
             found[index[root]] = None
         lies_in[value] = tuple(found)
-    return sizes, lies_in
+    return nbytes, lies_in

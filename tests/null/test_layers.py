@@ -56,6 +56,7 @@ RANKS = {
     "live": 7,
     "recount": 7,
     "storages": 7,
+    "sized": 7,
     "slots": 7,
     "program": 7,
     "picture": 7,

@@ -377,12 +377,29 @@ def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     return roots
 
 
-def bytes_of(val: Any) -> int:
-    """Bytes of the tensors in a fake value, at hints; views count as if they were whole."""
-    return sum(_tensor_bytes(t) for t in tree_leaves(val) if isinstance(t, torch.Tensor))
+class Sizes:
+    """Numbers for the symbols in sizes, to stand in place of those that the capture saw."""
+
+    def __init__(self, values: Mapping[Any, int]) -> None:
+        self._values = dict(values)
+        self._known: dict[Any, int | None] = {}
+
+    def of(self, size: Any) -> int | None:
+        """The number of an expression; None where it has other symbols."""
+        if size not in self._known:
+            number = size.xreplace(self._values)
+            self._known[size] = int(number) if number.is_number else None
+        return self._known[size]
 
 
-def saved_storages(backward: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, int]]:
+def bytes_of(val: Any, sizes: Sizes | None = None) -> int:
+    """Bytes of the tensors in a fake value, at ``sizes`` or at hints; views count as if they were whole."""
+    return sum(_tensor_bytes(t, sizes) for t in tree_leaves(val) if isinstance(t, torch.Tensor))
+
+
+def saved_storages(
+    backward: fx.Graph, sizes: Sizes | None = None
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, int]]:
     """What forward saved, by storage: for every saved tensor the first with its storage, and for that the bytes.
 
     A view that is saved (v of a product that made q, k and v) keeps the whole storage alive.
@@ -396,27 +413,31 @@ def saved_storages(backward: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.
             continue
         val = value(node)
         if not isinstance(val, torch.Tensor):
-            owner[node], nbytes[node] = node, bytes_of(val)
+            owner[node], nbytes[node] = node, bytes_of(val, sizes)
             continue
         storage = val.untyped_storage()
         owner[node] = first.setdefault(StorageWeakRef(storage), node)
-        nbytes[owner[node]] = max(nbytes.get(owner[node], 0), hint(storage.nbytes()), _tensor_bytes(val))
+        whole = max(hint(storage.nbytes(), sizes), _tensor_bytes(val, sizes))
+        nbytes[owner[node]] = max(nbytes.get(owner[node], 0), whole)
     return owner, nbytes
 
 
-def saved_bytes(backward: fx.Graph) -> int:
+def saved_bytes(backward: fx.Graph, sizes: Sizes | None = None) -> int:
     """Bytes of what forward made and hands to backward."""
-    sizes = saved_storages(backward)[1]
-    return sum(nbytes for node, nbytes in sizes.items() if not is_tangent(node))
+    saved = saved_storages(backward, sizes)[1]
+    return sum(nbytes for node, nbytes in saved.items() if not is_tangent(node))
 
 
-def _tensor_bytes(t: torch.Tensor) -> int:
-    return hint(t.numel()) * t.element_size()
+def _tensor_bytes(t: torch.Tensor, sizes: Sizes | None) -> int:
+    return hint(t.numel(), sizes) * t.element_size()
 
 
-def hint(size: Any) -> int:
-    """A number for a size that may be symbolic."""
+def hint(size: Any, sizes: Sizes | None = None) -> int:
+    """A number for a size that may be symbolic: of ``sizes``, else what the capture saw."""
     if isinstance(size, torch.SymInt):
+        number = None if sizes is None else sizes.of(size.node.expr)
+        if number is not None:
+            return number
         given = size.node.hint
         # Data-dependent sizes have no hint; the plan then counts one row.
         return 1 if given is None else int(given)
