@@ -26,7 +26,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 # Operators that are told the sizes of their result.
-SIZED = {*axes._VIEWS, aten.expand.default, aten.full.default, aten.new_full.default, aten.empty.memory_format}
+SIZED = {*axes._VIEWS, aten.expand.default, aten.full.default}
 _CASTS = {aten._to_copy.default, prims.convert_element_type.default}
 _NOTHING = {aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default}
 _HALF = (torch.float16, torch.bfloat16)
@@ -135,12 +135,10 @@ class ColumnSums:
         if t is aten._log_softmax_backward_data.default and self.wide(first):
             return self._log_softmax_gradient(*args)
         if t is aten.gather.default and self.wide(first) and self._across(first, args[1]):
-            return self._pick(first, self._hit(args[2]))
+            return self._each(self._pick(first, self._hit(args[2])), first)
         if t is aten.scatter.value and self.wide(first) and self._across(first, args[1]):
-            value = self._put(
-                aten.full.default, [], args[3], dtype=facts.value(first).dtype, device=facts.value(first).device
-            )
-            return self._put(aten.where.self, self._hit(args[2]), value, first)
+            base = self._number(0, first) if axes.is_zero(first) else first
+            return self._put(aten.where.self, self._hit(args[2]), self._number(args[3], first), base)
         if self.wide(first) and (t in axes._REDUCTIONS or t is aten.sum.default):
             out = self._reduced(t, args, kwargs)
             if out is not None:
@@ -238,13 +236,12 @@ class ColumnSums:
 
     def _total(self, node: fx.Node, times: fx.Node | None = None) -> fx.Node:
         """The sum over columns of ``node``, each column ``times`` its entry of a vector; ``[rows, 1]``."""
-        out = self._sum(node, times)
-        if isinstance(out, fx.Node) and axes.shape(out) == [self.rows, 1]:
-            return out
-        if not isinstance(out, fx.Node):
-            val = facts.value(node)
-            return self._put(aten.full.default, [self.r, 1], out, dtype=val.dtype, device=val.device)
-        return self._put(aten.expand.default, out, [self.r, 1])
+        return self._each(self._sum(node, times), node)
+
+    def _each(self, out: Any, like: fx.Node) -> fx.Node:
+        """One for each token."""
+        out = self._number(out, like)
+        return out if axes.shape(out) == [self.rows, 1] else self._put(aten.expand.default, out, [self.r, 1])
 
     def _sum(self, node: Any, times: fx.Node | None) -> Any:
         if self.column_dim(node) is None:  # equal in all columns
@@ -257,7 +254,7 @@ class ColumnSums:
             at = self._pick(node, hit)
             if times is not None:
                 at = self._times(at, self._pick(times, hit))
-            return self._where_there_is(hit, at)
+            return self._where_there_is(hit, self._number(at, node))
         if node not in self.late and node not in self._after:
             return self._sum_of(node if times is None else self._put(aten.mul.Tensor, node, times))
         t, args, kwargs = node.target, node.args, node.kwargs
@@ -312,8 +309,8 @@ class ColumnSums:
     def _is_hit(self, node: Any) -> bool:
         return self._compared(node) is not None
 
-    def _compared(self, node: Any) -> tuple[fx.Node, fx.Node] | None:
-        """The index and the numbers of columns that it is compared with."""
+    def _compared(self, node: Any) -> tuple[fx.Node, int] | None:
+        """The index that the numbers of columns are compared with, and the number of the first."""
         if not isinstance(node, fx.Node) or node.target is not aten.eq.Tensor or not self.wide(node):
             return None
         for a, b in (node.args, node.args[::-1]):
@@ -322,26 +319,22 @@ class ColumnSums:
             numbers = b
             while numbers.target in axes._VIEWS or numbers.target in (aten.unsqueeze.default, aten.expand.default):
                 numbers = numbers.args[0]
-            if self.column_dim(a) is None and numbers.target is prims.iota.default:
-                return a, numbers
+            first = _counts_from(numbers)
+            if self.column_dim(a) is None and first is not None:
+                return a, first
         return None
 
-    def _where_there_is(self, hit: fx.Node, at: Any) -> fx.Node:
+    def _where_there_is(self, hit: fx.Node, at: fx.Node) -> fx.Node:
         """``at`` for tokens of which a column is hit, else 0."""
         found = self._compared(hit)
         assert found is not None
-        index, numbers = found
-        first = numbers.kwargs["start"]
+        index, first = found
         inside = self._put(
             aten.logical_and.default,
             self._put(aten.ge.Scalar, index, first),
             self._put(aten.lt.Scalar, index, first + self.width),
         )
-        at = self._number(at, index) if not isinstance(at, fx.Node) else at
-        val = facts.value(at)
-        return self._put(
-            aten.where.self, inside, at, self._put(aten.full.default, [], 0, dtype=val.dtype, device=val.device)
-        )
+        return self._put(aten.where.self, inside, at, self._number(0, at))
 
     def _zero_outside(self, node: Any) -> fx.Node | None:
         """Which column alone of each token is not zero."""
@@ -364,14 +357,23 @@ class ColumnSums:
         if t is aten.where.self and args[0] is hit:
             return self._pick(args[1], hit)
         if node not in self.late and node not in self._after:
-            val = facts.value(node)
-            zero = self._put(aten.full.default, [], 0, dtype=val.dtype, device=val.device)
-            return self._sum_of(self._put(aten.where.self, hit, node, zero))
+            return self._sum_of(self._put(aten.where.self, hit, node, self._number(0, node)))
         if t is aten.expand.default:
             return self._pick(args[0], hit)
         if axes.is_pointwise(node) or t in axes._SAME:
             return self._put(t, *_mapped(args, lambda a: self._pick(a, hit)), **node.kwargs)
         raise Left(f"nothing is known of how {dump.target_text(node)} makes one column")
+
+
+def _counts_from(node: fx.Node) -> int | None:
+    """The first of numbers that follow each other."""
+    t, args = node.target, node.args
+    if t is prims.iota.default and node.kwargs["step"] == 1:
+        return node.kwargs["start"]
+    if t is aten.arange.default:
+        return 0
+    one = t is aten.arange.start or (t is aten.arange.start_step and (len(args) < 3 or args[2] == 1))
+    return args[0] if one else None
 
 
 def _mapped(args: Any, of: Callable[[fx.Node], Any]) -> Any:
