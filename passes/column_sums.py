@@ -180,7 +180,7 @@ class ColumnSums:
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         same = facts.value(node).dtype == dtype
-        return node if same else self._put(aten._to_copy.default, node, dtype=dtype)
+        return node if same else self._put(prims.convert_element_type.default, node, dtype)
 
     def _log_softmax(self, given: fx.Node, dim: int, _: bool) -> fx.Node:
         if not self._across(given, dim):
@@ -326,6 +326,10 @@ class ColumnSums:
 
     def _where_there_is(self, hit: fx.Node, at: fx.Node) -> fx.Node:
         """``at`` for tokens of which a column is hit, else 0."""
+        return self._put(aten.where.self, self._place(hit)[1], at, self._number(0, at))
+
+    def _place(self, hit: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Number of the column that is hit, from 0, and whether there is one."""
         found = self._compared(hit)
         assert found is not None
         index, first = found
@@ -334,7 +338,7 @@ class ColumnSums:
             self._put(aten.ge.Scalar, index, first),
             self._put(aten.lt.Scalar, index, first + self.width),
         )
-        return self._put(aten.where.self, inside, at, self._number(0, at))
+        return self._put(aten.sub.Tensor, index, first), inside
 
     def _zero_outside(self, node: Any) -> fx.Node | None:
         """Which column alone of each token is not zero."""
@@ -356,6 +360,10 @@ class ColumnSums:
         t, args = node.target, node.args
         if t is aten.where.self and args[0] is hit:
             return self._pick(args[1], hit)
+        if not self.wide(node):
+            place, inside = self._place(hit)
+            place = self._put(aten.where.self, inside, place, self._number(0, place))
+            return self._put(aten.index.Tensor, self._put(aten.view.default, node, [self.width]), [place])
         if node not in self.late and node not in self._after:
             return self._sum_of(self._put(aten.where.self, hit, node, self._number(0, node)))
         if t is aten.expand.default:

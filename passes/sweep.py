@@ -20,6 +20,7 @@ from .sliced import part, parts
 from .tiles import gathered, note, on_tile
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -140,7 +141,7 @@ class Sweep:
         for i, value in born.items():
             val = facts.value(self.node)[i]
             if facts.value(value).dtype != val.dtype:
-                value = emit(aten._to_copy.default, value, dtype=val.dtype)
+                value = emit(prims.convert_element_type.default, value, val.dtype)
             if i in self.reduced:
                 out[self.got[i]] = value
             else:
@@ -183,7 +184,7 @@ class Sweep:
                 result = emit(aten.slice.Tensor, result, how, 0, rows)
                 result = emit(aten.clone.default, result, memory_format=torch.contiguous_format)
             if facts.value(result).dtype != val.dtype:
-                result = emit(aten._to_copy.default, result, dtype=val.dtype)
+                result = emit(prims.convert_element_type.default, result, val.dtype)
             self.got[i].replace_all_uses_with(result)
 
     def erase(self) -> None:

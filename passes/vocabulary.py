@@ -85,10 +85,14 @@ class _Body:
         return self._made[node]
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args = node.args
-        if node.target in SIZED:
-            args = tree_map(lambda a: self.columns if type(a) is int and a == self.sums.width else a, args)
-        args, kwargs = tree_map(lambda a: self.of(a) if isinstance(a, fx.Node) else a, (args, node.kwargs))
+        sized = node.target in SIZED
+
+        def own(a: Any) -> Any:
+            if isinstance(a, fx.Node):
+                return self.of(a)
+            return self.columns if sized and type(a) is int and a == self.sums.width else a
+
+        args, kwargs = tree_map(own, (node.args, node.kwargs))
         return self.graph.call_function(node.target, args, kwargs)
 
     def masked(self, node: fx.Node, other: float = 0.0) -> fx.Node:

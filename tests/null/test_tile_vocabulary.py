@@ -39,12 +39,12 @@ def test_the_passes_keep_the_numbers(world, rows, tile_bytes):
 
 class Golden(TestCase):
     def test_joint_graph(self):
-        self.assertExpectedInline(dump.text(tiled(2, 1, 40).graph), "")
+        self.assertExpectedInline(dump.text(tiled(2, 1, 40).graph), """""")
 
     def test_a_tile_of_the_gradient(self):
         text = dump.text(lower(tiled(2, 1, 1 << 40), "forward", "expand-tiles")).splitlines()
         first = next(i for i, line in enumerate(text) if "zero.reduce" in line)
-        self.assertExpectedInline("\n".join(text[first - 14 : first + 2]), "")
+        self.assertExpectedInline("\n".join(text[first - 14 : first + 2]), """""")
 
 
 def check(model: SimulatedModel, of: str = "plain", length: int = 8, scale: float = 3.0) -> SimulatedModel:
@@ -169,14 +169,14 @@ def large(**fields) -> SimulatedModel:
 @pytest.mark.slow
 def test_peak_falls_by_the_weight_and_its_gradient():
     """Whole: the weight, and its gradient, which forward makes. In ``n`` tiles: at most three tiles of the weight (in
-    use, arriving, staged) and three of the gradient (being made, two under way)."""
+    use, arriving, staged) and three of the gradient (being made, two under way), beside this rank's half of it."""
     weight = 4096 * 64 * 4
     peaks = []
     for tile_bytes in (weight, weight // 8, weight // 32):
         model = large(tile_bytes=tile_bytes)
         peaks.append(max(max(p.live) for p in model.programs.values()))
     for peak, n in zip(peaks[1:], (8, 32), strict=True):
-        assert peaks[0] - peak >= 2 * weight - 6 * weight // n
+        assert peaks[0] - peak >= 2 * weight - weight // 2 - 6 * weight // n
 
 
 @pytest.mark.slow
@@ -201,11 +201,6 @@ def entropy(m, h, labels):
     return F.nll_loss(p, labels.view(-1)) + (p.exp() * p).sum(-1).mean()
 
 
-def largest(m, h, labels):
-    logits = flat(m.head(h))
-    return F.cross_entropy(logits, labels.view(-1)) + 0.1 * logits.log_softmax(-1).amax(-1).mean()
-
-
 def soft(m, h, labels):
     targets = torch.ones(labels.numel(), VOCAB).cumsum(0)
     return -(flat(m.head(h)).log_softmax(-1) * targets).mean()
@@ -214,7 +209,6 @@ def soft(m, h, labels):
 REFUSED = {
     soft: "%cumsum, as large as the logits, is made elsewhere",
     entropy: "aten.mul.Tensor is summed over the vocabulary, and is known only when another such sum is",
-    largest: "aten.sub.Tensor is summed over the vocabulary, and is known only when another such sum is",
 }
 
 
@@ -224,3 +218,15 @@ def test_what_is_gathered_whole_is_right_and_named(of):
     why = f"gathered whole: head.weight, 3,904 bytes, because {REFUSED[of]}"
     assert [n for n in notes(model) if why in n], notes(model)
     assert [n for n in notes(model) if "tiled: logits of head.weight, their gradient with them in forward" in n]
+
+
+def test_a_weight_whose_rows_are_no_words():
+    class Turned(Head):
+        def __init__(self) -> None:
+            super().__init__(lambda m, h, labels: F.cross_entropy(flat(h @ m.turned), labels.view(-1)))
+            self.turned = nn.Parameter(self.head.weight.detach().t().clone())
+            del self.head
+
+    model = check(SimulatedModel(Turned(), 2, stage=3, tile_bytes=TILE))
+    why = "gathered whole: turned, 3,904 bytes, because its rows are not the vocabulary"
+    assert [n for n in notes(model) if why in n], notes(model)
