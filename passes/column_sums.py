@@ -62,7 +62,9 @@ class ColumnSums:
         self.emit = Emitter(self.graph, like.origin)
         self.emit.mode = like.mode
         tensors = [(val, dim) for val, dim in given if isinstance(val, torch.Tensor)]
-        self.rows = _unlike([width, *(s for val, dim in tensors for d, s in enumerate(val.shape) if d != dim)])
+        self.rows = _unlike(
+            [width, *(s for val, dim in tensors for d, s in enumerate(val.shape) if d != dim)]
+        )
         self.sums: dict[fx.Node, str] = {}
         self._after: set[fx.Node] = set()  # what sums are in
         self.late: set[fx.Node] = set()
@@ -173,7 +175,9 @@ class ColumnSums:
                 if axes.result(node, given, Rows(theirs, 1)) != Rows(column, 1):
                     raise Left(f"{dump.target_text(node)} mixes the vocabulary")
             elif not (product or axes.is_pointwise(node) or node.target is aten.expand.default):
-                raise Left(f"nothing is known of how {dump.target_text(node)} reads a vector of the vocabulary")
+                raise Left(
+                    f"nothing is known of how {dump.target_text(node)} reads a vector of the vocabulary"
+                )
 
     def _in_float(self, node: fx.Node) -> fx.Node:
         return self._cast(node, torch.float32) if facts.value(node).dtype in _HALF else node
@@ -317,7 +321,10 @@ class ColumnSums:
             while a.target is aten.expand.default:
                 a = a.args[0]
             numbers = b
-            while numbers.target in axes._VIEWS or numbers.target in (aten.unsqueeze.default, aten.expand.default):
+            while numbers.target in axes._VIEWS or numbers.target in (
+                aten.unsqueeze.default,
+                aten.expand.default,
+            ):
                 numbers = numbers.args[0]
             first = _counts_from(numbers)
             if self.column_dim(a) is None and first is not None:
@@ -349,7 +356,14 @@ class ColumnSums:
             return args[0] if self._is_hit(args[0]) else self._zero_outside(args[1])
         if t is aten.mul.Tensor:
             return self._zero_outside(args[0]) or self._zero_outside(args[1])
-        if t in (aten.neg.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.clone.default, *_CASTS):
+        if t in (
+            aten.neg.default,
+            aten.div.Tensor,
+            aten.div.Scalar,
+            aten.mul.Scalar,
+            aten.clone.default,
+            *_CASTS,
+        ):
             return self._zero_outside(args[0])
         return None
 

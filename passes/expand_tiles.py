@@ -123,7 +123,9 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[f
         return done
     results = [_result(emit, kind, val) for kind, val in zip(tiling.outputs, wholes, strict=True)]
     facts.set_note(results[0], note)
-    places = [token_tiles(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)]
+    places = [
+        token_tiles(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)
+    ]
     for t in range(tiling.tiles):
         graph.call_function(ops.cut, ())
         outs = one_tile(emit, tiling, [p[t] for p in parts])

@@ -56,18 +56,19 @@ class Sweep:
         return not set(self.got) <= self.reduced
 
     def begin(self) -> None:
+        """Cut what is cut, and make places for the results."""
         emit, plan, tiling = self.emit, self.plan, self.tiling
         self._cut()
         weights = {r.operand for r in self.found}
         self.tokens: dict[int, list[fx.Node]] = {}
-        self.cut: dict[int, list[fx.Node]] = {}
+        self.cut: dict[int, tuple[int, list[fx.Node]]] = {}  # along a dimension
         for i, (n, row, column) in enumerate(
             zip(self.given, tiling.inputs, self.columns.inputs, strict=True)
         ):
             if n in weights:
                 continue
             if column is not None:
-                self.cut[i] = parts(emit, n, column, plan)
+                self.cut[i] = column, parts(emit, n, column, plan)
             else:
                 self.tokens[i] = token_tiles(emit, n, row, tiling)
         self.results: dict[int, fx.Node] = {}
@@ -97,14 +98,12 @@ class Sweep:
         self.graph.call_function(ops.cut, ())
 
     def tile(self, tile: Tile) -> dict[fx.Node, fx.Node]:
-        """Of the outputs in ``reduced``, this tile."""
+        """Compute with a tile of the weight; of the outputs in ``reduced``, this tile of each."""
         emit, plan = self.emit, self.plan
         columns = plan.world * tile.rows
         tiling = replace(self.tiling, columns=replace(self.columns, size=columns))
         weight = gathered(emit, self.start, plan, tile, f"{self.k}.{tile.index}")
-        given: dict[int, fx.Node] = {
-            i: part(emit, p[tile.index], self.columns.inputs[i] or 0, plan, tile) for i, p in self.cut.items()
-        }
+        given = {i: part(emit, p[tile.index], dim, plan, tile) for i, (dim, p) in self.cut.items()}
         for r in self.found:
             out = weight
             for node, dim in r.path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zero_compiler.ir import dump, facts, ops
-from zero_compiler.ir.facts import ParamRef, Tile
+from zero_compiler.ir.facts import Tile
 
 from . import readers
 from .axes import Left
@@ -118,7 +118,9 @@ def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Context)
         graph.erase_node(reader.node)
         if reader.call is not reader.node:
             graph.erase_node(reader.call)
-    _sweep(graph, [Sweep(ctx, r, start, plan, len(found) + k) for k, r in enumerate(sweeps.values())], plan, ctx)
+    _sweep(
+        graph, [Sweep(ctx, r, start, plan, len(found) + k) for k, r in enumerate(sweeps.values())], plan, ctx
+    )
     _erase(graph, weight)
 
 
@@ -126,7 +128,12 @@ def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, ctx: Context) 
     """Write what is done in tiles of tokens and of the weight; its gradient where it is reduced, if nothing else comes
     of that sweep, else where the sweep is."""
     reduction = next(
-        (n for n in graph.find_nodes(op="call_function", target=ops.reduce) if facts.params(n) == (plan.ref,)), None
+        (
+            n
+            for n in graph.find_nodes(op="call_function", target=ops.reduce)
+            if facts.params(n) == (plan.ref,)
+        ),
+        None,
     )
     inside = [] if reduction is None else _made_in(reduction, sweeps)
     for sweep in sweeps:
@@ -308,5 +315,3 @@ def _tile_gradient(
     for node in (old, wait, start):
         graph.erase_node(node)
     erase_unread(graph, grad)
-
-

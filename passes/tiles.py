@@ -1,4 +1,4 @@
-"""What loops over tiles of weights are written with: a tile gathered, an operator on it, a tile of a gradient reduced."""
+"""What loops over tiles of weights are written with: a tile that is gathered, an operator on it, a gradient's tile."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ class _Result:
 
     node: fx.Node
     made: tuple[fx.Node, ...]
-    kind: TileOutput | None = None  # None: it has no columns, nor a sum over them but those that a sweep finds
+    kind: TileOutput | None = (
+        None  # None: it has no columns, nor a sum over them but those that a sweep finds
+    )
     how: str | int = "sum"
 
 
@@ -60,6 +62,7 @@ class _Body:
         self.rows, self.columns = self.graph.placeholder("rows"), self.graph.placeholder("columns")
         self.inputs: dict[fx.Node, fx.Node] = {}
         self._made: dict[fx.Node, fx.Node] = {self.sums.r: self.rows}
+        self._masked: dict[tuple[fx.Node, float], fx.Node] = {}
 
     def of(self, node: fx.Node) -> fx.Node:
         if node in self._made:
@@ -97,16 +100,21 @@ class _Body:
 
     def masked(self, node: fx.Node, other: float = 0.0) -> fx.Node:
         """``node``, with ``other`` in columns that are none of the weight's."""
-        out = self.of(node)
-        column = self.sums.column_dim(node)
-        if not self.ragged or column is None:
-            return out
-        g, val = self.graph, facts.value(node)
+        if not self.ragged or not self.sums.wide(node):
+            return self.of(node)
+        if (node, other) not in self._masked:
+            self._masked[node, other] = self._mask(node, other)
+        return self._masked[node, other]
+
+    def _mask(self, node: fx.Node, other: float) -> fx.Node:
+        g, val, column = self.graph, facts.value(node), self.sums.column_dim(node)
+        if node.target in axes._PERMUTES:
+            return g.call_function(node.target, (self.masked(node.args[0], other), *node.args[1:]))
         real = g.call_function(aten.gt.Scalar, (self._input(self.sums.numbers), 0))
         sizes = [self.columns if d == column else 1 for d in range(val.dim())]
         fill = g.call_function(aten.full.default, ([], other), {"dtype": val.dtype, "device": val.device})
         return g.call_function(
-            aten.where.self, (g.call_function(aten.view.default, (real, sizes)), out, fill)
+            aten.where.self, (g.call_function(aten.view.default, (real, sizes)), self.of(node), fill)
         )
 
     def summed(self, node: fx.Node, how: str) -> fx.Node:
@@ -115,7 +123,11 @@ class _Body:
         if how == "sum":
             return g.call_function(aten.sum.dim_IntList, (self.masked(given), [1], True))
         out = self.masked(given, float("-inf"))
-        return g.call_function(aten.amax.default, (out, [1], True)) if how == "max" else self._log_sum_exp(out, given)
+        return (
+            g.call_function(aten.amax.default, (out, [1], True))
+            if how == "max"
+            else self._log_sum_exp(out, given)
+        )
 
     def _log_sum_exp(self, out: fx.Node, node: fx.Node) -> fx.Node:
         # In operators that stand in graphs that were decomposed; of nothing but -inf it is -inf.
@@ -297,7 +309,7 @@ class Vocabulary:
         for r in results:
             assert r.kind is not None
             if r.kind.product:
-                outs += [body.masked(m) if self.sums.wide(m) else body.of(m) for m in r.made]
+                outs += [body.masked(m) for m in r.made]
             else:
                 (last,) = r.made
                 args, kwargs = tree_map(
@@ -352,4 +364,6 @@ class Vocabulary:
 
 
 def _passes(node: fx.Node) -> bool:
-    return node.target in axes._VIEWS | axes._PERMUTES | axes._SAME | {torch.ops.prims.convert_element_type.default}
+    return node.target in axes._VIEWS | axes._PERMUTES | axes._SAME | {
+        torch.ops.prims.convert_element_type.default
+    }

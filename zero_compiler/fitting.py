@@ -300,7 +300,10 @@ class Fitting:
         over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
         gathered = state.backward_params
         tiled, wanted = None, False
-        if self._decided("heads") is None and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes:
+        if (
+            self._decided("heads") is None
+            and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes
+        ):
             self._tile_heads(True)
             tiled = within_memory(cut, cut(None), over, self._held_bytes)
             wanted = not self._held_over(tiled) and self._least_peak(tiled, budget_bytes) < least

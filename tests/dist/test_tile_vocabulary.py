@@ -92,7 +92,12 @@ def _equal(rank: int, world: int, words: int, tied: bool, micro: int, transport:
 
 @pytest.mark.parametrize(
     ("words", "tied", "micro", "transport"),
-    [(WORDS, False, 1, "c10d"), (WORDS - 1, False, 2, "shared"), (WORDS - 1, True, 1, "shared"), (WORDS, True, 2, "c10d")],
+    [
+        (WORDS, False, 1, "c10d"),
+        (WORDS - 1, False, 2, "shared"),
+        (WORDS - 1, True, 1, "shared"),
+        (WORDS, True, 2, "c10d"),
+    ],
 )
 def test_training_equals_plain(words: int, tied: bool, micro: int, transport: str) -> None:
     for whole in run_ranks(_equal, 2, words, tied, micro, transport):
@@ -117,3 +122,24 @@ def test_peak_falls_by_the_weight_and_its_gradient() -> None:
         for (measured, planned), n in zip(tiled, (8, 32), strict=True):
             assert whole[0] - measured >= 2 * WEIGHT - WEIGHT // 2 - 6 * WEIGHT // n
             assert measured <= 1.05 * planned + 2 * TOKENS * WIDTH * 4 + 65536
+
+
+def _filed(rank: int, world: int, folder: str) -> set[str]:
+    plain = Net(WORDS - 1)
+    fields = {"offload_params": "nvme", "offload_grads": "nvme", "nvme_dir": folder}
+    model = zero.shard(copy.deepcopy(plain), stage=3, compute="aten", tile_bytes=WEIGHT // 8, **fields)
+    step = torch.compile(model, backend="zero")
+    want = copy.deepcopy(plain)
+    for x, labels in batches(rank, WORDS - 1, 2):
+        step(x, labels).backward()
+        want(x, labels).backward()
+    for (name, a), b in zip(model.named_parameters(), want.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            a.grad.full_tensor(), b[1].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    (frame,) = zero.inspect(model).frames
+    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile and g.fetched}
+
+
+def test_a_head_in_files_on_one_rank(tmp_path: Any) -> None:
+    assert run_ranks(_filed, 1, str(tmp_path), group=False) == [{"head.weight"}]

@@ -16,7 +16,9 @@ from zero_compiler.passes import JOINT, run_passes
 from zero_compiler.passes.expand_tiles import tiles_of
 
 ROW = VOCAB * 4  # bytes of the logits of a token
-TILE = 17 * ROW  # not less than the weight of the head, which else is gathered in tiles: see test_tile_vocabulary.py
+TILE = (
+    17 * ROW
+)  # not less than the weight of the head, which else is gathered in tiles: see test_tile_vocabulary.py
 # bf16 products of a tile are rounded once each, and their sum over tiles once.
 TOL = {"upcast": 2 * torch.finfo(torch.bfloat16).eps}
 

@@ -39,12 +39,53 @@ def test_the_passes_keep_the_numbers(world, rows, tile_bytes):
 
 class Golden(TestCase):
     def test_joint_graph(self):
-        self.assertExpectedInline(dump.text(tiled(2, 1, 40).graph), """""")
+        self.assertExpectedInline(
+            dump.text(tiled(2, 1, 40).graph),
+            """\
+%w.shard = input                                                         f32[3,4]                        +48  live 48
+%x = input                                                               f32[6,4]                        +96  live 144
+%tangents_1 = input                                                      f32[]                            +4  live 148
+%w_full = zero.unshard %w.shard [w]                                      f32[5,4]                        +80  live 180
+%t_default = aten.t %w_full                                              f32[4,5]                             live 180
+%iota_default = prims.iota 5, start=1, step=1, dtype=int64, device=cpu, requires_grad=False i64[5]                          +40  live 220
+%tiled_default = zero.tiled [%iota_default, %x, %t_default], 'loss0.sums' (f32[6,1])                      +24  live 244
+%getitem = getitem %tiled_default, 0                                     f32[6,1]                             live 244
+%squeeze_dim = aten.squeeze.dim %getitem, 1                              f32[6]                               live 244
+%unsqueeze_default_2 = aten.unsqueeze %squeeze_dim, 1                    f32[6,1]                             live 244
+%expand_default_1 = aten.expand %tangents_1, [6]                         f32[6]                               live 244
+%unsqueeze_default_3 = aten.unsqueeze %expand_default_1, 1               f32[6,1]                             live 244
+%tiled_default_1 = zero.tiled [%iota_default, %x, %t_default, %unsqueeze_default_2, %unsqueeze_default_3, %w_full], 'loss0.grads' (f32[6,4], f32[5,4])           +176  live 200
+%getitem_1 = getitem %tiled_default_1, 0                                 f32[6,4]                             live 200
+%getitem_2 = getitem %tiled_default_1, 1                                 f32[5,4]                             live 200
+%reduce_grad_default = zero.reduce_grad %getitem_2 [w]                   f32[3,4]                        +48  live 248
+%sum_default_1 = aten.sum %squeeze_dim                                   f32[]                            +4  live 228
+return %sum_default_1, %getitem_1, %reduce_grad_default
+""",
+        )
 
     def test_a_tile_of_the_gradient(self):
         text = dump.text(lower(tiled(2, 1, 1 << 40), "forward", "expand-tiles")).splitlines()
         first = next(i for i, line in enumerate(text) if "zero.reduce" in line)
-        self.assertExpectedInline("\n".join(text[first - 14 : first + 2]), """""")
+        self.assertExpectedInline(
+            "\n".join(text[first - 14 : first + 2]),
+            """\
+%gt_scalar_3 = aten.gt.Scalar %view_default_8, 0                         b8[2]                            +2  live 334
+%full_default_5 = aten.full [], 0.0, dtype=float32, device=cpu           f32[]                            +4  live 338
+%view_default_9 = aten.view %gt_scalar_3, [1, 2]                         b8[1,2]                              live 338
+%t_default_5 = aten.t %w_4                                               f32[4,2]                             live 338
+%mm_default_6 = aten.mm %x, %t_default_5                                 f32[6,2]                        +48  live 386
+%sub_tensor_10 = aten.sub.Tensor %mm_default_6, %unsqueeze_default_2     f32[6,2]                        +48  live 386
+%exp_default_10 = aten.exp %sub_tensor_10                                f32[6,2]                        +48  live 386
+%mul_tensor_1 = aten.mul.Tensor %unsqueeze_default_3, %exp_default_10    f32[6,2]                        +48  live 386
+%where_self_3 = aten.where.self %view_default_9, %mul_tensor_1, %full_default_5 f32[6,2]                        +48  live 380
+%t_default_6 = aten.t %where_self_3                                      f32[2,6]                             live 380
+%cut_default_14 = zero.cut                                                                                    live 380
+%addmm__default = aten.addmm_ %full_default_4, %where_self_3, %w_4       f32[6,4]                             live 348
+%mm_default_7 = aten.mm %t_default_6, %x                                 f32[2,4]                        +32  live 332
+%cut_default_15 = zero.cut                                                                                    live 332
+%w.sum = zero.reduce %mm_default_7 tile 1 of 3                           (f32[3,4])                      +48  live 348
+%cut_default_16 = zero.cut                                                                                    live 348""",
+        )
 
 
 def check(model: SimulatedModel, of: str = "plain", length: int = 8, scale: float = 3.0) -> SimulatedModel:
@@ -81,7 +122,9 @@ def test_a_tied_embedding(stage, of):
     model = check(SimulatedModel(Head(of, tied=True), 2, stage=stage, tile_bytes=TILE), of)
     assert not [n for n in notes(model) if "whole" in n]
     gathered, reduced = parts_of(model, "embed.weight")["backward"]
-    assert gathered == 2 * reduced  # once for the input's gradient, once for that which is added to the embedding's
+    assert (
+        gathered == 2 * reduced
+    )  # once for the input's gradient, once for that which is added to the embedding's
 
 
 @pytest.mark.parametrize("world", [*slow(1, 3), 4])
@@ -161,7 +204,9 @@ class Large(nn.Module):
 def large(**fields) -> SimulatedModel:
     model = SimulatedModel(Large(), 2, stage=3, bucket_bytes=0, **fields)
     gen = torch.Generator().manual_seed(3)
-    given = [(torch.randn(16, 64, generator=gen), torch.randint(0, 4096, (16,), generator=gen)) for _ in range(2)]
+    given = [
+        (torch.randn(16, 64, generator=gen), torch.randint(0, 4096, (16,), generator=gen)) for _ in range(2)
+    ]
     model.check(given, lambda out: out)
     return model
 
@@ -217,7 +262,9 @@ def test_what_is_gathered_whole_is_right_and_named(of):
     model = check(SimulatedModel(Head(of), 2, stage=3, tile_bytes=TILE), scale=1.0)
     why = f"gathered whole: head.weight, 3,904 bytes, because {REFUSED[of]}"
     assert [n for n in notes(model) if why in n], notes(model)
-    assert [n for n in notes(model) if "tiled: logits of head.weight, their gradient with them in forward" in n]
+    assert [
+        n for n in notes(model) if "tiled: logits of head.weight, their gradient with them in forward" in n
+    ]
 
 
 def test_a_weight_whose_rows_are_no_words():

@@ -102,7 +102,7 @@ def _one_marker_each(graph: fx.Graph) -> None:
 
 
 def _columns_agree(graph: fx.Graph) -> None:
-    """What may be done for a tile of a weight has as many columns as the weight has rows, wherever it is cut or laid."""
+    """What may be done for a tile of a weight has as many columns as that has rows, wherever it is cut or laid."""
     for node in graph.find_nodes(op="call_function", target=ops.tiled):
         tiling = facts.tiling(node)
         columns = tiling.columns
@@ -112,7 +112,9 @@ def _columns_agree(graph: fx.Graph) -> None:
             if row is not None and column is not None:
                 _fail(node, f"cuts %{given.name} by tokens and by rows of the weight")
             if column is not None and facts.value(given).shape[column] != columns.size:
-                _fail(node, f"cuts %{given.name} along dimension {column}, which has no {columns.size} columns")
+                _fail(
+                    node, f"cuts %{given.name} along dimension {column}, which has no {columns.size} columns"
+                )
         for i, (val, how) in enumerate(zip(facts.value(node), columns.outputs, strict=True)):
             if isinstance(how, int) and val.shape[how] != columns.size:
                 _fail(node, f"lays result {i} along dimension {how}, which has no {columns.size} columns")
