@@ -166,6 +166,43 @@ def test_frozen_weights_and_frozen_inputs():
         assert not [n for n in notes(model) if "head.weight" in n and "whole" in n]
 
 
+def test_two_losses_of_one_head():
+    """Each has its own sweeps, and a tile of the weight's gradient is their sum."""
+
+    def twice(m, h, labels):
+        again = F.cross_entropy(flat(m.head(h.flip(0))), labels.flip(0).view(-1))
+        return F.cross_entropy(flat(m.head(h)), labels.view(-1)) + again / 2
+
+    model = check(SimulatedModel(Head(twice), 2, stage=3, tile_bytes=TILE))
+    assert not [n for n in notes(model) if "whole" in n]
+    gathered, reduced = parts_of(model)["backward"]
+    assert gathered == 4 * reduced  # for each loss, one for the input's gradient and one for the weight's
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_half_precision_gives_what_whole_weights_give(world):
+    """Logits are bfloat16, what is summed over tiles is float32."""
+    found = []
+    for tile_bytes in (1 << 30, TILE // 2):
+        model = SimulatedModel(
+            Head("smoothed"), world, stage=3, tile_bytes=tile_bytes, param_dtype=torch.bfloat16
+        )
+        (out, *_) = model.step([batch(r) for r in range(world)], lambda out: out)
+        found.append([out, *(row.grad.clone() for rows in model.rows for row in rows.values())])
+        assert (parts_of(model)["forward"][0] > 1) == (tile_bytes < 1 << 30)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=4 * torch.finfo(torch.bfloat16).eps, atol=0.02 * b.abs().max().item()
+        )
+
+
+@pytest.mark.slow
+def test_a_tied_embedding_in_compiled_segments():
+    model = SimulatedModel(Head(tied=True), 2, stage=3, tile_bytes=TILE, compute="inductor")
+    check(model)
+    assert not [n for n in notes(model) if "gathered whole" in n]
+
+
 def test_logits_of_minus_infinity():
     """Words that are forbidden, all of a tile of them, and targets among the others."""
 
@@ -216,10 +253,12 @@ def test_peak_falls_by_the_weight_and_its_gradient():
     """Whole: the weight, and its gradient, which forward makes. In ``n`` tiles: at most three tiles of the weight (in
     use, arriving, staged) and three of the gradient (being made, two under way), beside this rank's half of it."""
     weight = 4096 * 64 * 4
-    peaks = []
+    peaks, segments = [], []
     for tile_bytes in (weight, weight // 8, weight // 32):
         model = large(tile_bytes=tile_bytes)
         peaks.append(max(max(p.live) for p in model.programs.values()))
+        segments.append([len(p.segments) for p in model.programs.values()])
+    assert segments[1] == segments[2]  # all tiles share what they compile to
     for peak, n in zip(peaks[1:], (8, 32), strict=True):
         assert peaks[0] - peak >= 2 * weight - weight // 2 - 6 * weight // n
 
