@@ -103,6 +103,8 @@ class Context:
         tile_mlp: a budget asks for intermediates of MLPs to be made tile by tile. The same on every rank: backward then
             gathers biases too.
         mlp_bytes: then of at most so many bytes at a time; None: of as many as ``tile_bytes`` says.
+        tile_heads: a budget asks for weights of heads that can be gathered in tiles. The same on every rank: backward
+            then gathers them too.
         away: saved values may wait on ``tier``; those named cost no time there. None: they may not.
         tier: "host" (of an accelerator) or "nvme".
     """
@@ -124,6 +126,7 @@ class Context:
     fused: bool = False
     tile_mlp: bool = False
     mlp_bytes: int | None = None
+    tile_heads: bool = False
     away: frozenset[str] | None = None
     tier: str = "nvme"
 

@@ -78,6 +78,8 @@ def read_by_tiles(graph: fx.Graph) -> set[ParamRef]:
     made = facts.made_of_weights(graph)
     out = set()
     for node in graph.find_nodes(op="call_function", target=ops.tiled):
+        if facts.tiling(node).columns is not None:
+            continue
         for mark in set().union(*(made[n] for n in node.all_input_nodes if n in made)):
             out.add(ParamRef(mark.args[3], mark.args[4]))
     return out
@@ -111,9 +113,9 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[f
     emit = Emitter(graph, node)
     if tiling.tiles > 1:
         graph.call_function(ops.cut, ())
-    parts = [_parts(emit, n, dim, tiling) for n, dim in zip(given, tiling.inputs, strict=True)]
+    parts = [token_tiles(emit, n, dim, tiling) for n, dim in zip(given, tiling.inputs, strict=True)]
     if tiling.tiles == 1:
-        outs = _tile(emit, tiling, [p[0] for p in parts])
+        outs = one_tile(emit, tiling, [p[0] for p in parts])
         facts.set_note(outs[0], note)
         done = []
         for kind in tiling.outputs:
@@ -121,10 +123,12 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[f
         return done
     results = [_result(emit, kind, val) for kind, val in zip(tiling.outputs, wholes, strict=True)]
     facts.set_note(results[0], note)
-    places = [_parts(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)]
+    places = [
+        token_tiles(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)
+    ]
     for t in range(tiling.tiles):
         graph.call_function(ops.cut, ())
-        outs = _tile(emit, tiling, [p[t] for p in parts])
+        outs = one_tile(emit, tiling, [p[t] for p in parts])
         graph.call_function(ops.cut, ())
         for kind, place in zip(tiling.outputs, places, strict=True):
             _add(emit, kind, place[t], outs)
@@ -135,7 +139,7 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[f
     ]
 
 
-def _parts(emit: Emitter, node: fx.Node, dim: int | None, tiling: Tiling) -> list[fx.Node]:
+def token_tiles(emit: Emitter, node: fx.Node, dim: int | None, tiling: Tiling) -> list[fx.Node]:
     """The tiles of a value; the whole of it for each where no dimension is cut."""
     if dim is None or tiling.tiles == 1:
         return [node] * tiling.tiles
@@ -150,9 +154,13 @@ def _result(emit: Emitter, kind: TileOutput, val: torch.Tensor) -> fx.Node:
     return emit(aten.full.default, list(val.shape), 0, dtype=dtype, device=val.device)
 
 
-def _tile(emit: Emitter, tiling: Tiling, given: Sequence[fx.Node]) -> list[fx.Node]:
+def one_tile(emit: Emitter, tiling: Tiling, given: Sequence[fx.Node]) -> list[fx.Node]:
+    """What one tile computes, written out: its outputs one after the other."""
     rows, *names = list(tiling.graph.find_nodes(op="placeholder"))
-    env: dict[fx.Node, Any] = dict(zip(names, given, strict=True))
+    env: dict[fx.Node, Any] = {}
+    if tiling.columns is not None:
+        env[names.pop(0)] = tiling.columns.size
+    env |= zip(names, given, strict=True)
     first, dim = next((g, d) for g, d in zip(given, tiling.inputs, strict=True) if d is not None)
     env[rows] = facts.value(first).shape[dim]
     outs: list[fx.Node] = []
@@ -171,7 +179,7 @@ def _add(emit: Emitter, kind: TileOutput, place: fx.Node, outs: list[fx.Node]) -
     """Take what this output needs off ``outs`` and lay it in its place, or add it there."""
     if kind.product:
         left, right = outs.pop(0), outs.pop(0)
-        if facts.value(place).dtype == facts.value(left).dtype:
+        if kind.rows is None and facts.value(place).dtype == facts.value(left).dtype:
             emit(aten.addmm_.default, place, left, right)
             return
         out = emit(aten.mm.default, left, right)

@@ -56,6 +56,7 @@ class Head:
 
     def __init__(self, graph: fx.Graph, head: fx.Node) -> None:
         self.graph, self.head = graph, head
+        self.whole = ""  # why its weight cannot be gathered in tiles, where it should be
         self.width = axes.shape(head)[1]
         self.rows: dict[fx.Node, Rows] = {head: Rows(0, 1)}
         self.sums: dict[fx.Node, Summed] = {}
@@ -194,8 +195,8 @@ class Head:
 
     def replace(self, ctx: Context, key: str) -> None:
         """Put one ``zero.tiled`` in the place of all of it."""
-        results = self._results()
-        first = min(u for n in results for u in self._readers(n))
+        results = self.results()
+        first = min(u for n in results for u in self.readers(n))
         emit = Emitter(self.graph, self.head)
         with self.graph.inserting_before(first):
             ones: dict[fx.Node, fx.Node] = {}
@@ -206,26 +207,26 @@ class Head:
                 )
             for node in self.chain:
                 ones[node] = emit.like(node, ones)
-            given = [self._given(emit, ones.get(n, n), need) for n, need in self.inputs]
+            given = [self.given(emit, ones.get(n, n), need) for n, need in self.inputs]
             tiling = self._tiling(ctx, results)
-            values = [self._collapsed(emit, n, tiling.total) for n in results]
+            values = [self.collapsed(emit, n, tiling.total) for n in results]
             tiled = emit.node(ops.tiled, (given, key), {}, values)
             facts.set_tiling(tiled, tiling)
             got = [emit(operator.getitem, tiled, i) for i in range(len(results))]
-            new = [self._restored(emit, n, g) for n, g in zip(results, got, strict=True)]
+            new = [self.restored(emit, n, g) for n, g in zip(results, got, strict=True)]
         for node, out in zip(results, new, strict=True):
             if node in self.tangents:
-                with self.graph.inserting_before(min(self._readers(node))):
+                with self.graph.inserting_before(min(self.readers(node))):
                     out = emit(aten.mul.Tensor, out, self.scale)
-            for reader in self._readers(node):
+            for reader in self.readers(node):
                 reader.replace_input_with(node, out)
         hoist(emit.made)
 
-    def _readers(self, node: fx.Node) -> list[fx.Node]:
+    def readers(self, node: fx.Node) -> list[fx.Node]:
         return [u for u in node.users if u not in self.rows and u not in self.sums]
 
-    def _results(self) -> list[fx.Node]:
-        return [n for n in self.nodes if (n in self.sums or n in self.leave) and self._readers(n)]
+    def results(self) -> list[fx.Node]:
+        return [n for n in self.nodes if (n in self.sums or n in self.leave) and self.readers(n)]
 
     def _lead(self) -> tuple[list[Any], tuple[int, Any, Any]]:
         """Dimensions of all tokens where some are chosen, and the slice that does it."""
@@ -235,7 +236,7 @@ class Head:
         dim = axes.arg(self.pick, 1, 0) % len(axes.shape(given)) - rows.at
         return axes.shape(given)[rows.at : rows.end], (dim, axes.arg(self.pick, 2), axes.arg(self.pick, 3))
 
-    def _total(self) -> Any:
+    def total(self) -> Any:
         if self.pick is None:
             return axes.shape(self.head)[0]
         rows, total = self.rows[self.pick], 1
@@ -243,7 +244,7 @@ class Head:
             total = total * size
         return total
 
-    def _given(self, emit: Emitter, node: fx.Node, need: Rows | None) -> fx.Node:
+    def given(self, emit: Emitter, node: fx.Node, need: Rows | None) -> fx.Node:
         """An input of the head with its tokens in one dimension."""
         if need is None:
             return node
@@ -255,16 +256,16 @@ class Head:
             node = emit(aten.slice.Tensor, node, need.at + dim, start, end)
         elif need.count == 1:
             return node
-        return emit.reshaped(node, [*before, self._total(), *behind])
+        return emit.reshaped(node, [*before, self.total(), *behind])
 
-    def _collapsed(self, emit: Emitter, node: fx.Node, total: Any) -> torch.Tensor:
+    def collapsed(self, emit: Emitter, node: fx.Node, total: Any) -> torch.Tensor:
         val, sizes = facts.value(node), axes.shape(node)
         if node in self.rows:
             rows = self.rows[node]
             sizes[rows.at : rows.end] = [total]
         return emit.empty(sizes, val)
 
-    def _restored(self, emit: Emitter, node: fx.Node, got: fx.Node) -> fx.Node:
+    def restored(self, emit: Emitter, node: fx.Node, got: fx.Node) -> fx.Node:
         """A result as the readers of ``node`` know it, from one with tokens in one dimension."""
         if node in self.sums:
             return got
@@ -282,21 +283,23 @@ class Head:
 
     def _tiling(self, ctx: Context, results: Sequence[fx.Node]) -> Tiling:
         graph, kinds = tile_graph(self.nodes, self.rows, self.sums, self.inputs, results)
-        total = self._total()
+        total = self.total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
         return Tiling(
             graph,
             inputs,
             kinds,
             total,
-            tiles_of(facts.hint(total), self._tile_rows(ctx)),
+            tiles_of(facts.hint(total), self.tile_rows(ctx, self.width)),
             *self._sizes(),
+            whole=self.whole,
         )
 
-    def _tile_rows(self, ctx: Context) -> int:
+    def tile_rows(self, ctx: Context, columns: int) -> int:
+        """Tokens of a tile with so many columns."""
         val = facts.value(self.head)
         if ctx.tile_bytes is not None:
-            return max(1, ctx.tile_bytes // (self.width * val.element_size()))
+            return max(1, ctx.tile_bytes // (columns * val.element_size()))
         if ctx.machine is None:
             return facts.hint(val.shape[0])
         return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch."))

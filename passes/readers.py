@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zero_compiler.ir import dump, facts
+from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import Tile
 
 from . import axes
@@ -38,7 +38,7 @@ class Reader:
     Args:
         node: its result.
         call: the operator; another node than ``node`` where it has several results.
-        operand: the view of the weight that it reads.
+        operand: the view of the weight that it reads; of a ``zero.tiled``, which may read several, one.
         path: views and casts from the weight to there, each with the dimension that its rows lie along.
         laid: dimension of the result along which the rows lie; None where they are summed over.
         slices: its other operands that are cut as the weight is, with the dimension.
@@ -89,9 +89,10 @@ def of(weight: fx.Node) -> list[Reader]:
                 todo.append((user, rows.at, (*path, (user, rows.at))))
             else:
                 out.append(_reader(user, node, dim, path))
-    if len({r.node for r in out}) < len(out):
-        raise Left(f"{dump.target_text(out[0].call)} reads it twice")
-    for r in out:
+    once = [r for r in out if r.node.target is not ops.tiled]
+    if len({r.node for r in once}) < len(once):
+        raise Left(f"{dump.target_text(once[0].call)} reads it twice")
+    for r in once:
         if r.picks is None and not _contiguous(facts.value(r.node)):
             raise Left(f"the result of {dump.target_text(r.call)} is not contiguous")
     return out
@@ -101,6 +102,8 @@ def _reader(node: fx.Node, operand: fx.Node, dim: int, path: tuple[tuple[fx.Node
     if node.op == "output":
         raise Left("it is returned")
     t = node.target
+    if t is ops.tiled:
+        return _tiled(node, operand, dim, path)
     if t in axes._PRODUCTS:
         return _product(node, operand, dim, path)
     if t is aten.bmm.default:
@@ -115,6 +118,16 @@ def _reader(node: fx.Node, operand: fx.Node, dim: int, path: tuple[tuple[fx.Node
     if t is aten.embedding.default and node.args[0] is operand and dim == 0:
         return Reader(node, node, operand, path, 0, picks=node.args[1])
     raise Left(f"{dump.target_text(node)} reads it")
+
+
+def _tiled(node: fx.Node, operand: fx.Node, dim: int, path: tuple[tuple[fx.Node, int], ...]) -> Reader:
+    tiling = facts.tiling(node)
+    if tiling.columns is None:
+        raise Left(tiling.whole or f"{tiling.what}, in tiles of tokens, need it")
+    read = {c for n, c in zip(node.args[0], tiling.columns.inputs, strict=True) if n is operand}
+    if read != {dim}:
+        raise Left(f"{tiling.what} run over another dimension of it")
+    return Reader(node, node, operand, path, None)
 
 
 def _product(node: fx.Node, operand: fx.Node, dim: int, path: tuple[tuple[fx.Node, int], ...]) -> Reader:

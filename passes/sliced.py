@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zero_compiler.ir import dump, facts
+from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import Tile
 
 from . import axes, readers
@@ -72,12 +72,20 @@ class Sliced:
     dim: int
     given: list[tuple[fx.Node, Sliced]] = field(default_factory=list)
     special: bool = False  # an operator that has a tile of its own kind
+    born: bool = False  # what a loop over tiles of the weight makes a tile of at a time
 
     def leaves(self) -> Iterator[Sliced]:
-        if not self.given and not self.special:
+        if not self.given and not self.special and not self.born:
             yield self
         for _, f in self.given:
             yield from f.leaves()
+
+    def loops(self) -> Iterator[fx.Node]:
+        """Results of loops that go into it."""
+        if self.born:
+            yield self.node
+        for _, f in self.given:
+            yield from f.loops()
 
     def specials(self) -> Iterator[Sliced]:
         if self.special:
@@ -111,6 +119,9 @@ def _above(node: fx.Node, dim: int) -> Sliced:
         return Sliced(node, dim, [(n, _below(n, d)) for n, d in _factors(node, dim)])
     if dim == 0 and (t is aten.embedding_dense_backward.default or _adds_rows(node)):
         return Sliced(node, dim, special=True)
+    if t is operator.getitem and node.args[0].target is ops.tiled:
+        columns = facts.tiling(node.args[0]).columns
+        return Sliced(node, dim, born=columns is not None and columns.outputs[node.args[1]] == dim)
     if t is operator.getitem and node.args[1] == 1 and dim == 0:
         call = node.args[0]
         if call.target is aten.convolution_backward.default and readers.plain_convolution(call):

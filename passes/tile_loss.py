@@ -17,6 +17,7 @@ from .axes import Left
 from .base import Context
 from .emitter import Emitter
 from .head import Head, multiplies, name_of, weight_of
+from .vocabulary import Vocabulary, plan_of
 
 aten = torch.ops.aten
 # Operators that are split into simpler ones, so that the sum over tokens stands apart from its division.
@@ -53,11 +54,24 @@ class TileLoss:
         %dx = aten.mul %dx1, %tangents_1
         %dw = aten.mul %dw1, %tangents_1
 
+    A head's weight that is to be gathered in tiles itself is not needed whole: its logits are made for a tile of the
+    vocabulary at a time, too. Then forward makes sums over the vocabulary alone, of which the loss is made: the
+    log-sum-exp, and the logit of the target. Backward makes the logits again, tile by tile, and their gradient, so that
+    each tile of the weight's is reduced as it is born (as "Cut Your Losses in Large-Vocabulary Language Models" does,
+    Wijmans et al. 2024). One product more for a weight, and its gradient, that never exist::
+
+        %t  = zero.tiled [%x, %wt, ...]                       per tile: logits, their log-sum-exp
+        %z  = getitem %t, 0                                   f32[16,1]
+        ...                                                   the loss of each token, their sum
+        %u  = zero.tiled [%x, %wt, %z, %w, ...]               per tile: logits again, their gradient
+        %dx, %dw = getitem %u
+
     Whatever the sizes, a head that is recognised is rewritten (with one tile if it is small): which weights backward
     gathers must not depend on sizes of activations, which ranks may disagree about.
 
     Refuses: nothing. What is left whole, with the reason in the report: logits that are returned; operators that mix
-    tokens or of which nothing is known; a gradient that is not linear in one scalar.
+    tokens or of which nothing is known; a gradient that is not linear in one scalar. What is in tiles of tokens alone,
+    the weight gathered whole: a loss that needs a sum over the vocabulary of what another such sum is in.
     """
 
     name: str = "tile-loss"
@@ -66,11 +80,22 @@ class TileLoss:
         for k, node in enumerate(_heads(graph)):
             try:
                 _split_reductions(graph, node)
-                Head(graph, node).replace(ctx, f"loss{k}")
+                _replace(Head(graph, node), ctx, f"loss{k}")
             except Left as why:
                 what = f"{dump.type_text(facts.value(node))}, logits of {name_of(weight_of(node))}"
                 facts.set_note(node, f"left whole: {what}, because {why}")
         graph.eliminate_dead_code()
+
+
+def _replace(head: Head, ctx: Context, key: str) -> None:
+    plan = plan_of(head.head, ctx)
+    if plan is not None:
+        try:
+            Vocabulary(head, plan, ctx, key).replace()
+            return
+        except Left as why:
+            head.whole = str(why)
+    head.replace(ctx, key)
 
 
 def _heads(graph: fx.Graph) -> list[fx.Node]:

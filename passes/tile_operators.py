@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from torch import fx
 
 from zero_compiler.ir import dump, facts, ops
-from zero_compiler.ir.facts import ParamRef, Tile
+from zero_compiler.ir.facts import Tile
 
 from . import readers
 from .axes import Left
 from .base import Context, ParamPlan
 from .emitter import Emitter
 from .readers import Reader
-from .sliced import Sliced, gradient, part, parts
+from .sliced import gradient, part, parts
+from .sweep import Sweep
+from .tiles import erase_unread, gathered, note, on_tile, reduced, slicer
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -105,14 +107,67 @@ def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Context)
         facts.add_note(graph, f"gathered whole: {what}, because {why}")
         return
     order = {n: i for i, n in enumerate(graph.nodes)}
+    sweeps: dict[fx.Node, list[Reader]] = {}
     for k, reader in enumerate(sorted(found, key=lambda r: order[r.node])):
+        if reader.node.target is ops.tiled:
+            sweeps.setdefault(reader.node, []).append(reader)
+            continue
         with graph.inserting_before(reader.node):
             new = _Loop(ctx, reader, start, plan, k).write()
         reader.node.replace_all_uses_with(new)
         graph.erase_node(reader.node)
         if reader.call is not reader.node:
             graph.erase_node(reader.call)
+    _sweep(
+        graph, [Sweep(ctx, r, start, plan, len(found) + k) for k, r in enumerate(sweeps.values())], plan, ctx
+    )
     _erase(graph, weight)
+
+
+def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, ctx: Context) -> None:
+    """Write what is done in tiles of tokens and of the weight; its gradient where it is reduced, if nothing else comes
+    of that sweep, else where the sweep is."""
+    reduction = next(
+        (
+            n
+            for n in graph.find_nodes(op="call_function", target=ops.reduce)
+            if facts.params(n) == (plan.ref,)
+        ),
+        None,
+    )
+    inside = [] if reduction is None else _made_in(reduction, sweeps)
+    for sweep in sweeps:
+        if sweep in inside:
+            continue
+        with graph.inserting_before(sweep.node):
+            sweep.begin()
+            for tile in plan.tiles:
+                sweep.tile(tile)
+            sweep.finish()
+    if inside:
+        assert reduction is not None
+        at = next((s.node for s in inside if s.gives_more), reduction)
+        _tile_gradient(graph, reduction, plan, ctx, at, inside)
+    for sweep in sweeps:
+        sweep.erase()
+
+
+def _made_in(reduction: fx.Node, sweeps: Iterable[Sweep]) -> list[Sweep]:
+    """The sweeps that make what is reduced, each tile of it where it is reduced."""
+    try:
+        form = gradient(reduction.args[0][0])
+    except Left:
+        return []
+    makers = {n.args[0] for n in form.loops()}
+    out = [s for s in sweeps if s.node in makers]
+    for sweep in out:
+        sweep.reduced = {n.args[1] for n in form.loops() if n.args[0] is sweep.node}
+    alone = not any(form.leaves()) and not any(form.specials()) and len(out) == 1
+    if alone or not any(s.gives_more for s in out):
+        return out
+    for sweep in out:
+        sweep.reduced = set()
+    return []
 
 
 def _erase(graph: fx.Graph, weight: fx.Node) -> None:
@@ -206,15 +261,8 @@ class _Loop:
 
     def _weight(self, tile: Tile) -> fx.Node:
         """The gathered tile, through the views and casts that stand before the operator."""
-        plan, emit, old = self.plan, self.emit, self.start
-        shape = (plan.world * tile.rows, *plan.shape[1:])
-        sizes, dims = ops.flat_sizes([shape])
-        with emit.fake():
-            val = torch.empty(shape, dtype=plan.gather_dtype, device=old.args[4])
-        start = emit.node(
-            ops.gather, ([plan.ref.name], sizes, dims, plan.gather_dtype, old.args[4]), {}, [val]
-        )
-        out = _waited(emit, start, plan.ref, tile, f"{self.k}.{tile.index}", [val])
+        plan, emit = self.plan, self.emit
+        out = gathered(emit, self.start, plan, tile, f"{self.k}.{tile.index}")
         for node, dim in self.reader.path:
             out = on_tile(emit, node, {node.all_input_nodes[0]: out}, dim, plan.world * tile.rows)
         return out
@@ -224,45 +272,20 @@ class _Loop:
         tiles, result = len(self.plan.tiles), facts.bytes_of(facts.value(self.reader.node))
         again = 2 * result * (1 if self.reader.laid is not None else tiles - 1)
         again += 2 * sum(facts.bytes_of(facts.value(n)) for n in given) * (self.plan.world > 1)
-        return _note(
+        return note(
             f"{dump.target_text(self.reader.call)} with {self.plan.ref.name}", self.plan, self.ctx, again
         )
 
 
-def _note(what: str, plan: ParamPlan, ctx: Context, again: int) -> str:
-    """For the report: what, why, bytes saved, time paid."""
-    tile = plan.tiles[0]
-    row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
-    why = "the memory budget" if ctx.tile_bytes is None else f"tile_bytes={ctx.tile_bytes:,}"
-    time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
-    return (
-        f"tiled: {what}: {tile.of} tiles of {tile.rows} rows a rank, {row * tile.rows:,} bytes at a time, for {why}; "
-        f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {again:,} bytes of memory traffic{time}"
-    )
-
-
-def _waited(emit: Emitter, start: fx.Node, ref: ParamRef, tile: Tile, name: str, vals: list[Any]) -> fx.Node:
-    """The wait of a tile's transfer, and its element. Every tile is a unit of its own, so that the next one starts
-    while this one is used."""
-    unit = f"{ref.owner}:{ref.name}[{name}]"
-    facts.set_params(start, [ref])
-    facts.set_tile(start, tile)
-    facts.set_unit(start, unit)
-    wait = emit.node(ops.wait, (start,), {}, vals)
-    facts.set_unit(wait, unit)
-    return emit.node(operator.getitem, (wait, 0), {}, vals[0])
-
-
-def on_tile(emit: Emitter, node: fx.Node, env: Mapping[fx.Node, fx.Node], dim: int, rows: int) -> fx.Node:
-    """``node`` on operands of which some are tiles; the rows of its result lie along ``dim``."""
-    if node.target in readers.SIZED:
-        sizes = list(facts.value(node).shape)
-        sizes[dim] = rows
-        return emit(node.target, env.get(node.args[0], node.args[0]), sizes)
-    return emit.like(node, env)
-
-
-def _tile_gradient(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Context) -> None:
+def _tile_gradient(
+    graph: fx.Graph,
+    start: fx.Node,
+    plan: ParamPlan,
+    ctx: Context,
+    at: fx.Node | None = None,
+    sweeps: Iterable[Sweep] = (),
+) -> None:
+    """Reduce a gradient in tiles, before ``at`` (or where it is reduced whole): each as it is born of ``sweeps``."""
     (wait,) = start.users
     (old,) = wait.users
     grad = start.args[0][0]
@@ -273,56 +296,22 @@ def _tile_gradient(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Contex
         facts.add_note(graph, f"made whole: {what}, because {why}")
         return
     emit = Emitter(graph, grad)
-    with graph.inserting_before(start):
+    born: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(at or start):
         graph.call_function(ops.cut, ())
-        make = _slicer(emit, form, plan)
+        for sweep in sweeps:
+            sweep.begin()
+        make = slicer(emit, form, plan, born)
         for tile in plan.tiles:
             graph.call_function(ops.cut, ())
-            value = make(tile)
-            sizes, dims = ops.flat_sizes([facts.value(old).shape])
-            # The wait for the last tile gives the whole gradient of this rank.
-            new = emit.node(ops.reduce, ([value], sizes, dims, start.args[3], False), {}, [facts.value(old)])
-            element = _waited(emit, new, plan.ref, tile, f"gradient {tile.index}", [facts.value(old)])
-            if not tile.last:
-                graph.erase_node(element)
+            for sweep in sweeps:
+                born |= sweep.tile(tile)
+            element = reduced(emit, make(tile), old, plan, tile)
+        for sweep in sweeps:
+            sweep.finish()
     again = 2 * sum(facts.bytes_of(facts.value(leaf.node)) for leaf in form.leaves()) * (plan.world > 1)
-    facts.add_note(graph, _note(f"gradient of {plan.ref.name}", plan, ctx, again))
+    facts.add_note(graph, note(f"gradient of {plan.ref.name}", plan, ctx, again))
     old.replace_all_uses_with(element)
     for node in (old, wait, start):
         graph.erase_node(node)
-    _erase_unread(graph, grad)
-
-
-def _slicer(emit: Emitter, form: Sliced, plan: ParamPlan) -> Callable[[Tile], fx.Node]:
-    """Writes what all tiles share, and gives what writes one tile of a gradient."""
-    leaves = {leaf: parts(emit, leaf.node, leaf.dim, plan) for leaf in form.leaves()}
-    prepared = {f: f.prepare(emit, plan) for f in form.specials()}
-
-    def make(tile: Tile) -> fx.Node:
-        done: dict[Sliced, fx.Node] = {}
-
-        def build(f: Sliced) -> fx.Node:
-            if f not in done:
-                if f in leaves:
-                    done[f] = part(emit, leaves[f][tile.index], f.dim, plan, tile)
-                elif f in prepared:
-                    done[f] = prepared[f](tile, {n: build(g) for n, g in f.given})
-                else:
-                    env = {n: build(g) for n, g in f.given}
-                    done[f] = on_tile(emit, f.node, env, f.dim, plan.world * tile.rows)
-            return done[f]
-
-        return build(form)
-
-    return make
-
-
-def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n.users or n.op != "call_function" or not facts.is_compute(n) or not facts.is_pure(n):
-            continue
-        given = n.all_input_nodes
-        graph.erase_node(n)
-        todo += given
+    erase_unread(graph, grad)

@@ -72,6 +72,9 @@ class Fitting:
         if self._decided("mlp-activations") or self._decided("mlp-memory"):
             self._tile_mlps(True)
             graphs = cut(None)
+        if self._decided("heads"):
+            self._tile_heads(True)
+            graphs = cut(None)
         if activations is not None:
             graphs = self._within_activations(cut, graphs, activations)
         if memory is not None and state.policies:
@@ -88,6 +91,7 @@ class Fitting:
                 state.away = None
                 self._cuts.clear()
                 graphs = min(graphs, within_memory(cut, cut(None), over_by, self._held_bytes), key=over_by)
+            graphs = self._within_heads(cut, graphs, memory)
             if activations is not None:
                 check_held(self._held_bytes(graphs), activations)
         if state.config.partition_activations:
@@ -111,7 +115,11 @@ class Fitting:
         def planned() -> Phases:
             return {"inference": self._inferred(facts.copy_module(gm))}
 
-        fitted = self._fit_buckets("buckets-inference", planned, planned(), budget_bytes)
+        first = planned()
+        if self._decided("heads"):
+            self._tile_heads(True)
+            first = planned()
+        fitted = self._fit_buckets("buckets-inference", planned, first, budget_bytes)
         if self._over_in_small_tiles(fitted, budget_bytes) <= 0:
             return fitted["inference"]
         state.tile_mlp = True  # what is gathered stays the same: no other rank need know of it
@@ -294,6 +302,35 @@ class Fitting:
             return whole
         self._tile_mlps(True)
         return within_memory(cut, cut(None), over, self._held_bytes)
+
+    def _within_heads(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+        """Phases in which weights of heads can be gathered in tiles, where rank 0 finds that nothing else fits.
+
+        Backward then makes logits again, where forward makes their gradient otherwise.
+        """
+        state = self.state
+        if state.tile_heads or state.config.tile_bytes is not None:
+            return graphs
+        over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
+        gathered = state.backward_params
+        tiled, wanted = None, False
+        if (
+            self._decided("heads") is None
+            and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes
+        ):
+            self._tile_heads(True)
+            tiled = within_memory(cut, cut(None), over, self._held_bytes)
+            wanted = not self._held_over(tiled) and self._least_peak(tiled, budget_bytes) < least
+            self._tile_heads(False)
+        if not self._agreed("heads", wanted):
+            state.backward_params = gathered
+            return graphs
+        self._tile_heads(True)
+        return tiled if tiled is not None else within_memory(cut, cut(None), over, self._held_bytes)
+
+    def _tile_heads(self, tiled: bool) -> None:
+        self.state.tile_heads = tiled
+        self._cuts = {}
 
     def _tile_mlps(self, tiled: bool, nbytes: int | None = None) -> None:
         self.state.tile_mlp, self.state.mlp_bytes = tiled, nbytes

@@ -68,6 +68,8 @@ class FrameState:
         self.recompute = self.config.activation_budget_bytes is not None
         # The same of MLPs in tiles of tokens: backward then gathers their biases too.
         self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
+        # And of weights of heads, which backward then gathers in tiles.
+        self.tile_heads = False
         self.tier = "none" if self.first is None else self.first.activation_tier
         self.away: frozenset[str] | None = None if self.tier == "none" else frozenset()  # as in Context
         self.backward_params: frozenset[ParamRef] | None = None
@@ -183,6 +185,7 @@ class FrameState:
             fused=self.fused,
             tile_mlp=self.tile_mlp,
             mlp_bytes=self.mlp_bytes,
+            tile_heads=self.tile_heads,
             away=self.away,
             tier=self.tier,
         )

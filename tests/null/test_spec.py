@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from null.graphs import OWNER, Build, aten, lower
+from null.graphs import OWNER, Build, aten, head_graph, lower
 from null.test_passes import two_layers, two_layers_backward
 
 from zero_compiler import arena, emit, slots
@@ -41,6 +41,26 @@ def broken(b: Build, fact: str, level: str = "scheduled", **kw) -> None:
     b.graph.lint()
     with pytest.raises(VerifyError, match=fact):
         spec.verify(b.graph, level, b.plans, **kw)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"size": 4}, "cuts %.* along dimension [01], which has no 4 columns"),
+        ({"outputs": (0, 1)}, "lays result [01] along dimension [01], which has no 5 columns"),
+        ({"inputs": 0}, "by tokens and by rows of the weight"),
+    ],
+)
+def test_columns_that_are_not_those_of_the_weight(change, fact):
+    b = head_graph(tile_rows={"w": 1})
+    run_passes(b.graph, JOINT, b.context("joint", tile_bytes=40))
+    node = find(b, ops.tiled, 1)
+    tiling = facts.tiling(node)
+    columns = tiling.columns
+    if "inputs" in change:
+        change = {"inputs": tuple(0 if c is None else c for c in columns.inputs)}
+    facts.set_tiling(node, dataclasses.replace(tiling, columns=dataclasses.replace(columns, **change)))
+    broken(b, fact, "merged")
 
 
 # Markers ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ from zero_compiler.passes import JOINT, run_passes
 from zero_compiler.passes.expand_tiles import tiles_of
 
 ROW = VOCAB * 4  # bytes of the logits of a token
+TILE = (
+    17 * ROW
+)  # not less than the weight of the head, which else is gathered in tiles: see test_tile_vocabulary.py
 # bf16 products of a tile are rounded once each, and their sum over tiles once.
 TOL = {"upcast": 2 * torch.finfo(torch.bfloat16).eps}
 
@@ -37,9 +40,9 @@ def test_the_passes_keep_the_numbers(world, tile_bytes):
 @pytest.mark.parametrize("bias", [*slow(False), True])
 @pytest.mark.parametrize("of", LOSSES)
 def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
-    model = SimulatedModel(Head(of, bias), 2, stage=3, tile_bytes=4 * ROW)
+    model = SimulatedModel(Head(of, bias), 2, stage=3, tile_bytes=TILE)
     tol = TOL.get(of, 1e-5)
-    model.check([batch(0), batch(1)], lambda out: 3 * out, rtol=tol, atol=tol)
+    model.check([batch(0, 32), batch(1, 32)], lambda out: 3 * out, rtol=tol, atol=tol)
     assert [
         n for n in notes(model) if "tiled: logits of head.weight, their gradient with them in forward:" in n
     ], notes(model)
@@ -50,34 +53,34 @@ def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["weighted", *slow("plain", "shifted-and-capped", "with-z", "smoothed")])
 def test_compiled_segments_give_the_same(of):
-    model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=4 * ROW, compute="inductor")
-    model.check([batch(0), batch(1)], lambda out: 3 * out)
-    assert [n for n in notes(model) if "4 tiles of 4 rows" in n or "7 tiles of 2 rows" in n]
+    model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=TILE, compute="inductor")
+    model.check([batch(0, 32), batch(1, 32)], lambda out: 3 * out)
+    assert [n for n in notes(model) if "4 tiles of 16 rows" in n]
 
 
 @pytest.mark.parametrize("stage", [*slow(0, 1, 2), 3])
 def test_tied_ends_at_every_stage(stage):
-    model = SimulatedModel(Head("shifted", tied=True), 2, stage=stage, tile_bytes=3 * ROW)
-    model.check([batch(0), batch(1)], lambda out: out)
+    model = SimulatedModel(Head("shifted", tied=True), 2, stage=stage, tile_bytes=TILE)
+    model.check([batch(0, 32), batch(1, 32)], lambda out: out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["plain", *slow("shifted", "with-z")])
 def test_any_length_once_sizes_are_symbols(of):
-    model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW, dynamic=True)
-    for length in (8, 11, 30):
+    model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=TILE, dynamic=True)
+    for length in (32, 43, 70):
         model.check([batch(0, length), batch(1, length)], lambda out: out)
     assert [n for n in notes(model) if "tiled: logits" in n]
     assert len(model.frames) <= 2
 
 
 def test_evaluation_is_tiled_too():
-    model = SimulatedModel(Head(), 2, stage=3, tile_bytes=4 * ROW)
-    model.check([batch(0), batch(1)])
+    model = SimulatedModel(Head(), 2, stage=3, tile_bytes=TILE)
+    model.check([batch(0, 32), batch(1, 32)])
     assert [
         n
         for n in notes(model)
-        if "tiled: logits of head.weight: 4 tiles of 4 rows, 976 bytes at a time; saves 2,928 bytes" in n
+        if "tiled: logits of head.weight: 4 tiles of 16 rows, 3,904 bytes at a time; saves 11,712 bytes" in n
     ]
 
 

@@ -139,18 +139,36 @@ class TileOutput:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """How the rows of a weight run through a ``zero.tiled``, which can then be done for a tile of the weight at a time.
+
+    Args:
+        size: how many of them the weight has, or a tile of it.
+        inputs: for each input, the dimension that is cut as the weight's rows are; None for what is read whole.
+        outputs: for each output, how those of tiles of the weight make the whole: "sum", "max" or "logsumexp" of them,
+            or the dimension along which they are laid.
+    """
+
+    size: int
+    inputs: tuple[int | None, ...]
+    outputs: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
 class Tiling:
     """What a ``zero.tiled`` does on one tile.
 
     Args:
-        graph: takes the number of rows of the tile, then a tile of every input that has rows and the whole of
-            the others; returns the outputs one after the other.
+        graph: takes the number of rows of the tile (with ``columns``, then their number), then a tile of every input
+            that has rows and the whole of the others; returns the outputs one after the other.
         inputs: for each input, the dimension that is cut into tiles; None for what every tile reads whole.
         total: rows of all tiles together; ``tiles`` of them, of equally many rows but for the last.
         what: is computed, in words.
         row_bytes: what never exists whole, a row of it.
         reread_bytes: what every tile reads or writes again.
         us: time of all products in it on the machine of the plan, at hints; 0 where that is not asked for.
+        columns: how the rows of a weight run through it; None where it needs its weights whole.
+        whole: why it needs the weight whole, where it is larger than what is to be gathered at once; a clause.
     """
 
     graph: fx.Graph
@@ -162,6 +180,8 @@ class Tiling:
     row_bytes: int
     reread_bytes: int
     us: float = 0.0
+    columns: Columns | None = None
+    whole: str = ""
 
     @property
     def tile(self) -> int:

@@ -38,6 +38,7 @@ def verify(
         _none_lost(graph, reduced)
     if at == LEVELS.index("merged"):
         _one_marker_each(graph)
+        _columns_agree(graph)
     if at >= LEVELS.index("lowered"):
         _no_markers(graph)
         _transfers_match_plan(graph, params)
@@ -100,6 +101,25 @@ def _one_marker_each(graph: fx.Graph) -> None:
         for node in nodes:
             if counts[(node.args[3], node.args[4])] > 1:
                 _fail(node, f"parameter {node.args[4]!r} is {what} more than once")
+
+
+def _columns_agree(graph: fx.Graph) -> None:
+    """What may be done for a tile of a weight has as many columns as that has rows, wherever it is cut or laid."""
+    for node in graph.find_nodes(op="call_function", target=ops.tiled):
+        tiling = facts.tiling(node)
+        columns = tiling.columns
+        if columns is None:
+            continue
+        for given, row, column in zip(node.args[0], tiling.inputs, columns.inputs, strict=True):
+            if row is not None and column is not None:
+                _fail(node, f"cuts %{given.name} by tokens and by rows of the weight")
+            if column is not None and facts.value(given).shape[column] != columns.size:
+                _fail(
+                    node, f"cuts %{given.name} along dimension {column}, which has no {columns.size} columns"
+                )
+        for i, (val, how) in enumerate(zip(facts.value(node), columns.outputs, strict=True)):
+            if isinstance(how, int) and val.shape[how] != columns.size:
+                _fail(node, f"lays result {i} along dimension {how}, which has no {columns.size} columns")
 
 
 def _no_markers(graph: fx.Graph) -> None:
