@@ -142,7 +142,8 @@ class StreamedOptimizer(Optimizer, Done):
                 entry.streamed["param"] = local.element_size()
             if policy is not None and policy.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
-            self._held[id(param)] = (local.numel() * sum(d.itemsize for d in states.tensors.values()), tier)
+            rests = "host" if tier == "none" and policy is not None and policy.on_host(name) else tier
+            self._held[id(param)] = (local.numel() * sum(d.itemsize for d in states.tensors.values()), rests)
             if policy is not None:
                 policy.optimizers[name] = self
             for key, dtype in states.tensors.items():
@@ -323,8 +324,8 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '
             "nvme_dir; call zero.shard(model, nvme_dir=...) first"
         )
-    if tier == "host" and policy is not None and policy.group.device.type == "cpu":
-        return "none"
+    if tier == "host" and policy is not None and (not policy.apart or policy.on_host(name)):
+        return "none"  # beside the parameter
     return str(tier)
 
 

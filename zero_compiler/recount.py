@@ -16,6 +16,7 @@ from .program import (
     Reduce,
     ReduceDesc,
     Restore,
+    Store,
     WaitOffload,
     WaitReduce,
 )
@@ -56,6 +57,7 @@ def recount(program: Program) -> list[tuple[int, int]]:
     reduced = 0  # gradients
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
     sums = restored = 0  # on their way between ranks with the same rows; back from the host of an accelerator
+    leaving = 0  # reduced, and on their way to that host
     waiting = (
         program.waiting_bytes
     )  # of full gradients: an earlier backward has left as many as this one will
@@ -82,7 +84,10 @@ def recount(program: Program) -> list[tuple[int, int]]:
                 lent["reduce", instr.index], free = free, ()
             if _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
-        elif isinstance(instr, WaitReduce):
+                leaving += r.result_bytes if r.copied else 0
+        elif isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
+            pass  # its store has waited for the reduction
+        elif isinstance(instr, (Store, WaitReduce)):
             r = program.reduces[instr.index]
             free = lent.pop(("reduce", instr.index), ())
             if r.copies > 1 and r.dtype != r.out_dtype:
@@ -91,11 +96,14 @@ def recount(program: Program) -> list[tuple[int, int]]:
                 values.die(free)  # of one rank the gradient itself is the result
             if not _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
+                leaving += r.result_bytes if r.copied else 0
         most = max(most, values.nbytes)
-        rows.append((reduced, most + sums + restored + waiting))
+        rows.append((reduced, most + sums + restored + leaving + waiting))
         values.die(free)
         if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
             restored -= program.offloads[instr.index].nbytes
+        if isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
+            leaving -= program.reduces[instr.index].result_bytes
     return rows
 
 
@@ -111,7 +119,7 @@ def _result_is_there_from_the_start(program: Program, r: ReduceDesc) -> bool:
 
 
 def _result_bytes(r: ReduceDesc) -> int:
-    return 0 if r.stored else sum(r.chunk_numels) * _itemsize(r.out_dtype)
+    return 0 if r.tiers else r.result_bytes
 
 
 def _itemsize(dtype: str) -> int:
