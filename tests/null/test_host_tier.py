@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 import types
 
 import pytest
@@ -427,6 +428,24 @@ def test_a_plan_with_hops_further_ahead_computes_the_same(tmp_path):
     order = [(type(i), i.index) for i in program.instrs if isinstance(i, (Fetch, Gather))]
     last = len(program.gathers) - 1
     assert order.index((Fetch, last)) < order.index((Gather, last - 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tier", TIERS)
+def test_hops_may_start_anywhere_before_their_waits(tier, seed, tmp_path, monkeypatch):
+    """Whatever the search finds: the Program is verified, and chunks on their way do not meet."""
+    generator = random.Random(seed)
+
+    def anywhere(program, stage, *_):
+        if any(len(g.hops) >= stage for g in program.gathers):
+            starts = sorted(generator.randint(0, u) for u in range(len(program.gathers)))
+            return [u - min(start, u) + 1 for u, start in enumerate(starts)]
+        return None
+
+    monkeypatch.setattr(schedule, "hop_distances", anywhere)
+    run = SimulatedModel(deep(6, 8, bias=False), 2, bucket_bytes=0, **on(tier, tmp_path))
+    run.check([(torch.randn(3, 8),) for _ in range(2)], lambda out: out.square().sum())
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
