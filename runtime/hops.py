@@ -30,9 +30,20 @@ class Aside:
             tuple[Any, int, int]
         ] = []  # copies from the pool on the host, and what they read of it
 
-    def start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> Any:
-        """Start to copy each tensor of ``of`` to that of ``into``, behind what the device has been told to compute so
-        far; its event, None where it is done. Whoever starts it holds the tensors until it has waited."""
+    def to_device(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> Any:
+        """Start to copy each tensor of ``of``, on the host, to that of ``into``; the event of the end, None where that
+        has come."""
+        return self._start(into, of)
+
+    def to_host(self, of: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Start to copy tensors to the host, in pinned memory; what they become there, and the event of the end. They
+        are held until that has been waited for."""
+        pin = self._device.type != "cpu"
+        there = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pin) for t in of]
+        return there, self._start(there, of)
+
+    def _start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> Any:
+        """Behind what the device has been told to compute so far."""
         if self._stream is None:
             for there, here in zip(into, of, strict=True):
                 there.copy_(here)
@@ -88,7 +99,7 @@ class Hops:
             self._reads[which] = self._read(runtime, g, hop)
             return
         sources = self._arrived(runtime, g, hop - 1) if hop else _at_rest(runtime, g, g.names)
-        event = runtime.aside.start(self._arrived(runtime, g, hop), sources)
+        event = runtime.aside.to_device(self._arrived(runtime, g, hop), sources)
         self._copies[which] = event
         if hop:
             sizes = [n * c.element_size() for n, c in zip(g.chunk_numels, sources, strict=True)]

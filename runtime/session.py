@@ -522,9 +522,7 @@ class Session:
         if not r.copied:
             self._land(env, which, outs, final, chunks)
             return
-        pin = runtime.policy.group.device.type != "cpu"
-        there = [torch.empty(c.shape, dtype=c.dtype, device="cpu", pin_memory=pin) for c in chunks]
-        self._leaving[which] = (chunks, there, runtime.aside.start(there, chunks))
+        self._leaving[which] = (chunks, *runtime.aside.to_host(chunks))
 
     def _land_sums(self, env: list[Any]) -> None:
         """Wait for what is summed between ranks with the same rows."""

@@ -1,5 +1,10 @@
 """A CPU in an accelerator's place: tensors "on the device" and "on the host" count apart and pass through pools of their
-own, as they would there. Copies between the two are real; they are done at once."""
+own, as they would there.
+
+Copies between the two are as late as they may be on a stream of their own: what is copied to the device is there when
+the device has been told to wait for it, and what is copied to the host when the host has waited. Until then there are
+NaNs, so that a wait that is missing gives wrong numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,67 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+import torch
+
 from zero_compiler.policy import Policy
+from zero_compiler.runtime import model
+from zero_compiler.runtime.hops import Aside
+
+
+class _Copy:
+    """One copy, which is its own event."""
+
+    def __init__(self, aside, into, of, to_host):
+        self.aside, self.into, self.of, self.to_host = aside, into, of, to_host
+        for there in into:
+            there.view(-1).view(torch.uint8).fill_(0xFF)
+        self.read = False
+
+    def query(self):
+        return self.read
+
+    def synchronize(self):
+        self.aside.wait(self)
+
+
+class LateAside(Aside):
+    def __init__(self, device, stream):
+        super().__init__(device, stream)
+        self._waiting: list[_Copy] = []  # nobody has waited for them
+        self._arriving: list[_Copy] = []  # the device has, and the host has not
+
+    def to_device(self, into, of):
+        self._waiting.append(_Copy(self, into, of, to_host=False))
+        return self._waiting[-1]
+
+    def to_host(self, of):
+        there = [torch.empty_like(t) for t in of]
+        self._waiting.append(_Copy(self, there, of, to_host=True))
+        return there, self._waiting[-1]
+
+    def wait(self, event):
+        while not event.read:  # in order
+            copy = self._waiting.pop(0)
+            copy.read = True
+            if copy.to_host:
+                copy.of = [t.clone() for t in copy.of]
+                self._arriving.append(copy)
+            else:
+                for there, here in zip(copy.into, copy.of, strict=True):
+                    there.copy_(here)
+
+    def finish(self):
+        while self._waiting:
+            self.wait(self._waiting[-1])
+        for copy in self._arriving:
+            for there, here in zip(copy.into, copy.of, strict=True):
+                there.copy_(here)
+        self._arriving.clear()
+        super().finish()
 
 
 @contextlib.contextmanager
 def accelerator() -> Iterator[None]:
     """Models that are sharded and run inside are on an accelerator."""
-    with mock.patch.object(Policy, "apart", True):
+    with mock.patch.object(Policy, "apart", True), mock.patch.object(model, "Aside", LateAside):
         yield

@@ -678,7 +678,7 @@ def test_copies_run_behind_what_was_computed_and_are_waited_for(monkeypatch):
     current = types.SimpleNamespace(wait_event=lambda event: told.append("compute waits for copies"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
     aside = Aside(torch.device("cpu"), Stream())
-    event = aside.start([torch.zeros(2)], [torch.ones(2)])
+    event = aside.to_device([torch.zeros(2)], [torch.ones(2)])
     assert told == ["copies wait for compute", "copied"]
     aside.wait(event)
     assert told[2:] == ["compute waits for copies"]
