@@ -26,9 +26,8 @@ class Aside:
     def __init__(self, device: torch.device, stream: torch.Stream | None) -> None:
         self._device, self._stream = device, stream
         self._last: Any = None
-        self._reading: list[
-            tuple[Any, int, int]
-        ] = []  # copies from the pool on the host, and what they read of it
+        # Of copies from the pool on the host: their events, and the bytes that they read there.
+        self._reading: list[tuple[Any, int, int]] = []
 
     def to_device(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> Any:
         """Start to copy each tensor of ``of``, on the host, to that of ``into``; the event of the end, None where that

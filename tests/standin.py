@@ -3,7 +3,7 @@ own, as they would there.
 
 Copies between the two are as late as they may be on a stream of their own: what is copied to the device is there when
 the device has been told to wait for it, and what is copied to the host when the host has waited. Until then there are
-NaNs, so that a wait that is missing gives wrong numbers.
+NaNs, so that a wait that is missing gives wrong numbers. Until the host has waited, what it copies from must stay.
 """
 
 from __future__ import annotations
@@ -26,20 +26,31 @@ class _Copy:
         self.aside, self.into, self.of, self.to_host = aside, into, of, to_host
         for there in into:
             there.view(-1).view(torch.uint8).fill_(0xFF)
-        self.read = False
+        self.read = self.over = False
 
     def query(self):
-        return self.read
+        return self.over
 
     def synchronize(self):
         self.aside.wait(self)
+        if not self.to_host:
+            self.end()
+
+    def end(self):
+        """The host has waited."""
+        for there, was, here in zip(self.into, self.was, self.of, strict=True):
+            if self.to_host:
+                there.copy_(was)
+            else:
+                assert self.over or torch.equal(here, was), "written while the device may still read it"
+        self.over = True
 
 
 class LateAside(Aside):
     def __init__(self, device, stream):
         super().__init__(device, stream)
         self._waiting: list[_Copy] = []  # nobody has waited for them
-        self._arriving: list[_Copy] = []  # the device has, and the host has not
+        self._ending: list[_Copy] = []  # the device has, and the host has not
 
     def to_device(self, into, of):
         self._waiting.append(_Copy(self, into, of, to_host=False))
@@ -54,20 +65,17 @@ class LateAside(Aside):
         while not event.read:  # in order
             copy = self._waiting.pop(0)
             copy.read = True
-            if copy.to_host:
-                copy.of = [t.clone() for t in copy.of]
-                self._arriving.append(copy)
-            else:
-                for there, here in zip(copy.into, copy.of, strict=True):
-                    there.copy_(here)
+            copy.was = [t.clone() for t in copy.of]
+            self._ending.append(copy)
+            for there, here in () if copy.to_host else zip(copy.into, copy.of, strict=True):
+                there.copy_(here)
 
     def finish(self):
         while self._waiting:
             self.wait(self._waiting[-1])
-        for copy in self._arriving:
-            for there, here in zip(copy.into, copy.of, strict=True):
-                there.copy_(here)
-        self._arriving.clear()
+        for copy in self._ending:
+            copy.end()
+        self._ending.clear()
         super().finish()
 
 

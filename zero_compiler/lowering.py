@@ -65,6 +65,9 @@ class Lowering:
                 emitted.program, len(ahead) + 1, state.machine, state.world, budgeted
             )
             if found is None:
+                for lane, far in zip(("copied to the device", "read from files"), ahead, strict=False):
+                    if (most := max(far, default=1)) > 1:
+                        emitted.program.notes.append(f"chunks are {lane} up to {most} units ahead")
                 return emitted
             ahead.append(found)
             if any(d > 1 for d in found):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 import types
 
 import pytest
@@ -428,6 +429,10 @@ def test_a_plan_with_hops_further_ahead_computes_the_same(tmp_path):
     order = [(type(i), i.index) for i in program.instrs if isinstance(i, (Fetch, Gather))]
     last = len(program.gathers) - 1
     assert order.index((Fetch, last)) < order.index((Gather, last - 2))
+    assert re.search(
+        r"note: chunks are copied to the device up to \d units ahead",
+        str(planned(Uneven(), x=torch.ones(8, 64), hardware=str(path))),
+    )
 
 
 @pytest.mark.slow
