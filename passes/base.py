@@ -29,8 +29,9 @@ class ParamPlan:
     stage: int
     kept: bool = False
     shared: bool = False  # between ranks that read each other's memory
-    filed: bool = False  # at rest in a file
-    grad_filed: bool = False
+    # Tiers from where the shard rests to the device, nearest last; () where it rests there.
+    path: tuple[str, ...] = ()
+    grad_path: tuple[str, ...] = ()  # those of the gradient, from the device to where it rests
     copies: int = 1  # ranks that hold the same rows; their gradients are summed too
     tile_rows: int = 0  # of a rank's chunk, that are gathered at a time; 0: the whole weight is
     split: bool = False  # a part of what tensor-parallel ranks hold together: theirs are others
@@ -67,7 +68,7 @@ class ParamPlan:
     def home(self) -> bool:
         """Read where it lies at rest: every rank's rows are in memory that all share, in the dtype of the gather."""
         same = self.gather_dtype == self.dtype
-        return self.shared and self.cut and same and not self.filed and not self.tile_rows
+        return self.shared and self.cut and same and not self.path and not self.tile_rows
 
     @property
     def released(self) -> bool:

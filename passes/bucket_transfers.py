@@ -127,7 +127,7 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
             for bucket in buckets(
                 refs,
                 ctx,
-                lambda r: (ctx.params[r].gather_dtype, r.owner, ctx.params[r].released, ctx.params[r].filed),
+                lambda r: (ctx.params[r].gather_dtype, r.owner, ctx.params[r].released, ctx.params[r].path),
             ):
                 elements = emit_gather(graph, bucket, unit, ctx, device)
                 started.append(elements[0].args[0].args[0])
@@ -284,7 +284,7 @@ def _reduced_together(refs: Sequence[ParamRef], ctx: Context) -> list[list[list[
 
 def _reduce_key(ctx: Context, ref: ParamRef) -> Any:
     plan = ctx.params[ref]
-    return (plan.dtype, plan.reduce_dtype, plan.cut, plan.grad_filed)
+    return (plan.dtype, plan.reduce_dtype, plan.cut, plan.grad_path)
 
 
 def _unit_starts(waits: list[fx.Node]) -> list[fx.Node]:

@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zero_compiler import eager
 from zero_compiler.errors import ShardError
 from zero_compiler.runtime import _C
 
 from .aio import buffer
+from .hops import Aside
 from .moves import Copies, Files, Moves
 from .parcels import Parcels
 from .stores import Region, region_of
@@ -52,8 +54,10 @@ class ModelRuntime:
             self.kept = self.engine.add_shared_arena(0, "kept")
             self.slots = self.engine.add_shared_arena(0, "slots")
             self.own = self.engine.add_shared_arena(0, "own")
-        # Into which files are read: on the host, and grown while nothing is under way.
+        # Into which files are read, on the host; and to which chunks are copied from there, on the device. Grown while
+        # nothing is under way.
         self.host = buffer(0)
+        self.near: torch.Tensor | None = None
         self.parcels = Parcels(functools.partial(_place, self._policy))
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
@@ -110,15 +114,26 @@ class ModelRuntime:
             self.parcels.reserve(program.file_bytes)
         if self.policy.activation_tier == "host":
             device = self.policy.group.device
-            if self._aside is None and device.type != "cpu":
-                self._aside = torch.Stream(device)
-            return Copies(self.parcels, program.offloads, program.file_bytes, device, self._aside)
+            return Copies(self.parcels, program.offloads, program.file_bytes, device, _stream(self))
         return Files(self.parcels, program.offloads, program.file_bytes, lambda: self.host)
+
+    @functools.cached_property
+    def aside(self) -> Aside:
+        """What copies chunks and gradients between the device and its host."""
+        return Aside(self.policy.group.device, _stream(self))
 
     def grow_host(self, nbytes: int) -> None:
         """Make the pool on the host at least ``nbytes`` large."""
         if nbytes > self.host.numel():
+            self.aside.finish()
             self.host = buffer(nbytes)
+
+    def grow_near(self, nbytes: int) -> None:
+        """Make the pool on the device at least ``nbytes`` large."""
+        if nbytes > (0 if self.near is None else self.near.numel()):
+            self.aside.finish()
+            with unset_fake_temporarily():  # while a call is compiled
+                self.near = torch.empty(nbytes, dtype=torch.uint8, device=self.policy.group.device)
 
     def region(self, name: str) -> Region | None:
         """Where a parameter rests in a file; None where it was put into memory meanwhile."""
@@ -145,9 +160,21 @@ class ModelRuntime:
         self.whole.clear()
         for held in self._views.values():
             held.clear()
+        if "aside" in self.__dict__:
+            self.aside.finish()
         self.host = buffer(0)
+        self.near = None
         self.parcels.close()
         self.engine.close()
+
+
+def _stream(runtime: Any) -> torch.Stream | None:
+    """That of all copies of a model between its device and the host; None where the device has no streams."""
+    device = runtime.policy.group.device
+    if runtime._aside is None and device.type != "cpu":
+        runtime._aside = torch.Stream(device)
+    stream: torch.Stream | None = runtime._aside
+    return stream
 
 
 def _place(policy: Any, nbytes: int) -> Any:

@@ -30,6 +30,7 @@ from zero_compiler.program import (
     ReduceDesc,
     Release,
     Restore,
+    Store,
     WaitFetch,
     WaitGather,
     WaitOffload,
@@ -125,7 +126,7 @@ class Reference:
                         env[i] = value
             elif isinstance(instr, (Fetch, WaitFetch)):
                 for rank in self.ranks:
-                    self._fetch(rank, p.gathers[instr.index], done=isinstance(instr, WaitFetch))
+                    self._fetch(rank, p.gathers[instr.index], instr.hop, done=isinstance(instr, WaitFetch))
             elif isinstance(instr, Gather):
                 self._start(started, "gather", instr.index, self._gather_start(p.gathers[instr.index]))
             elif isinstance(instr, WaitGather):
@@ -156,13 +157,17 @@ class Reference:
                 )
                 for env in envs:
                     _free(env, instr.free)
+            elif isinstance(instr, Store):
+                r = p.reduces[instr.index]
+                ends = self._reduced(r, started.pop(("reduce", instr.index)))
+                self._start(started, "store", instr.index, ends)
             else:
                 r = p.reduces[instr.index]
-                inputs_of = started.pop(("reduce", instr.index))
-                ends = [self._reduce_end(k % self.world, r, inputs_of) for k in range(len(self.ranks))]
-                for rank, env, end in zip(self.ranks, envs, ends, strict=True):
-                    if r.staging >= 0:
-                        self._staging(rank, r).fill_(_POISON)
+                if r.copied:
+                    ends = started.pop(("store", instr.index))
+                else:
+                    ends = self._reduced(r, started.pop(("reduce", instr.index)))
+                for env, end in zip(envs, ends, strict=True):
                     _write(env, instr.outs, end)
         if started:
             raise TransferError(f"the Program ends with transfers that nothing waited for: {sorted(started)}")
@@ -194,19 +199,26 @@ class Reference:
         nbytes = sum(g.chunk_numels) * _dtype(g.dtype).itemsize
         return rank.arena("transient", self.program.transient_bytes)[g.staging : g.staging + nbytes]
 
-    def _fetched(self, rank: Rank, g: GatherDesc) -> list[torch.Tensor]:
-        """Where the chunks that are read from files lie in the pool of a rank."""
-        pool = rank.arena("host", self.program.host_bytes)
-        dtype = _dtype(g.rest_dtype)
-        sizes = [n * dtype.itemsize for n in g.chunk_numels]
-        return [pool[o : o + s].view(dtype) for o, s in zip(g.fetched, sizes, strict=False)]
+    def _chunks(self, rank: Rank, g: GatherDesc, hop: int) -> list[torch.Tensor]:
+        """The chunks of a rank where hop ``hop`` has brought them; -1: where they rest."""
+        if hop < 0:
+            rest = [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
+            return [c[g.begin : g.begin + g.chunk_numels[0]] for c in rest] if g.tile is not None else rest
+        sizes = {"host": self.program.host_bytes, "device": self.program.device_bytes}
+        step, dtype = g.hops[hop], _dtype(g.rest_dtype)
+        pool = rank.arena(step.pool, sizes[step.pool])
+        ends = [o + n * dtype.itemsize for o, n in zip(step.offsets, g.chunk_numels, strict=True)]
+        return [pool[o:end].view(dtype) for o, end in zip(step.offsets, ends, strict=True)]
 
-    def _fetch(self, rank: Rank, g: GatherDesc, done: bool) -> None:
-        for name, slot in zip(g.names, self._fetched(rank, g), strict=True):
-            if done:
-                slot.copy_(rank.chunks[ParamRef(g.owner, name)][g.begin :][: slot.numel()])
-            else:
+    def _fetch(self, rank: Rank, g: GatherDesc, hop: int, done: bool) -> None:
+        """A hop reads where it comes from until it is done, and then nothing needs that place any more."""
+        for source, slot in zip(self._chunks(rank, g, hop - 1), self._chunks(rank, g, hop), strict=True):
+            if not done:
                 slot.view(torch.uint8).fill_(_POISON)
+                continue
+            slot.copy_(source)
+            if hop:
+                source.view(torch.uint8).fill_(_POISON)
 
     def _gather_start(self, g: GatherDesc) -> list[torch.Tensor]:
         """For each rank, its chunks one after the other in the dtype of the gather."""
@@ -214,9 +226,7 @@ class Reference:
         for rank in self.ranks:
             for slot in self._slots(rank, g):
                 slot.fill_(_POISON)
-            chunks = self._fetched(rank, g) or [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
-            if g.tile is not None and not g.fetched:
-                chunks = [chunks[0][g.begin : g.begin + g.chunk_numels[0]]]
+            chunks = self._chunks(rank, g, len(g.hops) - 1)
             for name, chunk, numel in zip(g.names, chunks, g.chunk_numels, strict=True):
                 if chunk.numel() != numel:
                     raise TransferError(
@@ -371,6 +381,13 @@ class Reference:
             out.append(part[: _numel(rows)].view(rows))
             at += numel
         return out
+
+    def _reduced(self, r: ReduceDesc, inputs_of: Any) -> list[Any]:
+        """What a reduction gives each rank; its staging is free from then on."""
+        ends = [self._reduce_end(k % self.world, r, inputs_of) for k in range(len(self.ranks))]
+        for rank in self.ranks if r.staging >= 0 else ():
+            self._staging(rank, r).fill_(_POISON)
+        return ends
 
     def _landed(self, k: int, r: ReduceDesc, layout: Layout, part: torch.Tensor) -> torch.Tensor:
         """The chunk of rank ``k`` with the tiles of its gradient that have landed so far; NaN for the others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import operator
@@ -14,7 +13,7 @@ import torch
 
 from zero_compiler import accumulation, grads
 from zero_compiler.beside import frames_of, saved_before
-from zero_compiler.errors import MemoryBudgetError, StorageError, TransferError
+from zero_compiler.errors import MemoryBudgetError, TransferError
 from zero_compiler.headers import cannot_begin, laid_text, lay_text, meet, short_digest
 from zero_compiler.keeping import accumulating
 from zero_compiler.layout import tiled_rows
@@ -28,17 +27,18 @@ from zero_compiler.program import (
     Reduce,
     ReduceDesc,
     Release,
+    Store,
     WaitFetch,
     WaitGather,
 )
 from zero_compiler.verify import verify_accumulating
 
 from . import moves
+from .hops import Hops
 from .model import ModelRuntime
-from .stores import merged
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
-_MOVE, _KEEP = 9, 10
+_MOVE, _KEEP, _STORE = 9, 10, 11
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
 _REASON_BYTES = 8  # behind it: where the reason lies
 
@@ -91,6 +91,7 @@ class Session:
         for runtime in runtimes.values():
             runtime.engine.grow_arena(runtime.transient, program.transient_bytes)
             runtime.grow_host(program.host_bytes)
+            runtime.grow_near(program.device_bytes)
             if runtime.shared:
                 runtime.engine.grow_arena(runtime.slots, program.slots_bytes)
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
@@ -102,8 +103,11 @@ class Session:
         for g in program.gathers:
             if g.home:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
-        self._fetching: dict[int, list[Any]] = {}
+        self._hops = Hops([(self.runtimes[g.owner], g) for g in program.gathers])
+        self._copies = program.device_bytes > 0 or any(r.copied for r in program.reduces)
         self._summing: list[_Sum] = []
+        # Results of reductions on the device, what they become on its host, and the event of the copy.
+        self._leaving: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], Any]] = {}
         self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         sends = bool(program.gathers or program.reduces)
@@ -160,7 +164,7 @@ class Session:
         """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
         policy = self.runtimes[g.owner].policy
         own = all(policy.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
-        return policy.group.world == 1 and own and not (g.home or g.fetched or g.tile)
+        return policy.group.world == 1 and own and not (g.home or g.hops or g.tile)
 
     def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc, list[Any]]:
         runtime = self.runtimes[r.owner]
@@ -177,9 +181,8 @@ class Session:
         )
         if r.tile is not None and r.tile.index == 0:
             numel = runtime.policy.params[r.names[0]].layout.chunk_numel
-            runtime.engine.expect_output(
-                numel * getattr(torch, r.out_dtype).itemsize, runtime.policy.group.device
-            )
+            device = torch.device("cpu") if r.copied else runtime.policy.group.device
+            runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device)
         return runtime, index, r, [self._rows(runtime, name) for name in r.names]
 
     def _rows(self, runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -195,9 +198,11 @@ class Session:
     def _encode(self, at: int, instr: Any) -> tuple[int, Any, Any, Any, Any]:
         # A tuple with a small number in front is what the loop below reads fastest.
         if isinstance(instr, Fetch):
-            return (_FETCH, instr.index, None, None, None)
+            return (_FETCH, instr.index, instr.hop, None, None)
         if isinstance(instr, WaitFetch):
-            return (_WAIT_FETCH, instr.index, None, None, None)
+            return (_WAIT_FETCH, instr.index, instr.hop, None, None)
+        if isinstance(instr, Store):
+            return (_STORE, instr.index, None, None, None)
         if isinstance(instr, moves.INSTRUCTIONS):
             assert self._moves is not None
             return (_MOVE, self._moves.step(instr), None, None, None)
@@ -318,16 +323,18 @@ class Session:
                 for runtime in self.runtimes.values():
                     runtime.engine.trim(need.idle_bytes // len(self.runtimes))
             self._walk(env)
+            self._finish_copies()
             if self._moves is not None:
                 self._moves.end()
             if self._talks:
                 self._leave()
         except BaseException as error:
             # Transfers in flight hold buffers of the arena: end them before anything else uses it.
-            self._end_fetches()
+            self._hops.end()
             if self._moves is not None:
                 self._moves.end()
             self._summing.clear()
+            self._leaving.clear()
             self._tiles.clear()
             for runtime in self.runtimes.values():
                 runtime.engine.abandon(f"{type(error).__name__}: {error}")
@@ -369,6 +376,11 @@ class Session:
             if runtime.shared:
                 runtime.engine.leave()
 
+    def _finish_copies(self) -> None:
+        """The end of a call: shards on the host may be written again, and gradients there be read."""
+        for runtime in self.runtimes.values() if self._copies else ():
+            runtime.aside.finish()
+
     def _walk(self, env: list[Any]) -> None:
         for op, a, b, c, d in self._code:
             if op == _COMPUTE:
@@ -377,9 +389,9 @@ class Session:
                     env[i] = None
                 _put(env, c, a(args))
             elif op == _FETCH:
-                self._fetch(a)
+                self._hops.start(a, b)
             elif op == _WAIT_FETCH:
-                self._wait_fetch(a)
+                self._hops.wait(a, b)
             elif op == _GATHER:
                 self._gather(a)
             elif op == _WAIT_GATHER:
@@ -400,47 +412,13 @@ class Session:
                     env[i] = None
             elif op == _WAIT_REDUCE:
                 self._wait_reduce(env, a, b, c)
+            elif op == _STORE:
+                self._store(env, a)
             else:
                 self._keep(a, [env[i] for i in b])
                 for i in c:
                     env[i] = None
         self._land_sums(env)
-
-    def _fetch(self, which: int) -> None:
-        runtime, _, g, _ = self._gathers[which]
-        spans = []
-        for name, at in zip(g.names, g.fetched, strict=True):
-            region = runtime.region(name)
-            if region is not None:
-                item = region.tensor.element_size()
-                nbytes = g.chunk_numels[0] * item if g.tile else region.nbytes
-                spans.append(region.span(g.begin * item, nbytes, at))
-        self._fetching[which] = [s.store.read(s, runtime.host) for s in merged(spans)]
-
-    def _wait_fetch(self, which: int) -> None:
-        for request in self._fetching[which]:
-            request.wait()
-        del self._fetching[which]
-
-    def _end_fetches(self) -> None:
-        """After an error: nothing is read into the pool any more."""
-        for requests in self._fetching.values():
-            for request in requests:
-                with contextlib.suppress(StorageError):
-                    request.wait()
-        self._fetching.clear()
-
-    def _chunks(self, runtime: ModelRuntime, g: GatherDesc) -> list[torch.Tensor]:
-        if not g.fetched:
-            return [_part(chunk, g) for chunk in runtime.flat_chunks(g.names)]
-        chunks = []
-        dtype = getattr(torch, g.rest_dtype)
-        for name, numel, at in zip(g.names, g.chunk_numels, g.fetched, strict=True):
-            if runtime.region(name) is None:
-                chunks.append(_part(runtime.flat_chunks([name])[0], g))
-            else:
-                chunks.append(runtime.host[at : at + numel * dtype.itemsize].view(dtype))
-        return chunks
 
     def _gather(self, which: int) -> None:
         runtime, index, g, views = self._gathers[which]
@@ -448,7 +426,7 @@ class Session:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
-        chunks = self._chunks(runtime, g)
+        chunks = self._hops.chunks(which)
         if not self._whole[which]:
             runtime.engine.gather_start(index, chunks)
             return
@@ -517,19 +495,50 @@ class Session:
         return self._tiles.pop(key) if r.tile.last else None
 
     def _wait_reduce(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
-        runtime, index, r, _ = self._reduces[which]
-        policy = runtime.policy
+        runtime, _, r, _ = self._reduces[which]
         self._land_sums(env)
+        if not r.copied:
+            self._reduced(env, which, outs, final)
+            if not self._read.isdisjoint(outs):
+                self._land_sums(env)
+            return
+        _, chunks, event = self._leaving.pop(which)
+        runtime.aside.wait(event)
+        if r.tile is not None or runtime.policy.sinks or not self._read.isdisjoint(outs):
+            runtime.aside.finish()  # the host reads it at once
+        self._land(env, which, outs, final, chunks)
+
+    def _store(self, env: list[Any], which: int) -> None:
+        self._land_sums(env)
+        self._reduced(env, which, (), ())
+
+    def _reduced(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
+        """Wait for a reduction; what it gives goes where it is to go."""
+        runtime, index, r, _ = self._reduces[which]
+        across = runtime.policy.group.across
         chunks = runtime.engine.reduce_wait(index)
-        if policy.group.across is None:
-            self._land(env, which, outs, final, chunks)
+        if across is None:
+            self._send(env, which, outs, final, chunks)
             return
         # Sums of equal rows meet while the next gradients are computed: nothing waits for them before the end.
         given = [c for c in chunks if c.numel()]
-        work = policy.group.across.pg.allreduce_coalesced(given) if given else None
+        work = across.pg.allreduce_coalesced(given) if given else None
         self._summing.append(_Sum(work, which, outs, final, chunks, f"{r.label} between replicas"))
-        if not self._read.isdisjoint(outs):
-            self._land_sums(env)
+
+    def _send(
+        self,
+        env: list[Any],
+        which: int,
+        outs: Sequence[int],
+        final: Sequence[bool],
+        chunks: Sequence[torch.Tensor],
+    ) -> None:
+        """Give reduced rows to those that wait for them, or start to copy them to the host."""
+        runtime, _, r, _ = self._reduces[which]
+        if not r.copied:
+            self._land(env, which, outs, final, chunks)
+            return
+        self._leaving[which] = (chunks, *runtime.aside.to_host(chunks))
 
     def _land_sums(self, env: list[Any]) -> None:
         """Wait for what is summed between ranks with the same rows."""
@@ -540,7 +549,7 @@ class Session:
             except RuntimeError as error:
                 raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
             out_dtype = getattr(torch, self.program.reduces[s.which].out_dtype)
-            self._land(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
+            self._send(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
         self._summing.clear()
 
     def _land(
@@ -581,11 +590,6 @@ def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
     for i, value in zip(at, values, strict=True):
         if i >= 0:
             env[i] = value
-
-
-def _part(chunk: torch.Tensor, g: GatherDesc) -> torch.Tensor:
-    """What of a flat chunk is gathered."""
-    return chunk[g.begin : g.begin + g.chunk_numels[0]] if g.tile else chunk
 
 
 def _last_reads(program: Program) -> dict[tuple[str, str], float]:

@@ -157,7 +157,7 @@ def _held(of: Iterable[tuple[Any, Iterable[str]]]) -> tuple[int, int]:
             if isinstance(grad, PendingGrad):
                 full += grad.full.nbytes
                 grad = grad.base
-            if isinstance(grad, DTensor) and policy.placed.tier("grads", name) != "nvme":
+            if isinstance(grad, DTensor) and policy.placed.tier("grads", name) == "none":
                 rows += policy.params[name].layout.bytes_local()
     return rows, full
 

@@ -46,8 +46,8 @@ def again_bytes(program: Program, frames: Sequence[Frame], code: str) -> int:
 
 def rows_bytes(policy: Any, name: str) -> int:
     """Bytes that this rank's rows of a gradient take on the device."""
-    filed = policy.placed.tier("grads", name) == "nvme"
-    return 0 if filed else policy.params[name].layout.bytes_local()
+    here = policy.placed.tier("grads", name) == "none"
+    return policy.params[name].layout.bytes_local() if here else 0
 
 
 def _reduced(program: Program | None) -> set[ParamRef]:

@@ -8,6 +8,7 @@ change) lies a choice for each weight: keeping it costs its bytes and saves its 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from .ir.facts import ParamRef
 from .keeping import most_accumulating
 from .knapsack import Candidate, choose
 from .live import most
-from .placing import ASSUMED_STATE_BYTES
+from .placing import ASSUMED_STATE_BYTES, TRANSFERS
 from .program import Compute, Program
 from .report import Memory
 from .scratch import scratch_bytes
@@ -52,7 +53,7 @@ def keep(
         return
     candidates = []
     for plan in open_:
-        if plan.ref in wanted and plan.world > 1 and not (plan.home or plan.filed or plan.tile_rows):
+        if plan.ref in wanted and plan.world > 1 and not (plan.home or plan.path or plan.tile_rows):
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
@@ -84,22 +85,17 @@ def keep(
 
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
-    parameters = gradients = optimizer = assumed = files = waiting = 0
+    rest = {kind: Counter[str]() for kind in TRANSFERS}
+    assumed = waiting = 0
     for policy in policies:
         for name, info in policy.params.items():
             local = info.layout.bytes_local()
             tier_of = functools.partial(policy.placed.tier, name=name)
-            if tier_of("params") == "nvme":
-                files += local
-            else:
-                parameters += local
+            rest["params"][tier_of("params")] += local
             param = policy.find(name)
             if param is not None and param.requires_grad:
                 waiting += info.layout.bytes_full(info.reduce_dtype)
-                if tier_of("grads") == "nvme":
-                    files += local
-                else:
-                    gradients += local
+                rest["grads"][tier_of("grads")] += local
                 known = policy.optimizers.get(name)
                 if known is not None:
                     states, tier = known.held(policy.key, name)
@@ -107,26 +103,28 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
                     states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
                     tier = tier_of("optimizer")
                     assumed += states
-                files += states if tier == "nvme" else 0
-                optimizer += states if tier == "none" else 0
+                rest["optimizer"][tier] += states
+    gradients = rest["grads"]["none"]
+    files, apart = (sum(tiers[tier] for tiers in rest.values()) for tier in ("nvme", "host"))
     largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
     accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
-    arena = max((p.buffer_bytes for p in programs), default=0) if moves else 0
+    arena = max((p.buffer_bytes if moves else p.device_bytes for p in programs), default=0)
     arena += max((scratch_bytes(q.transport, p, q.group) for p in programs for q in policies), default=0)
-    if policies[0].activation_tier == "nvme":
-        files += max((p.file_bytes for p in programs), default=0)
-    host = 0
-    if policies[0].group.device.type == "cpu":
-        streamers = {id(s): s for policy in policies for s in policy.streamers}
-        host = max((p.host_bytes for p in programs), default=0)
-        host += sum(s.buffer_bytes for s in streamers.values())
+    away = max((p.file_bytes for p in programs), default=0)
+    files += away if policies[0].activation_tier == "nvme" else 0
+    streamers = {id(s): s for policy in policies for s in policy.streamers}
+    host = max((p.host_bytes for p in programs), default=0)
+    host += sum(s.buffer_bytes for s in streamers.values())
+    if policies[0].apart:
+        apart += host + (away if policies[0].activation_tier == "host" else 0)
+        host = 0
     kept = kept_bytes if moves else 0
     return Memory(
-        parameters,
+        rest["params"]["none"],
         gradients,
-        optimizer,
+        rest["optimizer"]["none"],
         kept,
         arena,
         largest,
@@ -135,6 +133,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
         assumed,
         waiting,
         accumulating,
+        apart,
     )
 
 

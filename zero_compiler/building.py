@@ -85,6 +85,13 @@ class Placement:
             return False
         return self.group.device.type == "cpu"
 
+    def at_rest(self, layout: Layout, full: torch.Tensor) -> torch.device:
+        """The device of the rows of the parameter ``full``."""
+        if full.is_meta:
+            return full.device
+        far = layout.cut and self.config.offload_params in ("host", "nvme")
+        return torch.device("cpu") if far else self.group.device
+
     def chunk(
         self, layout: Layout, device: torch.device, full: torch.Tensor, what: str, filed: bool
     ) -> torch.Tensor:
@@ -267,7 +274,7 @@ class Construction:
         layout = layout_of(old, group.world, placement.config.stage)
         full = old.data  # not detach(): a view would keep its base alive
         stride = contiguous_stride(layout.shape) if full.is_contiguous() else tuple(full.stride())
-        at_rest = full.device if full.is_meta else group.device
+        at_rest = placement.at_rest(layout, full)
         alone = storage_uses(full) <= 2 and full.untyped_storage().nbytes() == full.numel() * full.itemsize
         filed = placement.in_files(layout, full)
         keep = (

@@ -112,7 +112,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
                 else:
                     gm.graph.erase_node(node)
                 shards.append(ShardInput(arg, len(inputs), ref))
-                inputs.append(_fake_local(mode, example))
+                inputs.append(_fake_local(mode, example, ref))
                 continue
         keep.append(arg)
         inputs.append(example)
@@ -277,10 +277,15 @@ def _lower_one(gm: fx.GraphModule, node: fx.Node, example: Any) -> tuple[fx.Node
     return local, ref
 
 
-def _fake_local(mode: Any, param: Any) -> torch.Tensor:
+def _fake_local(mode: Any, param: Any, ref: ParamRef) -> torch.Tensor:
+    """The rows as the graph sees them: on the device that computes, wherever they rest."""
     local = param._local_tensor
     if isinstance(local, FakeTensor):
         return local.detach().requires_grad_(param.requires_grad)
     with torch.no_grad():
         fake = mode.from_tensor(local.detach(), static_shapes=True)
+        device = ops.owner_of(ref.owner).computes_on(ref.name, local)
+        if device != fake.device:
+            with mode:
+                fake = torch.empty_like(fake, device=device)
     return fake.requires_grad_(param.requires_grad and local.dtype.is_floating_point)

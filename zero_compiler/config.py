@@ -66,7 +66,8 @@ class Config:
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
             (``param_dtype`` if given).
         offload_params, offload_grads, offload_optimizer, offload_activations: tier at rest: "none" (the
-            compute device), "host" or "nvme". None, of the first three: each tensor as the rest budgets say.
+            compute device), "host" or "nvme". None, of the first three: each tensor as the rest budgets say; with an
+            accelerator, gradients and states of parameters that rest elsewhere are on the host.
         device_rest_bytes: bytes of shards, gradients and optimizer states that may rest on the compute device of one
             rank. What is not told to rest elsewhere is placed tensor by tensor so that the transfers of a step take
             least time; ``zero.inspect`` says where and why. None: all of it may.

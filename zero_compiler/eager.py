@@ -36,10 +36,12 @@ def flat_chunk(layout: Layout, local: torch.Tensor) -> torch.Tensor:
 
 
 def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The full weight in ``dtype``, newly allocated where there is more than one rank."""
+    """The full weight in ``dtype`` on the compute device, newly allocated where there is more than one rank."""
+    device = local.device if local.is_meta else group.device
     if not layout.cut or group.world == 1:
-        return local.detach().to(dtype).view(layout.shape) if layout.cut else local.detach().to(dtype)
-    chunk = flat_chunk(layout, local).to(dtype)
+        full = local.detach().to(device, dtype)
+        return full.view(layout.shape) if layout.cut else full
+    chunk = flat_chunk(layout, local).to(device, dtype)
     out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=chunk.device)
     all_gather_flat(out, chunk, group=group.pg)
     return out[: layout.numel].view(layout.shape)
@@ -138,7 +140,7 @@ class Unshard(torch.autograd.Function):
             grad = grads.take_pending(param, grad)
             grads.flush_at_end(policy)
         policy.meet(f"eager reduction of the gradient of {name}")
-        local = reduce(policy.group, info.layout, grad, info.reduce_dtype)
+        local = reduce(policy.group, info.layout, grad, info.reduce_dtype).to(param._local_tensor.device)
         sink = policy.sinks.get(name) if policy.sinks else None
         if sink is not None and sink.land(param, local, alone):
             return None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from .program import (
     Reduce,
     Release,
     Restore,
+    Store,
     WaitGather,
     WaitOffload,
     WaitReduce,
@@ -43,13 +44,18 @@ class Emitted:
 
 
 def emit(
-    gm: fx.GraphModule, params: Mapping[ParamRef, Any], phase: str, kept_offsets: Mapping[str, dict[str, int]]
+    gm: fx.GraphModule,
+    params: Mapping[ParamRef, Any],
+    phase: str,
+    kept_offsets: Mapping[str, dict[str, int]],
+    ahead: Sequence[Sequence[int]] = (),
 ) -> Emitted:
     """Program of a scheduled graph.
 
     Args:
         kept_offsets: for each owner, offsets of kept weights in its own arena, by name: shared by all Programs that
             use them; grown here.
+        ahead: how far ahead chunks set out from other tiers (see `fetches.py`).
     """
     graph = gm.graph
     numbers: dict[fx.Node, int] = {}
@@ -70,7 +76,8 @@ def emit(
     reduces: list[dict[str, Any]] = []
     index_of: dict[fx.Node, int] = {}
     offloads: list[dict[str, Any]] = []
-    fetches = Fetches(steps, params)
+    fetches = Fetches(steps, params, ahead)
+    leaving: list[tuple[WaitReduce, set[fx.Node]]] = []  # results on their way to the host, and their readers
     segments: list[SegmentGraph] = []
     modules: list[str] = []
     roots = facts.alias_roots(graph)
@@ -80,7 +87,15 @@ def emit(
     symbols = cut.symbols_given(graph)
     notes = [f"%{n.name}: {line}" for n in graph.nodes for line in (facts.note(n) or "").splitlines()]
 
+    def arrive(wanted: set[fx.Node] | None = None) -> None:
+        """Wait for results on their way to the host; of those that are ``wanted``, or for all."""
+        for waited, nodes in [pair for pair in leaving if wanted is None or not wanted.isdisjoint(pair[1])]:
+            leaving.remove((waited, nodes))
+            instrs.append(waited)
+            reads.append([])
+
     for i, step in enumerate(steps):
+        arrive({n for node in (step if isinstance(step, list) else [step]) for n in node.all_input_nodes})
         if isinstance(step, list):
             seg, ins, outs = cut.segment(gm, step, i, step_of, roots, kept, symbols)
             if not outs and not any(cut.impure(n) for n in step):
@@ -116,6 +131,14 @@ def emit(
             if start.target is ops.gather:
                 gathers[index_of[start]]["ready"] = len(instrs)
                 instrs.append(WaitGather(index_of[start], outs_))
+            elif params[facts.params(start)[0]].grad_path[:1] == ("host",):
+                # The copy goes on while the next gradients are made; what it copies is held until then.
+                reduces[index_of[start]]["end"] = len(instrs)
+                instrs.append(Store(index_of[start]))
+                reads.append([])
+                arrive()
+                leaving.append((WaitReduce(index_of[start], outs_), set(elements.values())))
+                continue
             else:
                 reduces[index_of[start]]["end"] = len(instrs)
                 instrs.append(WaitReduce(index_of[start], outs_))
@@ -152,10 +175,11 @@ def emit(
             instrs.append(Discard(index, (number(step.args[0]),)))
             reads.append([])
 
+    arrive()
     outputs = [number(n) if isinstance(n, fx.Node) else None for n in returned]
     instrs = _with_frees(instrs, reads, numbers, output)
     gather_descs, reduce_descs, offload_descs, sizes = plan_slots(
-        gathers, reduces, params, kept_offsets, len(instrs), fetches.starts, offloads
+        gathers, reduces, params, kept_offsets, len(instrs), fetches, offloads
     )
     storages, lies_in = storages_of(graph, numbers, phase)
     program = Program(
@@ -173,6 +197,7 @@ def emit(
         slots_ranks=max((p.world for p in params.values()), default=1),
         own_bytes=sizes["own"],
         host_bytes=sizes["host"],
+        device_bytes=sizes["device"],
         offloads=offload_descs,
         storages=storages,
         lies_in=lies_in,

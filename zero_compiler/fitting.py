@@ -143,9 +143,9 @@ class Fitting:
         """What waits on another tier between the two; and, where nothing binds, what costs no time there."""
         state = self.state
         context = replace(state.context("joint"), activation_bytes=activation_bytes)
-        link = state.machine.nvme_read
-        filed = [p for p in state.params.values() if p.filed and state.tier == "nvme"]
-        busy = sum(link.us(p.gather_bytes // p.world) for p in filed)
+        link, _ = state.machine.links(state.tier)
+        far = [p for p in state.params.values() if state.tier in p.path]
+        busy = sum(link.us(p.gather_bytes // p.world) for p in far)
         passes.OffloadActivations(busy).run(forward.graph, backward.graph, num_outputs, context)
         if state.away is not None and activation_bytes is None:
             state.away = frozenset(a.name for a in passes.offloaded(backward.graph))

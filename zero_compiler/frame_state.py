@@ -133,8 +133,7 @@ class FrameState:
     def _plan(self, shard: ShardInput) -> ParamPlan:
         policy = self.policies[shard.ref.owner]
         info = policy.params[shard.ref.name]
-        filed = policy.placed.tier("params", shard.ref.name) == "nvme"
-        grad_filed = policy.placed.tier("grads", shard.ref.name) == "nvme"
+        path, grad_path = policy.path("params", shard.ref.name), policy.path("grads", shard.ref.name)
         return ParamPlan(
             ref=shard.ref,
             shape=info.layout.shape,
@@ -146,11 +145,14 @@ class FrameState:
             stage=policy.config.stage,
             kept=policy.kept.get(shard.ref.name, False),
             shared=policy.transport.shared,
-            filed=filed,
-            grad_filed=grad_filed,
+            path=path,
+            grad_path=grad_path[::-1],
             copies=policy.group.copies,
             tile_rows=tiling.tile_rows(
-                info.layout, info.gather_dtype, filed or grad_filed, self._tile_bytes(policy, shard.ref.name)
+                info.layout,
+                info.gather_dtype,
+                bool(path or grad_path),
+                self._tile_bytes(policy, shard.ref.name),
             ),
             split=info.part is not None and not info.part.placement.is_replicate(),
         )

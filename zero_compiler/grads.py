@@ -316,7 +316,8 @@ def flush_at_end(policy: Policy) -> None:
             if isinstance(grad, PendingGrad):
                 policy.meet(f"eager reduction of the gradient of {name}")
                 param.grad = grad.base
-                publish(param, eager.reduce(policy.group, info.layout, grad.full, info.reduce_dtype))
+                rows = eager.reduce(policy.group, info.layout, grad.full, info.reduce_dtype)
+                publish(param, rows.to(param._local_tensor.device))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)
 

@@ -90,7 +90,8 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
                 continue
             setattr(param, MANAGED, True)
             tier = policy.placed.tier("optimizer", name)
-            if tier != "none" and not streams:
+            beside = tier == "host" and policy.path("params", name)
+            if tier != "none" and not beside and not streams:
                 cls = type(optimizer).__name__
                 raise ShardError(
                     f"{cls} would keep the states of {name!r} on the device of the parameter, and by the options of "

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from .arena import aligned
-from .live import moments, read_in_place, results_of
-from .program import Instr, Keep, KeepDesc, Program, Reduce, ReduceDesc, WaitReduce
+from .live import leaving_of, moments, read_in_place, results_of
+from .program import Instr, Keep, KeepDesc, Program, Reduce, ReduceDesc, Store, WaitReduce
 
 
 def accumulating(program: Program, owners: Collection[str]) -> Program:
@@ -42,8 +42,10 @@ def accumulating(program: Program, owners: Collection[str]) -> Program:
     came_from: list[int] = []
     gone: set[int] = set()
     for at, instr in enumerate(program.instrs):
-        if isinstance(instr, (Reduce, WaitReduce)):
+        if isinstance(instr, (Reduce, Store, WaitReduce)):
             kept = program.reduces[instr.index].owner in owners
+            if kept and isinstance(instr, Store):
+                continue
             if kept and isinstance(instr, WaitReduce):
                 gone.update(instr.outs)
                 continue
@@ -124,21 +126,30 @@ def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
 
 
 def _added(program: Program, owners: Collection[str]) -> list[int]:
-    """During each instruction, bytes of gradients that a reduction still reads there: a sum is done with them at once.
+    """During each instruction, bytes of gradients that a reduction still reads there, and of what it has made and sent
+    to the host: a sum is done with gradients at once, and makes nothing.
 
-    Only of those that no other value shares its memory with.
+    Only of gradients that no other value shares its memory with.
     """
     out = [0] * len(program.instrs)
     holders = Counter(s for storages in program.lies_in for s in storages)
     reading: dict[int, tuple[int, int]] = {}
+    leaving = 0
     for at, instr in enumerate(program.instrs):
+        if isinstance(instr, (Reduce, Store, WaitReduce)) and program.reduces[instr.index].owner in owners:
+            made, ended = leaving_of(program, instr)
+            leaving += made
+            out[at] += leaving
+            leaving -= ended
+        else:
+            out[at] += leaving
         if isinstance(instr, Reduce):
             r = program.reduces[instr.index]
             if r.owner in owners and read_in_place(r):
                 dropped = Counter(s for v in instr.free for s in program.lies_in[v])
                 alone = [program.storages[s] for s, count in dropped.items() if count == holders[s]]
                 reading[instr.index] = at, sum(alone)
-        elif isinstance(instr, WaitReduce) and instr.index in reading:
+        elif isinstance(instr, (Store, WaitReduce)) and instr.index in reading:
             begin, nbytes = reading.pop(instr.index)
             for between in range(begin + 1, at):
                 out[between] += nbytes

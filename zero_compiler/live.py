@@ -20,6 +20,7 @@ from .program import (
     Reduce,
     ReduceDesc,
     Restore,
+    Store,
     WaitOffload,
     WaitReduce,
 )
@@ -97,7 +98,10 @@ def live_bytes(
             leaving[instr.index], free = free, ()
         if isinstance(instr, WaitOffload):
             free = leaving.pop(instr.index, free)
-        if isinstance(instr, WaitReduce):
+        copied = isinstance(instr, WaitReduce) and program.reduces[instr.index].copied
+        if (
+            isinstance(instr, (Store, WaitReduce)) and not copied
+        ):  # the store of what is copied has waited for it
             free = in_flight.pop(instr.index, ())
             live -= summing
             summing = sums_of(program.reduces[instr.index])
@@ -115,12 +119,14 @@ def live_bytes(
             nbytes = program.offloads[instr.index].nbytes
             live, gone = (live + nbytes, gone) if isinstance(instr, Restore) else (live, gone + nbytes)
         live += results_of(program, instr)
+        before, after = leaving_of(program, instr)
+        live, gone = live + before, gone + after
         if (
-            isinstance(instr, WaitReduce)
+            isinstance(instr, (Store, WaitReduce))
             and program.slots_ranks == 1
             and program.reduces[instr.index].copies == 1
         ):
-            live, gone = live - gone, 0  # of one rank the gradient itself is the result
+            live, gone = live - gone + after, after  # of one rank the gradient itself is the result
         rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
         live -= gone
     return rows, beyond
@@ -135,10 +141,25 @@ def results_of(program: Program, instr: Instr) -> int:
     if not isinstance(instr, (Reduce, WaitReduce)):
         return 0
     r = program.reduces[instr.index]
-    early = len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
-    if early != isinstance(instr, Reduce):
+    if r.copied or _early(program, r) != isinstance(instr, Reduce):
         return 0
-    return sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
+    return r.result_bytes
+
+
+def _early(program: Program, r: ReduceDesc) -> bool:
+    """Whether the result is where the transport writes to."""
+    return len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
+
+
+def leaving_of(program: Program, instr: Instr) -> tuple[int, int]:
+    """Bytes on the device of results that go to its host: those that come to be at an instruction, and those that are
+    gone behind it."""
+    if not isinstance(instr, (Reduce, Store, WaitReduce)) or not program.reduces[instr.index].copied:
+        return 0, 0
+    r = program.reduces[instr.index]
+    if isinstance(instr, WaitReduce):
+        return 0, r.result_bytes
+    return (r.result_bytes if _early(program, r) == isinstance(instr, Reduce) else 0), 0
 
 
 def sums_of(r: ReduceDesc) -> int:
@@ -182,7 +203,7 @@ def moments(program: Program) -> list[Moment]:
     for instr, live in zip(program.instrs, program.live, strict=True):
         made = results_of(program, instr)
         results += made
-        if made and not program.reduces[instr.index].stored:  # type: ignore[union-attr]
+        if made and not program.reduces[instr.index].tiers:  # type: ignore[union-attr]
             gradients += made
         out.append(Moment(live - program.buffer_bytes - results + beside, gradients, full))
         if isinstance(instr, WaitReduce):

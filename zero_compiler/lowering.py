@@ -54,7 +54,27 @@ class Lowering:
             known = hints(gm.graph)
             segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in emitted.segments]
         emitted.program.segment_us = segment_us
-        return Lowered(gm, emitted)
+        return Lowered(gm, self._with_hops(gm, phase, emitted))
+
+    def _with_hops(self, gm: fx.GraphModule, phase: str, emitted: Emitted) -> Emitted:
+        """The same with every hop of chunks from other tiers as late as hides it."""
+        state, ahead = self.state, list[list[int]]()
+        budgeted = state.config.memory_budget_bytes is not None
+        while True:
+            found = schedule.hop_distances(
+                emitted.program, len(ahead) + 1, state.machine, state.world, budgeted
+            )
+            if found is None:
+                for lane, far in zip(("copied to the device", "read from files"), ahead, strict=False):
+                    if (most := max(far, default=1)) > 1:
+                        emitted.program.notes.append(f"chunks are {lane} up to {most} units ahead")
+                return emitted
+            ahead.append(found)
+            if any(d > 1 for d in found):
+                again = emit(gm, state.params, phase, state.loader.kept_offsets(), ahead)
+                state.lay_beside(again.program)
+                again.program.segment_us = emitted.program.segment_us
+                emitted = again
 
     def _is_settled(self, phase: str) -> bool:
         """Whether the distances of a phase are known: nothing was to decide, or it was decided before."""

@@ -316,7 +316,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
 def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
     """Layout of the sharded parameter that stands where ``name`` does, if it is still what was sharded."""
     info = policy.params[name]
-    device = policy.group.device
+    device = policy.rests_on(name)
     if param.dtype != info.layout.dtype or param.device.type != device.type or param.shape != info.shape:
         grads.moved(name, info, param, device)
     return info

@@ -145,7 +145,8 @@ class StreamedOptimizer(Optimizer, Done):
                 entry.streamed["grad"] = local.element_size()
             if policy is not None:
                 nbytes = local.numel() * sum(d.itemsize for d in states.tensors.values())
-                self._held[policy.key, name] = nbytes, tier
+                rests = "host" if tier == "none" and policy.on_host(name) else tier
+                self._held[policy.key, name] = nbytes, rests
                 self._managed.append((weakref.ref(policy), name, param))
                 policy.optimizers[name] = self
                 policy.taken += 1
@@ -346,8 +347,8 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '
             "nvme_dir; call zero.shard(model, nvme_dir=...) first"
         )
-    if tier == "host" and policy is not None and policy.group.device.type == "cpu":
-        return "none"
+    if tier == "host" and policy is not None and (not policy.apart or policy.on_host(name)):
+        return "none"  # beside the parameter
     return str(tier)
 
 

@@ -65,21 +65,21 @@ class Given:
     filed: bool
 
 
-def tiers_of(config: Config, device: str, params: Mapping[str, Given], spec: HardwareSpec) -> Placed:
+def tiers_of(config: Config, apart: bool, params: Mapping[str, Given], spec: HardwareSpec) -> Placed:
     """Where shards, gradients and states of a model rest on every rank: as ``config`` says, the rest as it fits.
 
     Args:
-        device: type of the compute device.
+        apart: the memory of the compute device is another than the host's.
         params: by name.
 
     Raises:
         ConfigError: a budget for a tier that this device does not have.
         MemoryBudgetError: the model does not fit the budgets.
     """
-    tensors = [t for name, given in params.items() for t in _of(config, device, name, given)]
+    tensors = [t for name, given in params.items() for t in _of(config, apart, name, given)]
     if config.device_rest_bytes is None:
         return Placed({(t.kind, t.name): t.tiers[0] for t in tensors})
-    if config.host_rest_bytes is not None and device == "cpu":
+    if config.host_rest_bytes is not None and not apart:
         raise ConfigError(
             "host_rest_bytes is for accelerators: compute is on the CPU, whose memory is the host's; give "
             "device_rest_bytes alone"
@@ -93,24 +93,27 @@ def tiers_of(config: Config, device: str, params: Mapping[str, Given], spec: Har
     return place(tensors, room, spec)
 
 
-def _of(config: Config, device: str, name: str, given: Given) -> Iterable[Resting]:
+def _of(config: Config, apart: bool, name: str, given: Given) -> Iterable[Resting]:
     """What rests of one parameter, and where each may: nearest first, and all that a wish leaves."""
     layout = given.layout
     sizes = {"params": layout.bytes_local()}
     if given.trainable:
         sizes |= {"grads": layout.bytes_local(), "optimizer": layout.chunk_numel * ASSUMED_STATE_BYTES}
+    far = apart and config.offload_params in ("host", "nvme")
     for kind, nbytes in sizes.items():
         asked = getattr(config, f"offload_{kind}")
-        if asked == "host" and device == "cpu":
+        if asked == "host" and not apart:
             asked = "none"  # the same memory
-        if kind != "optimizer" and not layout.cut:
+        if far and layout.cut:
+            asked = asked or "host"  # what updates need is beside the parameter, unless told otherwise
+        if not layout.cut and (kind != "optimizer" or (far and asked == "host")):
             asked = "none"  # a scalar, or a whole copy, which every rank has on its device
         if kind == "params" and given.filed:
             asked = "nvme"
         able: tuple[str, ...] = TIERS
         if asked is not None:
             able = (asked,)
-        elif device != "cpu" and kind != "optimizer":
+        elif apart and kind != "optimizer":
             able = ("none",)
         elif kind == "params" and config.stage != 3:
             able = ("none",)  # every weight is kept gathered

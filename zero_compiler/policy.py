@@ -72,9 +72,9 @@ class Policy:
     """How one sharded module is placed; shared by all its submodules. Made by :func:`shard`."""
 
     def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
-        _check_tiers(group, config)
         self.group = group
         self.config = config
+        self._check_tiers()
         self.hardware = hardware.load(config.hardware)
         self.transport: Transport = LOCAL  # until the parameters are known
         self.placed = Placed({})
@@ -141,8 +141,8 @@ class Policy:
 
     def choose_transport(self) -> None:
         """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
-        # What rests in files is read into buffers: there is nothing at rest that peers could read.
-        layouts = [i.layout for i in self.params.values() if self.placed.tier("params", i.name) != "nvme"]
+        # What rests on another tier is brought into buffers: there is nothing at rest that peers could read.
+        layouts = [i.layout for i in self.params.values() if not self.path("params", i.name)]
         self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
 
     def place_tensors(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -155,7 +155,48 @@ class Policy:
             name: Given(info.layout, params[name].requires_grad, in_file(params[name]))
             for name, info in self.params.items()
         }
-        self.placed = tiers_of(self.config, self.group.device.type, given, self.hardware)
+        self.placed = tiers_of(self.config, self.apart, given, self.hardware)
+
+    def _check_tiers(self) -> None:
+        """Where compute is on the CPU, tier "host" is where everything lies already; said once.
+
+        Raises:
+            ConfigError: tiers that do not go together.
+        """
+        global _said_host
+        if self.apart:
+            _check_apart(self.config, self.group.device)
+            return
+        fields = [f for f in TIER_FIELDS if getattr(self.config, f) == "host"]
+        if fields and not _said_host:
+            _said_host = True
+            log.warning(
+                'compute is on the CPU, where everything is on "host": %s="host" changes nothing', fields[0]
+            )
+
+    @property
+    def apart(self) -> bool:
+        """Whether the memory of the compute device is another than the host's."""
+        return self.group.device.type != "cpu"
+
+    def path(self, kind: str, name: str) -> tuple[str, ...]:
+        """Tiers from where a tensor rests to the compute device, nearest last; () where it rests there."""
+        tier = self.placed.tier(kind, name)
+        if tier == "none":
+            return ()
+        return ("nvme", "host") if tier == "nvme" and self.apart else (tier,)
+
+    def on_host(self, name: str) -> bool:
+        """Whether the rows of a parameter are a tensor in memory of the accelerator's host, or in a file there."""
+        return self.apart and bool(self.path("params", name))
+
+    def rests_on(self, name: str) -> torch.device:
+        """The device of a parameter's rows."""
+        return torch.device("cpu") if self.path("params", name) else self.group.device
+
+    def computes_on(self, name: str, shard: torch.Tensor) -> torch.device:
+        """The device of the full weight whose rows are ``shard``."""
+        return self.group.device if self.path("params", name) and not shard.is_meta else shard.device
 
     def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
@@ -201,7 +242,7 @@ class Policy:
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
 
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
-        """Where the padded ``chunk`` of a parameter is to lie: in a file, or in memory that peers read."""
+        """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read."""
         layout = self.params[name].layout
         if in_file(chunk):
             return chunk
@@ -210,6 +251,8 @@ class Policy:
                 region.fill(chunk)
                 chunk = region.tensor
             return chunk
+        if self.path("params", name):
+            return self._on_host(chunk)
         if self.transport.segment is None or not layout.cut:
             return chunk
         self.transport.segment.allocate(name, layout)
@@ -252,7 +295,18 @@ class Policy:
             return region.tensor.zero_()
         if segment is not None and name in segment.chunks:
             return segment.back(name).zero_().view(layout.padded_shape)
-        return torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.group.device)
+        zeros = torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.rests_on(name))
+        return self._on_host(zeros) if self.path("params", name) else zeros
+
+    def _on_host(self, chunk: torch.Tensor) -> torch.Tensor:
+        """The same in memory of the accelerator's host, pinned."""
+        if self.group.device.type == "cpu" or chunk.is_meta:
+            return chunk
+        if isinstance(chunk, FakeTensor):
+            return chunk.to("cpu")
+        if chunk.is_pinned():
+            return chunk
+        return torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=True).copy_(chunk)
 
     def nvme(self) -> Nvme:
         """The NVMe tier of this model on this rank.
@@ -275,7 +329,7 @@ class Policy:
     def activation_tier(self) -> str:
         """Where saved tensors may wait for backward: "none", "host" or "nvme". On a CPU they are on "host" already."""
         tier = self.config.offload_activations
-        return "none" if tier == "host" and self.group.device.type == "cpu" else tier
+        return tier if self.apart or tier != "host" else "none"
 
     def param(self, name: str) -> Any:
         """The sharded parameter called ``name`` as it stands in the module now.
@@ -379,28 +433,35 @@ def in_file(tensor: torch.Tensor) -> bool:
     return not local.is_meta and region_of(local) is not None
 
 
-def _check_tiers(group: Group, config: Config) -> None:
-    """Where compute is on the CPU, tier "host" is where everything lies already; said once.
+def _check_apart(config: Config, device: torch.device) -> None:
+    """What tiers may be beside each other where the device's memory is not the host's: torch has ``.grad`` where the
+    parameter is, and updates run where both are.
 
     Raises:
-        ConfigError: the tier would mean something on this device, and is not there yet.
+        ConfigError: naming the option that does not fit.
     """
-    global _said_host
-    if group.device.type != "cpu":
-        for name in TIER_FIELDS:
-            able = {"offload_optimizer": ("none", "host", "nvme"), "offload_activations": ("none", "host")}
-            if (tier := getattr(config, name)) not in (None, *able.get(name, ("none",))):
-                others = " or ".join(f'"{t}"' for t in able.get(name, ("none",)))
-                raise ConfigError(
-                    f'{name}="{tier}" is not available in this version on {group.device}; use {others}'
-                )
-        return
-    fields = [f for f in TIER_FIELDS if getattr(config, f) == "host"]
-    if fields and not _said_host:
-        _said_host = True
-        log.warning(
-            'compute is on the CPU, where everything is on "host": %s="host" changes nothing', fields[0]
+    if config.offload_activations == "nvme":
+        raise ConfigError(
+            f'offload_activations="nvme" is not available in this version on {device}; use "none" or "host"'
         )
+    params, grads_, states = config.offload_params, config.offload_grads, config.offload_optimizer
+    if params in (None, "none"):
+        if grads_ not in (None, "none"):
+            raise ConfigError(
+                f'offload_grads="{grads_}" needs offload_params="host" or "nvme" on {device}, since a gradient is on '
+                "the device of its parameter; give that too, or leave offload_grads out"
+            )
+        return
+    if config.stage != 3:
+        raise ConfigError(
+            f'offload_params="{params}" needs stage=3, not {config.stage}: the other stages keep every weight gathered'
+        )
+    for name, tier in (("offload_grads", grads_), ("offload_optimizer", states)):
+        if tier == "none":
+            raise ConfigError(
+                f'{name}="none" would keep on {device} what updates need beside parameters that rest on '
+                f'"{params}"; give "host" or "nvme", or leave {name} out'
+            )
 
 
 _said_host = False

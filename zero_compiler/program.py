@@ -18,7 +18,7 @@ import torch
 from .ir.facts import ParamRef
 from .runtime.stores import blocks
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,21 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """One step of the way of this rank's chunks to the compute device: from ``tier`` ("nvme" or "host") to these byte
+    ``offsets`` of the pool "host" or "device"."""
+
+    tier: str
+    pool: str
+    offsets: tuple[int, ...]
+
+    @property
+    def what(self) -> str:
+        """What is waited for, in words."""
+        return "file" if self.tier == "nvme" else "copy"
+
+
+@dataclass(frozen=True)
 class GatherDesc:
     """One bucket of weights gathered by one collective.
 
@@ -44,8 +59,9 @@ class GatherDesc:
     With ``shared`` that arena is memory that all ranks share, and each writes its own rows there. With ``home``
     nothing is written and there are no offsets (-1): the weights are read where they lie at rest.
 
-    ``fetched``: this rank's chunks rest in files, and are read to these offsets of the pool "host" first; ``()`` where
-    they rest in memory. One rank that casts nothing computes with them there.
+    ``hops``: this rank's chunks rest on another tier, and come to the device step by step first; ``()`` where they
+    rest there. One rank that casts nothing computes with them where they arrive. A file is read into the pool "host";
+    where the CPU computes, that is the device's memory, and else a copy to the pool "device" follows.
 
     With ``tile`` only a part of one weight is gathered (see :class:`Part`): ``shapes`` and ``chunk_numels`` are those
     of the part.
@@ -62,7 +78,7 @@ class GatherDesc:
     unit: str
     home: bool = False
     shared: bool = False
-    fetched: tuple[int, ...] = ()
+    hops: tuple[Hop, ...] = ()
     rest_dtype: str = ""
     tile: Part | None = None
 
@@ -86,7 +102,8 @@ class ReduceDesc:
     """One bucket of gradients reduced by one collective; ``dtype`` is that of the arithmetic.
 
     With ``shared``, ``staging`` is where this rank lays its gradients, one after the other, for its peers to read.
-    With ``stored`` the result is written to files as it lands, and rests there. ``copies`` ranks hold the same rows:
+    ``tiers``: the result rests on the last of them. "host" is the host of an accelerator, to which a ``store`` copies
+    it; what goes to files ("nvme") is written as it lands. ``copies`` ranks hold the same rows:
     when their own ranks' gradients are summed up, an all-reduce between them follows, which may be under way until
     the next reduction lands, or the Program ends.
     With ``tile`` only a part of one gradient is reduced; the wait for the last part gives all of this rank's rows.
@@ -103,10 +120,20 @@ class ReduceDesc:
     staging: int
     unit: str
     shared: bool = False
-    stored: bool = False
+    tiers: tuple[str, ...] = ()
     copies: int = 1
     tile: Part | None = None
     grad_dtype: str = ""
+
+    @property
+    def copied(self) -> bool:
+        """Whether the result leaves the device by a ``store``, between the reduction and its wait."""
+        return self.tiers[:1] == ("host",)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of this rank's chunks of the result."""
+        return sum(self.chunk_numels) * getattr(torch, self.out_dtype).itemsize
 
     @property
     def how(self) -> str:
@@ -184,17 +211,20 @@ def _few(names: tuple[str, ...]) -> str:
 # Instructions. `op` names the kind; JSON keeps the fields in order.
 @dataclass(frozen=True)
 class Fetch:
-    """Start to read this rank's chunks of gather ``index`` from their files."""
+    """Start hop ``hop`` of this rank's chunks of gather ``index``: to read them from files, or to copy them to the
+    device."""
 
     index: int
+    hop: int = 0
     op: str = "fetch"
 
 
 @dataclass(frozen=True)
 class WaitFetch:
-    """Wait until the chunks of gather ``index`` are there."""
+    """Wait until hop ``hop`` of the chunks of gather ``index`` is done."""
 
     index: int
+    hop: int = 0
     op: str = "wait_fetch"
 
 
@@ -246,8 +276,17 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Store:
+    """Wait for reduction ``index``, and start to copy its result to the host of the accelerator."""
+
+    index: int
+    op: str = "store"
+
+
+@dataclass(frozen=True)
 class WaitReduce:
-    """Wait for reduction ``index``; ``outs`` are this rank's rows of the mean gradients."""
+    """Wait for reduction ``index``, or for the copy of its result; ``outs`` are this rank's rows of the mean gradients,
+    where they rest."""
 
     index: int
     outs: tuple[int, ...]
@@ -318,6 +357,7 @@ Instr = (
     | Release
     | Compute
     | Reduce
+    | Store
     | WaitReduce
     | Keep
     | Offload
@@ -334,6 +374,7 @@ _KINDS: dict[str, type] = {
     "release": Release,
     "compute": Compute,
     "reduce": Reduce,
+    "store": Store,
     "wait_reduce": WaitReduce,
     "keep": Keep,
     "offload": Offload,
@@ -361,6 +402,7 @@ class Program:
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
         own_bytes: size of this rank's staging that its peers read.
         host_bytes: size of the pinned pool on the host through which files are read and written.
+        device_bytes: size of the pool on the device to which chunks are copied that rest on its host, or in files.
         offloads: tensors that wait on another tier between forward and backward.
         idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
             Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
@@ -391,6 +433,7 @@ class Program:
     slots_ranks: int = 1
     own_bytes: int = 0
     host_bytes: int = 0
+    device_bytes: int = 0
     offloads: list[OffloadDesc] = field(default_factory=list)
     idle_bytes: int = -1
     before_bytes: int = 0
@@ -418,8 +461,9 @@ class Program:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all arenas of this Program, with this rank's part of what ranks share."""
-        return self.transient_bytes + self.own_bytes + -(-self.slots_bytes // self.slots_ranks)
+        """Bytes of all arenas of this Program on the device, with this rank's part of what ranks share."""
+        shared = self.own_bytes + -(-self.slots_bytes // self.slots_ranks)
+        return self.transient_bytes + shared + self.device_bytes
 
     def collectives(self) -> str:
         """The sequence of collectives, one line each: what ranks must agree on before the first of them.
@@ -498,9 +542,11 @@ class Program:
             return f"wait            {'copy' if o.tier == 'host' else 'file'} of {o.name}"
         if isinstance(instr, (Fetch, WaitFetch)):
             g = self.gathers[instr.index]
+            hop, what = g.hops[instr.hop], f"{_few(g.names)}{_of(g.tile)}"
             if isinstance(instr, WaitFetch):
-                return f"wait            file of {_few(g.names)}{_of(g.tile)}"
-            return f"fetch           {_few(g.names)}{_of(g.tile)}, {g.chunk_bytes:,} bytes a rank"
+                return f"wait            {hop.what} of {what}"
+            to = ", to the device" if hop.pool == "device" else ""
+            return f"fetch           {what}, {g.chunk_bytes:,} bytes a rank{to}"
         if isinstance(instr, Gather):
             g = self.gathers[instr.index]
             return (
@@ -519,6 +565,9 @@ class Program:
             k = self.keeps[instr.index]
             return f"keep            {_sized(k.names, k.shapes, k.dtype)}{_of(k.tile)}"
         r = self.reduces[instr.index]
+        if isinstance(instr, Store):
+            what = f"{_few(r.names)}{_of(r.tile)}"
+            return f"store           gradients of {what}, {r.result_bytes:,} bytes a rank"
         if isinstance(instr, Reduce):
             return f"{r.how:<15} {_sized(r.names, r.shapes, r.dtype)}{_of(r.tile)}"
         return f"wait            gradients of {_few(r.names)}{_of(r.tile)}"
@@ -533,6 +582,8 @@ def _desc(data: dict[str, Any]) -> dict[str, Any]:
     out = _tuples(data)
     if out.get("tile") is not None:
         out["tile"] = Part(**out["tile"])
+    if "hops" in out:
+        out["hops"] = tuple(Hop(**h) for h in out["hops"])
     return out
 
 

@@ -16,6 +16,7 @@ from .program import (
     Reduce,
     ReduceDesc,
     Restore,
+    Store,
     WaitOffload,
     WaitReduce,
 )
@@ -57,6 +58,7 @@ def recount(program: Program) -> list[tuple[int, int]]:
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
     sums = early = 0  # on their way between ranks with the same rows; of these, what is not waited for yet
     restored = 0  # back from the host of an accelerator
+    leaving = 0  # reduced, and on their way to that host
     waiting = (
         program.waiting_bytes
     )  # of full gradients: an earlier backward has left as many as this one will
@@ -83,9 +85,12 @@ def recount(program: Program) -> list[tuple[int, int]]:
                 lent["reduce", instr.index], free = free, ()
             if _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
+                leaving += r.result_bytes if r.copied else 0
             elif _summed_twice_from_the_start(program, r):
                 early += _summed_bytes(r)
-        elif isinstance(instr, WaitReduce):
+        elif isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
+            pass  # its store has waited for the reduction
+        elif isinstance(instr, (Store, WaitReduce)):
             r = program.reduces[instr.index]
             free = lent.pop(("reduce", instr.index), ())
             # The sums before these have become results by now.
@@ -96,11 +101,14 @@ def recount(program: Program) -> list[tuple[int, int]]:
                 values.die(free)  # of one rank the gradient itself is the result
             if not _result_is_there_from_the_start(program, r):
                 reduced += _result_bytes(r)
+                leaving += r.result_bytes if r.copied else 0
         most = max(most, values.nbytes)
-        rows.append((reduced, most + sums + early + restored + waiting))
+        rows.append((reduced, most + sums + early + restored + leaving + waiting))
         values.die(free)
         if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
             restored -= program.offloads[instr.index].nbytes
+        if isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
+            leaving -= program.reduces[instr.index].result_bytes
     return rows
 
 
@@ -138,7 +146,7 @@ def _between_replicas(r: ReduceDesc) -> int:
 
 
 def _result_bytes(r: ReduceDesc) -> int:
-    return 0 if r.stored else sum(r.chunk_numels) * _itemsize(r.out_dtype)
+    return 0 if r.tiers else r.result_bytes
 
 
 def _itemsize(dtype: str) -> int:

@@ -102,7 +102,8 @@ class Memory:
     do not count. ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has
     told. ``waiting`` are the full gradients that a step under ``zero.no_sync`` keeps from one backward to the next, in
     ``reduce_dtype``; ``accumulating`` is what such a step holds when it holds most, in place of ``gradients`` and
-    ``programs``.
+    ``programs``. ``apart`` are bytes in the memory of an accelerator's host, which do not count: what rests there, and
+    the buffers of files.
     """
 
     parameters: int
@@ -116,6 +117,7 @@ class Memory:
     assumed: int = 0
     waiting: int = 0
     accumulating: int = 0
+    apart: int = 0
 
     @property
     def at_rest(self) -> int:
@@ -171,6 +173,7 @@ class Report:
                 "kept_bytes": self.memory.kept,
                 "arena_bytes": self.memory.arena,
                 "host_bytes": self.memory.host,
+                "apart_bytes": self.memory.apart,
                 "files_bytes": self.memory.files,
                 "programs_bytes": self.memory.programs,
                 "at_rest_bytes": self.memory.at_rest,
@@ -250,6 +253,8 @@ class Report:
             f"  predicted peak            {m.peak:>16,}   a step that adds to gradients: {m.gradients:,} more",
             f"  of steps under zero.no_sync {m.accumulating_peak:>14,}   {m.waiting:,} of it full gradients that wait",
         ]
+        if m.apart:
+            lines.append(f"bytes of this rank on the host{m.apart:>12,}")
         if m.files:
             lines.append(f"bytes of this rank in files   {m.files:>12,}")
         if self.planned_only:

@@ -17,8 +17,21 @@ from .arena import aligned
 from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us
-from .program import Compute, Gather, GatherDesc, Program, Reduce, WaitGather, WaitReduce
-from .simulate import duration, share_cores, transfers
+from .program import (
+    Compute,
+    Fetch,
+    Gather,
+    GatherDesc,
+    Offload,
+    Program,
+    Reduce,
+    Restore,
+    Store,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+)
+from .simulate import HOST, duration, fetch_us, lane_of, share_cores, simulate, transfers
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
 # than at distance 1.
@@ -130,8 +143,9 @@ def look(program: Program, spec: HardwareSpec, world: int) -> Look:
             between.append([])
         elif isinstance(instr, Compute):
             between[-1].append(("compute", program.segment_us[instr.segment]))
-        elif isinstance(instr, (Reduce, WaitReduce)) and reduce_costs[instr.index][0]:
-            between[-1].append(("start" if isinstance(instr, Reduce) else "wait", instr.index))
+        elif isinstance(instr, (Reduce, Store, WaitReduce)) and reduce_costs[instr.index][0]:
+            if not (isinstance(instr, WaitReduce) and program.reduces[instr.index].copied):
+                between[-1].append(("start" if isinstance(instr, Reduce) else "wait", instr.index))
     return Look(list(index), Phase(us, nbytes, between, [cost for cost, _ in reduce_costs]))
 
 
@@ -183,3 +197,79 @@ def _room(seen: Look, spare_bytes: int | None) -> tuple[int, str]:
     if spare_bytes is None:
         return _LARGEST_UNITS * largest, "two of the largest unit"
     return largest + spare_bytes, "the largest unit and what the memory budget leaves"
+
+
+# Hops: chunks on their way from other tiers. Each rank decides for itself, since nothing is sent between ranks.
+
+
+def hop_distances(
+    program: Program, stage: int, spec: HardwareSpec, world: int, budgeted: bool
+) -> list[int] | None:
+    """How far ahead the hops of a stage start (see `fetches.py`), by unit; None where the Program has no such stage, or
+    its chunks are not copied to a device.
+
+    Those of stages before it stand where they were found to; these stand one unit ahead. Without a memory budget, two
+    of the largest unit may be in flight.
+    """
+    copied = any(hop.pool == "device" for g in program.gathers for hop in g.hops)
+    if not copied or all(len(g.hops) < stage for g in program.gathers):
+        return None
+    phase = hop_phase(program, stage, spec, world)
+    largest = max(phase.nbytes, default=0)
+    return distances(phase, largest if budgeted else _LARGEST_UNITS * largest)
+
+
+def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int) -> Phase:
+    """The hops of one stage as the search sees them: the host's time between them is what it would take if chunks
+    came from other tiers in no time."""
+    lane = HOST if stage == 1 else lane_of("nvme")
+    unit_of: list[int] = []
+    for k, g in enumerate(program.gathers):
+        before = program.gathers[k - 1] if k else None
+        same = before is not None and (before.owner, before.unit) == (g.owner, g.unit)
+        unit_of.append(unit_of[-1] + (not same) if unit_of else 0)
+    count = unit_of[-1] + 1 if unit_of else 0
+    us, nbytes = [0.0] * count, [0] * count
+    waits: dict[int, int] = {}  # the first instruction that waits for hops of a unit
+    starts: dict[int, int] = {}  # the last one that starts the unit in the stage before
+    for at, instr in enumerate(program.instrs):
+        if not isinstance(instr, (Fetch, WaitFetch, Gather)):
+            continue
+        g, unit = program.gathers[instr.index], unit_of[instr.index]
+        now = 0 if isinstance(instr, Gather) else len(g.hops) - instr.hop
+        if isinstance(instr, Fetch) and now == stage:
+            us[unit] += fetch_us(program, instr, spec)
+            nbytes[unit] += g.chunk_bytes
+        elif isinstance(instr, WaitFetch) and now == stage:
+            waits.setdefault(unit, at)
+        elif not isinstance(instr, WaitFetch) and now == stage - 1:
+            starts[unit] = at
+    reached = [0.0, *simulate(program, spec, world, fetches=False).reached_us]
+    other_us: list[float] = []
+    between: list[list[Event]] = []
+    begin = next((at for at, i in enumerate(program.instrs) if isinstance(i, (Fetch, Gather))), 0)
+    for unit in range(count + 1):
+        end = waits.get(unit, starts.get(unit, begin)) if unit < count else len(program.instrs)
+        events: list[Event] = []
+        now_us = reached[begin]
+        for at in range(begin, end):
+            if cost := _other_us(program, program.instrs[at], lane, spec):
+                events += [("compute", reached[at] - now_us), ("start", len(other_us))]
+                other_us.append(cost)
+                now_us = reached[at]
+        between.append([*events, ("compute", reached[max(begin, end)] - now_us)])
+        begin = max(begin, starts.get(unit, end - 1) + 1)
+    return Phase(us, nbytes, between, other_us)
+
+
+def _other_us(program: Program, instr: Any, lane: str, spec: HardwareSpec) -> float:
+    """Time on ``lane`` of what an instruction puts there, if that is no hop."""
+    if isinstance(instr, (Offload, Restore)):
+        o = program.offloads[instr.index]
+        return spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes) if lane_of(o.tier) == lane else 0.0
+    if isinstance(instr, Store) and lane == HOST:
+        return spec.links("host")[1].us(program.reduces[instr.index].result_bytes)
+    if isinstance(instr, WaitReduce) and lane != HOST:
+        r = program.reduces[instr.index]
+        return spec.nvme_write.us(r.result_bytes) if r.tiers[-1:] == ("nvme",) else 0.0
+    return 0.0

@@ -218,14 +218,17 @@ def sharded_parameter(
         part: where the layout is that of a part of the parameter only.
     """
     shape = layout.shape if part is None else part.shape
+    away = local.device.type != group.mesh.device_type and not local.is_meta
     dtensor = DTensor.from_local(
-        local,
+        local.detach().to("meta") if away else local,
         group.mesh,
         group.placements(layout.cut, None if part is None else part.placement),
         run_check=False,
         shape=torch.Size(shape),
         stride=contiguous_stride(shape),
     )
+    if away:  # on the host of an accelerator, from where torch would copy them
+        dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
     return nn.Parameter(dtensor, requires_grad=requires_grad)
 
 

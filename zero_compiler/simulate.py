@@ -25,6 +25,7 @@ from .program import (
     Program,
     Reduce,
     Restore,
+    Store,
     WaitFetch,
     WaitGather,
     WaitOffload,
@@ -199,15 +200,29 @@ def transfers(
     return gathers, reduces
 
 
-def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
+def fetch_us(program: Program, fetch: Fetch, spec: HardwareSpec) -> float:
+    """Time on its lane of one hop of a gather's chunks."""
+    g = program.gathers[fetch.index]
+    return spec.links(g.hops[fetch.hop].tier)[0].us(g.chunk_bytes)
+
+
+def lane_of(tier: str) -> str:
+    """The lane between a tier and the one above it."""
+    return DISK if tier == "nvme" else HOST
+
+
+def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = True) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
+
+    Args:
+        fetches: whether chunks at rest on other tiers take time to come.
 
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
     gather_costs, reduce_costs = transfers(program, spec, world)
-    fetches: dict[int, _Task | None] = {}
+    fetched: dict[tuple[int, int], _Task | None] = {}
     gathers: dict[int, _Task | None] = {}
     reduces: dict[int, _Task | None] = {}
     offloads: dict[int, _Task | None] = {}
@@ -219,10 +234,12 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
             sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
         elif isinstance(instr, Fetch):
             g = program.gathers[instr.index]
-            label = f"file of the {g.label}"
-            fetches[instr.index] = sim.start(DISK, label, spec.nvme_read.us(g.chunk_bytes), g.chunk_bytes)
+            hop = g.hops[instr.hop]
+            us = fetch_us(program, instr, spec) if fetches else 0.0
+            label = f"{hop.what} of the {g.label}"
+            fetched[instr.index, instr.hop] = sim.start(lane_of(hop.tier), label, us, g.chunk_bytes)
         elif isinstance(instr, WaitFetch):
-            sim.wait(fetches[instr.index])
+            sim.wait(fetched[instr.index, instr.hop])
         elif isinstance(instr, Gather):
             label = program.gathers[instr.index].label
             gathers[instr.index] = sim.start(LINK, label, *gather_costs[instr.index])
@@ -237,16 +254,21 @@ def simulate(program: Program, spec: HardwareSpec, world: int) -> Timeline:
         elif isinstance(instr, (Offload, Restore)):
             o = program.offloads[instr.index]
             us = spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes)
-            lane, what = (HOST, "copy") if o.tier == "host" else (DISK, "file")
-            offloads[instr.index] = sim.start(lane, f"{what} of the {o.label}", us, o.nbytes)
+            what = "copy" if o.tier == "host" else "file"
+            offloads[instr.index] = sim.start(lane_of(o.tier), f"{what} of the {o.label}", us, o.nbytes)
         elif isinstance(instr, (WaitOffload, WaitRestore)):
             sim.wait(offloads[instr.index])
+        elif isinstance(instr, Store):
+            sim.wait(reduces[instr.index])
+            r = program.reduces[instr.index]
+            us = spec.links("host")[1].us(r.result_bytes)
+            reduces[instr.index] = sim.start(HOST, f"copy of the {r.label}", us, r.result_bytes)
         elif isinstance(instr, WaitReduce):
             sim.wait(reduces[instr.index])
             r = program.reduces[instr.index]
-            if r.stored:
-                nbytes = sum(r.chunk_numels) * getattr(torch, r.out_dtype).itemsize
-                sim.start(DISK, f"file of the {r.label}", spec.nvme_write.us(nbytes), nbytes)
+            if r.tiers[-1:] == ("nvme",):
+                us = spec.nvme_write.us(r.result_bytes)
+                sim.start(DISK, f"file of the {r.label}", us, r.result_bytes)
         reached.append(sim.now)
     sim.drain()
     return Timeline(sim.now, sim.stalled, sim.spans, reached, sim.slowed)

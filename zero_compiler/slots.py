@@ -1,4 +1,4 @@
-"""Offsets for what transfers need: gathered weights, staging, and chunks read from files, one arena per pool."""
+"""Offsets for what transfers need: gathered weights, staging, and chunks from other tiers, one arena per pool."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import fx
 
 from .arena import Slot, aligned, check, pack
 from .errors import VerifyError
+from .fetches import Fetches
 from .ir import facts
 from .ir.facts import ParamRef, Tile
-from .program import GatherDesc, OffloadDesc, Part, ReduceDesc
+from .program import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from .runtime.stores import blocks
 
 
@@ -24,7 +25,7 @@ def plan_slots(
     params: Mapping[ParamRef, Any],
     kept_offsets: Mapping[str, dict[str, int]],
     end: int,
-    fetch_starts: Mapping[int, int],
+    fetches: Fetches,
     offloads: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[GatherDesc], list[ReduceDesc], list[OffloadDesc], dict[str, int]]:
     """Descriptions of all transfers, with their offsets, and the size of each arena.
@@ -33,9 +34,9 @@ def plan_slots(
         gathers, reduces: of each, its node, the instructions where it starts and ends, and for a gather where it is
             ready.
         end: number of instructions.
-        fetch_starts: instruction that starts to read the chunks of a gather from their files.
+        fetches: when chunks of a gather come from other tiers.
     """
-    slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": []}
+    slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": [], "device": []}
     where: dict[str, list[tuple[str, int, int]]] = {pool: [] for pool in slots}
     gather_rows, reduce_rows = [], []
 
@@ -51,12 +52,14 @@ def plan_slots(
         kept, shared = not plans[0].released, plans[0].shared
         home = all(p.home for p in plans)
         gather_rows.append((node, plans, chunks, kept, home))
-        if k in fetch_starts:
-            # One rank computes with what was read, where it lies.
-            last = g["ready"] if plans[0].world > 1 or g["end"] is None else g["end"]
+        for hop, (_, pool) in enumerate(_hops(plans[0])):
+            # It lies there until it has come one step further. One rank computes with what has arrived, where it lies.
+            last = fetches.waits.get((k, hop + 1))
+            if last is None:
+                last = g["ready"] if plans[0].world > 1 or g["end"] is None else g["end"]
             for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
-                size = blocks(chunk * p.dtype.itemsize)
-                need("host", ("fetch", k, m), Slot(size, fetch_starts[k], last))
+                size = blocks(chunk * p.dtype.itemsize) if pool == "host" else chunk * p.dtype.itemsize
+                need(pool, (f"fetch {hop}", k, m), Slot(size, fetches.starts[k, hop], last))
         if home:
             continue
         if kept:
@@ -120,7 +123,10 @@ def plan_slots(
             unit=facts.unit(node).split(":", 1)[-1],
             home=home,
             shared=plans[0].shared,
-            fetched=tuple(at[("fetch", k, m)] for m in range(len(plans))) if k in fetch_starts else (),
+            hops=tuple(
+                Hop(tier, pool, tuple(at[(f"fetch {hop}", k, m)] for m in range(len(plans))))
+                for hop, (tier, pool) in enumerate(_hops(plans[0]))
+            ),
             rest_dtype=_dtype_text(plans[0].dtype),
             tile=_part(node, plans[0]),
         )
@@ -138,7 +144,7 @@ def plan_slots(
             staging=at.get(("reduce", k, 0), -1),
             unit=facts.unit(node).split(":", 1)[-1],
             shared=plans[0].shared,
-            stored=all(p.grad_filed for p in plans),
+            tiers=plans[0].grad_path,
             copies=plans[0].copies,
             tile=_part(node, plans[0]),
             grad_dtype=_dtype_text(plans[0].gather_dtype),
@@ -159,6 +165,11 @@ def plan_slots(
         for k, o in enumerate(offloads)
     ]
     return gather_descs, reduce_descs, offload_descs, sizes
+
+
+def _hops(plan: Any) -> list[tuple[str, str]]:
+    """The tiers that chunks leave on their way to the device, and the pools to which they come."""
+    return [(tier, "host" if tier == "nvme" else "device") for tier in plan.path]
 
 
 def _read_by_all(spans: Sequence[tuple[int, int]], end: int) -> list[int]:

@@ -25,27 +25,27 @@ WHOLE = frozenset(
 )
 
 
-def tile_rows(layout: Layout, dtype: torch.dtype, filed: bool, limit_bytes: int | None) -> int:
+def tile_rows(layout: Layout, dtype: torch.dtype, far: bool, limit_bytes: int | None) -> int:
     """Rows of a rank's chunk in a tile; 0 where the weight is gathered whole, as every vector is.
 
-    A tile is gathered in at most ``limit_bytes``, or of the fewest rows that can be: one, or in a file as many as
+    A tile is gathered in at most ``limit_bytes``, or of the fewest rows that can be: one, or on another tier as many as
     whole blocks hold. One rank that computes with a weight where it lies at rest gathers nothing, and tiles nothing.
 
     Args:
         dtype: in which it is gathered.
-        filed: it, or its gradient, rests in a file.
+        far: it, or its gradient, rests on another tier.
     """
     row_bytes = layout.row_numel * dtype.itemsize
     if limit_bytes is None or not layout.cut or len(layout.shape) < 2:
         return 0
     if layout.world * layout.chunk_rows * row_bytes <= limit_bytes:
         return 0
-    if layout.world == 1 and dtype == layout.dtype and not filed:
+    if layout.world == 1 and dtype == layout.dtype and not far:
         return 0
     least = math.lcm(layout.row_numel * layout.dtype.itemsize, BLOCK_BYTES) // (
         layout.row_numel * layout.dtype.itemsize
     )
-    least = least if filed else 1
+    least = least if far else 1
     rows = max(1, limit_bytes // (layout.world * row_bytes) // least) * least
     if rows >= layout.chunk_rows:
         return 0
@@ -72,7 +72,7 @@ def largest_bytes(plans: Iterable[Any]) -> int:
     most = 0
     for plan in plans:
         row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
-        if plan.world > 1 or plan.filed or plan.gather_dtype != plan.dtype:
+        if plan.world > 1 or plan.path or plan.gather_dtype != plan.dtype:
             most = max(most, row * (plan.tile_rows or plan.chunk_rows))
     return most
 

@@ -27,6 +27,7 @@ from .program import (
     ReduceDesc,
     Release,
     Restore,
+    Store,
     WaitFetch,
     WaitGather,
     WaitOffload,
@@ -88,7 +89,7 @@ def verify_accumulating(
     for k in program.keeps:
         if k.owner not in owners:
             raise VerifyError(f"{k.label}: they are to be reduced")
-    moving = (Reduce, WaitReduce, Keep)
+    moving = (Reduce, Store, WaitReduce, Keep)
     rest, base_rest = ([i for i in p.instrs if not isinstance(i, moving)] for p in (program, base))
     if rest != base_rest or have != want:
         raise VerifyError("a backward under zero.no_sync does something else than the one that reduces")
@@ -150,6 +151,7 @@ def _transfers(program: Program) -> None:
         WaitGather: ("gather", "started", "ready"),
         Release: ("gather", "ready", "released"),
         Reduce: ("reduce", "idle", "started"),
+        Store: ("reduce", "started", "stored"),
         WaitReduce: ("reduce", "started", "done"),
         Keep: ("keep", "idle", "done"),
         Offload: ("offload", "idle", "started"),
@@ -159,12 +161,28 @@ def _transfers(program: Program) -> None:
         Discard: ("offload", "ready", "released"),
     }
     given: dict[int, tuple[int, ...]] = {}
+    hops: dict[int, int] = {}  # of each gather, those that its chunks have made
     for i, instr in enumerate(program.instrs):
         if isinstance(instr, Compute):
             continue
         kind, need, leave = steps[type(instr)]
-        if isinstance(instr, Gather) and program.gathers[instr.index].fetched:
-            need = "fetched"
+        if isinstance(instr, (Fetch, WaitFetch, Gather)):
+            done, wanted = hops.get(instr.index, 0), len(program.gathers[instr.index].hops)
+            if not isinstance(instr, WaitFetch) and done:
+                need = "fetched"
+            if isinstance(instr, Gather) and wanted:
+                need = "fetched"
+                if done < wanted and state.get((kind, instr.index)) == need:
+                    _fail(
+                        i, instr, f"gather {instr.index} starts after {done} of {wanted} hops of its chunks"
+                    )
+            elif not isinstance(instr, Gather) and (instr.hop != done or done >= wanted):
+                _fail(i, instr, f"hop {instr.hop} of gather {instr.index} is not number {done} of {wanted}")
+            hops[instr.index] = done + isinstance(instr, WaitFetch)
+        if isinstance(instr, (Store, WaitReduce)) and program.reduces[instr.index].copied:
+            need = "started" if isinstance(instr, Store) else "stored"
+        elif isinstance(instr, Store):
+            _fail(i, instr, f"reduction {instr.index} rests where it is, and is not to be copied")
         have = state.get((kind, instr.index), "idle")
         if have != need:
             _fail(i, instr, f"{kind} {instr.index} is {have}, must be {need}")
@@ -229,8 +247,13 @@ def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str
         for i, instr in enumerate(program.instrs)
         if not isinstance(instr, Compute)
     }
+    fetched = {
+        (type(instr), instr.index, instr.hop): i
+        for i, instr in enumerate(program.instrs)
+        if isinstance(instr, (Fetch, WaitFetch))
+    }
     sizes = {"transient": program.transient_bytes, "slots": program.slots_bytes, "own": program.own_bytes}
-    sizes["host"] = program.host_bytes
+    sizes |= {"host": program.host_bytes, "device": program.device_bytes}
     slots: dict[str, list[Slot]] = {pool: [] for pool in sizes}
     offsets: dict[str, list[int]] = {pool: [] for pool in sizes}
     labels: dict[str, list[str]] = {pool: [] for pool in sizes}
@@ -248,12 +271,17 @@ def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str
     for k, g in enumerate(program.gathers):
         world, item = worlds[g.owner], _itemsize(g.dtype)
         start, ready = at[Gather, k], at[WaitGather, k]
-        for name, numel, offset in zip(g.names, g.chunk_numels, g.fetched, strict=bool(g.fetched)):
-            if offset % BLOCK_BYTES:
-                raise VerifyError(f"{g.label}: {name} is read to byte {offset}, no multiple of {BLOCK_BYTES}")
+        for h, hop in enumerate(g.hops):
             last = ready if world > 1 or g.kept else at[Release, k]
-            size = blocks(numel * _itemsize(g.rest_dtype))
-            use(f"file of {name}", offset, size, at[Fetch, k], last, "host")
+            last = fetched.get((WaitFetch, k, h + 1), last)  # until it has come one step further
+            for name, numel, offset in zip(g.names, g.chunk_numels, hop.offsets, strict=True):
+                if hop.tier == "nvme" and offset % BLOCK_BYTES:
+                    raise VerifyError(
+                        f"{g.label}: {name} is read to byte {offset}, no multiple of {BLOCK_BYTES}"
+                    )
+                size = numel * _itemsize(g.rest_dtype)
+                size = blocks(size) if hop.tier == "nvme" else size
+                use(f"{hop.what} of {name}", offset, size, fetched[Fetch, k, h], last, hop.pool)
         for name, shape, numel, offset in zip(g.names, g.shapes, g.chunk_numels, g.offsets, strict=True):
             nbytes = numel * world * item
             if math.prod(shape) > numel * world:
@@ -300,7 +328,7 @@ def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str
             r.staging,
             total * (world if r.replicated else world + 1),
             at[Reduce, k],
-            at[WaitReduce, k],
+            at.get((Store, k), at[WaitReduce, k]),
         )
     for pool, nbytes in sizes.items():
         wrong = check(slots[pool], offsets[pool], nbytes)
@@ -332,11 +360,15 @@ def _read_by_peers(program: Program) -> dict[int, int]:
 
     Peers are, once a reduction has ended that they start behind their wait for this one.
     """
-    waits = {instr.index: i for i, instr in enumerate(program.instrs) if isinstance(instr, WaitReduce)}
+    waits: dict[int, int] = {}
+    for i, instr in enumerate(program.instrs):
+        if isinstance(instr, (Store, WaitReduce)):
+            waits.setdefault(instr.index, i)
     soonest, done = len(program.instrs), {}
-    for instr in reversed(program.instrs):
-        if isinstance(instr, WaitReduce):
-            done[instr.index] = soonest
+    for i, instr in reversed(list(enumerate(program.instrs))):
+        if isinstance(instr, (Store, WaitReduce)):
+            if waits[instr.index] == i:
+                done[instr.index] = soonest
         elif isinstance(instr, Reduce):
             soonest = min(soonest, waits[instr.index])
     return done

@@ -147,7 +147,7 @@ def _filed(rank: int, world: int, folder: str) -> set[str]:
     for (name, a), b in zip(model.named_parameters(), want.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b[1].grad, msg=lambda m, n=name: f"{n}: {m}")
     (frame,) = zero.inspect(model).frames
-    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile and g.fetched}
+    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile and g.hops}
 
 
 def test_tiles_of_weights_in_files(tmp_path: Any) -> None:

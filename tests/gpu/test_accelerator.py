@@ -169,3 +169,78 @@ def _different_calls(rank, world):
 @two_devices
 def test_ranks_in_different_calls_on_the_backend_of_the_device():
     run_ranks(_different_calls, 2, backend=_own_backend(), timeout=120.0, group_timeout=30.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "grads"), [("host", None), ("host", "nvme"), ("nvme", None), ("nvme", "nvme")]
+)
+def test_shards_on_the_host_and_in_files(params, grads, tmp_path):
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    plain = Net().to(device)
+
+    def losses(**fields):
+        torch._dynamo.reset()
+        model = zero.shard(copy.deepcopy(plain), nvme_dir=str(tmp_path), **fields)
+        step = torch.compile(model, backend="zero", options={"compute": "aten"})
+        optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-2, eps=1e-3)
+        return _train_on(device, step, optimizer), model
+
+    want, _ = losses()
+    got, model = losses(offload_params=params, offload_grads=grads)
+    # The update runs on the host, whose kernels may round otherwise.
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert {p.device.type for p in model.parameters() if p.dim()} == {"cpu"}
+    memory = zero.inspect(model).memory
+    assert memory.parameters == memory.gradients == memory.optimizer == memory.host == 0
+    assert memory.apart > 0
+
+
+def test_plain_optimizers_update_shards_on_the_host():
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    plain = Net().to(device)
+    model = zero.shard(copy.deepcopy(plain), offload_params="host")
+    got = _train_on(
+        device,
+        torch.compile(model, backend="zero", options={"compute": "aten"}),
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3),
+    )
+    want = _train_on(device, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert all(local.is_pinned() for p in model.parameters() if (local := p._local_tensor).numel())
+
+
+def test_the_device_holds_no_more_than_was_planned_with_shards_on_the_host():
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    model = zero.shard(
+        nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24))).to(device),
+        offload_params="host",
+    )
+    step = torch.compile(model, backend="zero", options={"compute": "aten", "bucket_bytes": 0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 1024, device=device)
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_allocated(device)
+    for _ in range(3):
+        torch.accelerator.reset_peak_memory_stats(device)
+        step(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    grown = torch.accelerator.max_memory_allocated(device) - before
+    assert grown <= zero.inspect(model).memory.peak + (1 << 20)
+
+
+def _train_on(device, step, optimizer, steps=10):
+    generator = torch.Generator().manual_seed(100)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 30, generator=generator).to(device)
+        y = torch.randint(0, 10, (16,), generator=generator).to(device)
+        loss = step(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

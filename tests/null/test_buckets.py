@@ -70,7 +70,8 @@ def test_transfers_of_a_graph_mix_no_pools_and_no_dtypes(phase):
     b = Build(**{name: (4, 4) for name in names})
     x, outs = b.input("x", 3, 4), []
     for i, ref in enumerate(b.plans):
-        own = {"kept": i == 1, "filed": i in (2, 3), "grad_filed": i in (3, 4)}
+        own = {"kept": i == 1}
+        own |= {"path": ("nvme",) * (i in (2, 3)), "grad_path": ("nvme",) * (i in (3, 4))}
         if i == 5:
             own["reduce_dtype"] = torch.float64
         b.plans[ref] = dataclasses.replace(b.plans[ref], **own)
@@ -88,6 +89,6 @@ def test_transfers_of_a_graph_mix_no_pools_and_no_dtypes(phase):
     assert max(map(len, moved)) > 1
     for plans in moved:
         if phase == "forward":
-            assert len({(p.gather_dtype, p.released, p.filed) for p in plans}) == 1
+            assert len({(p.gather_dtype, p.released, p.path) for p in plans}) == 1
         else:
-            assert len({(p.reduce_dtype, p.grad_filed) for p in plans}) == 1
+            assert len({(p.reduce_dtype, p.grad_path) for p in plans}) == 1

@@ -78,8 +78,8 @@ def lifetimes(program: Program) -> dict[str, set[str]]:
                 out.setdefault("transient", set()).add(
                     "short" if (WaitGather, instr.index) in ends else "long"
                 )
-            if g.fetched:
-                out.setdefault("host", set()).add("short" if (WaitGather, instr.index) in ends else "long")
+            for hop in g.hops:
+                out.setdefault(hop.pool, set()).add("short" if (WaitGather, instr.index) in ends else "long")
         elif isinstance(instr, Reduce) and (r := program.reduces[instr.index]).staging >= 0:
             pool = "own" if r.shared else "transient"
             out.setdefault(pool, set()).add("short" if (WaitReduce, instr.index) in ends else "long")

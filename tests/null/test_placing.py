@@ -77,7 +77,7 @@ def test_parameters_stay_nearest():
     params = {f"w{i}": Given(Layout((256, 256), torch.float32, 1, True), i < 3, False) for i in range(4)}
     chunk = 256 * 256 * 4
     config = Config(device_rest_bytes=4 * chunk, nvme_dir="/")
-    placed = tiers_of(config, "cpu", params, SPEC)
+    placed = tiers_of(config, False, params, SPEC)
     assert {k for k, tier in placed.tiers.items() if tier == "none"} == {("params", n) for n in params}
     assert placed.why[:3] == (
         f"parameters of 4 of 4 on the device: {4 * chunk:,} bytes",
@@ -90,12 +90,12 @@ def test_parameters_stay_nearest():
     )
     # What is told is not asked: gradients stay, and parameters make room for them.
     told = tiers_of(
-        Config(device_rest_bytes=4 * chunk, nvme_dir="/", offload_grads="none"), "cpu", params, SPEC
+        Config(device_rest_bytes=4 * chunk, nvme_dir="/", offload_grads="none"), False, params, SPEC
     )
     assert [told.tier("grads", f"w{i}") for i in range(3)] == ["none"] * 3
     assert sorted(told.tier("params", n) for n in params) == ["none"] + ["nvme"] * 3
     # Where every weight is kept gathered there is no tier for parameters but the device.
-    lower = tiers_of(Config(stage=2, device_rest_bytes=4 * chunk, nvme_dir="/"), "cpu", params, SPEC)
+    lower = tiers_of(Config(stage=2, device_rest_bytes=4 * chunk, nvme_dir="/"), False, params, SPEC)
     assert {lower.tier("params", n) for n in params} == {"none"}
 
 
@@ -103,7 +103,7 @@ def test_small_tensors_stay_whatever_the_room():
     """They are far below a step of the knapsack, and cost most per byte."""
     params = {f"b{i}": Given(Layout((64,), torch.float32, 1, True), True, False) for i in range(500)}
     params |= {f"w{i}": Given(Layout((1024, 1024), torch.float32, 1, True), True, False) for i in range(50)}
-    placed = tiers_of(Config(device_rest_bytes=100 << 20, nvme_dir="/"), "cpu", params, SPEC)
+    placed = tiers_of(Config(device_rest_bytes=100 << 20, nvme_dir="/"), False, params, SPEC)
     assert {placed.tier(kind, f"b{i}") for kind in TRANSFERS for i in range(500)} == {"none"}
     held = sum(placed.tier("params", f"w{i}") == "none" for i in range(50))
     assert held == 24  # 4 MiB each; the small ones take half a MiB
@@ -117,9 +117,9 @@ def test_with_an_accelerator_states_alone_move():
     params = {"w": Given(Layout((256, 256), torch.float32, 1, True), True, False)}
     chunk = 256 * 256 * 4
     fields = {"device_rest_bytes": 2 * chunk, "nvme_dir": "/"}
-    host = tiers_of(Config(host_rest_bytes=2 * chunk, **fields), "cuda", params, SPEC)
+    host = tiers_of(Config(host_rest_bytes=2 * chunk, **fields), True, params, SPEC)
     assert [host.tier(kind, "w") for kind in TRANSFERS] == ["none", "none", "host"]
-    files = tiers_of(Config(host_rest_bytes=chunk, **fields), "cuda", params, SPEC)
+    files = tiers_of(Config(host_rest_bytes=chunk, **fields), True, params, SPEC)
     assert files.tier("optimizer", "w") == "nvme"
 
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_one_error():
     params = {"w": Given(Layout((256, 256), torch.float32, 1, True), True, False)}
     chunk = 256 * 256 * 4
     with pytest.raises(MemoryBudgetError) as error:
-        tiers_of(Config(device_rest_bytes=chunk), "cpu", params, SPEC)
+        tiers_of(Config(device_rest_bytes=chunk), False, params, SPEC)
     assert str(error.value) == (
         f"device_rest_bytes={chunk:,} is {3 * chunk:,} bytes too small for this rank: {4 * chunk:,} bytes can rest "
         f"nowhere else (parameters {chunk:,}, gradients {chunk:,}, optimizer states {2 * chunk:,}), of {4 * chunk:,} in "
@@ -146,13 +146,13 @@ def test_what_does_not_fit_is_one_error():
                 offload_params="nvme",
                 offload_grads="nvme",
             ),
-            "cpu",
+            False,
             {"w": Given(Layout((256, 256), torch.float32, 1, True), False, False)}
             | {"v": Given(Layout((512, 256), torch.float32, 1, True), False, False)},
             SPEC,
         )
     with pytest.raises(ConfigError, match="host_rest_bytes is for accelerators"):
-        tiers_of(Config(device_rest_bytes=0, host_rest_bytes=0), "cpu", params, SPEC)
+        tiers_of(Config(device_rest_bytes=0, host_rest_bytes=0), False, params, SPEC)
     with pytest.raises(ConfigError, match="nvme_rest_bytes needs nvme_dir"):
         Config(device_rest_bytes=0, nvme_rest_bytes=0)
     with pytest.raises(ConfigError, match="nothing does without device_rest_bytes"):

@@ -21,6 +21,7 @@ from zero_compiler.program import (
     Fetch,
     Gather,
     GatherDesc,
+    Hop,
     Program,
     Reduce,
     ReduceDesc,
@@ -274,7 +275,7 @@ def test_two_lanes_that_slow_compute_down_are_charged_alike():
 
 def test_three_lanes_that_share_go_at_a_third():
     """Computes 6 us; 400 bytes travel (6 us); 100 bytes come from a file (5 + 2 us)."""
-    stored = gather_of(25, fetched=(0,), rest_dtype="float32")
+    stored = gather_of(25, hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32")
     instrs = [Fetch(1), Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,)), WaitFetch(1)]
     program = program_of(instrs, [gather_of(50), stored], segment_us=[6.0])
     timeline = simulate(program, spec_of([("compute", LINK, DISK)]), 2)
@@ -303,12 +304,14 @@ def test_bytes_of_a_lane_are_those_of_its_descriptors(world):
         gather_of(10),
         gather_of(10, 6),
         gather_of(7, home=True),
-        dataclasses.replace(gather_of(9), dtype="bfloat16", fetched=(0,), rest_dtype="float32"),
+        dataclasses.replace(
+            gather_of(9), dtype="bfloat16", hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32"
+        ),
     ]
     reduces = [
         reduce_of(10),
         reduce_of(3, 5, replicated=True),
-        reduce_of(8, stored=True),
+        reduce_of(8, tiers=("nvme",)),
         reduce_of(4, copies=3),
         dataclasses.replace(reduce_of(6), dtype="bfloat16"),
     ]

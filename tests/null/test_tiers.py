@@ -13,7 +13,7 @@ import zero_compiler as zero
 from zero_compiler import hardware
 from zero_compiler.errors import MemoryBudgetError, VerifyError
 from zero_compiler.planning import report
-from zero_compiler.program import Fetch, Program, WaitFetch
+from zero_compiler.program import Fetch, Hop, Program, WaitFetch
 from zero_compiler.simulate import COMPUTE, DISK, simulate
 from zero_compiler.verify import verify_program
 
@@ -54,7 +54,8 @@ def test_the_verifier_sees_a_gather_that_does_not_wait_for_its_file(tmp_path):
     with pytest.raises(VerifyError, match="gather 2 is fetching, must be fetched"):
         verify_program(broken, worlds)
     # Two chunks that lie there at the same time.
-    g = [dataclasses.replace(x, fetched=tuple(0 for _ in x.fetched)) for x in program.gathers]
+    hop = Hop("nvme", "host", (0,))
+    g = [dataclasses.replace(x, hops=(hop,) if x.hops else ()) for x in program.gathers]
     with pytest.raises(VerifyError, match=r"planned memory \(host\)"):
         verify_program(dataclasses.replace(program, gathers=g), worlds)
 

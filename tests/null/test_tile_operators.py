@@ -126,15 +126,15 @@ def layout(rows: int, world: int, width: int = 10) -> Layout:
     ],
 )
 def test_rows_of_a_tile(rows, world, limit, want):
-    assert tile_rows(layout(rows, world), torch.float32, filed=False, limit_bytes=limit) == want
+    assert tile_rows(layout(rows, world), torch.float32, far=False, limit_bytes=limit) == want
 
 
 def test_tiles_of_what_is_cast_and_of_what_rests_in_files():
     one = layout(4096, 1, 1024)
-    assert tile_rows(one, torch.bfloat16, filed=False, limit_bytes=1 << 20) == 512
+    assert tile_rows(one, torch.bfloat16, far=False, limit_bytes=1 << 20) == 512
     odd = layout(4096, 1, 100)  # 400 bytes a row: 256 rows are 25 blocks of 4096 bytes
-    assert tile_rows(odd, torch.float32, filed=True, limit_bytes=1) == 256
-    assert tile_rows(odd, torch.float32, filed=True, limit_bytes=300_000) == 512
+    assert tile_rows(odd, torch.float32, far=True, limit_bytes=1) == 256
+    assert tile_rows(odd, torch.float32, far=True, limit_bytes=300_000) == 512
 
 
 @pytest.mark.parametrize(("rows", "world"), [(12, 2), (11, 2), (13, 4), (5, 4)])

@@ -26,6 +26,8 @@ class Owner(Protocol):
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor: ...
 
+    def computes_on(self, name: str, shard: torch.Tensor) -> torch.device: ...
+
 
 # Markers carry their owner by name, since a graph can hold no Python object. Weak: a name dies with its model.
 _owners: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -114,7 +116,9 @@ def unflat_sizes(sizes: Sequence[int], dims: Sequence[int]) -> list[tuple[int, .
 
 @torch.library.register_fake("zero::unshard", lib=_lib)
 def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device=shard.device)
+    model = _owners.get(owner)
+    device = shard.device if model is None else model.computes_on(name, shard)
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("zero::reduce_grad", lib=_lib)
@@ -191,12 +195,12 @@ def _fresh(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     shard, _, _, ctx.owner, ctx.name = inputs
-    ctx.local_size, ctx.local_dtype = tuple(shard.shape), shard.dtype
+    ctx.local_size, ctx.local_dtype, ctx.rests_on = tuple(shard.shape), shard.dtype, shard.device
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> Any:
     local = torch.ops.zero.reduce_grad(grad, ctx.local_size, ctx.local_dtype, ctx.owner, ctx.name)
-    return local, None, None, None, None
+    return local.to(ctx.rests_on), None, None, None, None
 
 
 torch.library.register_autograd("zero::unshard", _backward, setup_context=_save, lib=_lib)
