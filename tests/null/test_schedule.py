@@ -264,7 +264,7 @@ def test_a_step_is_bound_by_what_takes_longer(shared, numel, bound):
 
 def test_two_lanes_that_slow_compute_down_are_charged_alike():
     """12 us of computing, 6 us of moving and 7 us of reading, on the same cores."""
-    stored = gather_of(25, fetched=(0,), rest_dtype="float32")
+    stored = gather_of(25, hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32")
     instrs = [Fetch(1), Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,)), WaitFetch(1)]
     program = program_of(instrs, [gather_of(50), stored], segment_us=[12.0])
     timeline = simulate(program, spec_of([("compute", LINK, DISK)]), 2)
