@@ -6,17 +6,15 @@ import copy
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zero_compiler import accumulation, grads
+from zero_compiler import accumulation
 from zero_compiler.beside import frames_of, saved_before
-from zero_compiler.errors import MemoryBudgetError, TransferError
+from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.headers import cannot_begin, laid_text, lay_text, meet, short_digest
 from zero_compiler.keeping import accumulating
-from zero_compiler.layout import tiled_rows
 from zero_compiler.program import (
     Compute,
     Fetch,
@@ -25,7 +23,6 @@ from zero_compiler.program import (
     Keep,
     Program,
     Reduce,
-    ReduceDesc,
     Release,
     Store,
     WaitFetch,
@@ -36,6 +33,7 @@ from zero_compiler.verify import verify_accumulating
 from . import moves
 from .hops import Hops
 from .model import ModelRuntime
+from .reductions import Reductions, load
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
 _MOVE, _KEEP, _STORE = 9, 10, 11
@@ -52,18 +50,6 @@ def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
             return False
         at, size = at + size, 1 << 18
     return True
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """An all-reduce under way between ranks with the same rows, of the ``chunks`` of reduction ``which``."""
-
-    work: Any
-    which: int
-    outs: Sequence[int]
-    final: Sequence[bool]
-    chunks: Sequence[torch.Tensor]
-    label: str
 
 
 class Session:
@@ -97,7 +83,7 @@ class Session:
                 runtime.engine.grow_arena(runtime.own, program.own_bytes)
         self._gathers = [self._add_gather(g) for g in program.gathers]
         self._whole = [self._is_whole(g) for g in program.gathers]
-        self._known_reduces = {r: self._add_reduce(r) for r in program.reduces}
+        self._known_reduces = {r: load(runtimes[r.owner], r) for r in program.reduces}
         self._moves = first.moves(program) if first is not None and program.offloads else None
         self._at_home: dict[ModelRuntime, list[str]] = {}
         for g in program.gathers:
@@ -105,10 +91,6 @@ class Session:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
         self._hops = Hops([(self.runtimes[g.owner], g) for g in program.gathers])
         self._copies = program.device_bytes > 0 or any(r.copied for r in program.reduces)
-        self._summing: list[_Sum] = []
-        # Results of reductions on the device, what they become on its host, and the event of the copy.
-        self._leaving: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], Any]] = {}
-        self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         sends = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
@@ -119,11 +101,8 @@ class Session:
         self.program = program
         self._sequence = program.collectives()
         self._digest: bytes | None = None
-        self._reduces = [self._known_reduces[r] for r in program.reduces]
-        self._reducing = {r.owner: self.runtimes[r.owner] for r in program.reduces}
-        self._keeps = [(self.runtimes[k.owner], k) for k in program.keeps]
+        self._reductions = Reductions(program, self._known_reduces, self.runtimes)
         self._last_read = _last_reads(program)
-        self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
         self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._accumulating: dict[frozenset[str], Session] = {}
 
@@ -165,31 +144,6 @@ class Session:
         policy = self.runtimes[g.owner].policy
         own = all(policy.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
         return policy.group.world == 1 and own and not (g.home or g.hops or g.tile)
-
-    def _add_reduce(self, r: ReduceDesc) -> tuple[ModelRuntime, int, ReduceDesc, list[Any]]:
-        runtime = self.runtimes[r.owner]
-        group = runtime.policy.group
-        index = runtime.engine.add_reduce(
-            runtime.own if r.shared else runtime.transient,
-            getattr(torch, r.dtype),
-            r.label,
-            list(zip(r.chunk_numels, map(list, r.shapes), strict=True)),
-            r.staging,
-            r.replicated,
-            getattr(torch, r.out_dtype if group.across is None else r.dtype),
-            float(group.data_ranks),
-        )
-        if r.tile is not None and r.tile.index == 0:
-            numel = runtime.policy.params[r.names[0]].layout.chunk_numel
-            device = torch.device("cpu") if r.copied else runtime.policy.group.device
-            runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device)
-        return runtime, index, r, [self._rows(runtime, name) for name in r.names]
-
-    def _rows(self, runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of this rank's rows, which are the beginning of its chunk."""
-        policy = runtime.policy
-        shape = policy.params[name].layout.local_shape(policy.group.rank)
-        return shape, torch.empty(shape, device="meta").stride()
 
     def _at_rest(self, instr: Any) -> bool:
         """Nothing to do: a weight that is read where it lies at rest is neither fetched nor let go of."""
@@ -306,13 +260,12 @@ class Session:
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
-        if not all(r.policy.sync for r in self._reducing.values()):
-            quiet = frozenset(owner for owner, r in self._reducing.items() if not r.policy.sync)
+        if not all(r.policy.sync for r in self._reductions.owners.values()):
+            quiet = frozenset(owner for owner, r in self._reductions.owners.items() if not r.policy.sync)
             return self._keeping(quiet).run(inputs)
         env = inputs + self._empty
         inputs.clear()
-        if self._keeps:
-            self._check_unhooked()
+        self._reductions.check_unhooked()
         need = self._need(env)
         if self._talks:
             self._agree(need)
@@ -333,9 +286,7 @@ class Session:
             self._hops.end()
             if self._moves is not None:
                 self._moves.end()
-            self._summing.clear()
-            self._leaving.clear()
-            self._tiles.clear()
+            self._reductions.forget()
             for runtime in self.runtimes.values():
                 runtime.engine.abandon(f"{type(error).__name__}: {error}")
                 runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -365,11 +316,6 @@ class Session:
         known: accumulation.Planned | None = self.first.planned[1]
         return known
 
-    def _check_unhooked(self) -> None:
-        for runtime, keep in self._keeps:
-            for name in keep.names:
-                grads.check_unhooked(runtime.policy.param(name), name)
-
     def _leave(self) -> None:
         """The end of a call: no peer reads this rank's memory any more, so the caller may write to it."""
         for runtime in self.runtimes.values():
@@ -382,6 +328,7 @@ class Session:
             runtime.aside.finish()
 
     def _walk(self, env: list[Any]) -> None:
+        reductions = self._reductions
         for op, a, b, c, d in self._code:
             if op == _COMPUTE:
                 args = [env[i] for i in b]
@@ -407,18 +354,18 @@ class Session:
             elif op == _MOVE:
                 a(env)
             elif op == _REDUCE:
-                self._reduce(a, [env[i] for i in b])
+                reductions.start(a, [env[i] for i in b])
                 for i in c:
                     env[i] = None
             elif op == _WAIT_REDUCE:
-                self._wait_reduce(env, a, b, c)
+                reductions.wait(env, a, b, c)
             elif op == _STORE:
-                self._store(env, a)
+                reductions.store(env, a)
             else:
-                self._keep(a, [env[i] for i in b])
+                reductions.keep(a, [env[i] for i in b])
                 for i in c:
                     env[i] = None
-        self._land_sums(env)
+        reductions.land_sums(env)
 
     def _gather(self, which: int) -> None:
         runtime, index, g, views = self._gathers[which]
@@ -448,140 +395,6 @@ class Session:
         runtime.engine.release(index)
         runtime.fresh.update(g.names)
         return views
-
-    def _reduce(self, which: int, given: list[torch.Tensor]) -> None:
-        runtime, index, r, _ = self._reduces[which]
-        policy = runtime.policy
-        params = [policy.param(n) for n in r.names]
-        if grads.PendingGrad.ever_made:
-            for k, param in enumerate(params):
-                if not grads.goes_to_grad(param):
-                    continue
-                grads.flush_at_end(policy)
-                if isinstance(param.grad, grads.PendingGrad):
-                    given[k] = self._with_pending(r, param, given[k].to(getattr(torch, r.dtype)))
-        runtime.engine.reduce_start(index, given)
-
-    def _keep(self, which: int, given: list[torch.Tensor]) -> None:
-        runtime, keep = self._keeps[which]
-        policy, dtype = runtime.policy, getattr(torch, keep.dtype)
-        for name, grad in zip(keep.names, given, strict=True):
-            param = policy.param(name)
-            if not grads.goes_to_grad(param):
-                continue
-            if keep.tile is None:
-                grads.keep_pending(param, grad, dtype)
-            else:
-                rows = tiled_rows(policy.params[name].layout, keep.tile.begin, grad.shape[0])
-                grads.keep_pending_rows(param, grad.to(dtype), rows)
-
-    def _with_pending(self, r: ReduceDesc, param: Any, grad: torch.Tensor) -> torch.Tensor:
-        if r.tile is None:
-            return grads.take_pending(param, grad)
-        layout = self.runtimes[r.owner].policy.params[r.names[0]].layout
-        rows = tiled_rows(layout, r.tile.begin, grad.shape[0])
-        return grads.take_pending_rows(param, grad, rows, r.tile.last)
-
-    def _laid(self, runtime: ModelRuntime, r: ReduceDesc, part: torch.Tensor) -> torch.Tensor | None:
-        """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
-        assert r.tile is not None
-        sink, param = runtime.policy.sinks.get(r.names[0]), runtime.policy.param(r.names[0])
-        if sink is not None and sink.land_part(param, part, r.tile.begin, r.tile.last):
-            return None
-        key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
-        if r.tile.index == 0:
-            self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device)
-        self._tiles[key][r.tile.begin : r.tile.begin + part.numel()].copy_(part)
-        return self._tiles.pop(key) if r.tile.last else None
-
-    def _wait_reduce(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
-        runtime, _, r, _ = self._reduces[which]
-        self._land_sums(env)
-        if not r.copied:
-            self._reduced(env, which, outs, final)
-            if not self._read.isdisjoint(outs):
-                self._land_sums(env)
-            return
-        _, chunks, event = self._leaving.pop(which)
-        runtime.aside.wait(event)
-        if r.tile is not None or runtime.policy.sinks or not self._read.isdisjoint(outs):
-            runtime.aside.finish()  # the host reads it at once
-        self._land(env, which, outs, final, chunks)
-
-    def _store(self, env: list[Any], which: int) -> None:
-        self._land_sums(env)
-        self._reduced(env, which, (), ())
-
-    def _reduced(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
-        """Wait for a reduction; what it gives goes where it is to go."""
-        runtime, index, r, _ = self._reduces[which]
-        across = runtime.policy.group.across
-        chunks = runtime.engine.reduce_wait(index)
-        if across is None:
-            self._send(env, which, outs, final, chunks)
-            return
-        # Sums of equal rows meet while the next gradients are computed: nothing waits for them before the end.
-        given = [c for c in chunks if c.numel()]
-        work = across.pg.allreduce_coalesced(given) if given else None
-        self._summing.append(_Sum(work, which, outs, final, chunks, f"{r.label} between replicas"))
-
-    def _send(
-        self,
-        env: list[Any],
-        which: int,
-        outs: Sequence[int],
-        final: Sequence[bool],
-        chunks: Sequence[torch.Tensor],
-    ) -> None:
-        """Give reduced rows to those that wait for them, or start to copy them to the host."""
-        runtime, _, r, _ = self._reduces[which]
-        if not r.copied:
-            self._land(env, which, outs, final, chunks)
-            return
-        self._leaving[which] = (chunks, *runtime.aside.to_host(chunks))
-
-    def _land_sums(self, env: list[Any]) -> None:
-        """Wait for what is summed between ranks with the same rows."""
-        for s in self._summing:
-            try:
-                if s.work is not None:
-                    s.work.wait()
-            except RuntimeError as error:
-                raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
-            out_dtype = getattr(torch, self.program.reduces[s.which].out_dtype)
-            self._send(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
-        self._summing.clear()
-
-    def _land(
-        self,
-        env: list[Any],
-        which: int,
-        outs: Sequence[int],
-        final: Sequence[bool],
-        chunks: Sequence[torch.Tensor],
-    ) -> None:
-        """Give gradients to those that wait for them."""
-        runtime, _, r, rows = self._reduces[which]
-        policy = runtime.policy
-        if r.tile is not None:
-            whole = self._laid(runtime, r, chunks[0])
-            if whole is None:
-                return
-            chunks = [whole]
-        out: list[Any] = [
-            chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
-            for chunk, (shape, stride) in zip(chunks, rows, strict=True)
-        ]
-        if policy.sinks:
-            for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
-                sink = policy.sinks.get(name)
-                if sink is not None and sink.land(
-                    policy.param(name), out[k], last and grads.alone(policy, name)
-                ):
-                    out[k] = None
-        for i, value in zip(outs, out, strict=True):
-            if i >= 0:
-                env[i] = value
 
 
 def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:

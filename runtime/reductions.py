@@ -1,0 +1,245 @@
+"""Gradients on their way: from a backward's segments through reductions to those that wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_compiler import grads
+from zero_compiler.errors import TransferError
+from zero_compiler.layout import tiled_rows
+from zero_compiler.program import Compute, Program, Reduce, ReduceDesc
+
+from .model import ModelRuntime
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A reduction that the engine of ``runtime`` knows under ``index``.
+
+    ``rows``: shape and strides of this rank's rows of each gradient, which are the beginning of its chunk.
+    """
+
+    runtime: ModelRuntime
+    index: int
+    desc: ReduceDesc
+    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
+    """Tell the engine of a reduction."""
+    group = runtime.policy.group
+    index = runtime.engine.add_reduce(
+        runtime.own if r.shared else runtime.transient,
+        getattr(torch, r.dtype),
+        r.label,
+        list(zip(r.chunk_numels, map(list, r.shapes), strict=True)),
+        r.staging,
+        r.replicated,
+        getattr(torch, r.out_dtype if group.across is None else r.dtype),
+        float(group.data_ranks),
+    )
+    if r.tile is not None and r.tile.index == 0:
+        numel = runtime.policy.params[r.names[0]].layout.chunk_numel
+        device = torch.device("cpu") if r.copied else runtime.policy.group.device
+        runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device)
+    return Loaded(runtime, index, r, [_rows(runtime, name) for name in r.names])
+
+
+def _rows(runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    policy = runtime.policy
+    shape = policy.params[name].layout.local_shape(policy.group.rank)
+    return shape, torch.empty(shape, device="meta").stride()
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """An all-reduce under way between ranks with the same rows, of the ``chunks`` of reduction ``which``."""
+
+    work: Any
+    which: int
+    outs: Sequence[int]
+    final: Sequence[bool]
+    chunks: Sequence[torch.Tensor]
+    label: str
+
+
+class Reductions:
+    """What a call of one Program reduces and keeps.
+
+    Args:
+        known: its reductions.
+        runtimes: of each owner that the Program names.
+    """
+
+    def __init__(
+        self, program: Program, known: dict[ReduceDesc, Loaded], runtimes: dict[str, ModelRuntime]
+    ) -> None:
+        self._all = [known[r] for r in program.reduces]
+        self.owners = {r.owner: runtimes[r.owner] for r in program.reduces}
+        self._keeps = [(runtimes[k.owner], k) for k in program.keeps]
+        self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
+        self._summing: list[_Sum] = []
+        # Results on the device, what they become on its host, and the event of the copy.
+        self._leaving: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], Any]] = {}
+        self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
+
+    def check_unhooked(self) -> None:
+        """Gradients that are kept go to no hook of the user's before they are reduced.
+
+        Raises:
+            ZeroError: see :func:`zero_compiler.grads.check_unhooked`.
+        """
+        for runtime, keep in self._keeps:
+            for name in keep.names:
+                grads.check_unhooked(runtime.policy.param(name), name)
+
+    def forget(self) -> None:
+        """After an error: nothing is on its way any more."""
+        self._summing.clear()
+        self._leaving.clear()
+        self._tiles.clear()
+
+    def start(self, which: int, given: list[torch.Tensor]) -> None:
+        """Start to reduce ``given``, with what an earlier backward has left of the same gradients."""
+        loaded = self._all[which]
+        runtime, r = loaded.runtime, loaded.desc
+        policy = runtime.policy
+        params = [policy.param(n) for n in r.names]
+        if grads.PendingGrad.ever_made:
+            for k, param in enumerate(params):
+                if not grads.goes_to_grad(param):
+                    continue
+                grads.flush_at_end(policy)
+                if isinstance(param.grad, grads.PendingGrad):
+                    given[k] = self._with_pending(r, param, given[k].to(getattr(torch, r.dtype)))
+        runtime.engine.reduce_start(loaded.index, given)
+
+    def keep(self, which: int, given: list[torch.Tensor]) -> None:
+        """Leave gradients for a later backward to reduce."""
+        runtime, keep = self._keeps[which]
+        policy, dtype = runtime.policy, getattr(torch, keep.dtype)
+        for name, grad in zip(keep.names, given, strict=True):
+            param = policy.param(name)
+            if not grads.goes_to_grad(param):
+                continue
+            if keep.tile is None:
+                grads.keep_pending(param, grad, dtype)
+            else:
+                rows = tiled_rows(policy.params[name].layout, keep.tile.begin, grad.shape[0])
+                grads.keep_pending_rows(param, grad.to(dtype), rows)
+
+    def store(self, env: list[Any], which: int) -> None:
+        """Wait for a reduction whose result goes to the host, and start the copy."""
+        self.land_sums(env)
+        self._reduced(env, which, (), ())
+
+    def wait(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
+        """Give a result to those that wait for it. ``final``: nothing reads the weight from here on."""
+        runtime, r = self._all[which].runtime, self._all[which].desc
+        self.land_sums(env)
+        if not r.copied:
+            self._reduced(env, which, outs, final)
+            if not self._read.isdisjoint(outs):
+                self.land_sums(env)
+            return
+        _, chunks, event = self._leaving.pop(which)
+        runtime.aside.wait(event)
+        if r.tile is not None or runtime.policy.sinks or not self._read.isdisjoint(outs):
+            runtime.aside.finish()  # the host reads it at once
+        self._land(env, which, outs, final, chunks)
+
+    def land_sums(self, env: list[Any]) -> None:
+        """Wait for what is summed between ranks with the same rows."""
+        for s in self._summing:
+            try:
+                if s.work is not None:
+                    s.work.wait()
+            except RuntimeError as error:
+                raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
+            out_dtype = getattr(torch, self._all[s.which].desc.out_dtype)
+            self._send(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
+        self._summing.clear()
+
+    def _with_pending(self, r: ReduceDesc, param: Any, grad: torch.Tensor) -> torch.Tensor:
+        if r.tile is None:
+            return grads.take_pending(param, grad)
+        layout = self.owners[r.owner].policy.params[r.names[0]].layout
+        rows = tiled_rows(layout, r.tile.begin, grad.shape[0])
+        return grads.take_pending_rows(param, grad, rows, r.tile.last)
+
+    def _reduced(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
+        """Wait for a reduction; what it gives goes where it is to go."""
+        loaded = self._all[which]
+        runtime, r = loaded.runtime, loaded.desc
+        across = runtime.policy.group.across
+        chunks = runtime.engine.reduce_wait(loaded.index)
+        if across is None:
+            self._send(env, which, outs, final, chunks)
+            return
+        # Sums of equal rows meet while the next gradients are computed: nothing waits for them before the end.
+        given = [c for c in chunks if c.numel()]
+        work = across.pg.allreduce_coalesced(given) if given else None
+        self._summing.append(_Sum(work, which, outs, final, chunks, f"{r.label} between replicas"))
+
+    def _send(
+        self,
+        env: list[Any],
+        which: int,
+        outs: Sequence[int],
+        final: Sequence[bool],
+        chunks: Sequence[torch.Tensor],
+    ) -> None:
+        """Give reduced rows to those that wait for them, or start to copy them to the host."""
+        runtime, r = self._all[which].runtime, self._all[which].desc
+        if not r.copied:
+            self._land(env, which, outs, final, chunks)
+            return
+        self._leaving[which] = (chunks, *runtime.aside.to_host(chunks))
+
+    def _land(
+        self,
+        env: list[Any],
+        which: int,
+        outs: Sequence[int],
+        final: Sequence[bool],
+        chunks: Sequence[torch.Tensor],
+    ) -> None:
+        """Give gradients to those that wait for them."""
+        loaded = self._all[which]
+        runtime, r = loaded.runtime, loaded.desc
+        policy = runtime.policy
+        if r.tile is not None:
+            whole = self._laid(runtime, r, chunks[0])
+            if whole is None:
+                return
+            chunks = [whole]
+        out: list[Any] = [
+            chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
+            for chunk, (shape, stride) in zip(chunks, loaded.rows, strict=True)
+        ]
+        if policy.sinks:
+            for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
+                sink = policy.sinks.get(name)
+                if sink is not None and sink.land(
+                    policy.param(name), out[k], last and grads.alone(policy, name)
+                ):
+                    out[k] = None
+        for i, value in zip(outs, out, strict=True):
+            if i >= 0:
+                env[i] = value
+
+    def _laid(self, runtime: ModelRuntime, r: ReduceDesc, part: torch.Tensor) -> torch.Tensor | None:
+        """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
+        assert r.tile is not None
+        sink, param = runtime.policy.sinks.get(r.names[0]), runtime.policy.param(r.names[0])
+        if sink is not None and sink.land_part(param, part, r.tile.begin, r.tile.last):
+            return None
+        key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
+        if r.tile.index == 0:
+            self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device)
+        self._tiles[key][r.tile.begin : r.tile.begin + part.numel()].copy_(part)
+        return self._tiles.pop(key) if r.tile.last else None
