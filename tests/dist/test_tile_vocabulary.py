@@ -138,7 +138,7 @@ def _filed(rank: int, world: int, folder: str) -> set[str]:
             a.grad.full_tensor(), b[1].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
     (frame,) = zero.inspect(model).frames
-    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile and g.fetched}
+    return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile and g.hops}
 
 
 def test_a_head_in_files_on_one_rank(tmp_path: Any) -> None:
