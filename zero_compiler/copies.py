@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Copies:
     """Those of one forward.
 
-    Writes are counted by torch, of every copy until the forward ends, but not writes through ``.data``. So the last copy
-    is held until the next one is made, and this rank's rows in it are compared with what they were.
+    Writes are counted by torch, of every copy until the forward ends, but not writes through ``.data``. So the last
+    copy is held until the next one is made, and this rank's rows in it are compared with what they were.
     """
 
     def __init__(self) -> None:
