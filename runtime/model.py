@@ -144,11 +144,19 @@ class ModelRuntime:
         policy, known = self.policy, self._chunks
         out = []
         for name in names:
-            local = policy.param(name)._local_tensor
+            param, layout = policy.param(name), policy.params[name].layout
+            local = param._local_tensor
             at, flat = known.get(name, (0, local))
             # The cached view holds the storage, so the address cannot have been given to another one.
             if at == 0 or local.data_ptr() != at:
-                flat = eager.flat_chunk(policy.params[name].layout, local)
+                flat = eager.flat_chunk(layout, local)
+                copied = flat.untyped_storage()._cdata != local.untyped_storage()._cdata
+                if copied and local.is_contiguous() and not torch.is_inference_mode_enabled():
+                    # It was given a storage without the padding (load_state_dict(assign=True)): it moves once, and is
+                    # not copied for every call.
+                    param._local_tensor = local = flat.view(layout.padded_shape)[
+                        : layout.rows(policy.group.rank)
+                    ]
                 at = local.data_ptr()
                 if flat.data_ptr() == at:
                     known[name] = (at, flat)

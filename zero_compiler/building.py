@@ -30,7 +30,7 @@ from .agreement import agree
 from .config import Config
 from .errors import ShardError
 from .group import Group
-from .guards import STALE, guard_optimizers
+from .guards import guard_optimizers, mark_stale
 from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import state_of, swap_classes
@@ -263,7 +263,7 @@ class Construction:
             inherit(new, old)
             # Whoever kept the whole one and registers or optimises it later is led to the new one.
             old.__dict__[SUCCESSOR] = new
-            old.__dict__[STALE] = attribute
+            mark_stale(old, attribute, "zero.shard")
         owner._parameters[attribute] = new
         flat = owner.__dict__.get("_flat_weights")
         if isinstance(flat, list):  # nn.RNNBase keeps a second list

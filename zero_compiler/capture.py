@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from . import grads
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
@@ -55,16 +56,18 @@ def _refuse_writes(gm: fx.GraphModule) -> None:
     for sub in gm.modules():
         if not isinstance(sub, fx.GraphModule):
             continue
+        names: dict[int, str] = {}  # by storage of the gathered weight
         for node in sub.graph.nodes:
+            value = node.meta.get("example_value")
             if node.op == "call_function" and node.target in (ops.unshard, torch.ops.zero.unshard):
-                # Dynamo has run the frame on this value: writes to it, and to views of it, have been counted.
-                value = node.meta.get("example_value")
-                if isinstance(value, torch.Tensor) and value._version:
-                    raise CaptureError(
-                        f"this forward writes to parameter {node.args[4]!r} in place, and inside a forward a sharded "
-                        "parameter is a gathered copy: write outside of it, to model.parameters() or in "
-                        "zero.gathered(model, write=True)"
-                    )
+                if isinstance(value, torch.Tensor):
+                    names[value.untyped_storage()._cdata] = node.args[4]
+            # Dynamo has run the frame on these values: writes to them, to views of them and, apart, to .data of them
+            # have been counted.
+            if isinstance(value, FakeTensor) and not value.is_inference() and value._version:
+                name = names.get(value.untyped_storage()._cdata)
+                if name is not None:
+                    raise CaptureError(grads.written(name))
 
 
 def owners_in(gm: fx.GraphModule) -> set[str]:

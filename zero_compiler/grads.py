@@ -344,6 +344,14 @@ def replaced(name: str) -> NoReturn:
     )
 
 
+def written(name: str) -> str:
+    """What is wrong with a forward that writes to a weight."""
+    return (
+        f"this forward writes to parameter {name!r} in place, and inside a forward a sharded parameter is a gathered "
+        "copy: write outside of it, to model.parameters() or in zero.gathered(model, write=True)"
+    )
+
+
 def modified(name: str) -> NoReturn:
     """Raise: a weight is not what the forward of this backward used."""
     raise ShardError(

@@ -17,7 +17,8 @@ from .plain import check_averaged
 from .unscale import take_gradients
 
 _CHECKED = "_zero_checked"
-STALE = "_zero_stale"  # of a parameter that was replaced: its name, for an optimizer that still holds it
+# Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
+STALE = "_zero_stale"
 _installed = False
 
 
@@ -34,6 +35,13 @@ def guard_optimizers() -> None:
         register_optimizer_step_post_hook(_take_back)
 
 
+def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
+    """The call ``by`` has put another parameter in place of ``old``: an optimizer that holds that says so at its next
+    step."""
+    guard_optimizers()
+    old.__dict__[STALE] = name, by
+
+
 def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise at a step whose gradients wait for their reduction, and at one of an optimizer whose parameters are not
     those of the sharded model.
@@ -47,11 +55,12 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         check_averaged(group["params"])
         # At every step: a model may be sharded between two steps of an optimizer.
         for param in group["params"]:
-            name = getattr(param, STALE, None)
-            if name is not None:
+            stale = getattr(param, STALE, None)
+            if stale is not None:
+                name, by = stale
                 raise ShardError(
-                    f"{type(optimizer).__name__} was made before zero.shard and holds the parameter {name!r} that "
-                    "sharding replaced; make the optimizer after zero.shard, from model.parameters()"
+                    f"{type(optimizer).__name__} was made before {by} and holds the parameter {name!r} that it "
+                    f"replaced; make the optimizer after {by}, from model.parameters()"
                 )
     count = sum(len(g["params"]) for g in optimizer.param_groups)
     if optimizer.__dict__.get(_CHECKED) == count:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ShardError
+from .guards import mark_stale
 from .modules import ModuleState, state_of
-from .shard import sharded_parameter
+from .shard import inherit, sharded_parameter
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -158,7 +159,7 @@ def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
         new: torch.Tensor = value.to(device, old.dtype)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
-        _replace(slots, new)
+        _replace(name, slots, new)
         return
     policy = first.state.policy
     info = policy.params[first.state.names[first.attribute]]
@@ -167,7 +168,7 @@ def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
     if local.is_meta:
         chunk = policy.place(first.state.names[first.attribute])
         local = chunk[: layout.rows(rank)] if layout.cut else chunk
-        _replace(slots, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part))
+        _replace(name, slots, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part))
     if not layout.shape:
         local.copy_(reader.get_tensor(name))
     elif local.numel():
@@ -178,10 +179,10 @@ def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
         )
 
 
-def _replace(slots: Sequence[_Slot], new: torch.Tensor) -> None:
+def _replace(name: str, slots: Sequence[_Slot], new: torch.Tensor) -> None:
+    inherit(new, slots[0].tensor)
+    mark_stale(slots[0].tensor, name, "zero.load_safetensors")
     for slot in slots:
-        for key, value in slot.tensor.__dict__.items():
-            new.__dict__.setdefault(key, value)
         if isinstance(new, nn.Parameter):
             slot.module._parameters[slot.attribute] = new
         else:

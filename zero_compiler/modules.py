@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from . import eager, grads, plain
-from .errors import ShardError
+from .copies import Copies
+from .errors import ShardError, ZeroError
 from .group import Group
+from .guards import STALE, mark_stale
 from .policy import ParamInfo, Policy
 
 
@@ -111,6 +113,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
     body |= {
         "__call__": _own_code(_call(base)),
         "_apply": _apply(base),
+        "_load_from_state_dict": _load(base),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -176,6 +179,23 @@ def _apply(base: Any) -> Callable[..., Any]:
     return apply
 
 
+def _load(base: Any) -> Callable[..., None]:
+    """What ``load_state_dict`` calls: with ``assign=True`` it puts other parameters in place of those that an optimizer
+    may hold."""
+
+    def load(self: nn.Module, *args: Any) -> None:
+        before = dict(self._parameters)
+        base._load_from_state_dict(self, *args)
+        names = self.__dict__["_zero"].names
+        for attribute, old in before.items():
+            now = self._parameters.get(attribute)
+            if old is not None and now is not None and now is not old:
+                now.__dict__.pop(STALE, None)  # one that an earlier call has replaced may stand here again
+                mark_stale(old, names.get(attribute, attribute), "load_state_dict(assign=True)")
+
+    return load
+
+
 def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     with torch.no_grad():
         made = fn(local.new_empty(0))
@@ -212,15 +232,22 @@ def _call(base: type) -> Any:
             return base.__call__(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             plain.watch_beside(self)
+            scope.copies = Copies()
         scope.active = True
         try:
             out = base.__call__(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                scope.copies.check()
         except RuntimeError as error:
             if grads.mixes(error):
                 raise grads.computes_with_shards() from error
+            if not torch.compiler.is_compiling() and not isinstance(error, ZeroError):
+                scope.copies.check()  # autograd may have refused what was written to, in words of its own
             raise
         finally:
             scope.active = False
+            if not torch.compiler.is_compiling():
+                scope.copies = None
         if not torch.compiler.is_compiling():
             _check_plain(out, state.policy.group)
         return out
@@ -309,7 +336,12 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         grads.replaced(name)
     policy.group.check_still_valid()
     info = managed(param, name, policy)
+    copies = policy.scope.copies
+    if copies is not None:
+        copies.check_last()
     full = eager.Unshard.apply(param, policy, name)
+    if copies is not None:
+        copies.add(policy, name, param, full)
     return full if info.part is None else info.part.of(full)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from . import eager, grads, hardware
 from .agreement import raise_together
 from .config import TIER_FIELDS, Config
+from .copies import Copies
 from .errors import ConfigError, ShardError, StorageError, TransferError
 from .files import Files, GradientFiles
 from .group import Group
@@ -39,10 +40,14 @@ _OWN = ("_refused", "_nvme", "files", "_gradient_files", "sinks", "calls", "opti
 
 
 class Scope:
-    """Whether a forward of the model is running: inside one, a managed attribute is the full weight."""
+    """Whether a forward of the model is running: inside one, a managed attribute is the full weight.
+
+    ``copies``: what eager code was given as weights, where a forward runs without compile.
+    """
 
     def __init__(self) -> None:
         self.active = False
+        self.copies: Copies | None = None
 
 
 @dataclass

@@ -19,7 +19,7 @@ from .agreement import agree
 from .config import Config
 from .errors import ShardError
 from .group import Group
-from .guards import STALE, guard_optimizers
+from .guards import STALE, guard_optimizers, mark_stale
 from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import is_root, state_of, swap_classes
@@ -194,7 +194,7 @@ def install(
     local = chunk[: layout.rows(policy.group.rank)] if layout.cut else chunk
     param = sharded_parameter(policy.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)
-    old.__dict__[STALE] = name
+    mark_stale(old, name, "zero.shard")
     for module, attribute in places:
         module._parameters[attribute] = param
     policy.places[name] = places

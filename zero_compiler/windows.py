@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from . import eager, plain
 from .errors import GradientError, RankMismatchError, ShardError
+from .headers import cannot_begin
 from .modules import policies_of
 from .policy import Places, Policy, local_of
 
@@ -123,20 +124,15 @@ def _close(o: _Opened) -> torch.Tensor:
 
 
 def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
-    for o, full in written:
-        shape = o.policy.params[o.name].shape
-        if isinstance(o.whole, DTensor) and not isinstance(full, DTensor):
-            raise ShardError(
-                f"zero.gathered(write=True): a plain tensor stands at exit where parameter {o.name!r} was a DTensor "
-                "over the tensor-parallel dimension; write into that one"
-            )
-        if tuple(full.shape) != shape:
-            raise ShardError(
-                f"zero.gathered(write=True): parameter {o.name!r} has shape {tuple(full.shape)} at exit, expected "
-                f"{shape}; a shape can only change before zero.shard"
-            )
     for policy in {id(o.policy): o.policy for o, _ in written}.values():
-        _check_equal(policy, [(o.name, full) for o, full in written if o.policy is policy])
+        theirs = [(o, full) for o, full in written if o.policy is policy]
+        try:
+            for o, full in theirs:
+                _check_form(o, full)
+        except ShardError as error:
+            cannot_begin(policy.group, error)  # the others are about to compare values
+            raise
+        _check_equal(policy, [(o.name, full) for o, full in theirs])
     with torch.no_grad():
         for o, full in written:
             layout = o.policy.params[o.name].layout
@@ -149,9 +145,23 @@ def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
                 torch.autograd.graph.increment_version(o.original)  # a backward of an earlier forward is told
 
 
+def _check_form(o: _Opened, full: torch.Tensor) -> None:
+    shape = o.policy.params[o.name].shape
+    if isinstance(o.whole, DTensor) and not isinstance(full, DTensor):
+        raise ShardError(
+            f"zero.gathered(write=True): a plain tensor stands at exit where parameter {o.name!r} was a DTensor over "
+            "the tensor-parallel dimension; write into that one"
+        )
+    if tuple(full.shape) != shape:
+        raise ShardError(
+            f"zero.gathered(write=True): parameter {o.name!r} has shape {tuple(full.shape)} at exit, expected {shape}; "
+            "a shape can only change before zero.shard"
+        )
+
+
 def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
     group = policy.group
-    if group.data_ranks == 1:
+    if group.alone:
         return
     # Ranks of one place in the tensor-parallel dimension hold the same values; that place comes last.
     sums = torch.zeros(len(fulls) + 1, 16, dtype=torch.uint8)

@@ -363,6 +363,69 @@ def writes(rank, world):
     return text
 
 
+def another_shape(rank, world):
+    model = zero.shard(net(), stage=3)
+    before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+
+    def on_one_rank():
+        with zero.gathered(model, write=True):
+            model.first.weight.fill_(1)
+            if rank == 1:
+                model.second.bias.data = torch.zeros(9)
+
+    said = "parameter 'second.bias' has shape (9,) at exit, expected (3,)"
+    told = () if rank == 1 else (f"rank 1 of {world} could not begin its part of this call",)
+    _text, seconds = expect(ShardError, on_one_rank, said, *told)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.to_local(), before[name]), name
+    use(model, "compiled")(batch()).backward()
+    return seconds
+
+
+def test_gathered_with_another_shape_on_one_rank():
+    assert max(ranks(another_shape, 3)) < GROUP_TIMEOUT / 2
+
+
+# --- a forward that writes to its weights ------------------------------------------------------------------------
+
+
+class Clipped(nn.Module):
+    """As many write a limit of norms: to `.data`, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6, bias=False)
+        self.how = ""
+
+    def forward(self, x):
+        if self.how == "one":
+            self.inner.weight.data[0].mul_(0.5)  # a row of the first rank
+        elif self.how == "data":
+            self.inner.weight.data = self.inner.weight.data * 0.5
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                self.inner.weight.mul_(0.5)
+        return self.inner(x).square().mean()
+
+
+def writes_in_forward(rank, world):
+    model, slowest = zero.shard(Clipped(), stage=3), 0.0
+    before = model.inner.weight.to_local().clone()
+    for model.how in ("one", "data", "no_grad"):
+        _text, seconds = expect(
+            ShardError, lambda: model(batch()), "writes to parameter 'inner.weight' in place"
+        )
+        slowest = max(slowest, seconds)
+        assert torch.equal(model.inner.weight.to_local(), before)
+    model.how = ""
+    model(batch()).backward()
+    return slowest
+
+
+def test_an_eager_forward_that_writes_to_a_weight():
+    assert max(ranks(writes_in_forward, 3)) < GROUP_TIMEOUT / 2
+
+
 def test_gathered_with_different_values():
     texts = ranks(writes, 3)
     assert len(set(texts)) == 1

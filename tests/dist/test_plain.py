@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -251,6 +253,24 @@ def other_values(rank, world):
 
 def test_ranks_that_begin_with_different_values_are_told():
     assert run_ranks(other_values, 2, timeout=200) == [True, True]
+
+
+def sharded_later(rank, world):
+    """Nothing of the plain model, which holds whole parameters, goes on with the sharded one."""
+    model = nn.Linear(4, 6)
+    torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    whole = [weakref.ref(p) for p in model.parameters()]
+    zero.shard(model)
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(ref() is not None for ref in whole)
+    model(torch.full((2, 4), float(rank))).sum().backward()
+    return model.weight.grad.full_tensor().tolist()
+
+
+def test_a_plain_model_that_is_sharded_later_is_not_held():
+    assert run_ranks(sharded_later, 2) == [[[1.0] * 4] * 6] * 2
 
 
 def group_made_late(rank, world, path):

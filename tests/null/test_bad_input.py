@@ -8,12 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zero_compiler as zero
 from zero_compiler import policy
 from zero_compiler.config import Config
-from zero_compiler.errors import ConfigError, ShardError, ZeroError
+from zero_compiler.errors import ConfigError, OptimizerError, ShardError, ZeroError
 from zero_compiler.planning import planned_group
 from zero_compiler.shard import shard_over
 
@@ -255,6 +256,59 @@ def test_a_param_group_that_is_added_later_is_looked_at_too():
         opt.step()
 
 
+@pytest.mark.parametrize("way", ["load_safetensors", "load_safetensors of a plain model", "assign"])
+def test_an_optimizer_made_before_loading(way, tmp_path):
+    """Loading has put other parameters in the place of those that it holds."""
+    save_file(net().state_dict(), tmp_path / "model.safetensors")
+    with torch.device("cpu" if way == "assign" else "meta"):
+        model = net()
+    if not way.endswith("plain model"):
+        zero.shard(model, device="cpu")
+    old = list(model.parameters())
+    opt = torch.optim.AdamW(old, lr=0.1)
+    if way == "assign":
+        model.load_state_dict(net(1).state_dict(), assign=True)
+    else:
+        zero.load_safetensors(model, tmp_path)
+    model(batch()).sum().backward()
+    by = r"load_state_dict\(assign=True\)" if way == "assign" else r"zero\.load_safetensors"
+    expected = (
+        f"AdamW was made before {by} and holds the parameter '0.weight'.*make the optimizer after {by}, from"
+    )
+    with pytest.raises(ShardError, match=expected):
+        opt.step()
+    now = torch.optim.AdamW(model.parameters(), lr=0.1)
+    now.step()
+    if way == "assign":  # the parameters that it has stand in the model again
+        model.load_state_dict(dict(zip(model.state_dict(), old, strict=True)), assign=True)
+        opt.step()
+        with pytest.raises(ShardError, match="was made before"):
+            now.step()
+
+
+def test_a_parameter_that_was_assigned_after_the_optimizer_was_made():
+    model = zero.shard(net())
+    opt = zero.optimizer(torch.optim.SGD, model, lr=0.1)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    model(batch()).sum().backward()
+    with pytest.raises(
+        OptimizerError, match=r"parameter 0\.weight was replaced .*make the optimizer after that"
+    ):
+        opt.step()
+
+
+def test_loading_in_place_keeps_the_optimizer(tmp_path):
+    save_file(net(1).state_dict(), tmp_path / "model.safetensors")
+    model = zero.shard(net())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.load_safetensors(model, tmp_path)
+    model.load_state_dict(net(2).state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch"):  # nothing was replaced
+        model.load_state_dict({k: v[:1] for k, v in net().state_dict().items()}, assign=True)
+    model(batch()).sum().backward()
+    opt.step()
+
+
 def test_an_optimizer_of_another_model_is_left_alone():
     zero.shard(net())
     other = net()
@@ -436,15 +490,59 @@ class Writes(nn.Module):
                 self.inner.weight.clamp_(-0.1, 0.1)
             elif self.what == "part":
                 self.inner.bias[1:3].zero_()
-        return self.inner(x)
+            elif self.what == "data":
+                self.inner.weight.data.clamp_(-0.1, 0.1)
+            elif self.what == "read":
+                self.inner.weight.data.clamp(-0.1, 0.1)
+        weight = self.inner.weight
+        out = torch.nn.functional.linear(x, weight, self.inner.bias)
+        if self.what == "another":
+            weight.data = weight.data + 1
+        elif self.what == "late":
+            with torch.no_grad():
+                weight.zero_()
+        return out
 
 
-@pytest.mark.parametrize(("what", "name"), [("whole", "inner.weight"), ("part", "inner.bias")])
-def test_a_forward_that_writes_to_a_weight(what, name):
-    model = zero.shard(Writes(what), device="cpu")
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("whole", "inner.weight"), ("part", "inner.bias"), ("data", "inner.weight"), ("late", "inner.weight")],
+)
+def test_a_forward_that_writes_to_a_weight(how, what, name):
+    # Of one rank the gathered weight is the parameter itself, unless it has another dtype.
+    model = zero.shard(Writes(what), device="cpu", param_dtype="bf16")
     with pytest.raises(ZeroError, match=rf"writes to parameter '{name}' in place.*zero\.gathered"):
-        use(model, "compiled")(torch.randn(2, 4))
-    use(zero.shard(Writes("none"), device="cpu"), "compiled")(torch.randn(2, 4)).sum().backward()
+        use(model, how)(torch.randn(2, 4))
+    for harmless in ("none", "read"):
+        model = zero.shard(Writes(harmless), device="cpu", param_dtype="bf16")
+        use(model, how)(torch.randn(2, 4)).sum().backward()
+
+
+def test_an_eager_forward_that_puts_another_tensor_in_place_of_a_weight():
+    model = Writes("another")
+    model.inner.bias = None
+    zero.shard(model, device="cpu", param_dtype="bf16")
+    with pytest.raises(ShardError, match="writes to parameter 'inner.weight' in place"):
+        model(torch.randn(2, 4))
+    with (
+        torch.inference_mode(),
+        pytest.raises(ShardError, match="writes to parameter 'inner.weight' in place"),
+    ):
+        model(torch.randn(2, 4))
+
+
+def test_an_eager_forward_of_one_rank_writes_to_its_parameter():
+    model = zero.shard(Writes("whole"), device="cpu")
+    model(torch.full((2, 4), float("nan"))).sum().backward()
+    assert model.inner.weight.full_tensor().abs().max() <= 0.1
+
+
+def test_a_weight_that_is_no_number_was_not_written_to():
+    model = zero.shard(Writes("none"), device="cpu", param_dtype="bf16")
+    with torch.no_grad():
+        model.inner.weight.fill_(float("nan"))
+    assert model(torch.randn(2, 4)).isnan().any()
 
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])

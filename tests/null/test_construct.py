@@ -592,7 +592,7 @@ with zero.init(device="cpu"):
     model = nn.Sequential(nn.Linear(8, 8))
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.randn(2, 8)).sum().backward()
-model[0].weight._zero_stale = "weight"  # as sharding marks what it replaces
+model[0].weight._zero_stale = "weight", "zero.shard"  # as sharding marks what it replaces
 try:
     opt.step()
 except ShardError as error:

@@ -34,6 +34,7 @@ RANKS = {
     "headers": 3,
     "mesh": 3,
     "tensor_parallel": 4,
+    "copies": 4,
     "eager": 4,
     "grads": 4,
     "modules": 4,
