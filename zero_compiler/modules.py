@@ -336,12 +336,9 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         grads.replaced(name)
     policy.group.check_still_valid()
     info = managed(param, name, policy)
-    copies = policy.scope.copies
-    if copies is not None:
-        copies.check_last()
     full = eager.Unshard.apply(param, policy, name)
-    if copies is not None:
-        copies.add(policy, name, param, full)
+    if policy.scope.copies is not None:
+        policy.scope.copies.add(policy, name, param, full)
     return full if info.part is None else info.part.of(full)
 
 

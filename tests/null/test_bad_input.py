@@ -496,18 +496,20 @@ class Writes(nn.Module):
                 self.inner.weight.data.clamp(-0.1, 0.1)
         weight = self.inner.weight
         out = torch.nn.functional.linear(x, weight, self.inner.bias)
-        if self.what == "another":
-            weight.data = weight.data + 1
-        elif self.what == "late":
+        if self.what == "late":
             with torch.no_grad():
                 weight.zero_()
         return out
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("what", "name"),
-    [("whole", "inner.weight"), ("part", "inner.bias"), ("data", "inner.weight"), ("late", "inner.weight")],
+    ("how", "what", "name"),
+    [
+        *((how, "whole", "inner.weight") for how in ("eager", "compiled")),
+        *((how, "part", "inner.bias") for how in ("eager", "compiled")),
+        *((how, "late", "inner.weight") for how in ("eager", "compiled")),
+        ("compiled", "data", "inner.weight"),  # eager code that writes so is not seen (docs/semantics.md)
+    ],
 )
 def test_a_forward_that_writes_to_a_weight(how, what, name):
     # Of one rank the gathered weight is the parameter itself, unless it has another dtype.
@@ -517,19 +519,6 @@ def test_a_forward_that_writes_to_a_weight(how, what, name):
     for harmless in ("none", "read"):
         model = zero.shard(Writes(harmless), device="cpu", param_dtype="bf16")
         use(model, how)(torch.randn(2, 4)).sum().backward()
-
-
-def test_an_eager_forward_that_puts_another_tensor_in_place_of_a_weight():
-    model = Writes("another")
-    model.inner.bias = None
-    zero.shard(model, device="cpu", param_dtype="bf16")
-    with pytest.raises(ShardError, match="writes to parameter 'inner.weight' in place"):
-        model(torch.randn(2, 4))
-    with (
-        torch.inference_mode(),
-        pytest.raises(ShardError, match="writes to parameter 'inner.weight' in place"),
-    ):
-        model(torch.randn(2, 4))
 
 
 def test_an_eager_forward_of_one_rank_writes_to_its_parameter():
