@@ -3,7 +3,8 @@
 That is a model of which nothing is sharded, or what stands beside the sharded part of one. Parameters stay what
 they are. When a backward ends, the gradients that it brought, from compiled and eager frames alike, are averaged
 over the ranks in the order of the parameters, as DDP does. A parameter that was used on some ranks only counts as
-zero on the others.
+zero on the others. Nothing else is sent, so ranks may evaluate as they like. Before an average ranks exchange
+headers (`headers.py`), since one may be in another model or in another call.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import GradientError, RankMismatchError
+from .grads import goes_to_grad
+from .group import Group
+from .headers import meet, short_digest
+from .mesh import make_group
 
 log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default
 ATTRIBUTE = "_zero_plain"  # of a parameter: the model that it is averaged with
 _SAID = "_zero_said"
+_DOING = "average of the gradients of parameters that are not sharded"
 
 
 class PlainModel:
-    """The plain parameters of one model, and gradients on the way to their average.
+    """The plain parameters of one model, and which of their gradients wait for their average.
 
     Each parameter carries a reference to it, so that it lives and dies with the model.
     """
@@ -37,11 +43,13 @@ class PlainModel:
         self.known: set[int] = set()
         self.hooked: set[int] = set()
         self.sync = True
-        self.pg: Any = None  # of the ranks that are averaged over; None: the default group
-        # By index of the parameter: the average of earlier backwards, set aside while new gradients arrive.
-        self.averaged: dict[int, torch.Tensor | None] = {}
+        self.group: Group | None = None  # of the ranks that are averaged over; None: all
+        # Indices of parameters to whose ``.grad`` this rank alone has added. What else is in it is equal on all ranks,
+        # and so is left as it is by an average.
+        self.waiting: set[int] = set()
         self.queued: int | None = None  # the backward at whose end gradients are averaged
-        self.compared = False  # whether ranks are known to have begun with the same values
+        self.digest = b""  # of what ranks must agree on
+        self.compared = 0  # so many parameters are known to have begun with the same values on all ranks
 
     def __reduce__(self) -> Any:
         return (PlainModel, ())  # a pickled or copied parameter takes no hooks and no other parameters along
@@ -49,9 +57,10 @@ class PlainModel:
     def add(self, param: nn.Parameter, name: str) -> None:
         self.known.add(id(param))
         setattr(param, ATTRIBUTE, self)
-        if id(param) in self.hooked or not _several_ranks(self.pg):
+        if id(param) in self.hooked or not _several_ranks(self.group):
             return
         self.hooked.add(id(param))
+        self.digest = b""
         index = len(self.params)
         self.params.append(param)
         self.names.append(name)
@@ -62,63 +71,73 @@ class PlainModel:
         param.register_hook(arriving)
 
     def _arriving(self, index: int) -> None:
-        """A gradient is about to be added to ``.grad``; what stands there already has been averaged."""
-        param = self.params[index]
-        if index not in self.averaged:
-            self.averaged[index], param.grad = param.grad, None
-        elif param.grad is None:
-            self.averaged[index] = None  # zero_grad() since: it drops what was averaged too
+        """A gradient was made, which is to be averaged if it goes to ``.grad``."""
+        if not goes_to_grad(self.params[index]):
+            return
+        self.waiting.add(index)
         running = torch._C._current_graph_task_id()
         if self.queued != running and self.sync:
             self.queued = running
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    @torch.no_grad()
     def _finish(self) -> None:
         self.queued = None
-        params, averaged = self.params, self.averaged
-        self.averaged = {}
-        if _several_ranks(self.pg):
+        if _several_ranks(self.group):
+            self._meet()
             self._compare()
-            device = params[0].device
-            used = torch.zeros(len(params), dtype=torch.uint8)
-            used[list(averaged)] = 1
-            used = used.to(device)
+            params = self.params
+            mine = [i in self.waiting and p.grad is not None for i, p in enumerate(params)]
+            used = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
-            todo = [i for i, flag in enumerate(used.tolist()) if flag]
-            for i in todo:
-                if i not in averaged:
-                    averaged[i], params[i].grad = params[i].grad, None
-                if params[i].grad is None:
-                    params[i].grad = torch.zeros_like(params[i])
-            _average([params[i].grad for i in todo], self.pg)
-        for i, earlier in averaged.items():
-            # The earlier tensor keeps its identity, as under plain accumulation.
-            if earlier is not None:
-                new = params[i].grad
-                params[i].grad = earlier if new is None else earlier.add_(new)
+            todo = [p for p, flag in zip(params, used.tolist(), strict=True) if flag]
+            for p in todo:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            _average([p.grad for p in todo], self.pg)
+        self.waiting.clear()
+
+    @property
+    def pg(self) -> Any:
+        return None if self.group is None else self.group.pg
+
+    def _meet(self) -> None:
+        """Before the first collective of an average: all ranks are in one, of the same model.
+
+        Raises:
+            RankMismatchError: on every rank, naming the first difference.
+            TransferError: a peer did not answer.
+        """
+
+        def text() -> str:
+            named = zip(self.names, self.params, strict=True)
+            return "\n".join([_DOING, *(f"parameter {n}: {list(p.shape)} {p.dtype}" for n, p in named)])
+
+        self.digest = self.digest or short_digest(text())
+        meet(self.group or make_group(None, self.params[0].device), self.digest, text, _DOING)
 
     def _compare(self) -> None:
-        """Before the first average: the ranks train one model, and nobody sent its values from one to the others.
+        """Before the first average of parameters: ranks began with the same values, which nobody sent around.
 
         Raises:
             RankMismatchError: on every rank, naming the first parameter that differs.
         """
-        if self.compared:
+        params = self.params[self.compared :]
+        if not params:
             return
         # Sums of bytes: exact, whatever the order in which a machine adds.
-        sums = torch.stack(
-            [p.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in self.params]
-        )
+        sums = torch.stack([p.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in params])
         most = torch.cat([sums, -sums])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pg)
         highest, lowest = most.view(2, -1) * torch.tensor([[1], [-1]], device=most.device)
         differ = (highest != lowest).nonzero().flatten().tolist()
         if differ:
+            name = self.names[self.compared + differ[0]]
             raise RankMismatchError(
-                f"ranks have different values of parameter {self.names[differ[0]]!r}, which is not sharded: build the "
-                "model under the same seed on every rank, or load the same checkpoint"
+                f"ranks have different values of parameter {name!r}, which is not sharded: build the model under the "
+                "same seed on every rank, or load the same checkpoint"
             )
-        self.compared = True
+        self.compared = len(self.params)
 
 
 def check_averaged(params: Iterable[Any]) -> None:
@@ -129,7 +148,7 @@ def check_averaged(params: Iterable[Any]) -> None:
     """
     for param in params:
         state = getattr(param, ATTRIBUTE, None)
-        if state is not None and any(state.params[i].grad is not None for i in state.averaged):
+        if state is not None and any(state.params[i].grad is not None for i in state.waiting):
             raise GradientError(
                 "these gradients are those of this rank alone: parameters that are not sharded are averaged when a "
                 "backward outside zero.no_sync ends; run one before stepping"
@@ -170,7 +189,6 @@ def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Call
     at = [i for i, p in enumerate(example_inputs) if _plain(p)]
     if not at:
         return compiled
-    watch(example_inputs)
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
@@ -191,21 +209,21 @@ def _known(param: Any) -> bool:
         return True
     state = getattr(param, ATTRIBUTE, None)
     # A process group may have been made since the model was first called.
-    return state is not None and id(param) in (state.hooked if _several_ranks(state.pg) else state.known)
+    return state is not None and id(param) in (state.hooked if _several_ranks(state.group) else state.known)
 
 
-def _several_ranks(pg: Any) -> bool:
+def _several_ranks(group: Group | None) -> bool:
+    pg = None if group is None else group.pg
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1
 
 
-def _ranks_of(model: nn.Module) -> Any:
-    """Process group of the ranks that train the sharded parts of a model: its plain parts are theirs too.
+def _ranks_of(model: nn.Module) -> Group | None:
+    """The ranks that train the sharded parts of a model: its plain parts are theirs too.
 
-    None, the default group, where nothing is sharded. Of parts on several meshes the largest counts.
+    None, for all ranks, where nothing is sharded. Of parts on several meshes the largest counts.
     """
     parts = (m.__dict__["_zero"].policy.group.everyone for m in model.modules() if "_zero" in m.__dict__)
-    largest = max(parts, key=lambda group: group.world, default=None)
-    return None if largest is None else largest.pg
+    return max(parts, key=lambda group: group.world, default=None)
 
 
 def watch(example_inputs: Sequence[Any]) -> None:
@@ -220,7 +238,7 @@ def watch(example_inputs: Sequence[Any]) -> None:
         members = {f"number {i}": p for i, p in enumerate(params)}
     state = plain_model(list(members.values()))
     if model is not None:
-        state.pg = _ranks_of(model)
+        state.group = _ranks_of(model)
     trained = sum(p.requires_grad for p in members.values())
     if trained and not getattr(state, _SAID, False):
         setattr(state, _SAID, True)

@@ -63,6 +63,13 @@ def no_gloo(rank: int, world: int) -> None:
     assert seen == [f"torch.uint8 {headers.HEADER_BYTES}"] * 6  # each of three steps has two calls
     assert [compiled, losses(model, model, rank)] == by_messages
     assert len(seen) > 12  # without compile each weight has headers of its own
+    begun = len(seen)
+    plain = nn.Linear(3, 2)
+    torch.compile(plain, backend="zero", options={"compute": "aten"})(
+        torch.ones(1, 3) * rank
+    ).sum().backward()
+    assert plain.weight.grad.tolist() == [[(world - 1) / 2] * 3] * 2
+    assert len(seen) == begun + 1
     x = torch.ones(2, 16)
     with pytest.raises(
         RankMismatchError, match=r"different calls.*'phase .*' on rank 0.*'phase .*' on rank 1"

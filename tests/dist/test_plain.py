@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -175,6 +176,148 @@ def test_no_step_before_gradients_are_averaged():
 
 def test_no_sync_before_the_first_call():
     assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
+
+
+class Rare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.rare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, rare):
+        y = torch.tanh(self.first(x))
+        return (y * self.rare if rare else y).sum()
+
+
+def accumulating(rank, world):
+    """Every order of four of: a backward, one under no_sync, both forms of zero_grad; the last is a backward."""
+    torch.manual_seed(0)
+    ours = Rare()
+    twin = copy.deepcopy(ours)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+
+    def backward(model, rare):
+        model(x, rare).backward()
+
+    for order in itertools.product("bnz0", repeat=3):
+        ours.zero_grad()
+        twin.zero_grad()
+        for what in [*order, "b"]:
+            rare = rank == 1 and what == "n"  # `rare` waits on one rank only
+            if what in "z0":
+                for model in (ours, twin):
+                    model.zero_grad(set_to_none=what == "z")
+                continue
+            if what == "n":
+                with zero.no_sync(call):
+                    backward(call, rare)
+            else:
+                backward(call, rare)
+            backward(twin, rare)
+        for (name, p), q in zip(ours.named_parameters(), twin.named_parameters(), strict=True):
+            mean = torch.zeros_like(p) if q[1].grad is None else q[1].grad.clone()
+            dist.all_reduce(mean)
+            mine = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(
+                mine, mean / world, msg=lambda m, n=name, o=order: f"{''.join(o)} {n}: {m}"
+            )
+    return True
+
+
+def test_accumulation_in_every_order():
+    assert run_ranks(accumulating, 2, timeout=200) == [True, True]
+
+
+def without_backward(rank, world):
+    """torch.autograd.grad gives this rank's gradients: no collective, and .grad stays what it is."""
+    torch.manual_seed(0)
+    ours = Rare()
+    twin = copy.deepcopy(ours)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    params = list(ours.parameters())
+
+    def look():
+        if rank == 0:  # alone
+            got = torch.autograd.grad(call(x, True), params)
+            want = torch.autograd.grad(twin(x, True), list(twin.parameters()))
+            for g, w in zip(got, want, strict=True):
+                torch.testing.assert_close(g, w)
+
+    look()
+    assert all(p.grad is None for p in params)
+    call(x, True).backward(inputs=params[:1])
+    assert [p.grad is None for p in params] == [False, True, True]
+    call(x, True).backward(inputs=params[1:])
+    before = [(p.grad, p.grad.clone()) for p in params]
+    look()
+    for p, (grad, values) in zip(params, before, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, values)
+    twin(x, True).backward()
+    for p, q in zip(params, twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(p.grad, q.grad / world)
+    torch.optim.SGD(params, lr=0.1).step()  # nothing waits
+    return True
+
+
+def test_gradients_without_backward():
+    assert run_ranks(without_backward, 2, timeout=200) == [True, True]
+
+
+def disagreeing(rank, world):
+    """Ranks may evaluate as they like; averages that do not belong together are errors on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    sharded = zero.shard(copy.deepcopy(model), stage=3)
+    twin = copy.deepcopy(model)
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x = torch.full((1, 3), rank + 1.0)
+    for _ in range(2):
+        if rank == 1:  # also as a part of another model, and before it is trained
+            with torch.no_grad():
+                torch.compile(nn.Sequential(model, nn.ReLU()), backend="zero", options={"compute": "aten"})(x)
+                step(x)
+        step(x).sum().backward()
+        twin(x).sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(p.grad, q.grad / world)
+    model.zero_grad()
+
+    # Another model on each rank, with as many elements and with the same values.
+    other = nn.Linear(2, 3, bias=False) if rank == 0 else nn.Linear(3, 2, bias=False)
+    nn.init.ones_(other.weight)
+    opt = torch.optim.SGD(other.parameters(), lr=0.1)
+    run = torch.compile(other, backend="zero", options={"compute": "aten"})
+    with pytest.raises(
+        RankMismatchError,
+        match=r"'parameter weight: \[3, 2\] torch.float32' on rank 0 of 2, '.*: \[2, 3\] torch.float32' on rank 1 of 2",
+    ):
+        run(torch.ones(1, 2 + rank)).sum().backward()
+    with pytest.raises(GradientError, match="those of this rank alone"):
+        opt.step()
+    assert torch.equal(other.weight, torch.ones_like(other.weight))
+
+    # A model more on one rank.
+    with pytest.raises(
+        RankMismatchError,
+        match=r"'average of the gradients of .* not sharded' on rank 0 of 2, 'eager gather of 0.weight' on rank 1 of 2",
+    ):
+        if rank == 0:
+            step(x).sum().backward()
+        else:
+            sharded(x)
+    model.zero_grad()
+    step(x).sum().backward()  # all ranks know, and may go on
+    return model[0].weight.grad.tolist()
+
+
+def test_ranks_that_do_not_train_one_model():
+    first, second = run_ranks(disagreeing, 2, timeout=60, group_timeout=20)
+    assert first == second
 
 
 def given_since(rank, world, how):
