@@ -18,6 +18,7 @@ import torch
 from . import grads
 from .grads import AppliedGrad
 from .ir import ops
+from .plain import averages_follow, check_averaged
 from .runtime import heap
 
 if TYPE_CHECKING:
@@ -121,11 +122,20 @@ class Overlap:
                     optimizer.feed(unit)
 
     def _end(self) -> None:
-        """The backward is over: nothing reads weights any more, and all gradients are there."""
+        """The backward is over: nothing reads weights any more, and all gradients are there.
+
+        Raises:
+            GradientError: before any was used, where they are those of this rank alone.
+        """
+        params = [p for u in self._units for p in u.params]
+        if averages_follow(params):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # after them
+            return
         optimizer, self._task, self._first = self._optimizer(), None, False
         self._apart.close()
         if optimizer is None or optimizer.max_grad_norm is not None:
             return
+        check_averaged(params)
         for entry, _ in self._of.values():
             entry.take_grad()
         for unit in self._units:

@@ -155,6 +155,13 @@ def check_averaged(params: Iterable[Any]) -> None:
             )
 
 
+def averages_follow(params: Iterable[Any]) -> bool:
+    """Whether gradients of ``params`` are averaged later at the end of the backward that ends now."""
+    running = torch._C._current_graph_task_id()
+    states = (getattr(param, ATTRIBUTE, None) for param in params)
+    return any(state is not None and state.queued == running for state in states)
+
+
 def _average(grads: Sequence[Any], pg: Any) -> None:
     """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype."""
     world = dist.get_world_size(pg)

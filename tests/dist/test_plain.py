@@ -267,6 +267,40 @@ def test_gradients_without_backward():
     assert run_ranks(without_backward, 2, timeout=200) == [True, True]
 
 
+def overlapping(rank, world):
+    """Updates while backward runs come after the average, whichever parameters got the first gradient."""
+    for sharded in (None, 0, 2):
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        twin = copy.deepcopy(ours)
+        if sharded is not None:
+            zero.shard(ours[sharded], stage=3)
+        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+        opt = zero.optimizer(torch.optim.SGD, ours, lr=0.1, overlap=True)
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for x in batches(rank, 2):
+            call(x).square().sum().backward()
+            opt.step()
+            twin(x).square().sum().backward()
+            for q in twin.parameters():
+                dist.all_reduce(q.grad)
+                q.grad /= world
+            plain.step()
+            plain.zero_grad()
+        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+            mine = p.full_tensor() if name.startswith(f"{sharded}.") else p
+            torch.testing.assert_close(mine, q, msg=lambda m, n=name, s=sharded: f"{s} {n}: {m}")
+        if sharded is None:
+            with pytest.raises(GradientError, match="those of this rank alone"), zero.no_sync(call):
+                call(x).sum().backward()
+            assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), twin.parameters(), strict=True))
+    return True
+
+
+def test_updates_while_backward_runs_come_after_the_average():
+    assert run_ranks(overlapping, 2, timeout=200) == [True, True]
+
+
 def disagreeing(rank, world):
     """Ranks may evaluate as they like; averages that do not belong together are errors on every rank."""
     torch.manual_seed(0)
