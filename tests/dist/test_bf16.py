@@ -1,11 +1,13 @@
-"""bf16 compute over fp32 shards with fp32 reduction: on two ranks the bits of FSDP2 under the same policy.
+"""bf16 compute over fp32 shards with fp32 reduction: the bits of FSDP2 under the same policy.
 
-Nothing is left that the two may round differently: a sum of two terms does not depend on their order, halving is exact,
-and operators, their dtypes and the places of casts are the same, or a bit shows it.
+Nothing is left that the two may round differently: a sum of two terms does not depend on their order, and of four FSDP2
+is given one that takes them in the order of ranks, as the engine promises; division by two or four is exact; and
+operators, their dtypes and the places of casts are the same, or a bit shows it.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,22 @@ def untie(model: nn.Module) -> dict[str, str]:
     return copies
 
 
+class InOrder:
+    """Sums in the order of ranks: gloo has one of its own, and of more than two terms another order rounds otherwise."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.AVG
+        each = [torch.empty_like(input_tensor) for _ in range(group.size())]
+        dist.all_gather(each, input_tensor, group=group)
+        mean = functools.reduce(torch.add, each) / group.size()
+        output_tensor.copy_(mean.chunk(group.size())[group.rank()])
+
+
 def by_fsdp2(family: Family, rank: int, world: int, tied: bool) -> Course:
     """The course of FSDP2.
 
@@ -64,6 +82,8 @@ def by_fsdp2(family: Family, rank: int, world: int, tied: bool) -> Course:
     copies = {} if tied else untie(model)
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=HIGH, cast_forward_inputs=True)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (world,)), mp_policy=policy)
+    if world > 2:
+        model.set_custom_reduce_scatter(InOrder())
     params = dict(model.named_parameters())
     opt = torch.optim.SGD(model.parameters(), lr=LR)
     course = Course()
@@ -132,13 +152,19 @@ CASES = {
 }
 
 
+# Not stage 0, which gloo sums in an order of its own.
+FOUR = {"mlp": beside_fsdp2("mlp", [(1, "c10d", True), (3, "shared", True), (3, "c10d", False)])}
+
+
 def body(rank: int, world: int) -> dict[str, list[str]]:
-    return answers(CASES, rank, CASES)
+    cases = FOUR if world == 4 else CASES
+    return answers(cases, rank, cases)
 
 
 @pytest.mark.timeout(900)
-def test_bits_of_fsdp2() -> None:
-    for rank, said in enumerate(run_ranks(body, 2, timeout=600.0)):
+@pytest.mark.parametrize("world", [2, 4])
+def test_bits_of_fsdp2(world: int) -> None:
+    for rank, said in enumerate(run_ranks(body, world, timeout=600.0)):
         assert not any(said.values()), f"rank {rank}:\n" + "\n".join(
             e for each in said.values() for e in each
         )

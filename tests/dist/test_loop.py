@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import Twin, average_gradients, local, part, whole
-from dist.loops import data, eager, loss_of, moved, sharded
+from dist.loops import counters, data, eager, loss_of, moved, sharded
 from dist.spawn import answers, run_ranks
 from models import FAMILIES, MLP, Broken
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import zero_compiler as zero
 
@@ -272,6 +273,43 @@ def without_compile(rank: int) -> list[str]:
             twin = Twin(family.model(), functools.partial(eager, stage=stage), where=f"{name} {stage}")
             twin.train(lambda m, i, f=family: f.loss(m, f.data(rank, i)), 4)
             errors += twin.errors[:2]
+    return errors
+
+
+@case
+def one_rank_reads_parameters_alone(rank: int) -> list[str]:
+    """Outside a forward ``module.weight`` is this rank's shard: reading it tells nobody and waits for nobody."""
+    errors: list[str] = []
+    for make, stage, transport in (
+        (sharded, 0, "c10d"),
+        (sharded, 2, "c10d"),
+        (sharded, 3, "c10d"),
+        (sharded, 3, "shared"),
+        (eager, 3, "c10d"),
+    ):
+        twin = Twin(MLP(), functools.partial(make, stage=stage, transport=transport))
+        twin.where = f"{make.__name__} {stage} {transport}"
+        for step in range(2):
+            twin.backward(loss_of(rank, step))
+            twin.check_gradients()
+            # The other rank goes on at once, into collectives that would meet whatever is sent here.
+            if rank == step:
+                before = {} if make is eager else counters(twin.model)  # only compiled frames have an engine
+                with CommDebugMode() as sent:
+                    for module in (*twin.model.layers, twin.model.norm):
+                        for name, p in module.named_parameters():
+                            read = getattr(module, name)
+                            if read is not p or not isinstance(read.grad, DTensor):
+                                twin.say(f"{name} is {type(read)} with a gradient {type(read.grad)}")
+                            repr(read), read.shape, read.dtype, read.requires_grad
+                            read.data.to_local().sum().item()
+                            read.grad.to_local().sum().item()
+                after = {} if make is eager else counters(twin.model)
+                if sent.get_total_counts() or after != before:
+                    twin.say(f"reading sent {dict(sent.get_comm_counts())}, {before} became {after}")
+            twin.step()
+        twin.check_parameters()
+        errors += twin.errors[:3]
     return errors
 
 

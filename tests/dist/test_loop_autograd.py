@@ -80,6 +80,13 @@ def dropout(rank: int) -> list[str]:
             MLP(dropout=0.3), functools.partial(sharded, stage=stage), reference=aot, where=f"stage {stage}"
         )
         errors += randomly(rank, twin)
+        for m in (twin.model, twin.plain):
+            m.eval()
+        with torch.no_grad():
+            twin.close("evaluation", *(loss_of(rank, 9)(m) for m in (twin.call, twin.plain)))
+        for m in (twin.model, twin.plain):
+            m.train()
+        errors += randomly(rank, twin, steps=2)
     errors += randomly(rank, Twin(MLP(dropout=0.3), eager, where="eager"))
     model = sharded(MLP(dropout=0.3))
     x, _ = data(0, 0)  # the same on every rank

@@ -6,6 +6,7 @@ as a test of its own. A case returns what is wrong, in sentences.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -15,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compare import Twin, average_gradients, local, whole
+from compare import Twin, average_gradients, local, part, whole
 from dist.loops import data, eager, loss_of, sharded
 from dist.spawn import answers, run_ranks
 from models import MLP
 from torch import nn
 
+import zero_compiler as zero
 from zero_compiler.errors import ShardError
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -47,7 +49,10 @@ def optimizers_and_schedules(rank: int) -> list[str]:
     errors: list[str] = []
     kinds: dict[str, Any] = {
         "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        "sgd foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
         "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3),
+        "adam foreach": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3, foreach=True),
+        "adam fused": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3, fused=True),
         "adamw foreach": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=True),
         "sgd fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
         "adamw fused": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
@@ -227,6 +232,90 @@ def gradient_scaler_where_one_rank_overflows(rank: int) -> list[str]:
                 local(twin.model.last.weight.grad)[-1] = math.inf if rank == 1 else 0.0
             scaled_step(twin, scalers, unscale=step % 2 == 1)
         errors += twin.errors[:3]
+    return errors
+
+
+# --- what is not finite ---------------------------------------------------------------------------------------
+
+
+class Sided(nn.Module):
+    """Two results, of which one alone reaches ``side``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.side = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(torch.tanh(self.first(x))), self.side(x)
+
+
+def same_not_finite(twin: Twin, what: str, ours: Any, theirs: torch.Tensor) -> int:
+    """How many NaN there are on this rank: where plain PyTorch has them, with its values between them."""
+    mine, plain = local(ours), part(theirs, ours)
+    if not torch.allclose(mine, plain, rtol=1e-5, atol=1e-6, equal_nan=True):
+        twin.say(
+            f"{what}: NaN at {mine.isnan().nonzero().tolist()}, expected {plain.isnan().nonzero().tolist()}"
+        )
+    return int(mine.isnan().sum())
+
+
+@case
+def nan_of_one_rank(rank: int) -> list[str]:
+    """It reaches the rows that it reaches in plain PyTorch, of every rank, and no others."""
+    errors: list[str] = []
+    for make, stage, quiet in (
+        (sharded, 0, False),
+        (sharded, 2, False),
+        (sharded, 3, False),
+        (sharded, 3, True),
+        (eager, 3, False),
+        (eager, 0, False),
+    ):
+        twin = Twin(Sided(), functools.partial(make, stage=stage))
+        twin.where = f"{make.__name__} {stage}{' from no_sync' if quiet else ''}"
+
+        def loss(m: nn.Module, spoilt: bool) -> torch.Tensor:
+            weights = torch.ones(16)
+            if spoilt:  # by each rank one row of the other
+                weights[13 if rank == 0 else 2] = math.nan
+            out, side = m(data(rank, 0)[0])
+            return (out * weights).sum() + side.square().sum()
+
+        with zero.no_sync(twin.call) if quiet else contextlib.nullcontext():
+            for m in (twin.call, twin.plain):
+                loss(m, spoilt=True).backward()
+        if quiet:
+            for m in (twin.call, twin.plain):
+                loss(m, spoilt=False).backward()
+        average_gradients(twin.plain)
+        found = {n: same_not_finite(twin, f"gradient of {n}", p.grad, q.grad) for n, p, q in twin.pairs()}
+        # A part of the rows where these are cut; stage 0 holds the whole.
+        rows = 1 if stage else 2
+        want = {"last.weight": 16 * rows, "last.bias": rows, "side.weight": 0, "side.bias": 0}
+        if {n: found[n] for n in want} != want or not found["first.weight"]:
+            twin.say(f"NaN per gradient {found}, expected {want}")
+        for opt in (twin.opt, twin.plain_opt):
+            opt.step()
+        for n, p, q in twin.pairs():
+            same_not_finite(twin, f"parameter {n}", p, q)
+        for strict in (True, False):
+            norms: list[Any] = []
+            for m in (twin.model, twin.plain):
+                try:
+                    norms.append(
+                        whole(nn.utils.clip_grad_norm_(m.parameters(), 1.0, error_if_nonfinite=strict))
+                    )
+                except RuntimeError as error:
+                    norms.append("non-finite" if "non-finite" in str(error) else str(error))
+            if strict:
+                right = norms == ["non-finite"] * 2
+            else:
+                right = all(bool(n.isnan()) for n in norms)
+            if not right:
+                twin.say(f"clip_grad_norm_(error_if_nonfinite={strict}) gave {norms}")
+        for n, p, q in twin.pairs():
+            same_not_finite(twin, f"clipped gradient of {n}", p.grad, q.grad)
+        errors += twin.errors[:4]
     return errors
 
 
