@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -200,20 +200,3 @@ def _load(module_name: str, path: str, qualname: str):
     for name in qualname.split("."):
         found = getattr(found, name)
     return found
-
-
-def answers(
-    cases: Mapping[str, Callable[[int], list[str]]], rank: int, names: Iterable[str]
-) -> dict[str, list[str]]:
-    """Of each case on this rank what is wrong, at most eight sentences: none where it passes, or a traceback."""
-    import torch
-
-    out = {}
-    for name in names:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        try:
-            out[name] = cases[name](rank)[:8]
-        except Exception:
-            out[name] = [traceback.format_exc()]
-    return out

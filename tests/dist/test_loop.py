@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import Twin, average_gradients, local, part, whole
+from dist.cases import Cases
 from dist.loops import counters, data, eager, loss_of, moved, sharded
-from dist.spawn import answers, run_ranks
 from models import FAMILIES, MLP, Broken
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,21 +26,7 @@ import zero_compiler as zero
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-CASES: dict[str, Callable[[int], list[str]]] = {}
-
-
-def case(fn: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
-    CASES[fn.__name__] = fn
-    return fn
-
-
-def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    return answers(CASES, rank, names)
-
-
-@functools.cache
-def results() -> list[dict[str, list[str]]]:
-    return run_ranks(run_cases, 2, list(CASES), timeout=550.0, group_timeout=100.0)
+cases = Cases(__name__)
 
 
 # --- accumulation -----------------------------------------------------------------------------------------------
@@ -66,13 +52,13 @@ def accumulate(rank: int, make: Callable[..., nn.Module], quiet: int, stage: int
     return twin.errors
 
 
-@case
+@cases.add
 def accumulation_with_a_reduction_each_time(rank: int) -> list[str]:
     # Each backward adds the mean of its own gradients, so the total is the mean of the sum.
     return [e for s in range(4) for e in accumulate(rank, sharded, 0, s)] + accumulate(rank, eager, 0, 3)
 
 
-@case
+@cases.add
 def accumulation_under_no_sync(rank: int) -> list[str]:
     return (
         [e for s in range(4) for e in accumulate(rank, sharded, 2, s)]
@@ -82,7 +68,7 @@ def accumulation_under_no_sync(rank: int) -> list[str]:
     )
 
 
-@case
+@cases.add
 def no_sync_reduces_nothing(rank: int) -> list[str]:
     errors = []
     for stage in (1, 3):
@@ -111,7 +97,7 @@ def continued(twin: Twin, rank: int) -> torch.Tensor:
     return theirs
 
 
-@case
+@cases.add
 def generation_between_steps(rank: int) -> list[str]:
     errors = []
     for stage in (2, 3):
@@ -135,7 +121,7 @@ def generation_between_steps(rank: int) -> list[str]:
 # --- evaluation and kept weights --------------------------------------------------------------------------------
 
 
-@case
+@cases.add
 def kept_weights_are_gathered_once(rank: int) -> list[str]:
     """Stages 1 and 2: nothing is gathered again until the shards change; then it is, whoever changed them."""
     errors: list[str] = []
@@ -191,7 +177,7 @@ def kept_weights_are_gathered_once(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def evaluation_between_steps(rank: int) -> list[str]:
     errors: list[str] = []
     for stage in (0, 2, 3):
@@ -240,17 +226,17 @@ def of_many_sizes(rank: int, compute: str) -> list[str]:
     return twin.errors
 
 
-@case
+@cases.add
 def dynamic_sizes(rank: int) -> list[str]:
     return of_many_sizes(rank, "aten")
 
 
-@case
+@cases.add
 def dynamic_sizes_under_inductor(rank: int) -> list[str]:
     return of_many_sizes(rank, "inductor")
 
 
-@case
+@cases.add
 def one_rank_recompiles_alone(rank: int) -> list[str]:
     errors = []
     for stage in (2, 3):
@@ -264,7 +250,7 @@ def one_rank_recompiles_alone(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def without_compile(rank: int) -> list[str]:
     errors = []
     for name in ("mlp", "odd", "lstm", "resnet", "mixed-dtypes"):
@@ -276,7 +262,7 @@ def without_compile(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def one_rank_reads_parameters_alone(rank: int) -> list[str]:
     """Outside a forward ``module.weight`` is this rank's shard: reading it tells nobody and waits for nobody."""
     errors: list[str] = []
@@ -316,7 +302,7 @@ def one_rank_reads_parameters_alone(rank: int) -> list[str]:
 # --- several models ---------------------------------------------------------------------------------------------
 
 
-@case
+@cases.add
 def actor_and_critic(rank: int) -> list[str]:
     """Two models, stepped in turn and then under one loss; one backward meets both."""
     errors = []
@@ -349,7 +335,7 @@ def actor_and_critic(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def a_model_copied(rank: int) -> list[str]:
     """An average of the weights kept in a deep copy: its own parameters, its own programs."""
     model = zero.shard(MLP(), stage=2, compute="aten")
@@ -373,10 +359,9 @@ def a_model_copied(rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases.names)
 def test_loop(name: str) -> None:
-    for rank, found in enumerate(results()):
-        assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+    cases.check(name)
 
 
 def test_the_comparison_can_fail() -> None:

@@ -7,7 +7,6 @@ as a test of its own. A case returns what is wrong, in sentences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compare import Twin, average_gradients
+from dist.cases import Cases
 from dist.loops import aot, data, eager, loss_of, programs, sharded
-from dist.spawn import answers, run_ranks
 from models import FAMILIES, MLP
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,21 +25,7 @@ from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-CASES: dict[str, Callable[[int], list[str]]] = {}
-
-
-def case(fn: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
-    CASES[fn.__name__] = fn
-    return fn
-
-
-def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    return answers(CASES, rank, names)
-
-
-@functools.cache
-def results() -> list[dict[str, list[str]]]:
-    return run_ranks(run_cases, 2, list(CASES), timeout=550.0, group_timeout=100.0)
+cases = Cases(__name__)
 
 
 # --- randomness and recomputation -------------------------------------------------------------------------------
@@ -71,7 +56,7 @@ def randomly(rank: int, twin: Twin, steps: int = 5) -> list[str]:
     return twin.errors[:4]
 
 
-@case
+@cases.add
 def dropout(rank: int) -> list[str]:
     errors = []
     for stage in (0, 2, 3):
@@ -99,7 +84,7 @@ def dropout(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def checkpointed_regions(rank: int) -> list[str]:
     errors = []
     for stage in (1, 3):
@@ -121,7 +106,7 @@ def checkpointed_regions(rank: int) -> list[str]:
 # --- autocast ---------------------------------------------------------------------------------------------------
 
 
-@case
+@cases.add
 def autocast(rank: int) -> list[str]:
     errors = []
     for stage in (2, 3):
@@ -182,7 +167,7 @@ def saved_shapes(model: nn.Module, rank: int) -> list[tuple[tuple[int, ...], tor
 # --- autograd's other doors -------------------------------------------------------------------------------------
 
 
-@case
+@cases.add
 def autograd_grad(rank: int) -> list[str]:
     errors = []
     for make in (sharded, eager):
@@ -201,7 +186,7 @@ def autograd_grad(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def backward_with_inputs(rank: int) -> list[str]:
     errors = []
     for make in (sharded, eager):
@@ -214,7 +199,7 @@ def backward_with_inputs(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def waiting_gradients_and_the_other_doors(rank: int) -> list[str]:
     """What waits from zero.no_sync goes to .grad in the next backward that goes there, and nowhere else."""
     errors = []
@@ -250,7 +235,7 @@ def waiting_gradients_and_the_other_doors(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def hooks(rank: int) -> list[str]:
     """Hooks see the reduced gradient as a DTensor, may change it, and run once a backward."""
     errors = []
@@ -275,7 +260,7 @@ def hooks(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def optimizer_in_backward(rank: int) -> list[str]:
     twin = Twin(MLP(), sharded)
     for p in twin.model.parameters():
@@ -294,7 +279,7 @@ def optimizer_in_backward(rank: int) -> list[str]:
     return twin.errors
 
 
-@case
+@cases.add
 def freezing_in_mid_training(rank: int) -> list[str]:
     errors = []
     for make in (sharded, eager):
@@ -311,7 +296,7 @@ def freezing_in_mid_training(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def frozen_weights_are_not_reduced(rank: int) -> list[str]:
     model = FAMILIES["lora"].model()
     names = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -323,7 +308,7 @@ def frozen_weights_are_not_reduced(rank: int) -> list[str]:
     return []
 
 
-@case
+@cases.add
 def retain_graph(rank: int) -> list[str]:
     twin = Twin(MLP(), eager)
     for m in (twin.call, twin.plain):
@@ -347,7 +332,6 @@ def retain_graph(rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases.names)
 def test_loop(name: str) -> None:
-    for rank, found in enumerate(results()):
-        assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+    cases.check(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compare import Twin, average_gradients, local, part, whole
+from dist.cases import Cases
 from dist.loops import data, eager, loss_of, sharded
-from dist.spawn import answers, run_ranks
 from models import MLP
 from torch import nn
 
@@ -27,24 +26,10 @@ from zero_compiler.errors import ShardError
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-CASES: dict[str, Callable[[int], list[str]]] = {}
+cases = Cases(__name__)
 
 
-def case(fn: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
-    CASES[fn.__name__] = fn
-    return fn
-
-
-def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    return answers(CASES, rank, names)
-
-
-@functools.cache
-def results() -> list[dict[str, list[str]]]:
-    return run_ranks(run_cases, 2, list(CASES), timeout=550.0, group_timeout=100.0)
-
-
-@case
+@cases.add
 def optimizers_and_schedules(rank: int) -> list[str]:
     errors: list[str] = []
     kinds: dict[str, Any] = {
@@ -76,14 +61,14 @@ def optimizers_and_schedules(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def adafactor(rank: int) -> list[str]:
     twin = Twin(MLP(), sharded, functools.partial(torch.optim.Adafactor, lr=1e-2, eps=(1e-3, 1e-3)))
     twin.train(lambda m, i: loss_of(rank, i)(m), 10)
     return twin.errors
 
 
-@case
+@cases.add
 def adam_with_its_own_eps(rank: int) -> list[str]:
     """Default Adam divides noise by noise where a gradient is near zero; the bound follows from its formula.
 
@@ -130,7 +115,7 @@ def adam_with_its_own_eps(rank: int) -> list[str]:
     return twin.errors
 
 
-@case
+@cases.add
 def optimizers_that_need_whole_parameters(rank: int) -> list[str]:
     errors = []
     for cls in (torch.optim.LBFGS, torch.optim.Rprop):
@@ -184,7 +169,7 @@ def scaled_step(twin: Twin, scalers: list[torch.amp.GradScaler], unscale: bool) 
     twin.check_parameters()
 
 
-@case
+@cases.add
 def gradient_scaler(rank: int) -> list[str]:
     """Scaled losses; a step in which one rank alone overflows is skipped by every rank."""
     twin = Twin(MLP(), sharded, functools.partial(torch.optim.SGD, lr=0.1))
@@ -211,7 +196,7 @@ class Scaled(nn.Module):
         return self.last(x + self.one(x)) * self.scale
 
 
-@case
+@cases.add
 def gradient_scaler_where_one_rank_overflows(rank: int) -> list[str]:
     """In its rows alone: every rank skips the step, whatever lies first and whoever unscales."""
     errors = []
@@ -259,7 +244,7 @@ def same_not_finite(twin: Twin, what: str, ours: Any, theirs: torch.Tensor) -> i
     return int(mine.isnan().sum())
 
 
-@case
+@cases.add
 def nan_of_one_rank(rank: int) -> list[str]:
     """It reaches the rows that it reaches in plain PyTorch, of every rank, and no others."""
     errors: list[str] = []
@@ -323,7 +308,6 @@ def nan_of_one_rank(rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases.names)
 def test_loop(name: str) -> None:
-    for rank, found in enumerate(results()):
-        assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+    cases.check(name)

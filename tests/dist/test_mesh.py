@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
+from dist.cases import Cases
 from dist.measured import train
-from dist.spawn import answers, run_ranks
+from dist.spawn import run_ranks
 from models import FAMILIES, MLP, Odd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,13 +31,8 @@ from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-CASES: dict[str, Callable[..., list[str]]] = {}
+cases = Cases(__name__, world=4, group_timeout=60.0)
 NAMES = ("replicate", "shard")
-
-
-def case(fn: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    CASES[fn.__name__] = fn
-    return fn
 
 
 @functools.cache
@@ -66,7 +62,7 @@ def trained(name: str, rank: int, steps: int = 3, where: str = "", **fields: Any
     return twin.errors[:5]
 
 
-@case
+@cases.add
 def every_stage_over_both_transports(rank: int) -> list[str]:
     errors = []
     for stage in range(4):
@@ -76,17 +72,17 @@ def every_stage_over_both_transports(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def a_transformer_and_adapters(rank: int) -> list[str]:
     return [e for name in ("gpt2", "lora") for e in trained(name, rank, stage=3)]
 
 
-@case
+@cases.add
 def code_outside_compiled_frames(rank: int) -> list[str]:
     return trained("broken", rank, stage=3) + trained("odd", rank, stage=2, compiled=False, where="eager")
 
 
-@case
+@cases.add
 def other_shapes_and_orders(rank: int) -> list[str]:
     errors = trained("odd", rank, where="4 x 1", mesh=mesh_of((4, 1)), stage=3)
     errors += trained("odd", rank, where="1 x 4", mesh=mesh_of((1, 4)), stage=3)
@@ -98,7 +94,7 @@ def other_shapes_and_orders(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def placements_are_those_of_fsdp2(rank: int) -> list[str]:
     errors = []
     torch.manual_seed(0)
@@ -110,7 +106,7 @@ def placements_are_those_of_fsdp2(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def accumulation(rank: int) -> list[str]:
     errors = []
     for stage, compiled in ((1, True), (3, True), (3, False)):
@@ -134,7 +130,7 @@ def accumulation(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def full_weights_and_what_is_written_to_them(rank: int) -> list[str]:
     errors = []
     torch.manual_seed(rank)  # rank 0's values are kept
@@ -160,7 +156,7 @@ def full_weights_and_what_is_written_to_them(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def built_in_place(rank: int) -> list[str]:
     torch.manual_seed(0)
     plain = FAMILIES["gpt2"].build()
@@ -171,7 +167,7 @@ def built_in_place(rank: int) -> list[str]:
     return [n for (n, p), q in pairs if not torch.equal(local(p), part(q, p)) or not isinstance(p, DTensor)]
 
 
-@case
+@cases.add
 def updates_in_mid_backward(rank: int) -> list[str]:
     family = FAMILIES["gpt2"]
     models = [hybrid(family.model(), stage=3, transport="c10d") for _ in range(2)]
@@ -196,7 +192,7 @@ def said_by(body: Callable[[], Any]) -> str:
     return "nothing"
 
 
-@case
+@cases.add
 def pickled_whole(rank: int) -> list[str]:
     model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
     again = torch.compile(pickle.loads(pickle.dumps(model)), backend="zero", options={"compute": "aten"})
@@ -210,7 +206,7 @@ def pickled_whole(rank: int) -> list[str]:
     ]
 
 
-@case
+@cases.add
 def replicas_that_disagree(rank: int) -> list[str]:
     errors = []
     stage = 3 if rank < 2 else 2
@@ -234,7 +230,7 @@ def replicas_that_disagree(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def what_the_report_says(rank: int) -> list[str]:
     model = hybrid(MLP(), stage=3, transport="c10d")
     model(torch.ones(2, 16)).sum().backward()
@@ -246,7 +242,7 @@ def what_the_report_says(rank: int) -> list[str]:
     )
 
 
-@case
+@cases.add
 def the_measured_peak_is_within_the_plan(rank: int) -> list[str]:
     """Where gradients make the peak: of a few rows. A bucket of several is summed between replicas in a copy."""
     _C.meter_install()
@@ -270,7 +266,7 @@ def the_measured_peak_is_within_the_plan(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def the_transport_within_a_replica(rank: int) -> list[str]:
     model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
     transport = policies_of(model)[0].transport
@@ -281,20 +277,10 @@ def the_transport_within_a_replica(rank: int) -> list[str]:
     )
 
 
-def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    return answers(CASES, rank, names)
-
-
-@functools.cache
-def results() -> list[dict[str, list[str]]]:
-    return run_ranks(run_cases, 4, list(CASES), timeout=550.0, group_timeout=60.0)
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases.names)
 @pytest.mark.timeout(600)
 def test_hybrid_sharding(name: str) -> None:
-    for rank, found in enumerate(results()):
-        assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+    cases.check(name)
 
 
 def save(rank: int, world: int, folder: str) -> None:

@@ -10,7 +10,6 @@ import functools
 import json
 import pickle
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
-from dist.spawn import answers, run_ranks
+from dist.cases import Cases
+from dist.spawn import run_ranks
 from machines import machine
 from parallel import Transformer, by_columns, by_sequence, loss, tokens
 from safetensors.torch import save_file
@@ -36,15 +36,10 @@ from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-CASES: dict[str, Callable[..., list[str]]] = {}
+cases = Cases(__name__, world=4, spawns=2, group_timeout=60.0)
 PLANS = {"by columns": by_columns, "by sequence": by_sequence}
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1)
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def case(fn: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    CASES[fn.__name__] = fn
-    return fn
 
 
 @functools.cache
@@ -82,7 +77,7 @@ def trained(
     return twin.errors[:5]
 
 
-@case
+@cases.add
 def every_stage_over_both_transports(rank: int) -> list[str]:
     errors = []
     for stage, transport in ((0, "c10d"), (1, "shared"), (2, "c10d"), (3, "c10d"), (3, "shared")):
@@ -90,34 +85,34 @@ def every_stage_over_both_transports(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def twenty_steps(rank: int) -> list[str]:
     return [
         e for opt in (SGD, ADAMW) for e in trained(rank, f"{opt.func.__name__}", 20, optimizer=opt, stage=3)
     ]
 
 
-@case
+@cases.add
 def activations_cut_along_the_sequence(rank: int) -> list[str]:
     return [e for s in (2, 3) for e in trained(rank, f"stage {s}", plan="by sequence", stage=s)]
 
 
-@case
+@cases.add
 def compiled_by_inductor(rank: int) -> list[str]:
     return trained(rank, "inductor", 2, stage=3, compute="inductor")
 
 
-@case
+@cases.add
 def without_a_compiler(rank: int) -> list[str]:
     return trained(rank, "eager", stage=3, compiled=False)
 
 
-@case
+@cases.add
 def the_data_dimension_alone_names_the_ranks(rank: int) -> list[str]:
     return trained(rank, "mesh['dp']", stage=3, mesh=mesh_of()["dp"])
 
 
-@case
+@cases.add
 def with_other_options(rank: int) -> list[str]:
     """A budget, weights in tiles, and shards in files."""
     errors = trained(rank, "a budget", 2, stage=3, memory_budget_bytes=1 << 20)
@@ -141,7 +136,7 @@ def two_steps(rank: int, opt: Any, model: nn.Module, clip: bool) -> list[torch.T
     return [*norms, *(local(p).clone() for p in model.parameters())]
 
 
-@case
+@cases.add
 def activations_within_a_budget(rank: int) -> list[str]:
     """What is made again, the rest in parts; no all-reduce runs twice."""
     frames = []
@@ -166,7 +161,7 @@ def all_reduces(program: Any) -> int:
     return sum(program.segments[k].count("_c10d_functional.all_reduce.") for k in program.structures)
 
 
-@case
+@cases.add
 def the_optimizer_of_this_project(rank: int) -> list[str]:
     """Its own clipping has the norm over both dimensions, and updates in mid-backward change nothing."""
     errors = []
@@ -184,7 +179,7 @@ def the_optimizer_of_this_project(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def copied(rank: int) -> list[str]:
     """A model with the hooks of ``parallelize_module`` can be copied, and its ranks are found again after pickling."""
     model = both(build(), compiled=False, stage=3)
@@ -200,7 +195,7 @@ def copied(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def outputs_that_stay_cut(rank: int) -> list[str]:
     """An eager model may return DTensors over the tensor-parallel ranks; a frame that is trained may not."""
     torch.manual_seed(0)
@@ -225,7 +220,7 @@ def outputs_that_stay_cut(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def what_the_report_says(rank: int) -> list[str]:
     model = both(build(), stage=3)
     report = zero.inspect(model, example_inputs=(tokens(rank // 2, 0),))
@@ -237,7 +232,7 @@ def what_the_report_says(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def accumulation(rank: int) -> list[str]:
     twin = Twin(build(), functools.partial(both, stage=3), ADAMW)
     for step in range(2):
@@ -251,7 +246,7 @@ def accumulation(rank: int) -> list[str]:
     return twin.errors
 
 
-@case
+@cases.add
 def placements_are_those_of_fsdp2(rank: int) -> list[str]:
     ours, theirs = both(build(), compiled=False), by_columns(build(), mesh_of()["tp"])
     fully_shard(theirs, mesh=mesh_of()["dp"], ignored_params={theirs.scale})  # it takes no scalars
@@ -266,7 +261,7 @@ def placements_are_those_of_fsdp2(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def full_weights_for_a_while(rank: int) -> list[str]:
     torch.manual_seed(rank)  # rank 0's values are kept, also of plain parameters
     model = both(Transformer(), compiled=False)
@@ -293,7 +288,7 @@ def full_weights_for_a_while(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def activations_in_parts(rank: int) -> list[str]:
     """The same numbers, and of what is saved alike on both ranks of a pair one half."""
     errors = []
@@ -324,7 +319,7 @@ def activations_in_parts(rank: int) -> list[str]:
     return errors
 
 
-@case
+@cases.add
 def activations_in_parts_and_in_files(rank: int) -> list[str]:
     """What the disk hides waits in files; of the rest, what a pair saves alike is saved in parts."""
     errors = []
@@ -381,7 +376,7 @@ def held_by(node: Any) -> int:
     return sum(seen.values())
 
 
-@case
+@cases.add
 def activations_in_parts_need_tensor_parallel_ranks(rank: int) -> list[str]:
     torch._dynamo.reset()
     model = torch.compile(zero.shard(Transformer()), backend="zero", options={"partition_activations": True})
@@ -393,7 +388,7 @@ def activations_in_parts_need_tensor_parallel_ranks(rank: int) -> list[str]:
     return ["not refused"]
 
 
-@case
+@cases.add
 def what_cannot_be_placed_is_refused(rank: int) -> list[str]:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     tp = mesh_of()["tp"]
@@ -425,20 +420,10 @@ def what_cannot_be_placed_is_refused(rank: int) -> list[str]:
     return errors
 
 
-def run_cases(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    return answers(CASES, rank, names)
-
-
-@functools.cache
-def results(half: int) -> list[dict[str, list[str]]]:
-    return run_ranks(run_cases, 4, list(CASES)[half::2], timeout=550.0, group_timeout=60.0)
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases.names)
 @pytest.mark.timeout(600)
 def test_tensor_parallelism(name: str) -> None:
-    for rank, found in enumerate(results(list(CASES).index(name) % 2)):
-        assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+    cases.check(name)
 
 
 def plain_steps(steps: int) -> nn.Module:
