@@ -203,6 +203,7 @@ def on(tier, folder) -> dict[str, str]:
     ids=str,
 )
 @pytest.mark.parametrize("world", [*slow(1), 2, *slow(3)])
+@pytest.mark.slow
 def test_chunks_arrive_and_nothing_is_overwritten_on_the_way(world, fields, tier, tmp_path):
     run = SimulatedModel(deep(), world, **on(tier, tmp_path), **fields)
     inputs = [(torch.randn(3, 16),) for _ in range(world)]
@@ -336,6 +337,7 @@ def spec_of(**links) -> hardware.HardwareSpec:
     return hardware.HardwareSpec.from_dict(machine(**made))
 
 
+@pytest.mark.slow
 def test_the_simulation_has_a_lane_for_copies():
     plain, far = (programs(offload_params=tier)["backward"] for tier in ("none", "host"))
     spec = spec_of(host_device=1e4)
@@ -385,6 +387,7 @@ class Uneven(nn.Module):
         return self.large(x)
 
 
+@pytest.mark.slow
 def test_a_copy_starts_as_much_earlier_as_hides_it():
     program = programs(model=Uneven(), x=torch.ones(8, 64))["forward"]
     program = dataclasses.replace(program, segment_us=[100.0] * len(program.segment_us))
@@ -406,6 +409,7 @@ def test_a_copy_starts_as_much_earlier_as_hides_it():
     assert schedule.hop_distances(plain, 1, spec, 2, budgeted=False) is None
 
 
+@pytest.mark.slow
 def test_the_search_sees_the_time_that_the_simulation_takes():
     """Of a Program whose hops stand one unit ahead."""
     program = programs(model=Uneven(), x=torch.ones(8, 64), memory_budget_bytes=1 << 30)["forward"]
@@ -417,6 +421,7 @@ def test_the_search_sees_the_time_that_the_simulation_takes():
         assert us == pytest.approx(simulate(program, spec, 2).total_us, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_plan_with_hops_further_ahead_computes_the_same(tmp_path):
     (first,) = planned(Uneven(), x=torch.ones(8, 64)).frames
     program = first.programs["forward"]
@@ -456,6 +461,7 @@ def test_hops_may_start_anywhere_before_their_waits(tier, seed, tmp_path, monkey
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_device_and_the_host_count_apart(tmp_path):
     chunk = 64 * 64 * 4 // 2
     for tier in TIERS:
@@ -476,6 +482,7 @@ def test_the_device_and_the_host_count_apart(tmp_path):
     assert (here.parameters, here.gradients, here.apart) == (4 * chunk, 4 * chunk, 0)
 
 
+@pytest.mark.slow
 def test_the_pool_on_the_device_is_two_layers_or_three_on_one_rank():
     """However deep the model is: a layer on its way, one that is gathered, and one with which one rank computes."""
     for depth in (6, 12):
@@ -485,6 +492,7 @@ def test_the_pool_on_the_device_is_two_layers_or_three_on_one_rank():
                 assert program.device_bytes == layers * 64 * 64 * 4 // world, (depth, world, phase)
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_device_alone_is_kept():
     none, host = (planned(offload_params=tier).memory for tier in ("none", "host"))
     assert host.peak < none.peak
@@ -573,6 +581,7 @@ def test_states_are_beside_the_shards_or_in_files(tier, overlap, tmp_path):
     assert (memory.files > 0) == (tier == "nvme")
 
 
+@pytest.mark.slow
 def test_eager_code_and_windows_and_checkpoints(tmp_path):
     want, model = made(tmp_path), made(tmp_path, offload_params="host")
     x = torch.ones(2, 64)
@@ -592,6 +601,7 @@ def test_eager_code_and_windows_and_checkpoints(tmp_path):
     assert torch.equal(run(x), other(x))
 
 
+@pytest.mark.slow
 def test_accumulation_without_communication(tmp_path):
     want, model = made(tmp_path), made(tmp_path, offload_params="host")
     for m in (want, model):
@@ -616,6 +626,7 @@ def test_a_model_that_is_built_on_the_host(tier, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_call_that_broke_off_leaves_nothing_behind(tmp_path):
     want, model = made(tmp_path), made(tmp_path, offload_params="host")
     run, other = compiled(model), compiled(want)

@@ -107,6 +107,7 @@ def parts_of(model: SimulatedModel, name: str = "head.weight") -> dict[str, tupl
 
 @pytest.mark.parametrize("bias", [*slow(False), True])
 @pytest.mark.parametrize("of", LOSSES)
+@pytest.mark.slow
 def test_every_loss_equals_plain(of, bias):
     model = check(SimulatedModel(Head(of, bias), 2, stage=3, tile_bytes=TILE), of)
     said = notes(model)
@@ -118,6 +119,7 @@ def test_every_loss_equals_plain(of, bias):
 
 @pytest.mark.parametrize("of", ["plain", *slow("smoothed", "shifted-and-capped")])
 @pytest.mark.parametrize("stage", [*slow(1, 2), 3])
+@pytest.mark.slow
 def test_a_tied_embedding(stage, of):
     model = check(SimulatedModel(Head(of, tied=True), 2, stage=stage, tile_bytes=TILE), of)
     assert not [n for n in notes(model) if "whole" in n]
@@ -128,6 +130,7 @@ def test_a_tied_embedding(stage, of):
 
 
 @pytest.mark.parametrize("world", [*slow(1, 3), 4])
+@pytest.mark.slow
 def test_any_number_of_ranks(world):
     check(SimulatedModel(Head("weighted", True), world, stage=3, tile_bytes=TILE), "weighted")
 
@@ -158,6 +161,7 @@ def test_evaluation_sweeps_once():
     assert set(parts_of(model)) == {"inference"}
 
 
+@pytest.mark.slow
 def test_frozen_weights_and_frozen_inputs():
     for name in ("head", "embed"):
         head = Head()
@@ -166,6 +170,7 @@ def test_frozen_weights_and_frozen_inputs():
         assert not [n for n in notes(model) if "head.weight" in n and "whole" in n]
 
 
+@pytest.mark.slow
 def test_two_losses_of_one_head():
     """Each has its own sweeps, and a tile of the weight's gradient is their sum."""
 
@@ -180,6 +185,7 @@ def test_two_losses_of_one_head():
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.slow
 def test_half_precision_gives_what_whole_weights_give(world):
     """Logits are bfloat16, what is summed over tiles is float32."""
     found = []
@@ -203,6 +209,7 @@ def test_a_tied_embedding_in_compiled_segments():
     assert not [n for n in notes(model) if "gathered whole" in n]
 
 
+@pytest.mark.slow
 def test_logits_of_minus_infinity():
     """Words that are forbidden, all of a tile of them, and targets among the others."""
 
@@ -297,6 +304,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("of", REFUSED, ids=lambda f: f.__name__)
+@pytest.mark.slow
 def test_what_is_gathered_whole_is_right_and_named(of):
     model = check(SimulatedModel(Head(of), 2, stage=3, tile_bytes=TILE), scale=1.0)
     why = f"gathered whole: head.weight, 3,904 bytes, because {REFUSED[of]}"
@@ -306,6 +314,7 @@ def test_what_is_gathered_whole_is_right_and_named(of):
     ]
 
 
+@pytest.mark.slow
 def test_a_weight_whose_rows_are_no_words():
     class Turned(Head):
         def __init__(self) -> None:
