@@ -1,11 +1,11 @@
 """The pipeline: every pass, in order, on one screen.
 
-The joint graph (forward and backward together, with markers) is rewritten first; the partitioner cuts it;
-then each phase is lowered and scheduled.
+The joint graph (forward and backward together, with markers) is rewritten first; the partitioner cuts it, and passes
+over both sides change what is handed from one to the other; then each phase is lowered and scheduled.
 """
 
 from .activations import Remade, held_bytes, remade
-from .base import Context, ParamPlan, Pass, Trace, run_passes
+from .base import Context, ParamPlan, Pass, SplitPass, Trace, run_passes, run_split
 from .bucket_transfers import BucketTransfers
 from .choose_saved import ChooseSaved
 from .clone_escapes import CloneEscapes
@@ -33,6 +33,8 @@ JOINT: list[tuple[Pass, str]] = [
     (TagRecompute(), "merged"),
     (ChooseSaved(), "merged"),
 ]
+# Each is made where it runs, with what it needs to know of links and ranks, and only for options that ask for it.
+SPLIT: list[type[SplitPass]] = [OffloadActivations, PartitionActivations]
 INFERENCE: list[tuple[Pass, str]] = [
     (MergeMarkers(), "merged"),
     (TileLoss(), "merged"),
@@ -55,6 +57,7 @@ __all__ = [
     "INFERENCE",
     "JOINT",
     "PHASE",
+    "SPLIT",
     "BucketTransfers",
     "ChooseSaved",
     "CloneEscapes",
@@ -72,6 +75,7 @@ __all__ = [
     "PlaceOffloads",
     "PlaceStarts",
     "Remade",
+    "SplitPass",
     "TagRecompute",
     "TileLoss",
     "TileMlp",
@@ -86,4 +90,5 @@ __all__ = [
     "read_by_tiles",
     "remade",
     "run_passes",
+    "run_split",
 ]

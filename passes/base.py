@@ -141,6 +141,15 @@ class Pass(Protocol):
     def run(self, graph: fx.Graph, ctx: Context) -> None: ...
 
 
+class SplitPass(Protocol):
+    """One that rewrites both graphs of a partition, and what forward hands to backward."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int, ctx: Context) -> None: ...
+
+
 @dataclass
 class Trace:
     """What the manager saw of each pass: seconds, in which lint and verifier are, and the node count after it."""
@@ -174,6 +183,31 @@ def run_passes(
         if dump_dir:
             _write(dump_dir, i + 1, ctx.phase, p.name, graph)
     return trace
+
+
+def run_split(
+    p: SplitPass,
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    ctx: Context,
+    trace: Trace | None = None,
+    dump_dir: str | None = None,
+) -> None:
+    """The same for a pass over a partition, of which ``num_outputs`` results of forward are not handed to backward."""
+    start = time.perf_counter()
+    graphs = {"forward": forward, "backward": backward}
+    reduced = {phase: spec.reduced_by(graph) for phase, graph in graphs.items()}
+    p.run(forward, backward, num_outputs, ctx)
+    for phase, graph in graphs.items():
+        graph.lint()
+        spec.verify(graph, "captured", ctx.params, reduced[phase])
+    spec.verify_partition(forward, num_outputs, backward)
+    if trace is not None:
+        nodes = sum(len(graph.nodes) for graph in graphs.values())
+        trace.rows.append((f"split/{p.name}", time.perf_counter() - start, nodes))
+    for i, (phase, graph) in enumerate(graphs.items() if dump_dir else ()):
+        _write(str(dump_dir), i, p.name, phase, graph)
 
 
 def _write(directory: str, index: int, phase: str, name: str, graph: fx.Graph) -> None:

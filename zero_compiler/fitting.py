@@ -17,7 +17,7 @@ from .frame_state import FrameState
 from .ir import facts, spec
 from .ir.facts import ParamRef
 from .lowering import Lowering
-from .passes import run_passes
+from .passes import run_passes, run_split
 from .saving import Cut, Phases, check_held, within_activations, within_memory
 from .verify import verify_program
 
@@ -59,7 +59,7 @@ class Fitting:
             )
             state.reduced = spec.reduced_by(joint.graph)
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-            spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"])
+            spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"], backward.graph)
             self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
             return {"forward": forward, "backward": backward}
 
@@ -142,12 +142,16 @@ class Fitting:
     ) -> None:
         """What waits on another tier between the two; and, where nothing binds, what costs no time there."""
         state = self.state
+        if state.away is None:
+            return
         context = replace(state.context("joint"), activation_bytes=activation_bytes)
         link, _ = state.machine.links(state.tier)
         far = [p for p in state.params.values() if state.tier in p.path]
         busy = sum(link.us(p.gather_bytes // p.world) for p in far)
-        passes.OffloadActivations(busy).run(forward.graph, backward.graph, num_outputs, context)
-        if state.away is not None and activation_bytes is None:
+        offload = passes.OffloadActivations(busy)
+        graphs = forward.graph, backward.graph
+        run_split(offload, *graphs, num_outputs, context, state.trace, state.dump_dir())
+        if activation_bytes is None:
             state.away = frozenset(a.name for a in passes.offloaded(backward.graph))
 
     def _held_bytes(self, graphs: Phases) -> int:
@@ -376,7 +380,8 @@ class Fitting:
             )
         peers, show = policy.group.tensor, functools.partial(state.loader.show, policy)
         cut = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
-        cut.run(graphs["forward"].graph, graphs["backward"].graph, num_outputs, state.context("joint"))
+        both = graphs["forward"].graph, graphs["backward"].graph
+        run_split(cut, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())
 
     def _spend_budget(self, graphs: Phases, budget_bytes: int) -> None:
         """Plan both phases with every weight released, and keep what fits in the room that is left.

@@ -21,7 +21,7 @@ from torch import nn
 from .errors import GradientError, RankMismatchError
 from .grads import goes_to_grad
 from .group import Group
-from .headers import meet, short_digest
+from .headers import cannot_begin, meet, short_digest
 from .mesh import make_group
 
 log = logging.getLogger("zero_compiler")
@@ -47,7 +47,11 @@ class PlainModel:
         # Indices of parameters to whose ``.grad`` this rank alone has added. What else is in it is equal on all ranks,
         # and so is left as it is by an average.
         self.waiting: set[int] = set()
-        self.queued: int | None = None  # the backward at whose end gradients are averaged
+        self.left: dict[
+            int, tuple[int, int]
+        ] = {}  # of these, as the last backward under zero.no_sync left them
+        self.changed: int | None = None  # one that was then written to
+        self.queued: int | None = None  # the backward whose end is to be heard of
         self.digest = b""  # of what ranks must agree on
         self.compared = 0  # so many parameters are known to have begun with the same values on all ranks
 
@@ -72,17 +76,27 @@ class PlainModel:
 
     def _arriving(self, index: int) -> None:
         """A gradient was made, which is to be averaged if it goes to ``.grad``."""
-        if not goes_to_grad(self.params[index]):
+        param = self.params[index]
+        if not goes_to_grad(param):
             return
-        self.waiting.add(index)
         running = torch._C._current_graph_task_id()
-        if self.queued != running and self.sync:
-            self.queued = running
+        if self.queued != running:
+            self.queued, self.changed = running, None
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if index in self.left and param.grad is not None and self.left[index] != _mark(param.grad):
+            if param.grad.any():  # and was not set to zero
+                self.changed = index
+        self.waiting.add(index)
 
     @torch.no_grad()
     def _finish(self) -> None:
         self.queued = None
+        if self.changed is not None:
+            self._refuse()
+        if not self.sync:
+            grads = ((i, self.params[i].grad) for i in self.waiting)
+            self.left = {i: _mark(grad) for i, grad in grads if grad is not None}
+            return
         if _several_ranks(self.group):
             self._meet()
             self._compare()
@@ -96,6 +110,29 @@ class PlainModel:
                     p.grad = torch.zeros_like(p)
             _average([p.grad for p in todo], self.pg)
         self.waiting.clear()
+        self.left.clear()
+
+    def _refuse(self) -> None:
+        """Raise, also on ranks that begin an average: what was clipped, say, was a part of a sum, and of this rank's
+        alone.
+
+        Raises:
+            GradientError: naming the parameter.
+        """
+        assert self.changed is not None
+        error = GradientError(
+            f"the gradient of parameter {self.names[self.changed]!r} was written to (clipped, say, or unscaled) between a backward under "
+            "zero.no_sync and the next one: it was that of this rank alone and not yet complete; run the last backward "
+            "of a step outside zero.no_sync, and clip after it"
+        )
+        self.changed = None
+        self.left.clear()
+        if self.sync and _several_ranks(self.group):
+            cannot_begin(self._everyone(), error)
+        raise error
+
+    def _everyone(self) -> Group:
+        return self.group or make_group(None, self.params[0].device)
 
     @property
     def pg(self) -> Any:
@@ -114,7 +151,7 @@ class PlainModel:
             return "\n".join([_DOING, *(f"parameter {n}: {list(p.shape)} {p.dtype}" for n, p in named)])
 
         self.digest = self.digest or short_digest(text())
-        meet(self.group or make_group(None, self.params[0].device), self.digest, text, _DOING)
+        meet(self._everyone(), self.digest, text, _DOING)
 
     def _compare(self) -> None:
         """Before the first average of parameters: ranks began with the same values, which nobody sent around.
@@ -138,6 +175,11 @@ class PlainModel:
                 "same seed on every rank, or load the same checkpoint"
             )
         self.compared = len(self.params)
+
+
+def _mark(grad: torch.Tensor) -> tuple[int, int]:
+    """Changes with what is written to ``grad``, or put in its place."""
+    return grad.data_ptr(), grad._version
 
 
 def check_averaged(params: Iterable[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -156,6 +157,18 @@ def waiting(rank, world):
         opt.step()
         opt.zero_grad()
         twin.load_state_dict(ours.state_dict())
+
+    for sync, who in ((True, (0, 1)), (False, (0, 1)), (True, (1,))):
+        with zero.no_sync(call):
+            call(x).sum().backward()
+        if rank in who:
+            torch.nn.utils.clip_grad_norm_(ours.parameters(), 1e-3)
+        with pytest.raises(
+            GradientError, match=r"gradient of parameter '.*' was written to .* and clip after it"
+        ):
+            with contextlib.nullcontext() if sync else zero.no_sync(call):
+                call(x).sum().backward()
+        opt.zero_grad(set_to_none=sync)
 
     def broken(grad):
         raise KeyError

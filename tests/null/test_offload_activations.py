@@ -27,7 +27,7 @@ import zero_compiler as zero
 from zero_compiler.errors import ConfigError, MemoryBudgetError, StorageError
 from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, facts
-from zero_compiler.passes import OffloadActivations
+from zero_compiler.passes import OffloadActivations, run_split
 from zero_compiler.passes.offload_activations import Saved, hidden, latest_starts
 from zero_compiler.planning import report
 from zero_compiler.policy import Policy
@@ -110,9 +110,8 @@ class Goldens(TestCase):
             "joint", machine=HardwareSpec.from_dict(machine(nvme_read=FAST, nvme_write=FAST))
         )
         facts.send_away(next(n for n in forward.graph.nodes if n.target is aten.tanh.default))
-        OffloadActivations().run(
-            forward.graph, backward.graph, 1, replace(context, away=frozenset(), activation_bytes=0)
-        )
+        context = replace(context, away=frozenset(), activation_bytes=0)
+        run_split(OffloadActivations(), forward.graph, backward.graph, 1, context)
         lower(forward, "forward", "place-offloads", machine=context.machine)
         lower(backward, "backward", "place-offloads", machine=context.machine)
         self.assertExpectedInline(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from zero_compiler.errors import ConfigError
 from zero_compiler.ir import dump, facts, ops
-from zero_compiler.passes import Context, PartitionActivations
+from zero_compiler.passes import Context, PartitionActivations, run_split
 from zero_compiler.passes.partition_activations import common
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -56,9 +56,8 @@ class Graphs:
 
     def run(self, show: Any = lambda text: [text]) -> None:
         with self.mode:
-            PartitionActivations("tp", 2, show).run(self.forward, self.backward, 1, Context({}, "joint", 0))
-        self.forward.lint()
-        self.backward.lint()
+            cut = PartitionActivations("tp", 2, show)
+            run_split(cut, self.forward, self.backward, 1, Context({}, "joint", 0))
 
     def parts(self) -> list[str]:
         return [n.args[0].name for n in self.forward.find_nodes(op="call_function", target=ops.part)]

@@ -8,18 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 from expecttest import TestCase
-from null import test_activations, test_offload_activations, test_tile_mlp
+from null import test_activations, test_offload_activations, test_partition_activations, test_tile_mlp
 from null.graphs import OWNER, Build, aten, check_numbers, head_graph, lower, names_of
 from null.test_pick_kernels import ON as FASTER_ONEDNN
 from null.test_pick_kernels import three_products
 
 from zero_compiler import passes
-from zero_compiler.errors import PassRefused
+from zero_compiler.errors import PassRefused, VerifyError
 from zero_compiler.ir import dump, facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.passes import (
+    INFERENCE,
     JOINT,
     PHASE,
+    SPLIT,
     KeepOldValues,
     MergeMarkers,
     TagRecompute,
@@ -27,6 +29,7 @@ from zero_compiler.passes import (
     gathered_in_backward,
     order_of_use,
     run_passes,
+    run_split,
 )
 
 
@@ -424,11 +427,50 @@ def test_every_pass_has_a_golden():
         if name.startswith("test_")
     }
     assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested
+    # Of passes over a partition: both graphs, and all that happens to what is handed over.
+    assert SPLIT == [passes.OffloadActivations, passes.PartitionActivations]
+    assert hasattr(test_offload_activations.Goldens, "test_place_offloads")
+    assert hasattr(test_partition_activations, "test_the_graphs_before_and_after")
+
+
+def test_every_pass_stands_on_the_screen():
+    """No pass runs beside the managers, which verify, time and dump."""
+    every = {
+        c
+        for n in passes.__all__
+        if hasattr(c := getattr(passes, n), "run") and not vars(c).get("_is_protocol")
+    }
+    assert every == {*(type(p) for p, _ in (*JOINT, *INFERENCE, *PHASE)), *SPLIT}
+
+
+class Careless:
+    """Hands over something else than backward takes."""
+
+    name = "careless"
+
+    def run(self, forward, backward, num_outputs, ctx):
+        (output,) = forward.find_nodes(op="output")
+        output.args = ((output.args[0][0], *reversed(output.args[0][1:])),)
+
+
+def test_a_careless_pass_over_a_partition_is_caught(tmp_path):
+    b, back = Build(), Build()
+    x, y = b.input("x", 3, 4), b.input("y", 4)
+    b.done(x, x, y)
+    back.done(back.input("x", 3, 4), back.input("y", 4))
+    trace = passes.Trace()
+    with pytest.raises(VerifyError, match="is saved for backward as"):
+        run_split(Careless(), b.graph, back.graph, 1, b.context("joint"), trace, str(tmp_path))
+    run_split(Careless(), b.graph, back.graph, 1, b.context("joint"), trace, str(tmp_path))  # and back again
+    assert [row[0] for row in trace.rows] == ["split/careless"]
+    assert sorted(p.name for p in (tmp_path / "careless").iterdir()) == ["00-forward.txt", "01-backward.txt"]
 
 
 def test_every_pass_says_what_it_refuses():
     every = [
-        c for name in passes.__all__ if hasattr(c := getattr(passes, name), "run") and c is not passes.Pass
+        c
+        for name in passes.__all__
+        if hasattr(c := getattr(passes, name), "run") and c not in (passes.Pass, passes.SplitPass)
     ]
     assert {type(p) for p, _ in (*JOINT, *PHASE)} <= set(every)
     assert [c.__name__ for c in every if "    Refuses: " not in c.__doc__] == []

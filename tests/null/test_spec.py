@@ -334,9 +334,27 @@ def test_a_full_weight_that_is_saved():
     cast = b.op(aten._to_copy.default, b.op(aten.t.default, w), dtype=torch.bfloat16)
     out = b.op(aten.mm.default, x, w)
     b.done(out, x, cast)
-    spec.verify_partition(b.graph, 3)  # the user's own output may be one
+    backward = Build()
+    for name, dtype in (("x", torch.float32), ("cast", torch.bfloat16)):
+        facts.set_value(backward.input(name, 3, 4), torch.empty(3 if name == "x" else 4, 4, dtype=dtype))
+    spec.verify_partition(b.graph, 3, backward.graph)  # the user's own output may be one
     with pytest.raises(VerifyError, match="is saved for backward, but is nothing but the full weight 'w'"):
-        spec.verify_partition(b.graph, 1)
+        spec.verify_partition(b.graph, 1, backward.graph)
+
+
+def test_what_backward_takes_is_what_forward_saves():
+    b, backward = Build(), Build()
+    x, y = b.input("x", 3, 4), b.input("y", 4)
+    b.done(x, x, y)
+    backward.input("x", 3, 4)
+    with pytest.raises(VerifyError, match="is saved for backward, which does not take it"):
+        spec.verify_partition(b.graph, 1, backward.graph)
+    backward.input("y", 5)
+    with pytest.raises(
+        VerifyError, match=r"is saved for backward as torch.float32 \[4\], which takes %y as .*\[5\]"
+    ):
+        spec.verify_partition(b.graph, 1, backward.graph)
+    spec.verify_partition(b.graph, 3, backward.graph)
 
 
 def test_levels_hold_where_they_should():

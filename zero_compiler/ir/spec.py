@@ -53,15 +53,16 @@ def verify(
         _uses_inside_life(graph, roots)
 
 
-def verify_partition(forward: fx.Graph, num_outputs: int) -> None:
-    """Prove that no full weight crosses from forward to backward.
+def verify_partition(forward: fx.Graph, num_outputs: int, backward: fx.Graph) -> None:
+    """Prove that no full weight crosses from forward to backward, and that backward takes what forward gives.
 
     Args:
         forward: the forward graph of a partition, with markers.
         num_outputs: how many of its outputs come before the values that it saves for backward.
+        backward: takes them in the same order; symbolic sizes stand apart.
 
     Raises:
-        VerifyError: a saved value is a full weight, or was made of full weights alone.
+        VerifyError: a saved value is a full weight, or was made of full weights alone; or it is taken as another one.
     """
     (output,) = forward.find_nodes(op="output")
     saved = {n for n in output.args[0][num_outputs:] if isinstance(n, fx.Node)}
@@ -69,6 +70,16 @@ def verify_partition(forward: fx.Graph, num_outputs: int) -> None:
         if node in saved:
             (first, *_) = sorted(str(w.args[4]) for w in weights)
             _fail(node, f"is saved for backward, but is nothing but the full weight {first!r}")
+    given, taken = (
+        [n for n in nodes if isinstance(n, fx.Node) and isinstance(facts.value(n), torch.Tensor)]
+        for nodes in (output.args[0][num_outputs:], backward.find_nodes(op="placeholder"))
+    )
+    if len(taken) < len(given):
+        _fail(given[len(taken)], "is saved for backward, which does not take it")
+    for here, there in zip(given, taken, strict=False):
+        a, b = (f"{v.dtype} {list(v.shape)}" for v in (facts.value(here), facts.value(there)))
+        if a != b:  # as text: a comparison of symbolic sizes would become a guard
+            _fail(here, f"is saved for backward as {a}, which takes %{there.name} as {b}")
 
 
 def reduced_by(graph: fx.Graph) -> frozenset[ParamRef]:
