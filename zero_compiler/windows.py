@@ -1,4 +1,4 @@
-"""Context managers of a sharded model: accumulation without communication, and full weights for a while."""
+"""Context managers of a sharded model: accumulation that sends no gradient, and full weights for a while."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .policy import Places, Policy, local_of
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards begun inside accumulate full gradients locally, in ``reduce_dtype``, with no collective.
+    """Backwards begun inside accumulate full gradients locally, in ``reduce_dtype``: no gradient is sent.
 
     The next backward outside reduces the total. ``model`` may be plain, sharded or compiled, before or after
     its first call. Stepping or clipping while gradients wait is an error.

@@ -94,25 +94,45 @@ def test_demo_with_its_defaults(tmp_path):
     assert seconds < 180, done.stdout
 
 
-@pytest.mark.parametrize("when", ["compiling", "step    1"])
-def test_demo_ends_on_an_interrupt(tmp_path, when):
-    """All ranks leave at once, whether they compile or train; nobody prints a traceback."""
+def children(pid: int) -> list[int]:
+    """Processes that ``pid`` has started and that run yet."""
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended may stand in the table until somebody asks for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("when", "whole_group"), [("compiling", True), ("step    1", True), ("step    1", False)]
+)
+def test_demo_ends_on_an_interrupt(tmp_path, when, whole_group):
+    """All ranks leave at once, whether they compile or train, and whoever hears it: ``kill`` tells the parent alone,
+    Ctrl-C on a terminal every process of its group. Nobody prints a traceback, and nobody stays behind."""
     given = command("demo.py", "--ranks", "2", "--steps", "5000", *SHORT)
     demo = subprocess.Popen(
         given, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     for line in demo.stdout:
         if line.startswith(when):
             break
+    ranks = children(demo.pid)
+    assert len(ranks) >= 2
     time.sleep(0.5)
     start = time.monotonic()
-    demo.send_signal(signal.SIGINT)
+    os.killpg(demo.pid, signal.SIGINT) if whole_group else demo.send_signal(signal.SIGINT)
     out, err = demo.communicate(timeout=60)
     assert time.monotonic() - start < 20
     assert demo.returncode == 130, f"{out}\n{err}"
     assert "Traceback" not in out + err
     assert "interrupted" in err
+    assert [pid for pid in ranks if runs(pid)] == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ as a test of its own. A case returns what is wrong, in sentences.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -69,16 +70,45 @@ def accumulation_under_no_sync(rank: int) -> list[str]:
 
 
 @cases.add
-def no_sync_reduces_nothing(rank: int) -> list[str]:
+def no_sync_sends_no_gradient(rank: int) -> list[str]:
+    """Nor weights, while they are kept: only stage 3 gathers them for every micro-batch."""
     errors = []
-    for stage in (1, 3):
-        model = sharded(MLP(), stage)
+    for stage in range(4):
+        # In memory that ranks share no weight is ever gathered, and nothing of it would show.
+        model = sharded(MLP(), stage, transport="c10d")
         loss_of(rank, 0)(model).backward()
+
+        def counted(step: int, m: nn.Module = model) -> dict[str, int]:
+            before = counters(m)
+            loss_of(rank, step)(m).backward()
+            return {k: v - before[k] for k, v in counters(m).items()}
+
         with zero.no_sync(model):
-            quiet = moved(model, "reduces", lambda m=model: loss_of(rank, 1)(m).backward())
-        loud = moved(model, "reduces", lambda m=model: loss_of(rank, 2)(m).backward())
-        if quiet != 0 or loud == 0:
-            errors.append(f"stage {stage}: {quiet} reductions under no_sync, {loud} after it")
+            quiet = counted(1)
+        loud = counted(2)
+        if quiet["reduces"] or quiet["bytes_reduced"] or not loud["reduces"] or not loud["bytes_reduced"]:
+            errors.append(f"stage {stage}: under no_sync {quiet}, after it {loud}")
+        if (quiet["gathers"] > 0) != (stage == 3):
+            errors.append(f"stage {stage}: {quiet['gathers']} gathers in a second micro-batch")
+    return errors
+
+
+@cases.add
+def no_sync_sends_no_gradient_in_eager_code(rank: int) -> list[str]:
+    errors = []
+    for stage in range(4):
+        model = eager(MLP(), stage, transport="c10d")
+        loss_of(rank, 0)(model).backward()
+        sent = {}
+        for quiet in (True, False):
+            with zero.no_sync(model) if quiet else contextlib.nullcontext():
+                loss = loss_of(rank, 1)(model)
+                with CommDebugMode() as found:
+                    loss.backward()
+            names = {str(op): n for op, n in found.get_comm_counts().items()}
+            sent[quiet] = sum(n for op, n in names.items() if "reduce" in op)
+        if sent[True] or not sent[False]:
+            errors.append(f"stage {stage}: {sent[True]} reductions under no_sync, {sent[False]} after it")
     return errors
 
 
@@ -316,17 +346,19 @@ def actor_and_critic(rank: int) -> list[str]:
             x, y = data(rank, step + 20)
             F.mse_loss(critic.call(actor.call(x)), y).backward()
             F.mse_loss(critic.plain(actor.plain(x)), y).backward()
-        errors += actor.errors + critic.errors
-        # The plain gradients of the first backwards have been averaged already; the joint ones are averaged now.
-        for twin in (actor, critic):
-            twin.opt.zero_grad()
-            twin.plain_opt.zero_grad()
+            # What each had before was averaged already, and is the same on all ranks: its mean is itself.
+            for twin in (actor, critic):
+                twin.where = f"{make.__name__} {'actor' if twin is actor else 'critic'} step {step}"
+                average_gradients(twin.plain)
+                twin.check_gradients()
+                twin.step()
+                twin.check_parameters()
         x, y = data(rank, 30)
         for calls in ((actor.call, critic.call), (actor.plain, critic.plain)):
             middle = calls[0](x)
             (F.mse_loss(calls[1](middle), y) + middle.square().mean()).backward()
         for twin in (actor, critic):
-            twin.where += " joint"
+            twin.where += ", then joint"
             average_gradients(twin.plain)
             twin.check_gradients()
             twin.step()

@@ -70,6 +70,10 @@ def adafactor(rank: int) -> list[str]:
 
 @cases.add
 def adam_with_its_own_eps(rank: int) -> list[str]:
+    return [e for stage in (0, 3) for e in default_adam(rank, stage)]
+
+
+def default_adam(rank: int, stage: int) -> list[str]:
     """Default Adam divides noise by noise where a gradient is near zero; the bound follows from its formula.
 
     An element moves by lr * u, u = m / (s + eps), where m = sum a_i g_i and s = sqrt(sum b_i g_i^2) are averages
@@ -83,11 +87,11 @@ def adam_with_its_own_eps(rank: int) -> list[str]:
     steps, and one rounding of the parameter a step, twice. Nothing here is fitted: d is measured, for each element.
     """
     lr, beta1, beta2, eps, steps = 1e-3, 0.9, 0.999, 1e-8, 20
-    twin = Twin(MLP(), sharded, functools.partial(torch.optim.Adam, lr=lr))
+    twin = Twin(MLP(), functools.partial(sharded, stage=stage), functools.partial(torch.optim.Adam, lr=lr))
     bound = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in twin.plain.named_parameters()}
     apart = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in twin.plain.named_parameters()}
     for step in range(1, steps + 1):
-        twin.where = f"step {step}"
+        twin.where = f"stage {stage}, step {step}"
         twin.backward(loss_of(rank, step))
         if step == 1:
             twin.check_gradients()

@@ -18,7 +18,9 @@ from models import FAMILIES, MLP
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
@@ -78,6 +80,24 @@ def names_and_values(rank: int, world: int) -> list[str]:
             losses = [family.loss(m, batch).item() for m in (plain, other, assigned)]
         if max(losses) - min(losses) > 1e-5 * abs(losses[0]):
             errors.append(f"{name}: losses after loading are {losses}")
+    return errors
+
+
+def placements_and_rows(rank: int, world: int) -> list[str]:
+    """Every managed parameter is a DTensor: cut by rows as FSDP2 cuts it, or replicated where it has no rows or no elements."""
+    errors = []
+    family = FAMILIES["odd"]
+    theirs = family.model()
+    scalars = {p for p in theirs.parameters() if p.dim() == 0}  # FSDP2 takes none
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (world,)), ignored_params=scalars)
+    for stage in range(4):
+        ours = zero.shard(family.model(), stage=stage)
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            cut = stage > 0 and p.dim() > 0 and p.numel() > 0
+            if not isinstance(p, DTensor) or p.placements != ((Shard(0),) if cut else (Replicate(),)):
+                errors.append(f"stage {stage}: {name} is {type(p).__name__} {getattr(p, 'placements', '')}")
+            elif local(p).shape != (local(q).shape if cut else p.shape):
+                errors.append(f"stage {stage}: {name} has {local(p).shape}, FSDP2 {local(q).shape}")
     return errors
 
 
@@ -146,7 +166,9 @@ def assigned_rows_move_once(rank: int, world: int) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("body", [names_and_values, assign_while_compiled, assigned_rows_move_once])
+@pytest.mark.parametrize(
+    "body", [names_and_values, placements_and_rows, assign_while_compiled, assigned_rows_move_once]
+)
 @pytest.mark.timeout(600)
 def test_state_dict(body: Any) -> None:
     for rank, errors in enumerate(run_ranks(body, 2, timeout=500.0)):

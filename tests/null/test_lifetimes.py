@@ -13,6 +13,11 @@ from marks import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zero_compiler as zero
+from zero_compiler.config import Config
+from zero_compiler.planning import planned_group
+from zero_compiler.shard import shard_over
+
 # Inductor compiles C++: the tests that need it are left out of the quick tier.
 COMPUTE = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -34,6 +39,9 @@ def simulated(model: nn.Module, world: int = 2, **kw) -> SimulatedModel:
     return SimulatedModel(model, world, **kw)
 
 
+LEAVES = "a view of a gathered weight leaves the program: copied"
+
+
 class Returns(nn.Module):
     """Returns its weight, or a view of it, beside a use."""
 
@@ -53,6 +61,7 @@ class Returns(nn.Module):
             "no-op cast": lambda: w.to(torch.float32),
             "detached": lambda: w.detach(),
             "view of a view": lambda: w.t()[1:3].unsqueeze(0),
+            "a copy": lambda: w * 2,
         }[self.what]()
         return y, view
 
@@ -64,8 +73,18 @@ def test_a_view_that_leaves_the_program(what):
     model = simulated(Returns(what), world=2 if what != "rows" else 4)
     xs = batches(model.world, (3, 4))
     model.check(xs, total)
+    assert any(LEAVES in line for line in model.programs["forward"].notes)
     if what in ("itself", "rows"):
         model.check(xs)  # without gradients: the inference graph
+        assert any(LEAVES in line for line in model.programs["inference"].notes)
+
+
+@pytest.mark.parametrize(("what", "said"), [("rows", 1), ("a copy", 0)])
+def test_the_report_names_a_view_that_leaves(what, said):
+    model = shard_over(Returns(what), planned_group(2), Config(compute="aten"))
+    (x,) = batches(1, (3, 4))
+    lines = str(zero.inspect(model, x)).splitlines()
+    assert sum(line.startswith("note: ") and line.endswith(LEAVES) for line in lines) == said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -60,6 +61,29 @@ def test_surface_is_whole():
     listed = "\n".join(row[0] for row in table("The surface"))
     assert [name for name in zero.__all__ if f"zero.{name}" not in listed] == []
     assert [n for n in re.findall(r"zero\.(\w+)", listed) if not hasattr(zero, n)] == []
+
+
+# What shard, init and module share: in this order, by keyword alone.
+SHARDING = "*, stage=3, mesh=None, device=None, config=None, **fields"
+SIGNATURES = {
+    "gathered": "(model, write=False)",
+    "init": f"({SHARDING})",
+    "inspect": "(model, example_inputs=None)",
+    "load_safetensors": "(model, paths, *, strict=True)",
+    "module": f"(cls=None, /, {SHARDING})",
+    "no_sync": "(model)",
+    "optimizer": "(cls, model_or_params_or_groups, *, overlap=False, max_grad_norm=None, **kw)",
+    "shard": f"(model, {SHARDING})",
+}
+
+
+def test_signatures_are_fixed():
+    found = {}
+    for name in set(zero.__all__) - {"Config"}:
+        signature = inspect.signature(getattr(zero, name))
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        found[name] = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    assert found == SIGNATURES
 
 
 def test_options_are_options():
