@@ -186,12 +186,12 @@ class ColumnSums:
         same = facts.value(node).dtype == dtype
         return node if same else self._put(prims.convert_element_type.default, node, dtype)
 
-    def _log_softmax(self, given: fx.Node, dim: int, _: bool) -> fx.Node:
+    def _log_softmax(self, given: fx.Node, dim: int, to_float: bool) -> fx.Node:
         if not self._across(given, dim):
             raise Left("a softmax runs over tokens")
         exact = self._in_float(given)
         out = self._put(aten.sub.Tensor, exact, self._sum_of(exact, "logsumexp"))
-        return self._cast(out, facts.value(given).dtype)
+        return self._cast(out, torch.float32 if to_float else facts.value(given).dtype)
 
     def _log_softmax_gradient(self, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
         grad, out = self._in_float(grad), self._in_float(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,7 +283,7 @@ def _tile_gradient(
     plan: ParamPlan,
     ctx: Context,
     at: fx.Node | None = None,
-    sweeps: Iterable[Sweep] = (),
+    sweeps: Sequence[Sweep] = (),
 ) -> None:
     """Reduce a gradient in tiles, before ``at`` (or where it is reduced whole): each as it is born of ``sweeps``."""
     (wait,) = start.users
@@ -291,6 +291,8 @@ def _tile_gradient(
     grad = start.args[0][0]
     try:
         form = gradient(grad)
+        if not {n.args[0] for n in form.loops()} <= {s.node for s in sweeps}:
+            raise Left("the loop that makes it is not done in tiles of the weight")
     except Left as why:
         what = f"the gradient of {plan.ref.name}, {plan.gather_bytes:,} bytes"
         facts.add_note(graph, f"made whole: {what}, because {why}")

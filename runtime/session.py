@@ -265,12 +265,7 @@ class Session:
             return self._keeping(quiet).run(inputs)
         env = inputs + self._empty
         inputs.clear()
-        self._reductions.check_unhooked()
-        need = self._need(env)
-        if self._talks:
-            self._agree(need)
-        elif need.nbytes:
-            raise MemoryBudgetError(need.refusal)
+        need = self._begin(env)
         try:
             if need.idle_bytes >= 0:
                 for runtime in self.runtimes.values():
@@ -293,6 +288,21 @@ class Session:
                 runtime.fresh.clear()
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
+
+    def _begin(self, env: Sequence[Any]) -> accumulation.Need:
+        """What this call takes, with which all ranks begin; an error on one of them ends the call on all."""
+        try:
+            self._reductions.check_unhooked()
+            need = self._need(env)
+        except Exception as error:
+            if self._talks and self.first is not None:
+                cannot_begin(self.first.policy.group, error)
+            raise
+        if self._talks:
+            self._agree(need)
+        elif need.nbytes:
+            raise MemoryBudgetError(need.refusal)
+        return need
 
     def _need(self, env: Sequence[Any]) -> accumulation.Need:
         """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""

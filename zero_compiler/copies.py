@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
 from .errors import ShardError
-from .group import Group
-from .headers import cannot_begin
-
-if TYPE_CHECKING:
-    from .policy import Policy
 
 
 class Copies:
     """Those of one forward, by torch's counters of writes, which do not see those through ``.data``."""
 
     def __init__(self) -> None:
-        self._counters: list[tuple[Group, str, torch.Tensor, int]] = []
+        self._counters: list[tuple[str, torch.Tensor, int]] = []
 
-    def add(self, policy: Policy, name: str, param: Any, full: torch.Tensor) -> None:
+    def add(self, name: str, param: Any, full: torch.Tensor) -> None:
         """The forward is given ``full`` as the weight of ``param``."""
         if full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata:
             return  # the parameter itself: what is written to it stays
@@ -30,16 +25,15 @@ class Copies:
             return
         counter = full.detach()
         counter.data = full.new_empty(0)  # it counts with ``full``, and keeps none of its memory
-        self._counters.append((policy.group, name, counter, counter._version))
+        self._counters.append((name, counter, counter._version))
 
     def check(self) -> None:
         """At the end of the forward.
 
         Raises:
-            ShardError: naming the first parameter that was written to; on other ranks where they meet this one next.
+            ShardError: naming the first parameter that was written to. Nothing is sent: no rank need meet another one
+                behind a forward.
         """
-        for group, name, counter, writes in self._counters:
+        for name, counter, writes in self._counters:
             if counter._version != writes:
-                error = ShardError(grads.written(name))
-                cannot_begin(group, error)
-                raise error
+                raise ShardError(grads.written(name))

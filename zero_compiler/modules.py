@@ -338,7 +338,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     if policy.scope.copies is not None:
-        policy.scope.copies.add(policy, name, param, full)
+        policy.scope.copies.add(name, param, full)
     return full if info.part is None else info.part.of(full)
 
 

@@ -121,9 +121,9 @@ class PlainModel:
         """
         assert self.changed is not None
         error = GradientError(
-            f"the gradient of parameter {self.names[self.changed]!r} was written to (clipped, say, or unscaled) between a backward under "
-            "zero.no_sync and the next one: it was that of this rank alone and not yet complete; run the last backward "
-            "of a step outside zero.no_sync, and clip after it"
+            f"the gradient of parameter {self.names[self.changed]!r} was written to (clipped, say, or unscaled) "
+            "between a backward under zero.no_sync and the next one: it was that of this rank alone and not yet "
+            "complete; run the last backward of a step outside zero.no_sync, and clip after it"
         )
         self.changed = None
         self.left.clear()

@@ -140,7 +140,8 @@ def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
             full = local_of(full)
             rows = full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.cut else full
             local = o.original._local_tensor
-            if not torch.equal(local, rows.to(local.dtype)):
+            rows = rows.to(local.device, local.dtype)  # it may rest on the host of the device
+            if not torch.equal(local, rows):
                 local.copy_(rows)
                 torch.autograd.graph.increment_version(o.original)  # a backward of an earlier forward is told
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError, ShardError, TransferError
+from zero_compiler.errors import GradientError, RankMismatchError, ShardError, TransferError
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -384,6 +384,26 @@ def another_shape(rank, world):
 
 def test_gathered_with_another_shape_on_one_rank():
     assert max(ranks(another_shape, 3)) < GROUP_TIMEOUT / 2
+
+
+def hooked_on_one_rank(rank, world):
+    """A rank that may not begin its part of a call says so before the others wait for it."""
+    model = zero.shard(net(), stage=3)
+    call = use(model, "compiled")
+    if rank == 1:
+        model.second.weight.register_hook(lambda grad: None)
+    loss = call(batch())
+
+    def backward():
+        with zero.no_sync(model):
+            loss.backward()
+
+    told = () if rank == 1 else (f"rank 1 of {world} could not begin its part of this call",)
+    return expect(GradientError, backward, "parameter 'second.weight' has a hook", *told)
+
+
+def test_a_hook_on_one_rank_where_gradients_wait():
+    assert max(seconds for _, seconds in ranks(hooked_on_one_rank, 3)) < GROUP_TIMEOUT / 2
 
 
 # --- a forward that writes to its weights ------------------------------------------------------------------------

@@ -211,6 +211,15 @@ def test_plain_optimizers_update_shards_on_the_host():
     assert all(local.is_pinned() for p in model.parameters() if (local := p._local_tensor).numel())
 
 
+def test_what_is_written_to_gathered_weights_goes_to_shards_on_the_host():
+    model = zero.shard(Net(), stage=3, offload_params="host")
+    with zero.gathered(model, write=True):
+        assert model.inp.bias.device.type == torch.accelerator.current_accelerator().type
+        model.inp.bias.fill_(2.0)
+    assert model.inp.bias.to_local().device.type == "cpu"
+    assert (model.inp.bias.to_local() == 2.0).all()
+
+
 def test_the_device_holds_no_more_than_was_planned_with_shards_on_the_host():
     device = torch.accelerator.current_accelerator()
     torch.manual_seed(0)

@@ -315,6 +315,21 @@ def test_what_is_gathered_whole_is_right_and_named(of):
 
 
 @pytest.mark.slow
+def test_a_weight_that_backward_reads_whole():
+    class Kept(Head):
+        def __init__(self) -> None:
+            super().__init__(kept)
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def kept(m, h, labels):
+        logits = flat(m.head(h))
+        return F.cross_entropy(logits, labels.view(-1)) + (m.scale * m.head.weight.detach()).square().mean()
+
+    model = check(SimulatedModel(Kept(), 2, stage=3, tile_bytes=TILE))
+    assert [n for n in notes(model) if "gathered whole: head.weight" in n], notes(model)
+
+
+@pytest.mark.slow
 def test_a_weight_whose_rows_are_no_words():
     class Turned(Head):
         def __init__(self) -> None:
