@@ -5,6 +5,8 @@ Arenas of the reference executor hold NaN wherever a weight was released, so a l
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,9 @@ from harness import SimulatedModel
 from marks import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import zero_compiler as zero
+from zero_compiler.planning import report
 
 # Inductor compiles C++: the tests that need it are left out of the quick tier.
 COMPUTE = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -66,6 +71,29 @@ def test_a_view_that_leaves_the_program(what):
     model.check(xs, total)
     if what in ("itself", "rows"):
         model.check(xs)  # without gradients: the inference graph
+
+
+@pytest.mark.parametrize("what", ["rows", *slow("itself", "transposed", "no-op cast", "detached")])
+def test_a_view_that_leaves_on_one_rank(what):
+    simulated(Returns(what), world=1).check(batches(1, (3, 4)), total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["itself", "rows", "no-op cast"])
+def test_the_report_says_that_a_view_was_copied(what):
+    said = re.compile(r"note: %\w+: a view of a gathered weight leaves the program: copied")
+    for model, copies in ((Returns(what), True), (nn.Linear(4, 4), False)):
+        told = report(model, (torch.ones(3, 4),), 2)
+        (frame,) = told.frames
+        noted = [f"note: {n}" for n in frame.programs["forward"].notes]
+        assert bool([n for n in noted if said.fullmatch(n)]) is copies
+        assert bool(said.search(str(told))) is copies
+    # As a user asks for it, before a call and after one.
+    model = zero.shard(Returns(what))
+    assert said.search(str(zero.inspect(model, (torch.ones(3, 4),))))
+    torch._dynamo.reset()
+    torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(3, 4))
+    assert said.search(zero.inspect(model).summary())
 
 
 @pytest.mark.slow
