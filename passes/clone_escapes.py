@@ -43,11 +43,10 @@ class CloneEscapes:
             if any(facts.is_weight(r) for r in roots[node]):
                 _copy(output, node, output, "a view of a gathered weight leaves the program: copied")
         if any(plan.world == 1 for plan in ctx.params.values()):
-            self._own_gradients(graph, output, roots)
+            self._own_gradients(graph, output)
 
-    def _own_gradients(
-        self, graph: fx.Graph, output: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]
-    ) -> None:
+    def _own_gradients(self, graph: fx.Graph, output: fx.Node) -> None:
+        roots = facts.alias_roots(graph)  # with the copies that were just made
         taken = {r for node in output.all_input_nodes for r in roots[node]}
         for start in list(graph.find_nodes(op="call_function", target=ops.reduce)):
             for grad in start.all_input_nodes:

@@ -63,6 +63,10 @@ class Emitter:
             return int(expr)
         if expr.is_Symbol:
             return self._symbol(expr)
+        if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:  # of sizes that are the same symbol
+            return functools.reduce(
+                lambda a, b: self(operator.mul, a, b), [self._expression(expr.base)] * int(expr.exp)
+            )
         parts = [self._expression(a) for a in expr.args]
         for kind, op in _ARITHMETIC:
             if isinstance(expr, kind):

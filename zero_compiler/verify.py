@@ -228,7 +228,7 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
         r = program.reduces[instr.index]
         key = (r.owner, r.names[0])
         if key in reduced:
-            raise VerifyError(f"the gradient of {r.names[0]} is reduced twice")
+            _fail(i, instr, f"{r.label}: the whole of it is reduced already")
         if (part.index, part.begin) != following.get(key, (0, 0)):
             _fail(i, instr, f"{r.label} begins at element {part.begin}: it is not the next one")
         if (instr.outs[0] >= 0) > part.last:

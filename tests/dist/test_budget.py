@@ -120,13 +120,21 @@ def test_the_measured_peak_is_within_the_plan_at_every_stage(compute):
 
 
 def _too_small(rank, world):
+    torch.manual_seed(0)
+    model = zero.shard(Net(), stage=3, memory_budget_bytes=100_000, bucket_bytes=0, transport="c10d")
+    before = [p.to_local().clone() for p in model.parameters()]
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
     with pytest.raises(MemoryBudgetError, match="bytes too small"):
-        _run(100_000)
-    return True
+        step(torch.randn(BATCH, WIDTH))
+    runtime = model._zero.policy.runtime
+    gathers = 0 if runtime is None else runtime.engine.counters()["gathers"]
+    same = all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+    return gathers, [p.grad for p in model.parameters()], same
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank_before_step_one():
-    assert run_ranks(_too_small, 2) == [True, True]
+    nothing_ran = (0, [None] * LAYERS, True)
+    assert run_ranks(_too_small, 2) == [nothing_ran, nothing_ran]
 
 
 def _uneven(rank, world):

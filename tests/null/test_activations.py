@@ -280,7 +280,8 @@ def test_too_small_a_budget_says_by_how_much_and_that_much_does():
     need = least()
     with pytest.raises(
         MemoryBudgetError,
-        match=rf"activation_budget_bytes=1,000 is {need - 1000:,} bytes too small.*give {need:,}",
+        match=rf"activation_budget_bytes=1,000 is {need - 1000:,} bytes too small: backward must hold {need:,} bytes of "
+        rf"activations at least; give {need:,}, or a smaller batch",
     ):
         planned(1000)
     assert held(planned(need)) <= need

@@ -292,7 +292,7 @@ def test_the_verifier_sees_what_does_not_wait():
         verify_program(dataclasses.replace(program, gathers=g), worlds)
     # A result that rests on the device has nowhere to be copied to.
     r = [dataclasses.replace(x, tiers=()) for x in program.reduces]
-    with pytest.raises(VerifyError, match="rests where it is"):
+    with pytest.raises(VerifyError, match=r"reduction \d+ rests where it is, and is not to be copied"):
         verify_program(dataclasses.replace(program, reduces=r), worlds)
 
 
@@ -300,7 +300,7 @@ def test_the_verifier_sees_a_hop_that_is_left_out(tmp_path):
     program = programs(**on("nvme", tmp_path))["forward"]
     worlds = {g.owner: 2 for g in program.gathers}
     instrs = [i for i in program.instrs if not (isinstance(i, (Fetch, WaitFetch)) and i.index == 1 and i.hop)]
-    with pytest.raises(VerifyError, match="gather 1 starts after 1 of 2 hops"):
+    with pytest.raises(VerifyError, match="gather 1 starts after 1 of 2 hops of its chunks"):
         verify_program(dataclasses.replace(program, instrs=instrs), worlds)
     instrs = [
         dataclasses.replace(i, hop=1 - i.hop) if isinstance(i, (Fetch, WaitFetch)) and i.index == 1 else i

@@ -87,6 +87,11 @@ def test_the_report_names_a_view_that_leaves(what, said):
     assert sum(line.startswith("note: ") and line.endswith(LEAVES) for line in lines) == said
 
 
+@pytest.mark.parametrize("what", ["rows", *slow("itself", "transposed", "no-op cast", "detached")])
+def test_a_view_that_leaves_on_one_rank(what):
+    simulated(Returns(what), world=1).check(batches(1, (3, 4)), total)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["itself", "rows", "no-op cast"])
 def test_a_view_that_leaves_a_compiled_segment(what):

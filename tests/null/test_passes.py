@@ -710,7 +710,9 @@ def test_merge_refuses_a_weight_from_two_inputs():
     second.args = (other, *second.args[1:])
     b.done(b.op(aten.mm.default, first, second))
     with pytest.raises(
-        PassRefused, match="weight 'w' is read from two different inputs, %w_shard and %other"
+        PassRefused,
+        match="weight 'w' is read from two different inputs, %w_shard and %other: the parameter was replaced between "
+        "two forwards of one graph",
     ):
         MergeMarkers().run(b.graph, b.context("joint"))
 

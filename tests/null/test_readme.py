@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import zero_compiler as zero
+from zero_compiler import cli
 from zero_compiler.passes import PHASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +46,8 @@ def test_dumps_that_are_named_are_those_of_a_run(page):
 @by_page
 def test_files_that_are_named_exist(page):
     named = re.findall(
-        r"\b((?:zero_compiler|passes|runtime|examples|docs|tests)/[\w/]+\.\w+)", page.read_text()
+        r"\b((?:zero_compiler|passes|runtime|csrc|examples|docs|tests|benchmarks)/[\w/]+\.\w+)",
+        page.read_text(),
     )
     missing = sorted({x for x in named if not (ROOT / x).exists() and "/NN-" not in x})
     assert not missing
@@ -55,6 +58,17 @@ def test_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?:`|^)make (?:\w+=\S+ )*([a-z][\w-]*)", page.read_text(), flags=re.M))
     assert {t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.M)} == set()
+
+
+@by_page
+def test_commands_exist(page):
+    commands = typer.main.get_command(cli.app).commands
+    assert {"doctor", "plan", "calibrate", "io-bench"} <= set(commands)
+    lines = re.findall(r"\b(?:zero-compiler|-m zero_compiler) ([a-z][\w-]*)([^`\n]*)", page.read_text())
+    assert [name for name, _ in lines if name not in commands] == []
+    for name, rest in lines:
+        options = {o for p in commands[name].params for o in (*p.opts, *p.secondary_opts)}
+        assert set(re.findall(r"--[a-z][\w-]*", rest)) <= options, name
 
 
 def test_surface_is_whole():

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
+import machines
 import pytest
 import torch
-from null.graphs import OWNER, Build, aten, head_graph, lower
+from null.graphs import OWNER, Build, aten, head_graph, linear_graph, lower
+from null.sentences import ROOT, untested
+from null.test_offload_activations import two_products
 from null.test_passes import two_layers, two_layers_backward
 
 from zero_compiler import arena, emit, slots
 from zero_compiler.errors import VerifyError
+from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.passes import JOINT, Context, run_passes
-from zero_compiler.program import Compute, Gather, Program, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.passes import JOINT, Context, OffloadActivations, run_passes
+from zero_compiler.program import (
+    Compute,
+    Gather,
+    Program,
+    Reduce,
+    Release,
+    WaitGather,
+    WaitOffload,
+    WaitReduce,
+)
 from zero_compiler.recount import recount
 from zero_compiler.verify import verify_program
 
@@ -48,7 +61,7 @@ def broken(b: Build, fact: str, level: str = "scheduled", **kw) -> None:
     [
         ({"size": 4}, "cuts %.* along dimension [01], which has no 4 columns"),
         ({"outputs": (0, 1)}, "lays result [01] along dimension [01], which has no 5 columns"),
-        ({"inputs": 0}, "by tokens and by rows of the weight"),
+        ({"inputs": 0}, "cuts %.* by tokens and by rows of the weight"),
     ],
 )
 def test_columns_that_are_not_those_of_the_weight(change, fact):
@@ -103,14 +116,14 @@ def test_a_gather_of_another_dtype():
 def test_a_gather_with_too_few_values():
     b = forward()
     facts.set_value(find(b, ops.gather), [])
-    broken(b, "moves 1 parameters but has 0 values")
+    broken(b, "moves 1 parameters but has 0 values and 1 shapes")
 
 
 def test_a_gather_of_what_every_rank_holds():
     b = forward()
     ref = facts.params(find(b, ops.gather))[0]
     b.plans[ref] = dataclasses.replace(b.plans[ref], cut=False)
-    broken(b, "which every rank holds whole")
+    broken(b, r"gathers h.0.\w, which every rank holds whole")
 
 
 def test_a_gradient_of_another_shape():
@@ -154,7 +167,7 @@ def test_a_missing_wait():
     with b.graph.inserting_before(b.graph.output_node()):
         early = b.graph.call_function(aten.relu.default, (gather,))
     facts.set_value(early, facts.value(gather)[0])
-    broken(b, "a transfer has exactly one wait and no other reader")
+    broken(b, "a transfer has exactly one wait and no other reader, found")
 
 
 def test_two_waits():
@@ -162,7 +175,7 @@ def test_two_waits():
     gather = find(b, ops.gather)
     with b.graph.inserting_after(find(b, ops.wait)):
         b.graph.call_function(ops.wait, (gather,))
-    broken(b, "a transfer has exactly one wait")
+    broken(b, "a transfer has exactly one wait and no other reader, found")
 
 
 def test_a_wait_that_is_read_as_a_whole():
@@ -184,7 +197,7 @@ def test_a_gradient_reduced_twice():
     facts.set_value(again, facts.value(reduction))
     with b.graph.inserting_after(again):
         facts.set_value(b.graph.call_function(ops.wait, (again,)), facts.value(again))
-    broken(b, "gradient of h.1.w is reduced twice")
+    broken(b, "gradient of h.1.w is reduced twice, first by %")
 
 
 def test_a_reduced_gradient_that_is_dropped():
@@ -234,7 +247,7 @@ def test_a_gradient_written_while_its_reduction_reads_it():
     with b.graph.inserting_after(reduction):
         node = b.graph.call_function(aten.add_.Tensor, (grad, 1.0))
     facts.set_value(node, facts.value(grad))
-    broken(b, "which %.* still reads")
+    broken(b, "writes to %.*, which %.* still reads")
 
 
 # Lives of weights ------------------------------------------------------------------------------------------
@@ -245,14 +258,14 @@ def test_a_weight_that_is_returned():
     (output,) = b.graph.find_nodes(op="output")
     weight = next(n for n in b.graph.nodes if facts.is_weight(n))
     output.args = ((*output.args[0], weight),)
-    broken(b, "returns storage of the gathered weight", "lowered")
+    broken(b, "returns storage of the gathered weight %", "lowered")
 
 
 def test_a_view_of_a_weight_that_is_returned():
     b = forward()
     (output,) = b.graph.find_nodes(op="output")
     output.args = ((*output.args[0], find(b, aten.t.default)),)
-    broken(b, "returns storage of the gathered weight", "lowered")
+    broken(b, "returns storage of the gathered weight %", "lowered")
 
 
 def test_a_write_to_a_weight():
@@ -263,7 +276,7 @@ def test_a_write_to_a_weight():
         with b.graph.inserting_after(view):
             node = b.graph.call_function(aten.mul_.Tensor, (target, 2.0))
         facts.set_value(node, facts.value(target))
-        broken(b, "writes to the gathered weight", "lowered")
+        broken(b, "writes to the gathered weight %", "lowered")
         b.graph.erase_node(node)
 
 
@@ -384,7 +397,7 @@ def test_a_value_read_before_it_is_written():
     p = program()
     i, j = at(p, Compute, 0), at(p, Compute, 1)
     p.instrs[i], p.instrs[j] = p.instrs[j], p.instrs[i]
-    bad(p, "is read before anything writes it")
+    bad(p, r"value \d+ is read before anything writes it")
 
 
 def test_a_value_read_after_it_was_freed():
@@ -394,21 +407,27 @@ def test_a_value_read_after_it_was_freed():
     gone = p.instrs[i].ins[0]
     assert gone in p.instrs[i].free
     p.instrs[j] = dataclasses.replace(p.instrs[j], ins=(*p.instrs[j].ins, gone))
-    bad(p, "is read after it was freed")
+    bad(p, r"value \d+ is read after it was freed")
 
 
 def test_a_value_written_twice():
     p = program()
     i = at(p, Compute, 1)
     p.instrs[i] = dataclasses.replace(p.instrs[i], outs=p.instrs[at(p, Compute, 0)].outs[:1])
-    bad(p, "is written twice")
+    bad(p, r"value \d+ is written twice")
+
+
+def test_a_value_outside_the_table():
+    p = program()
+    p.num_values -= 1
+    bad(p, r"value \d+ is outside the table of \d+ values")
 
 
 def test_an_output_that_was_freed():
     p = program()
     i = at(p, Compute, 1)
     p.instrs[i] = dataclasses.replace(p.instrs[i], free=(p.outputs[1],))
-    bad(p, "was never written, or was freed")
+    bad(p, r"output \d+ was never written, or was freed")
 
 
 @pytest.mark.parametrize(
@@ -427,6 +446,14 @@ def test_a_missing_step_of_a_transfer(phase, kind, fact):
     bad(p, fact)
 
 
+def test_a_reduction_that_nothing_waits_for():
+    p = program("backward")
+    i = at(p, WaitReduce)
+    p.outputs = [None if v in p.instrs[i].outs else v for v in p.outputs]
+    del p.instrs[i]
+    bad(p, "reduction of the gradients of h.1.w is not waited for")
+
+
 def test_a_kept_gather_that_is_released():
     p = program(stage=2)
     p.instrs.append(Release(0, p.instrs[at(p, WaitGather)].outs))
@@ -437,7 +464,7 @@ def test_a_release_of_other_values():
     p = program()
     i = at(p, Release)
     p.instrs[i] = dataclasses.replace(p.instrs[i], values=p.instrs[i].values[:1])
-    bad(p, "releases values")
+    bad(p, r"releases values \(\d+,\), but gather 0 gave")
 
 
 def test_two_reductions_of_one_gradient_in_a_program():
@@ -446,23 +473,90 @@ def test_two_reductions_of_one_gradient_in_a_program():
     bad(p, "is reduced twice")
 
 
+def in_tiles() -> Program:
+    """A Program with a gradient that is reduced in tiles."""
+    b = linear_graph(2, 1)
+    return b.program(lower(b, "forward"), "forward")[0]
+
+
+def test_a_tile_of_a_gradient_that_is_reduced_whole():
+    p = in_tiles()
+    p.reduces.append(dataclasses.replace(p.reduces[0], tile=None))
+    k = len(p.reduces) - 1
+    p.instrs[:0] = [Reduce(k, (0,), ()), WaitReduce(k, (p.num_values,))]
+    p.num_values += 1
+    bad(p, "reduction of the gradients of w, tile 1 of 4: the whole of it is reduced already")
+
+
+def test_a_tile_before_the_last_that_gives_the_gradient():
+    p = in_tiles()
+    i = next(i for i, x in enumerate(p.instrs) if isinstance(x, WaitReduce) and p.reduces[x.index].tile)
+    assert p.instrs[i].outs == (-1,)
+    p.instrs[i] = dataclasses.replace(p.instrs[i], outs=(p.num_values,))
+    p.num_values += 1
+    bad(p, "tile 1 of 4 is not the last one, and gives the gradient")
+
+
+def test_a_gradient_whose_last_tile_is_not_reduced():
+    p = in_tiles()
+    for k, r in enumerate(p.reduces):
+        if r.tile:
+            p.reduces[k] = dataclasses.replace(r, tile=dataclasses.replace(r.tile, of=r.tile.of + 1))
+    for i, x in enumerate(p.instrs):
+        if isinstance(x, WaitReduce) and p.reduces[x.index].tile:
+            p.outputs = [None if v in x.outs else v for v in p.outputs]
+            p.instrs[i] = dataclasses.replace(x, outs=(-1,))
+    bad(p, "the last tile of the gradient of w is not reduced")
+
+
+def in_files() -> Program:
+    """A forward that hands a tensor on in a file."""
+    forward, backward = two_products()
+    disk = {"latency_us": 1e-6, "bytes_per_us": 1e9}
+    machine = HardwareSpec.from_dict(machines.machine(nvme_read=disk, nvme_write=disk))
+    context = forward.context("joint", machine=machine, away=frozenset(), activation_bytes=0)
+    facts.send_away(find(forward, aten.tanh.default))
+    OffloadActivations().run(forward.graph, backward.graph, 1, context)
+    return forward.program(lower(forward, "forward", machine=machine), "forward")[0]
+
+
+def test_an_activation_that_is_not_waited_for():
+    p = in_files()
+    del p.instrs[at(p, WaitOffload)]
+    bad(p, "activation .* ends started, must end released")
+
+
+@pytest.mark.parametrize("place", ["offset", "where"])
+def test_an_activation_between_two_blocks(place):
+    p = in_files()
+    p.offloads[0] = dataclasses.replace(p.offloads[0], **{place: 1})
+    bad(p, "activation .*: lies at no multiple of 4096")
+
+
 def test_slots_that_overlap():
     p = program()
     assert p.gathers[0].offsets[0] != p.gathers[1].offsets[0]
     p.gathers[1] = dataclasses.replace(p.gathers[1], offsets=(p.gathers[0].offsets[0],))
-    bad(p, r"planned memory \(transient\): slots")
+    bad(p, r"planned memory \(transient\): slots .* \(slots .*, ...\)")
 
 
 def test_a_staging_area_that_overlaps():
     p = program()
     p.gathers[0] = dataclasses.replace(p.gathers[0], staging=p.gathers[0].offsets[0])
-    bad(p, r"planned memory \(transient\): slots")
+    bad(p, r"planned memory \(transient\): slots .* \(slots .*, ...\)")
 
 
 def test_a_bucket_without_staging():
     p = program()
     p.gathers[0] = dataclasses.replace(p.gathers[0], staging=-1)
     bad(p, "needs a place in the arena and has none")
+
+
+def test_a_bucket_of_gradients_without_staging():
+    p = program("backward")
+    (k,) = (k for k, r in enumerate(p.reduces) if len(r.names) > 1)
+    p.reduces[k] = dataclasses.replace(p.reduces[k], staging=-1)
+    bad(p, "reduction of the gradients of h.0.w, h.0.b: needs a staging area")
 
 
 def test_a_slot_outside_the_arena():
@@ -474,7 +568,7 @@ def test_a_slot_outside_the_arena():
 def test_chunks_that_are_too_small():
     p = program()
     p.gathers[1] = dataclasses.replace(p.gathers[1], chunk_numels=(1,))
-    bad(p, "its chunks")
+    bad(p, r"gather of .*: h.1.\w has \d+ elements, its chunks 2")
 
 
 def test_gradients_that_peers_may_still_read():
@@ -501,7 +595,7 @@ def test_kept_weights_that_overlap():
 def test_a_kept_weight_in_two_places():
     p = program(stage=2)
     p.gathers[0] = dataclasses.replace(p.gathers[0], names=p.gathers[0].names[:1] * 2, shapes=((1, 1),) * 2)
-    bad(p, "is kept in two places")
+    bad(p, r"gather of .*: .* is kept in two places")
 
 
 def test_a_kept_weight_outside_its_arena():
@@ -564,3 +658,11 @@ def test_gradients_that_pass_the_budget():
     p.instrs[i] = dataclasses.replace(p.instrs[i], free=())  # a gradient outlives its reduction
     with pytest.raises(VerifyError, match="bytes are live, and the budget leaves"):
         verify_program(p, {OWNER: 2}, most, gradients)
+
+
+# All of them -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["verify.py", "ir/spec.py"])
+def test_every_fact_has_a_broken_case(file):
+    assert untested(ROOT / "zero_compiler" / file, {"_fail", "VerifyError"}) == []

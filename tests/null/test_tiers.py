@@ -53,6 +53,11 @@ def test_the_verifier_sees_a_gather_that_does_not_wait_for_its_file(tmp_path):
     )
     with pytest.raises(VerifyError, match="gather 2 is fetching, must be fetched"):
         verify_program(broken, worlds)
+    # A read that the file system would refuse.
+    between = Hop("nvme", "host", (1,))
+    g = [dataclasses.replace(x, hops=(between,) if x.hops else ()) for x in program.gathers]
+    with pytest.raises(VerifyError, match="gather of .*: .* is read to byte 1, no multiple of 4096"):
+        verify_program(dataclasses.replace(program, gathers=g), worlds)
     # Two chunks that lie there at the same time.
     hop = Hop("nvme", "host", (0,))
     g = [dataclasses.replace(x, hops=(hop,) if x.hops else ()) for x in program.gathers]

@@ -74,6 +74,18 @@ def test_any_length_once_sizes_are_symbols(of):
     assert len(model.frames) <= 2
 
 
+@pytest.mark.slow
+def test_as_many_texts_as_tokens_once_sizes_are_symbols():
+    """Dynamo takes equal sizes for one symbol, and the number of tokens for its square."""
+    model = SimulatedModel(Head(), 2, stage=3, tile_bytes=TILE, dynamic=True)
+    for size in (6, 9):
+        given = [tuple(t[:, :size].repeat(size, 1)[:size] for t in batch(rank, 32)) for rank in range(2)]
+        model.check(given, lambda out: out)
+    # A view then does not tell which of its sizes are tokens.
+    assert [n for n in notes(model) if "left whole" in n and "because a view mixes tokens" in n], notes(model)
+    assert len(model.frames) == 1
+
+
 def test_evaluation_is_tiled_too():
     model = SimulatedModel(Head(), 2, stage=3, tile_bytes=TILE)
     model.check([batch(0, 32), batch(1, 32)])
