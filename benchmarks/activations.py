@@ -77,7 +77,7 @@ def main() -> None:
     common.hardware(args.hardware, 1)
     m = common.machine()
     print(common.machine_text(m), flush=True)
-    result: dict[str, Any] = {"machine": m, "arguments": vars(args), "runs": []}
+    result: dict[str, Any] = {"machine": m, "runs": []}
     pages = []
     for name in args.model:
         rows = compare(name, args, known)
@@ -85,7 +85,7 @@ def main() -> None:
         pages.append(report(name, rows))
         print(pages[-1], flush=True)
         if args.json:
-            text = f"# Time at equal memory\n\n{common.machine_text(m)}\n\n" + "\n".join(pages)
+            text = common.heading("Time at equal memory", m) + "\n".join(pages)
             common.save(args.json, result, text)
 
 

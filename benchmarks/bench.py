@@ -40,7 +40,7 @@ def main() -> None:
     if "RANK" in os.environ:
         under_torchrun(args)
         return
-    result: dict[str, Any] = {"machine": common.machine(), "command": command(args), "runs": []}
+    result: dict[str, Any] = {"machine": common.machine(), "runs": []}
     print(common.machine_text(result["machine"]), flush=True)
     result["hardware"] = json.loads(Path(common.hardware(args.hardware, args.ranks)).read_text())
     pages: list[str] = []
@@ -105,10 +105,6 @@ def _list(text: str) -> list[str]:
     return [x for x in text.split(",") if x]
 
 
-def command(args: argparse.Namespace) -> str:
-    return " ".join(["python benchmarks/bench.py", *sys.argv[1:]])
-
-
 def under_torchrun(args: argparse.Namespace) -> None:
     (name,), (dtype,), (allocator,) = args.model[:1], args.dtype[:1], args.allocator[:1]
     wanted = common.ALLOCATORS[allocator]
@@ -122,7 +118,7 @@ def under_torchrun(args: argparse.Namespace) -> None:
         run = summary(name, dtype, allocator, [found])
         report(run)
         if args.json:
-            result = {"machine": m, "command": command(args), "runs": [run]}
+            result = {"machine": m, "runs": [run]}
             common.save(args.json, result, page(result, [text_of(run)]))
 
 
@@ -452,14 +448,14 @@ def verdict(run: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any], pages: Sequence[str]) -> str:
-    m = common.machine_text(result["machine"])
+    text = common.heading("Step time", result["machine"])
     spec = result.get("hardware", {})
     rates = {"torch's BLAS": "matmul_flops_per_us", "oneDNN": "onednn_flops_per_us"}
     known = {k: spec.get(v, {}).get("float32") for k, v in rates.items()}
     if all(known.values()):
-        m += "\n\nCalibration of float32 matrix products, GFLOP/s with all ranks busy: "
-        m += ", ".join(f"{k} {v / 1e3:.0f}" for k, v in known.items()) + "."
-    return f"# Step time\n\n`{result['command']}`\n\n{m}\n\n" + "\n".join(pages)
+        rates_text = ", ".join(f"{k} {v / 1e3:.0f}" for k, v in known.items())
+        text += f"Calibration of float32 matrix products, GFLOP/s with all ranks busy: {rates_text}.\n\n"
+    return text + "\n".join(pages)
 
 
 if __name__ == "__main__":

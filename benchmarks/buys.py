@@ -54,8 +54,8 @@ def main() -> None:
                 found.append(row)
                 print(f"  {mib} MiB, {way}: {axis} {row['size']}", flush=True)
                 if args.json:
-                    text = f"# What a given memory buys\n\n{common.machine_text(m)}\n\n{report(args, found)}"
-                    common.save(args.json, {"machine": m, "arguments": vars(args), "rows": found}, text)
+                    text = common.heading("What a given memory buys", m) + report(args, found)
+                    common.save(args.json, {"machine": m, "rows": found}, text)
     print(report(args, found))
 
 

@@ -158,6 +158,7 @@ def machine() -> dict[str, Any]:
     memory = next((int(x.split()[1]) for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
     flags = next((x for x in _lines("/proc/cpuinfo") if x.startswith("flags")), "").split()
     return {
+        "command": command(),
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**20, 1),
@@ -169,6 +170,17 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "load_average_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def command() -> str:
+    """That which runs, with the names of files alone."""
+    words = (os.path.basename(word) if "/" in word else word for word in sys.argv[1:])
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def heading(title: str, m: Mapping[str, Any]) -> str:
+    """The begin of a file of results."""
+    return f"# {title}\n\n`{m['command']}`\n\n{machine_text(m)}\n\n"
 
 
 def machine_text(m: Mapping[str, Any]) -> str:

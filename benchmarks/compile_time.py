@@ -59,8 +59,8 @@ def main() -> None:
         table.append([layers, *(f"{of[k]['compile_s']:.1f}" for k in args.modes), *extra])
     common.print_table("Compile time, seconds", head, table)
     if args.json:
-        text = f"# Compile time\n\n{common.machine_text(m)}\n\n{common.table('Compile time, seconds', head, table)}"
-        common.save(args.json, {"machine": m, "arguments": vars(args), "rows": rows}, text)
+        text = common.heading("Compile time", m) + common.table("Compile time, seconds", head, table)
+        common.save(args.json, {"machine": m, "rows": rows}, text)
 
 
 def measure(call: dict[str, Any]) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def main() -> None:
     title = f"{spec_of(args.layers).about}; {args.ranks} ranks of one thread, fp32, allocator keep"
     common.print_table(title, head, table)
     if args.json:
-        text = f"# Host time\n\n{common.machine_text(m)}\n\n{common.table(title, head, table)}"
-        common.save(args.json, {"machine": m, "arguments": vars(args), "modes": rows}, text)
+        text = common.heading("Host time", m) + common.table(title, head, table)
+        common.save(args.json, {"machine": m, "modes": rows}, text)
 
 
 def measure(call: dict[str, Any]) -> dict[str, Any]:

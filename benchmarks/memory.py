@@ -49,7 +49,7 @@ def main() -> None:
     common.hardware(args.hardware, args.ranks)
     m = common.machine()
     print(common.machine_text(m), flush=True)
-    result: dict[str, Any] = {"machine": m, "arguments": vars(args), "runs": []}
+    result: dict[str, Any] = {"machine": m, "runs": []}
     pages = []
     for name in args.model:
         rows, skipped = {}, {}
@@ -71,7 +71,7 @@ def main() -> None:
         result["runs"].append({"model": name, "modes": rows, "skipped": skipped})
         pages.append(report(name, args, rows, skipped))
         if args.json:
-            text = f"# Peak memory\n\n{common.machine_text(m)}\n\n" + "\n".join(pages)
+            text = common.heading("Peak memory", m) + "\n".join(pages)
             common.save(args.json, result, text)
 
 

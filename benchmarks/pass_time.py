@@ -51,8 +51,8 @@ def main() -> None:
     title = "Time of the passes on synthetic graphs, CPU seconds"
     common.print_table(title, head, table)
     if args.json:
-        text = f"# Time of the passes\n\n{common.machine_text(m)}\n\n{common.table(title, head, table)}"
-        common.save(args.json, {"machine": m, "arguments": vars(args), "rows": rows}, text)
+        text = common.heading("Time of the passes", m) + common.table(title, head, table)
+        common.save(args.json, {"machine": m, "rows": rows}, text)
 
 
 def measure(wanted: int) -> dict[str, Any]:

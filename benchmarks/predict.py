@@ -93,8 +93,8 @@ def main() -> None:
     title = f"{args.mode}, {args.dtype}, {args.ranks} ranks of one thread"
     common.print_table(title, head, table)
     if args.json:
-        text = f"# Predicted and measured\n\n{common.machine_text(m)}\n\n{common.table(title, head, table)}"
-        common.save(args.json, {"machine": m, "arguments": vars(args), "models": rows}, text)
+        text = common.heading("Predicted and measured", m) + common.table(title, head, table)
+        common.save(args.json, {"machine": m, "models": rows}, text)
 
 
 def measure(call: dict[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def main() -> None:
     title = f"{args.mode} on {args.model}, {args.dtype}, {args.ranks} ranks, allocator {args.allocator}"
     common.print_table(title, head, rows)
     if args.json:
-        text = f"# Where the time goes\n\n{common.machine_text(m)}\n\n{common.table(title, head, rows)}"
-        common.save(args.json, {"machine": m, "arguments": vars(args), "ranks": found}, text)
+        text = common.heading("Where the time goes", m) + common.table(title, head, rows)
+        common.save(args.json, {"machine": m, "ranks": found}, text)
 
 
 class Clock:
