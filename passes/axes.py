@@ -17,6 +17,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
+from torch.utils._sympy.functions import FloorDiv
 
 from zero_compiler.ir import facts
 
@@ -125,7 +126,15 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _expr(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(int(size))
+    return size.node.expr.replace(FloorDiv, _quotient)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """``a // b``, where one symbol stands for several sizes without the division: ``s**2 // s``."""
+    exact = sympy.cancel(a / b)
+    return exact if sympy.denom(exact) == 1 else FloorDiv(a, b)
 
 
 def _count(sizes: Sequence[Any]) -> Any:
