@@ -135,7 +135,10 @@ def deepspeed(call: dict[str, Any]) -> None:
     try:
         print(json.dumps({"s": _deepspeed_steps(call)}), flush=True)
     except Exception as error:
-        print(json.dumps({"why": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}), flush=True)
+        print(
+            json.dumps({"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}),
+            flush=True,
+        )
     os._exit(0)  # its threads outlive it
 
 

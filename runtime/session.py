@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -195,14 +196,11 @@ class Session:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
         group = first.policy.group
-        try:
+        with self._together():
             # What peers read from here on is in place before they are told that this rank is in the call.
             for runtime, names in self._at_home.items():
                 runtime.bring_home(names)
             rest = lay_text(group, need.refusal, _REASON_BYTES) if need.nbytes else self._stale_kept()
-        except Exception as error:
-            cannot_begin(group, error)
-            raise
         told = meet(group, self._digest, self._text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest)
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
@@ -290,19 +288,25 @@ class Session:
         return [None if v is None else env[v] for v in self.program.outputs]
 
     def _begin(self, env: Sequence[Any]) -> accumulation.Need:
-        """What this call takes, with which all ranks begin; an error on one of them ends the call on all."""
-        try:
+        """What this call takes, with which all ranks begin."""
+        with self._together():
             self._reductions.check_unhooked()
             need = self._need(env)
-        except Exception as error:
-            if self._talks and self.first is not None:
-                cannot_begin(self.first.policy.group, error)
-            raise
         if self._talks:
             self._agree(need)
         elif need.nbytes:
             raise MemoryBudgetError(need.refusal)
         return need
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Before ranks meet: an error on one of them ends the call on all."""
+        try:
+            yield
+        except Exception as error:
+            if self._talks and self.first is not None:
+                cannot_begin(self.first.policy.group, error)
+            raise
 
     def _need(self, env: Sequence[Any]) -> accumulation.Need:
         """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""

@@ -38,8 +38,11 @@ class Net(nn.Module):
 
 def _train(model, loss_of, rank, steps=10):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    return _train_on(next(model.parameters()).device, loss_of, optimizer, steps, rank)
+
+
+def _train_on(device, loss_of, optimizer, steps=10, rank=0):
     generator = torch.Generator().manual_seed(100 + rank)
-    device = next(model.parameters()).device
     losses = []
     for _ in range(steps):
         x = torch.randn(16, 30, generator=generator).to(device)
@@ -239,17 +242,3 @@ def test_the_device_holds_no_more_than_was_planned_with_shards_on_the_host():
         optimizer.zero_grad()
     grown = torch.accelerator.max_memory_allocated(device) - before
     assert grown <= zero.inspect(model).memory.peak + (1 << 20)
-
-
-def _train_on(device, step, optimizer, steps=10):
-    generator = torch.Generator().manual_seed(100)
-    losses = []
-    for _ in range(steps):
-        x = torch.randn(16, 30, generator=generator).to(device)
-        y = torch.randint(0, 10, (16,), generator=generator).to(device)
-        loss = step(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
