@@ -95,7 +95,7 @@ def two_products() -> tuple[Build, Build]:
     a = forward.op(aten.mm.default, v, forward.op(aten.t.default, forward.weight("w1")))
     act = forward.op(aten.tanh.default, a)
     y = forward.op(aten.mm.default, act, forward.op(aten.t.default, forward.weight("w2")))
-    forward.done(y, act)
+    forward.done(y, forward.shards["w2"], act)
     backward = Build(w2=(4, 8))
     back, tangent = backward.input(act.name, 256, 8), backward.input("tangents_1", 256, 4)
     dact = backward.op(aten.mm.default, tangent, backward.weight("w2"))
@@ -118,18 +118,18 @@ class Goldens(TestCase):
             dump.text(forward.graph),
             """\
 %w1_shard = input                                                        f32[4,1024]                  +16384  live 0
-%w2_shard = input                                                        f32[2,8]                        +64  live 0
-%primals_1 = input                                                       f32[256,1024]              +1048576  live 1048576
-%w1..w2.full = zero.gather [w1, w2]                                      (f32[8,1024], f32[4,8])      +32896  live 1081472
-%w1, %w2 = zero.wait %w1..w2.full                                        (f32[8,1024], f32[4,8])              live 1081472
-%t_default = aten.t %w1                                                  f32[1024,8]                          live 1081472
-%mm_default = aten.mm %primals_1, %t_default                             f32[256,8]                    +8192  live 41088
-%tanh_default = aten.tanh %mm_default                                    f32[256,8]                    +8192  live 41088
-%t_default_1 = aten.t %w2                                                f32[8,4]                             live 41088
-%mm_default_1 = aten.mm %tanh_default, %t_default_1                      f32[256,4]                    +4096  live 12288
-%offload_default = zero.offload %tanh_default [tanh_default]             i64[1]                               live 4096
-                     zero.offloaded %offload_default                                                          live 4096
-return %mm_default_1, %offload_default
+%w2_shard = input                                                        f32[2,8]                        +64  live 64
+%primals_1 = input                                                       f32[256,1024]              +1048576  live 1048640
+%w1..w2.full = zero.gather [w1, w2]                                      (f32[8,1024], f32[4,8])      +32896  live 1081536
+%w1, %w2 = zero.wait %w1..w2.full                                        (f32[8,1024], f32[4,8])              live 1081536
+%t_default = aten.t %w1                                                  f32[1024,8]                          live 1081536
+%mm_default = aten.mm %primals_1, %t_default                             f32[256,8]                    +8192  live 41152
+%tanh_default = aten.tanh %mm_default                                    f32[256,8]                    +8192  live 41152
+%t_default_1 = aten.t %w2                                                f32[8,4]                             live 41152
+%mm_default_1 = aten.mm %tanh_default, %t_default_1                      f32[256,4]                    +4096  live 12352
+%offload_default = zero.offload %tanh_default [tanh_default]             i64[1]                               live 4160
+                     zero.offloaded %offload_default                                                          live 4160
+return %mm_default_1, %w2_shard, %offload_default
 """,
         )
         self.assertExpectedInline(
