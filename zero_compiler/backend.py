@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import grads, plain, sized, tiling
 from .broken import Broken
 from .capture import Captured, check_outputs, lower_parameters, owners_in
+from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
@@ -230,9 +231,9 @@ class _FrameCompiler:
         emitted = self.lowering.phase(gm, phase).emitted
         program = emitted.program
         state.frame.planned_sizes.update(sized.planned_sizes(emitted.graph))
+        fns = compile_segments(emitted, self.segments, phase, state)
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
-        fns = self._compile_segments(program, emitted.segments, phase)
         timeline = simulate(program, state.machine, state.world)
         state.frame.add(program, kept_bytes(state.loader.kept_offsets()), timeline, state.choices[phase])
         self._dump(program, phase, "program.txt")
@@ -254,18 +255,6 @@ class _FrameCompiler:
         if directory:
             with open(os.path.join(directory, folder, name), "w") as f:
                 f.write(program.text() + "\n")
-
-    def _compile_segments(self, program: Program, segments: Sequence[Any], phase: str) -> list[Any]:
-        keys: dict[str, int] = {}
-        fns = []
-        for seg in segments:
-            key, fn = self.segments.compile(seg, phase == "inference", phase == "backward")
-            fns.append(fn)
-            if key not in keys:
-                keys[key] = len(keys)
-                program.segments.append(seg.gm.print_readable(print_output=False))
-            program.structures.append(keys[key])
-        return fns
 
 
 def _nothing_donated() -> None:

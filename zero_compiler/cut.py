@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from .generated import Generated
 from .ir import facts, ops
 
 
 @dataclass
 class SegmentGraph:
-    """A compute segment as a graph of its own, with the fake values of its inputs."""
+    """A compute segment as a graph of its own, with the fake values of its inputs.
+
+    ``generated`` is what the code that it was compiled to does with memory; None: it was not, or that is not known.
+    """
 
     gm: fx.GraphModule
     inputs: list[Any]
+    generated: Generated | None = None
 
 
 def steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:

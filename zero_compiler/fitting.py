@@ -395,6 +395,7 @@ class Fitting:
             self._tile_weights(graphs, budget_bytes)
         lowered = self.lowering.settled(graphs)
         programs = [low.emitted.program for low in lowered.values()]
+        state.planned = {p.phase: p for p in programs}
         policies = list(state.policies.values())
         memory = state.memory(programs)
         where = budget.peak_at([*programs, *state.waiting], memory.gradients)

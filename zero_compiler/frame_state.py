@@ -64,6 +64,7 @@ class FrameState:
         self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
         self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
+        self.planned: dict[str, Program] = {}  # within a memory budget, before any of them is compiled
         # Backward may run costly operators again; then it gathers more weights, so all ranks hold to one answer.
         self.recompute = self.config.activation_budget_bytes is not None
         # The same of MLPs in tiles of tokens: backward then gathers their biases too.

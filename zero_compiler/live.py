@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .cut import SegmentGraph
+from .inside import peak_inside
 from .ir import facts, ops
 from .program import (
     Compute,
@@ -25,8 +26,6 @@ from .program import (
     WaitReduce,
 )
 
-_PACKED = 256 << 10
-
 
 def live_bytes(
     program: Program,
@@ -38,9 +37,8 @@ def live_bytes(
     """Bytes live after each instruction, or inside it where that is more: the arena, values that the Program
     made, what forward saved for backward, and segments' internals.
 
-    The batch, buffers and shards are the caller's. A segment counts as its unfused graph does. A fusing compiler
-    allocates no more, but for results of reductions that it computes earlier: some numbers a row or a column. Of
-    each segment, what it holds at most beyond what is live before it.
+    The batch, buffers and shards are the caller's. Of each segment, what it holds at most beyond what is live before
+    it (see `inside.py`).
 
     Args:
         sizes: at which symbolic ones are counted; None: as the capture saw them.
@@ -63,7 +61,6 @@ def live_bytes(
     for instr in program.instrs:
         inside = live
         if isinstance(instr, Compute):
-            seg = segments[instr.segment].gm.graph
             ins = [node_of[i] for i in instr.ins]
             # Given up to the segment, and nobody else's: the segment frees them at their last use.
             dying = [
@@ -78,7 +75,10 @@ def live_bytes(
             for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
                 for r in roots[n]:
                     given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n), sizes)
-            beyond.append(_peak_inside(seg, dying, sizes) - sum(min(made[r], n) for r, n in given.items()))
+            beyond.append(
+                peak_inside(segments[instr.segment], dying, sizes)
+                - sum(min(made[r], n) for r, n in given.items())
+            )
             inside = live + beyond[-1]
             for o in instr.outs:
                 for r in roots[node_of[o]]:
@@ -256,42 +256,3 @@ def read_in_place(r: ReduceDesc) -> bool:
     return len(r.names) == 1 or all(
         c >= math.prod(shape) for c, shape in zip(r.chunk_numels, r.shapes, strict=True)
     )
-
-
-def _copied(node: fx.Node, sizes: facts.Sizes | None) -> int:
-    """Bytes that an operator holds while it runs: oneDNN copies an input whose rows do not lie in one piece, and packs
-    blocks of both operands (measured: up to a quarter of a MiB)."""
-    if node.target is not ops.onednn_linear:
-        return 0
-    given = facts.value(node.args[0])
-    return (facts.bytes_of(given, sizes) if given.stride(-1) != 1 else 0) + _PACKED
-
-
-def _peak_inside(graph: fx.Graph, dying: list[bool], sizes: facts.Sizes | None) -> int:
-    """Most bytes live at once in a segment: inputs that die in it, what it makes, and what it returns."""
-    roots = facts.alias_roots(graph)
-    size: dict[fx.Node, int] = {}
-    last: dict[fx.Node, int] = {}
-    order = list(graph.nodes)
-    gone = iter(dying)
-    for i, node in enumerate(order):
-        if node.op == "placeholder":
-            if next(gone):
-                size[node] = facts.bytes_of(facts.value(node), sizes)
-        elif facts.is_compute(node) and roots[node] == frozenset((node,)):
-            size[node] = facts.bytes_of(facts.value(node), sizes)
-        for used in (node, *node.all_input_nodes):
-            for r in roots.get(used, ()):
-                last[r] = i
-    ends: dict[int, int] = {}
-    for r, i in last.items():
-        ends[i] = ends.get(i, 0) + size.get(r, 0)
-    live = sum(n for node, n in size.items() if node.op == "placeholder")
-    peak = live
-    for i, node in enumerate(order):
-        if node.op != "placeholder":
-            live += size.get(node, 0)
-        peak = max(peak, live + _copied(node, sizes))
-        if node.op != "output":
-            live -= ends.get(i, 0)
-    return peak

@@ -13,12 +13,14 @@ import hashlib
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from . import generated
 from .cut import SegmentGraph
 from .ir import dump, facts
 
@@ -45,6 +47,16 @@ _ALONE = frozenset(
 )
 
 SegmentFn = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What segments of one structure are compiled to: the digest of it, the callable, and what its code does with
+    memory, where it has code of its own that can be followed."""
+
+    key: str
+    run: SegmentFn
+    generated: generated.Generated | None = None
 
 
 def structure(seg: SegmentGraph) -> str:
@@ -110,23 +122,29 @@ class SegmentCompiler:
 
     def __init__(self, compute: str) -> None:
         self.compute = compute
-        self._done: dict[tuple[str, bool], SegmentFn] = {}
+        self._done: dict[tuple[str, bool, bool], Artifact] = {}
         self._constants: list[Any] = []  # held, since structures name their ids: no other object may get one
         self.compiled = 0
 
-    def compile(self, seg: SegmentGraph, is_inference: bool, is_backward: bool) -> tuple[str, SegmentFn]:
-        """Digest of the structure, and the callable."""
+    def compile(
+        self, seg: SegmentGraph, is_inference: bool, is_backward: bool, fuse: bool = True
+    ) -> Artifact:
+        """The artifact of a segment, whose graph stays as it is.
+
+        Args:
+            fuse: unless the compiler is not to; False: operators run one by one.
+        """
         text = structure(seg)
         key = hashlib.sha256(text.encode()).hexdigest()
-        fn = self._done.get((key, is_inference))
-        if fn is None:
+        done = self._done.get((key, is_inference, fuse))
+        if done is None:
             self.compiled += 1
             constants = seg.gm.graph.find_nodes(op="get_attr")
             self._constants += [_attribute(seg.gm, n.target) for n in constants]
-            fuses = self.compute == "inductor" and any(_fusible(n) for n in seg.gm.graph.nodes)
-            fn = _inductor(seg, is_inference, is_backward) if fuses else _aten(seg)
-            self._done[(key, is_inference)] = fn
-        return key, fn
+            fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.gm.graph.nodes)
+            done = _inductor(key, seg, is_inference, is_backward) if fuses else Artifact(key, _aten(seg))
+            self._done[(key, is_inference, fuse)] = done
+        return done
 
 
 def _fusible(node: fx.Node) -> bool:
@@ -151,12 +169,12 @@ def _aten(seg: SegmentGraph) -> SegmentFn:
     return run
 
 
-def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> SegmentFn:
+def _inductor(key: str, seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Artifact:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     _call_in_place_products()
-    gm = seg.gm
+    gm = facts.copy_module(seg.gm)  # Inductor rewrites what it is given
     output = next(iter(gm.graph.find_nodes(op="output")))
     # Values between segments keep the strides that the graph promises: the reader was compiled for them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -168,7 +186,10 @@ def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Segme
     mode = torch._guards.detect_fake_mode(seg.inputs)
     with V.set_fake_mode(mode), _strides_not_reported():
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
-    return compiled
+    code = generated.read(getattr(compiled, "source_code", ""), gm.graph, seg.inputs)
+    if code is None:
+        log.debug("what the code of a segment holds is not known: its graph is counted\n%s", gm.graph)
+    return Artifact(key, compiled, code)
 
 
 @functools.cache

@@ -61,12 +61,16 @@ class Sized:
         self._known: OrderedDict[Any, tuple[AtSizes, int | None]] = OrderedDict()
 
     def add(self, emitted: Emitted) -> None:
-        """Take a phase, before its segments are compiled: that may rewrite their graphs."""
-        program, graph, numbers = emitted.program, emitted.graph, emitted.numbers
+        """Take a phase whose segments are compiled."""
+        program, graph, numbers, segments = (
+            emitted.program,
+            emitted.graph,
+            emitted.numbers,
+            emitted.segments,
+        )
         if not any(facts.symbols_of(facts.value(n)) for n in graph.find_nodes(op="placeholder")):
             self._phases[program.phase] = _Phase(program, [], None)
             return
-        segments = [replace(s, gm=facts.copy_module(s.gm)) for s in emitted.segments]
 
         def at(sizes: facts.Sizes) -> tuple[Program, int | None]:
             live, inside = live_bytes(program, graph, numbers, segments, sizes)

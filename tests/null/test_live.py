@@ -16,8 +16,9 @@ from null.test_programs import planned
 from torch import fx, nn
 
 import zero_compiler as zero
-from zero_compiler import live
-from zero_compiler.ir import ops
+from zero_compiler.cut import SegmentGraph
+from zero_compiler.inside import peak_inside
+from zero_compiler.ir import facts, ops
 from zero_compiler.keeping import most_accumulating
 from zero_compiler.live import idle_bytes, most
 from zero_compiler.program import (
@@ -216,15 +217,18 @@ def test_what_a_product_by_onednn_holds_while_it_runs_is_counted(transposed):
     graph = torch.fx.Graph()
     left, right = graph.placeholder("left"), graph.placeholder("right")
     product = graph.call_function(ops.onednn_linear, (left, right, None))
-    left.meta["val"] = rows
+    graph.output((product,))
     _C.meter_install()
     ops.onednn_linear(rows, weight, None)
     before = _C.meter_current()
     _C.meter_reset_peak()
     out = ops.onednn_linear(rows, weight, None)
-    held = _C.meter_peak() - before - out.nbytes
-    assert held <= live._copied(product, None)
-    assert not transposed or held >= rows.nbytes
+    held = _C.meter_peak() - before
+    for node, value in ((left, rows), (right, weight), (product, out)):
+        facts.set_value(node, value)
+    segment = SegmentGraph(fx.GraphModule({}, graph), [rows, weight])
+    assert held <= peak_inside(segment, [False, False])
+    assert not transposed or held >= rows.nbytes + out.nbytes
 
 
 class Attend(nn.Module):

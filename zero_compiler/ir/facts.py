@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -401,7 +402,7 @@ class Sizes:
     """Numbers for the symbols in sizes, to stand in place of those that the capture saw."""
 
     def __init__(self, values: Mapping[Any, int]) -> None:
-        self._values = dict(values)
+        self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         self._known: dict[Any, int | None] = {}
 
     def of(self, size: Any) -> int | None:

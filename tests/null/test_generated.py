@@ -1,0 +1,184 @@
+"""What the code that Inductor writes holds: read from its text, and beside the allocator's meter."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zero_compiler import generated, inside
+from zero_compiler.cut import SegmentGraph
+from zero_compiler.ir import facts
+from zero_compiler.runtime import _C
+from zero_compiler.segments import SegmentCompiler
+
+HEAD = """
+class Runner:
+    def call(self, args):
+        in_0, in_1, in_2 = args
+        args.clear()
+"""
+
+
+def code(*lines: str) -> str:
+    return HEAD + "\n".join(f"        {line}" for line in lines)
+
+
+def graph_of(function, *inputs: torch.Tensor) -> SegmentGraph:
+    """A segment, as the compiler would be given it."""
+    gm = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+    (output,) = gm.graph.find_nodes(op="output")
+    output.args = (tuple(output.args[0]),)
+    return SegmentGraph(gm, [facts.value(n) for n in gm.graph.find_nodes(op="placeholder")])
+
+
+def three(*shapes) -> list[torch.Tensor]:
+    return [torch.empty(s) for s in shapes]
+
+
+def empty() -> fx.Graph:
+    return fx.Graph()
+
+
+# The text ---------------------------------------------------------------------------------------------------
+
+
+def test_buffers_live_as_long_as_a_name_for_them():
+    text = code(
+        "assert_size_stride(in_0, (8, 4), (4, 1), 'input')",
+        "buf0 = empty_strided_cpu((8, 4), (4, 1), torch.float32)",  # 128
+        "cpp_fused_mul_0(in_0, in_1, buf0)",
+        "del in_0",
+        "buf1 = reinterpret_tensor(buf0, (32, ), (1, ), 0); del buf0  # reuse",
+        "buf2 = empty_strided_cpu((100, ), (1, ), torch.bfloat16)",  # 200
+        "extern_kernels.mm(buf1, in_1, out=buf2)",
+        "del buf1",
+        "buf3 = empty_strided_cpu((5, 2), (1, 8), torch.int64)",  # 1 + 4 * 1 + 1 * 8 = 13 elements
+        "return (buf2, buf3, )",
+    )
+    inputs = three((8, 4), (7,), (3,))
+    held = generated.read(text, empty(), inputs)
+    # What nobody else holds: 128 at in_0 until its deletion, 12 at in_2, which is never deleted.
+    assert held.most(inputs, [False, False, False]) == max(128 + 200, 200 + 104)
+    assert held.most(inputs, [True, False, True]) == max(12 + 128 + 128, 12 + 128 + 200, 12 + 200 + 104)
+    assert held.most(inputs, [False, True, False]) == 28 + 328
+
+
+def test_results_of_operators_have_their_size_from_the_check_behind_them():
+    g = fx.Graph()
+    node = g.call_function(torch.ops.aten.topk.default, ())
+    facts.set_value(node, (torch.empty(4, 2, dtype=torch.float16), torch.empty(4, 2, dtype=torch.int64)))
+    text = code(
+        "buf0 = torch.ops.aten.topk.default(in_0, 2)",
+        "buf1 = buf0[0]",
+        "assert_size_stride(buf1, (4, 2), (2, 1), 'torch.ops.aten.topk.default')",
+        "buf2 = buf0[1]",
+        "assert_size_stride(buf2, (4, 2), (2, 1), 'torch.ops.aten.topk.default')",
+        "assert_alignment(buf2, 16, 'torch.ops.aten.topk.default')",
+        "del buf0",
+        "return (buf1, buf2, )",
+    )
+    inputs = three((4, 8), (1,), (1,))
+    held = generated.read(text, g, inputs)
+    assert held.most(inputs, [False] * 3) == 8 * 2 + 8 * 8
+    assert held.most(inputs, [False] * 3, beside={"topk": 1000}) == 80 + 1000
+
+
+def test_sizes_may_be_symbols_that_an_input_gives():
+    text = code(
+        "s33 = in_2",
+        "with torch.cuda._DeviceGuard(0):",
+        "    buf0 = empty_strided_cuda((s33, 2 * s33), (2 * s33, 1), torch.float32)",
+        "    stream0 = get_raw_stream(0)",
+        "    triton_0.run(in_0, buf0, s33, stream=stream0)",
+        "return (buf0, )",
+    )
+    inputs = [*three((1,), (1,)), 3]
+    held = generated.read(text, empty(), inputs)
+    assert held.most(inputs, [False] * 3) == 3 * 6 * 4
+    assert held.most([*inputs[:2], 5], [False] * 3) == 5 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if in_0 is None: pass",
+        "buf0 = torch.ops.aten.topk.default(in_0, 2)",  # no size
+        "buf0 = empty_strided_cpu((n, ), (1, ), torch.float32)",  # of a size from elsewhere
+        "buf0 = empty_strided_cpu((2, ), (1, ))",  # no dtype
+        "(buf0, buf1) = self.partitions[0]([in_0])",
+        "return (",
+    ],
+)
+def test_what_cannot_be_followed_is_not_known(line):
+    assert generated.read(code(line), empty(), three((1,), (1,), (1,))) is None
+
+
+def test_code_of_another_form_is_not_known():
+    assert generated.read("", empty(), []) is None
+    assert generated.read("def call(self, args): pass\ndef call(self, args): pass", empty(), []) is None
+
+
+# Beside the meter -------------------------------------------------------------------------------------------
+
+
+def shared_sum(x, y, w):
+    """A sum with two readers: computed in both, from x and y, which live on in its place."""
+    z = x + y
+    return (z * (torch.tanh(z) @ w),)
+
+
+def norm_and_product(x, scale, w):
+    return (F.rms_norm(x, (x.shape[-1],), scale) @ w,)
+
+
+def loss(x, w, t):
+    return (F.cross_entropy(x @ w, t),)
+
+
+def sort(x, y):
+    return (torch.sort(x * y)[0],)
+
+
+CASES = {
+    "shared": (shared_sum, lambda: [torch.randn(64, 32), torch.randn(64, 32), torch.randn(32, 32)], 0),
+    "norm": (norm_and_product, lambda: [torch.randn(64, 128), torch.randn(128), torch.randn(128, 32)], 0),
+    "loss": (loss, lambda: [torch.randn(64, 16), torch.randn(16, 1000), torch.randint(1000, (64,))], 0),
+    "sort": (sort, lambda: [torch.randn(64, 32), torch.randn(64, 32)], 1024),  # a row of it
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_meter_measures_what_was_read(name):
+    function, make, beside = CASES[name]
+    seg = graph_of(function, *make())
+    artifact = SegmentCompiler("inductor").compile(seg, True, False)
+    assert artifact.generated is not None
+    artifact.run(make())  # loads the kernels
+    _C.meter_install()
+    try:
+        gc.collect()
+        base = _C.meter_current()
+        inputs = make()
+        _C.meter_reset_peak()
+        out = artifact.run(inputs)
+        measured = _C.meter_peak() - base
+    finally:
+        _C.meter_uninstall()
+    assert inputs == []
+    assert out
+    most = artifact.generated.most(seg.inputs, [True] * len(seg.inputs))
+    assert most <= measured <= most + beside, "operators may have memory of their own while they run"
+
+
+def test_a_segment_counts_as_what_takes_more_its_graph_or_its_code():
+    function, make, _ = CASES["shared"]
+    seg = graph_of(function, *make())
+    code = SegmentCompiler("inductor").compile(seg, True, False).generated
+    dying = [True] * 3
+    alone = inside.peak_inside(seg, dying)
+    both = inside.peak_inside(SegmentGraph(seg.gm, seg.inputs, code), dying)
+    assert both == code.most(seg.inputs, dying) == alone + 64 * 32 * 4
