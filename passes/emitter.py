@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from zero_compiler.ir import facts
 
-_ARITHMETIC = ((sympy.Add, operator.add), (sympy.Mul, operator.mul), (FloorDiv, operator.floordiv))
 _COPIED = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr")
 
 
@@ -59,19 +56,9 @@ class Emitter:
         return self._expression(size.node.expr)
 
     def _expression(self, expr: Any) -> Any:
-        if expr.is_Integer:
-            return int(expr)
-        if expr.is_Symbol:
-            return self._symbol(expr)
-        if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:  # of sizes that are the same symbol
-            return functools.reduce(
-                lambda a, b: self(operator.mul, a, b), [self._expression(expr.base)] * int(expr.exp)
-            )
-        parts = [self._expression(a) for a in expr.args]
-        for kind, op in _ARITHMETIC:
-            if isinstance(expr, kind):
-                return functools.reduce(lambda a, b: self(op, a, b), parts)
-        raise ValueError(f"a size is computed in a way that is not known: {expr}")
+        tracer = _Tracer(self)
+        env = {symbol: fx.Proxy(self._symbol(symbol), tracer) for symbol in expr.free_symbols}
+        return sympy_interp(PythonReferenceAnalysis, env, expr).node
 
     def _symbol(self, symbol: Any) -> fx.Node:
         for node in self.graph.find_nodes(op="placeholder"):
@@ -105,3 +92,15 @@ class Emitter:
 
     def fake(self) -> contextlib.AbstractContextManager[Any]:
         return self.mode if self.mode is not None else contextlib.nullcontext()
+
+
+class _Tracer(fx.proxy.GraphAppendingTracer):
+    """Has an emitter make the nodes, so that they have values."""
+
+    def __init__(self, emit: Emitter) -> None:
+        super().__init__(emit.graph)
+        self._emit = emit
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:
+        assert kind == "call_function"
+        return self._emit(target, *args, **kwargs)
