@@ -23,7 +23,17 @@ from .verify import verify_program
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
 # Of the state of a frame, what phases that are planned anew change.
-_PLANNED = ("bucket_bytes", "order", "units", "tile_mlp", "mlp_bytes", "away", "backward_params", "reduced")
+_PLANNED = (
+    "bucket_bytes",
+    "order",
+    "units",
+    "tile_mlp",
+    "mlp_bytes",
+    "tile_heads",
+    "away",
+    "backward_params",
+    "reduced",
+)
 
 
 class Fitting:
@@ -212,16 +222,22 @@ class Fitting:
         Raises:
             MemoryBudgetError: there are none; the state is that of the phases before.
         """
-        state = self.state
-        before = {name: getattr(state, name) for name in _PLANNED}
-        state.bucket_bytes = nbytes
+        before = self._planned()
+        self.state.bucket_bytes = nbytes
         self._cuts.clear()
         try:
             return planned()
         except MemoryBudgetError:
-            self._cuts.clear()
-            vars(state).update(before)
+            self._take(before)
             raise
+
+    def _planned(self) -> dict[str, Any]:
+        return {name: getattr(self.state, name) for name in _PLANNED}
+
+    def _take(self, planned: dict[str, Any]) -> None:
+        """Go on from the state of phases that were planned before, or tried."""
+        self._cuts.clear()
+        vars(self.state).update(planned)
 
     def _check_rest(self) -> None:
         """What rests fits the budget of memory: else nothing need be tried.
@@ -291,17 +307,18 @@ class Fitting:
         if state.tile_mlp:
             return whole
         if self._decided("mlp-memory") is None and self._over(whole, budget_bytes) > 0:
-            least, gathered = self._least_peak(whole, budget_bytes), state.backward_params
+            least, before = self._least_peak(whole, budget_bytes), self._planned()
             self._tile_mlps(True)
             tiled = within_memory(cut, cut(None), over, self._held_bytes)
             wanted = self._over(tiled, budget_bytes) <= 0 or (
                 not self._held_over(tiled) and budget_bytes < least > self._least_peak(tiled, budget_bytes)
             )
-            if self._agreed("mlp-memory", wanted):
-                return tiled
-            self._tile_mlps(False)
-            state.backward_params = gathered
-            return whole
+            tried = self._planned()
+            self._take(before)  # ranks that try nothing ask from here
+            if not self._agreed("mlp-memory", wanted):
+                return whole
+            self._take(tried)
+            return tiled
         if not self._agreed("mlp-memory", False):
             return whole
         self._tile_mlps(True)
@@ -316,8 +333,8 @@ class Fitting:
         if state.tile_heads or state.config.tile_bytes is not None:
             return graphs
         over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
-        gathered = state.backward_params
         tiled, wanted = None, False
+        before = tried = self._planned()
         if (
             self._decided("heads") is None
             and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes
@@ -325,12 +342,15 @@ class Fitting:
             self._tile_heads(True)
             tiled = within_memory(cut, cut(None), over, self._held_bytes)
             wanted = not self._held_over(tiled) and self._least_peak(tiled, budget_bytes) < least
-            self._tile_heads(False)
+            tried = self._planned()
+            self._take(before)  # ranks that try nothing ask from here
         if not self._agreed("heads", wanted):
-            state.backward_params = gathered
             return graphs
+        if tiled is not None:
+            self._take(tried)
+            return tiled
         self._tile_heads(True)
-        return tiled if tiled is not None else within_memory(cut, cut(None), over, self._held_bytes)
+        return within_memory(cut, cut(None), over, self._held_bytes)
 
     def _tile_heads(self, tiled: bool) -> None:
         self.state.tile_heads = tiled

@@ -13,10 +13,12 @@ from null.test_tile_mlp import Net as Mlps
 from null.test_tile_mlp import x
 from torch import nn
 
+from zero_compiler import fitting as fitting_module
 from zero_compiler.cost import smaller_buckets
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.fitting import _PLANNED, Fitting
 from zero_compiler.hardware import load
+from zero_compiler.ir.facts import ParamRef
 from zero_compiler.planning import report
 from zero_compiler.saving import Phases
 
@@ -231,3 +233,42 @@ def test_a_size_that_the_first_rank_decides_and_that_does_not_do_here_is_refused
     """And is not said of phases that were planned in another one."""
     with pytest.raises(MemoryBudgetError, match=f"no activations in {decided}"):
         fitted(monkeypatch, decided)
+
+
+@pytest.mark.parametrize("within", ["_within_heads", "_within_memory"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_trial_that_the_first_rank_drops_leaves_nothing_behind(within, wanted, monkeypatch):
+    """Ranks ask from the state in which those are that try nothing: what is asked is named by the order of weights."""
+    owner = ParamRef("model", "w")
+    asked = []
+
+    def decide(first, key, text):
+        asked.append(key)
+        return str(wanted)
+
+    state = SimpleNamespace(
+        **dict.fromkeys(_PLANNED),
+        first=SimpleNamespace(distances={}),
+        config=SimpleNamespace(tile_bytes=None),
+        loader=SimpleNamespace(decide=decide),
+    )
+    state.order, state.tile_mlp, state.tile_heads, state.away = [owner], False, False, frozenset({"a"})
+    before = {name: getattr(state, name) for name in _PLANNED}
+
+    def cut(nbytes):
+        state.order, state.away, state.backward_params = [owner, owner], frozenset({"b"}), frozenset({owner})
+        return {"forward": None, "backward": None}
+
+    fitting = Fitting(state, None)
+    monkeypatch.setattr(fitting_module, "within_memory", lambda cut, graphs, over, held: graphs)
+    monkeypatch.setattr(fitting, "_over", lambda graphs, budget_bytes: 1)
+    monkeypatch.setattr(fitting, "_held_over", lambda graphs: False)
+    monkeypatch.setattr(fitting, "_least_peak", lambda graphs, budget_bytes: 100 - 10 * len(state.order))
+    key = fitting._key({"_within_heads": "heads", "_within_memory": "mlp-memory"}[within])
+    whole = {}
+    out = getattr(fitting, within)(cut, whole, 1)
+    after = {name: getattr(state, name) for name in _PLANNED}
+    assert (out is whole) == (not wanted)
+    assert (after == before) == (not wanted)
+    assert after["away"] == frozenset({"b"} if wanted else {"a"})
+    assert asked == [key]
