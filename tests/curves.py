@@ -12,6 +12,7 @@ import torch
 from compare import Twin
 from dist.spawn import run_ranks
 from models import FAMILIES
+from torch.utils._pytree import tree_map_only
 
 import zero_compiler as zero
 
@@ -29,7 +30,7 @@ def captured(model: torch.nn.Module) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A family of models, how it is sharded and compiled, and how long it trains."""
+    """A family of models, how it is sharded and compiled, and how long it trains; ``double``: in float64."""
 
     name: str
     stage: int
@@ -37,6 +38,7 @@ class Case:
     transport: str = "auto"
     compute: str = "aten"
     steps: int = 20
+    double: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} stage {self.stage} {self.optimizer} over {self.transport} by {self.compute}"
@@ -49,15 +51,24 @@ class Case:
 
     def errors(self, rank: int) -> list[str]:
         family = FAMILIES[self.name]
+
+        def batch(step: int) -> Any:
+            given = family.data(rank, step)
+            return tree_map_only(torch.Tensor, _doubled, given) if self.double else given
+
         twin = Twin(
-            family.model(),
+            family.model().double() if self.double else family.model(),
             self.sharded,
             OPTIMIZERS[self.optimizer],
             reference=captured if family.rounds else lambda m: m,
             where=str(self),
         )
-        twin.train(lambda m, i: family.loss(m, family.data(rank, i)), self.steps)
+        twin.train(lambda m, i: family.loss(m, batch(i)), self.steps)
         return twin.errors[:5]
+
+
+def _doubled(t: torch.Tensor) -> torch.Tensor:
+    return t.double() if t.is_floating_point() else t
 
 
 def train(rank: int, world: int, cases: Sequence[Case]) -> list[str]:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from curves import Case, check
+import torch
+import torch.distributed as dist
+from compare import Twin, local
+from curves import Case, captured, check
+from dist.spawn import run_ranks
+from models import FAMILIES
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -61,7 +66,40 @@ def test_odd_models_on_four_ranks(names: list[str]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["resnet", "mixed-dtypes"])
 def test_models_that_round_on_four_ranks(name: str) -> None:
-    # The residual network's ReLUs turn on or off with the last bit, and a sum in bf16 is rounded to few: they hold
-    # where four gradients are summed in the order of ranks, as those that are cut are, and not at stage 0, where gloo
-    # adds them up in an order of its own.
+    # The residual network's ReLUs turn on or off with the last bit, and a sum in bf16 is rounded to few: in these
+    # dtypes they hold where four gradients are summed in the order of ranks, as those that are cut are. At stage 0 gloo
+    # adds them up in an order of its own; see below.
     check(4, cases(4, name, (1, 2, 3)))
+
+
+@pytest.mark.timeout(900)
+def test_a_network_of_relus_on_four_ranks_at_stage_0() -> None:
+    # In float64 another order of sums turns no ReLU: the last bits are a billion times smaller.
+    check(4, [Case("resnet", 0, optimizer, "c10d", double=True) for optimizer in ("sgd", "adamw")])
+
+
+def gradients_in_bf16(rank: int, world: int) -> list[str]:
+    """Of one step at stage 0, beside the gradients of every rank by itself."""
+    family = FAMILIES["mixed-dtypes"]
+    twin = Twin(family.model(), Case("mixed-dtypes", 0).sharded, reference=captured)
+    batch = family.data(rank, 0)
+    for call in (twin.call, twin.plain_call):
+        family.loss(call, batch).backward()
+    errors = []
+    for name, p, q in twin.pairs():
+        if p.grad is None:
+            continue
+        each = [torch.empty_like(q.grad) for _ in range(world)]
+        dist.all_gather(each, q.grad)
+        exact = torch.stack(each).double().mean(0)
+        size = torch.stack(each).double().abs().mean(0)
+        # Three sums in any order, and the division: each rounds by half a unit of what has been summed so far.
+        bound = world * torch.finfo(q.dtype).eps / 2 * 1.01 * size
+        ours = local(p.grad).double()
+        if not (ours - exact).abs().le(bound).all():
+            errors.append(f"gradient of {name}: off by {float((ours - exact).abs().max()):.2e}")
+    return errors
+
+
+def test_dtypes_together_on_four_ranks_at_stage_0() -> None:
+    assert run_ranks(gradients_in_bf16, 4, timeout=200) == [[], [], [], []]
