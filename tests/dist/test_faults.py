@@ -480,10 +480,12 @@ class Mortal(nn.Module):
         return self.second(deadly(torch.relu(self.first(x)), "forward")).square().mean()
 
 
-def die_in_mid_step(rank, world, how, transport, where):
+def die_in_mid_step(rank, world, how, stage, transport, where):
     torch.manual_seed(0)
-    model = zero.shard(Mortal(), transport=transport)
-    assert model._zero.policy.transport.name == transport
+    model = Mortal()
+    if stage is not None:
+        zero.shard(model, stage=stage, transport=transport)
+        assert model._zero.policy.transport.name == transport
     call = use(model, how)
     for _ in range(2):
         call(batch()).backward()
@@ -497,24 +499,31 @@ def die_in_mid_step(rank, world, how, transport, where):
         loss.backward()
 
     text, seconds = expect(TransferError, step)
-    again, soon = expect(TransferError, lambda: call(batch()))
+    again, soon = expect(TransferError, step)
     return text, seconds, again, soon
 
 
 @pytest.mark.parametrize(
-    ("how", "world", "transport", "where"),
+    ("how", "world", "stage", "transport", "where"),
     [
-        ("compiled", 3, "c10d", "between"),
-        ("compiled", 3, "shared", "between"),
-        ("eager", 2, "c10d", "between"),
-        ("compiled", 2, "c10d", "forward"),
-        ("compiled", 2, "shared", "forward"),
-        ("compiled", 3, "c10d", "backward"),
-        ("compiled", 2, "shared", "backward"),
+        ("compiled", 3, 3, "c10d", "between"),
+        ("compiled", 3, 3, "shared", "between"),
+        ("eager", 2, 3, "c10d", "between"),
+        ("compiled", 2, 3, "c10d", "forward"),
+        ("compiled", 2, 3, "shared", "forward"),
+        ("compiled", 3, 3, "c10d", "backward"),
+        ("compiled", 2, 3, "shared", "backward"),
+        ("compiled", 3, 2, "shared", "between"),
+        ("compiled", 2, 2, "c10d", "backward"),
+        ("compiled", 3, 0, "c10d", "backward"),
+        ("compiled", 2, 0, "c10d", "forward"),
+        ("compiled", 3, None, None, "backward"),
+        ("compiled", 2, None, None, "between"),
     ],
 )
-def test_a_rank_is_killed_in_mid_step(how, world, transport, where):
-    results = ranks(die_in_mid_step, world, how, transport, where, may_die={1})
+def test_a_rank_is_killed_in_mid_step(how, world, stage, transport, where):
+    """At each stage, and of a plain model (None)."""
+    results = ranks(die_in_mid_step, world, how, stage, transport, where, may_die={1})
     for rank, result in enumerate(results):
         if rank == 1:
             assert result is None

@@ -267,6 +267,32 @@ def dynamic_sizes_under_inductor(rank: int) -> list[str]:
 
 
 @cases.add
+def torch_compile_told_what_to_capture(rank: int) -> list[str]:
+    """``fullgraph=True``, ``dynamic=True`` from the first call on, and both."""
+    errors = []
+    for told in ({"fullgraph": True}, {"dynamic": True}, {"fullgraph": True, "dynamic": True}):
+
+        def compiled(model: nn.Module, told: dict[str, bool] = told) -> nn.Module:
+            return torch.compile(zero.shard(model, compute="aten"), backend="zero", **told)
+
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        twin = Twin(FAMILIES["gpt2"].model(), compiled, where=str(told))
+        for step in range(3):
+            generator = torch.Generator().manual_seed(2 * step + rank)
+            length = 8 + step + rank if "dynamic" in told else 8
+            ids = torch.randint(1, 61, (2, length), generator=generator)
+            twin.backward(lambda m, ids=ids: m(input_ids=ids, labels=ids).loss)
+            twin.check_gradients()
+            twin.step()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if "fullgraph" in told and graphs != 1:
+            twin.say(f"{graphs} graphs instead of one")
+        errors += twin.errors[:3]
+    return errors
+
+
+@cases.add
 def one_rank_recompiles_alone(rank: int) -> list[str]:
     errors = []
     for stage in (2, 3):

@@ -7,6 +7,7 @@ as a test of its own. A case returns what is wrong, in sentences.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -32,14 +33,16 @@ cases = Cases(__name__)
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, reentrant: bool = False) -> None:
         super().__init__()
+        self.reentrant = reentrant
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
         self.blocks = nn.ModuleList([MLP(16, 2, dropout) for _ in range(2)])
-        self.head = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
 
 
@@ -87,19 +90,13 @@ def dropout(rank: int) -> list[str]:
 @cases.add
 def checkpointed_regions(rank: int) -> list[str]:
     errors = []
-    for stage in (1, 3):
-        twin = Twin(Checkpointed(0.0), functools.partial(sharded, stage=stage), where=f"stage {stage}")
-        errors += randomly(rank, twin)
-        twin = Twin(
-            Checkpointed(0.2),
-            functools.partial(sharded, stage=stage),
-            reference=aot,
-            where=f"dropout {stage}",
-        )
-        errors += randomly(rank, twin)
-        errors += randomly(
-            rank, Twin(Checkpointed(0.2), functools.partial(eager, stage=stage), where=f"eager {stage}")
-        )
+    for stage, reentrant in itertools.product((1, 3), (False, True)):
+        where = f"stage {stage}{', reentrant' if reentrant else ''}"
+        compiled, plain = functools.partial(sharded, stage=stage), functools.partial(eager, stage=stage)
+        errors += randomly(rank, Twin(Checkpointed(0.0, reentrant), compiled, where=where))
+        dropped = Checkpointed(0.2, reentrant)
+        errors += randomly(rank, Twin(dropped, compiled, reference=aot, where=f"{where}, dropout"))
+        errors += randomly(rank, Twin(Checkpointed(0.2, reentrant), plain, where=f"{where}, eager"))
     return errors
 
 
