@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from compare import Twin
+from dist.spawn import run_ranks
 from models import FAMILIES, MLP
 
 import zero_compiler as zero
@@ -55,6 +57,33 @@ def test_bits_of_small_models(name: str, stage: int) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral", "lora"])
 def test_bits_of_transformers(name: str, stage: int) -> None:
     bitwise(name, stage)
+
+
+def in_a_group(rank: int, world: int) -> list[str]:
+    """The same in a process group that has no other member."""
+    torch.set_num_threads(1)
+    errors = []
+    for name, stage, compiled in itertools.product(("odd", "resnet"), range(4), (True, False)):
+        torch._dynamo.reset()
+        family = FAMILIES[name]
+        twin = Twin(
+            family.model(),
+            functools.partial(sharded, stage=stage)
+            if compiled
+            else functools.partial(zero.shard, stage=stage),
+            functools.partial(torch.optim.AdamW, lr=1e-2),
+            reference=(lambda m: torch.compile(m, backend="aot_eager")) if compiled else (lambda m: m),
+            where=f"{name} stage {stage} {'compiled' if compiled else 'eager'}",
+        )
+        twin.train(lambda m, i, f=family: f.loss(m, f.data(0, i)), 20, exact=compiled)
+        errors += twin.errors[:2]
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_group_of_one_rank() -> None:
+    assert run_ranks(in_a_group, 1, timeout=200) == [[]]
 
 
 def test_a_difference_is_seen() -> None:

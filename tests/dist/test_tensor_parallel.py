@@ -1,6 +1,6 @@
 """ZeRO over the data ranks and tensor parallelism over the others, on 2 x 2 ranks, beside plain PyTorch.
 
-Cases run in two sets of ranks; each is reported as a test of its own. A case returns what is wrong, in sentences.
+Cases run in three sets of ranks; each is reported as a test of its own. A case returns what is wrong, in sentences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-cases = Cases(__name__, world=4, spawns=2, group_timeout=60.0)
+cases = Cases(__name__, world=4, spawns=3, group_timeout=60.0)
 PLANS = {"by columns": by_columns, "by sequence": by_sequence}
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1)
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)

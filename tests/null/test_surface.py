@@ -488,3 +488,29 @@ def test_a_gradient_that_an_input_has_too_is_not_shared_with_it(how):
     (call(x) * 3).sum().backward()
     model.weight.grad.mul_(0)
     assert torch.equal(x.grad, torch.full((5, 4), 3.0))
+
+
+class Nested(nn.Module):
+    """Notes the dtypes of what it is given, wherever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x, *, more, mask=None):
+        given = (x, more["a"][0], more["b"], mask)
+        self.seen = [t.dtype for t in given]
+        return self.layer(x + more["a"][0] * mask) + more["b"].to(x.dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_floating_inputs_of_the_root_are_cast_wherever_they_are(compiled):
+    model = zero.shard(Nested(), stage=3, param_dtype="bf16")
+    call = torch.compile(model, backend="zero", options={"compute": "aten"}) if compiled else model
+    x = torch.randn(2, 4)
+    more = {"a": [torch.randn(2, 4, dtype=torch.float64)], "b": torch.ones(2, 4, dtype=torch.int64)}
+    out = call(x, more=more, mask=torch.ones(2, 4, dtype=torch.bool))
+    assert model.seen == [torch.bfloat16, torch.bfloat16, torch.int64, torch.bool]
+    assert out.dtype == torch.bfloat16
+    assert more["a"][0].dtype == torch.float64, "the caller's own are left alone"
