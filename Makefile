@@ -133,7 +133,7 @@ cpp-test: setup
 # the others.
 RANKED := $(sort $(dir $(wildcard tests/dist/test_*.py tests/gpu/test_*.py)))
 pytest: setup
-	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --dist loadgroup --durations 20 tests/null $(PYTEST_ARGS) || status=1; \
+	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --durations 20 tests/null $(PYTEST_ARGS) || status=1; \
 	$(PY) -m pytest -n $(JOBS) -m "not alone" --durations 30 $(RANKED) $(PYTEST_ARGS) || status=1; \
 	$(PY) -m pytest -m alone --durations 10 $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
 

@@ -25,11 +25,7 @@ PARTS = [
     "csrc",
 ]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.xdist_group("install"),  # one worker: both installs share the compiled objects
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def run(python: Path, *args: str, cwd: Path) -> str:

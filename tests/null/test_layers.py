@@ -8,6 +8,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from conftest import shares
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -230,3 +231,9 @@ def test_upward_import_is_found(module, source):
 )
 def test_downward_import_passes(module, source):
     assert violations(module, source) == []
+
+
+def test_files_whose_tests_share_what_one_made_go_to_one_worker():
+    found = {p.name for p in (ROOT / "tests").glob("*/test_*.py") if shares(p)}
+    assert {"test_install.py", "test_loop.py", "test_mesh.py", "test_tensor_parallel.py"} <= found
+    assert not {"test_layers.py", "test_models.py", "test_faults.py"} & found
