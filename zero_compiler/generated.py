@@ -8,6 +8,8 @@ lives on in its place; kernels are reordered; of what is fused nothing is alloca
 from __future__ import annotations
 
 import ast
+import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,9 @@ from torch import fx
 
 from .ir import facts
 
-_FUNCTIONS = {"math": math, "max": max, "min": min}  # in Inductor's expressions of sizes
+log = logging.getLogger("zero_compiler")
+
+_FUNCTIONS = {"math": math, "max": max, "min": min, "abs": abs, "round": round}  # in expressions of sizes
 
 
 class _Unknown(Exception):
@@ -51,9 +55,17 @@ class _Free:
 
 
 @dataclass(frozen=True)
+class _Number:
+    """A size under a name of its own; or something else under a name, which then has no number."""
+
+    name: str
+    value: CodeType
+
+
+@dataclass(frozen=True)
 class _Results:
-    """What an operator returns: each result that gets a name; and of a list under ``name`` those that do not, with what
-    each may be, as the graph has it."""
+    """What an operator returns: each result that gets a name; and of a list, under ``name``, those that do not, with
+    what each may be, as the graph has it. A list holds all of them."""
 
     name: str
     named: list[_New] = field(default_factory=list)
@@ -67,7 +79,7 @@ class _Call:
     operator: str
 
 
-_Step = _New | _Alias | _Free | _Results | _Call
+_Step = _New | _Alias | _Free | _Number | _Results | _Call
 
 
 class Generated:
@@ -101,7 +113,7 @@ class Generated:
         for name, value, gone in zip(self._inputs, given, dying, strict=True):
             if isinstance(value, torch.Tensor):
                 held.make(name, facts.bytes_of(value, sizes) if gone else 0)
-            else:
+            elif isinstance(value, (int, torch.SymInt)):
                 numbers[name] = facts.hint(value, sizes)
         for step in self._steps:
             match step:
@@ -113,14 +125,18 @@ class Generated:
                     held.share(step.name, step.of)
                 case _Free():
                     held.drop(step.name)
+                case _Number():
+                    with contextlib.suppress(NameError):
+                        numbers[step.name] = _evaluated(step.value, numbers)
                 case _Results():
                     for new in step.named:
                         held.make(new.name, new.nbytes(numbers))
-                    if step.others:
-                        others = (max(facts.bytes_of(v, sizes) for v in each) for each in step.others)
-                        held.make(step.name, sum(others))
+                    others = (max(facts.bytes_of(v, sizes) for v in each) for each in step.others)
+                    listed = [new.name for new in step.named if new.name != step.name]
+                    if listed or step.others:
+                        held.gather(step.name, listed, sum(others))
                 case _Call():
-                    held.see((beside or {}).get(step.operator, 0))
+                    held.note((beside or {}).get(step.operator, 0))
         return held.most
 
 
@@ -133,12 +149,15 @@ class _Held:
     _of: dict[str, str] = field(default_factory=dict)  # the name that each was made under
     _bytes: dict[str, int] = field(default_factory=dict)
     _names: dict[str, set[str]] = field(default_factory=dict)
+    _lists: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # of each, the names under which it holds its results
 
     def make(self, name: str, nbytes: int) -> None:
         self.drop(name)
         self._of[name], self._bytes[name], self._names[name] = name, nbytes, {name}
         self._live += nbytes
-        self.see(0)
+        self.note(0)
 
     def share(self, name: str, other: str) -> None:
         if other not in self._of:  # a constant of the code, which no call allocates
@@ -149,7 +168,16 @@ class _Held:
         self._of[name] = first
         self._names[first].add(name)
 
+    def gather(self, name: str, results: Sequence[str], others: int) -> None:
+        """A list of ``results`` and of other ones of so many bytes, which lives until its name is dropped."""
+        self.make(name, others)
+        self._lists[name] = [f"{name}: {result}" for result in results]
+        for own, result in zip(self._lists[name], results, strict=True):
+            self.share(own, result)
+
     def drop(self, name: str) -> None:
+        for own in self._lists.pop(name, ()):
+            self.drop(own)
         first = self._of.pop(name, None)
         if first is None:
             return
@@ -158,13 +186,18 @@ class _Held:
             self._live -= self._bytes.pop(first)
             del self._names[first]
 
-    def see(self, beside: int) -> None:
+    def note(self, beside: int) -> None:
+        """What is held now, and so many bytes for a moment."""
         self.most = max(self.most, self._live + beside)
 
 
-def _numbers(code: CodeType, names: Mapping[str, Any]) -> tuple[int, ...]:
+def _evaluated(code: CodeType, names: Mapping[str, Any]) -> Any:
     # Inductor's own text, which the process runs anyway.
-    return tuple(int(n) for n in eval(code, {"__builtins__": {}}, dict(names)))
+    return eval(code, {"__builtins__": {}}, dict(names))
+
+
+def _numbers(code: CodeType, names: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(n) for n in _evaluated(code, names))
 
 
 def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -178,7 +211,7 @@ def read(source: str, graph: fx.Graph, inputs: Sequence[Any]) -> Generated | Non
     """What the code that Inductor wrote for a graph holds; None where it does something that is not followed.
 
     Args:
-        graph: tells the dtypes of what operators return, of which the code has only the sizes.
+        graph: that was compiled; it tells the dtypes of what operators return, of which the code has only the sizes.
         inputs: their fake values.
     """
     try:
@@ -186,7 +219,8 @@ def read(source: str, graph: fx.Graph, inputs: Sequence[Any]) -> Generated | Non
         reader.read(source)
         out = Generated(reader.inputs, reader.steps)
         out.most(inputs, [True] * len(inputs))
-    except (_Unknown, SyntaxError, NameError, TypeError, ValueError, IndexError):
+    except Exception as error:  # whatever the code does: it is not for a count to refuse what compiles
+        log.debug("what the code of a segment holds is not known: %s", error)
         return None
     return out
 
@@ -196,9 +230,13 @@ class _Reader:
         self.inputs: list[str] = []
         self.steps: list[_Step] = []
         self._values: dict[str, list[Any]] = {}  # of the operators of the graph
+        self._views: set[str] = set()  # those that return what they are given
         for node in graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload):
-                self._values.setdefault(str(node.target).split(".")[1], []).append(facts.value(node))
+                name = str(node.target).split(".")[1]
+                self._values.setdefault(name, []).append(facts.value(node))
+                if any(r.alias_info is not None for r in node.target._schema.returns):
+                    self._views.add(name)
         self._calls: dict[str, tuple[str, _Results]] = {}  # operators, by the name of what they return
         self._indices: set[tuple[str, int]] = set()  # of a list of results those that are taken
         self._unsized: dict[str, tuple[str, int | None]] = {}  # results: of which call, and which of a list
@@ -211,11 +249,11 @@ class _Reader:
         )
         self._body(call.body)
         for name, (operator, results) in self._calls.items():
-            lists = [v for v in self._values.get(operator, ()) if isinstance(v, (tuple, list))]
-            if lists:
+            values = self._values.get(operator, ())
+            if name in self._unsized and values and all(isinstance(v, (tuple, list)) for v in values):
                 del self._unsized[name]
-                rest = [i for i in range(max(map(len, lists))) if (name, i) not in self._indices]
-                results.others.extend([v[i] for v in lists if i < len(v)] for i in rest)
+                rest = [i for i in range(max(map(len, values))) if (name, i) not in self._indices]
+                results.others.extend([v[i] for v in values if i < len(v)] for i in rest)
         if self._unsized:
             raise _Unknown(f"no size of {sorted(self._unsized)}")
 
@@ -249,6 +287,11 @@ class _Reader:
                 self.steps.append(_New(name, _code(size), _code(stride), _itemsize(rest, more)))
             case ast.Call(func=ast.Name("reinterpret_tensor"), args=[ast.Name(of), *_]):
                 self.steps.append(_Alias(name, of))
+            case ast.Name(of) if (
+                of in self._unsized
+            ):  # the one result of an operator, checked under this name
+                self._unsized[name] = self._unsized.pop(of)
+                self.steps.append(_Alias(of, name))
             case ast.Name(of):
                 self.steps.append(_Alias(name, of))
             case ast.Subscript(value=ast.Name(of), slice=ast.Constant(int(index))) if of in self._calls:
@@ -256,13 +299,18 @@ class _Reader:
                 if any(isinstance(v, torch.Tensor) for v in values):
                     self._indices.add((of, index))
                     self._unsized[name] = of, index
-            case ast.Call() if name.startswith("buf"):
+            case _ if not name.startswith("buf"):
+                self.steps.append(_Number(name, _code(value)))
+            case ast.Call(keywords=given) if any((k.arg or "").startswith("out") for k in given):
+                self._call(value)  # its results have names already
+            case ast.Call():
                 results = _Results(name)
                 self.steps.append(results)
-                self._calls[name] = self._call(value), results
+                operator = self._call(value)
+                if operator in self._views:
+                    raise _Unknown(f"{operator} may return a view")
+                self._calls[name] = operator, results
                 self._unsized[name] = name, None
-            case ast.Call():
-                pass  # a stream, say; where it is a size, an expression will miss it
             case _:
                 raise _Unknown(ast.unparse(value))
 
@@ -277,7 +325,7 @@ class _Reader:
                         _New(name, _code(size), _code(stride), self._most_itemsize(operator, index))
                     )
                 return ""
-        words = ast.unparse(made.func).split(".")
+        words = ast.unparse(made.func).split(".")[-2:]  # an operator and its overload, or a kernel alone
         found = next((word for word in words if word in self._values), "")
         if found:
             self.steps.append(_Call(found))

@@ -132,7 +132,7 @@ class SegmentCompiler:
         """The artifact of a segment, whose graph stays as it is.
 
         Args:
-            fuse: unless the compiler is not to; False: operators run one by one.
+            fuse: False: operators run one by one, for segments of which :func:`alike_one_by_one` is true.
         """
         text = structure(seg)
         key = hashlib.sha256(text.encode()).hexdigest()
@@ -142,7 +142,10 @@ class SegmentCompiler:
             constants = seg.gm.graph.find_nodes(op="get_attr")
             self._constants += [_attribute(seg.gm, n.target) for n in constants]
             fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.gm.graph.nodes)
-            done = _inductor(key, seg, is_inference, is_backward) if fuses else Artifact(key, _aten(seg))
+            if fuses:
+                done = _inductor(key, seg, is_inference, is_backward)
+            else:
+                done = Artifact(key, _aten(seg) if fuse else _as_promised(_aten(seg), seg))
             self._done[(key, is_inference, fuse)] = done
         return done
 
@@ -150,6 +153,37 @@ class SegmentCompiler:
 def _fusible(node: fx.Node) -> bool:
     """Whether a compiler can do more than call the operator."""
     return facts.is_compute(node) and node.target not in _ALONE
+
+
+def alike_one_by_one(seg: SegmentGraph) -> bool:
+    """Whether the operators of a segment, run one by one, do what the code that Inductor writes for them does.
+
+    Its random numbers come of a seed, so that backward may draw them again; eager kernels of the same operators do not
+    read it. And what a higher-order operator holds is not known from its graph.
+    """
+    targets = [n.target for n in seg.gm.graph.nodes if n.op == "call_function"]
+    return not any(
+        isinstance(t, torch._ops.HigherOrderOperator) or str(t).startswith("prims.inductor_") for t in targets
+    )
+
+
+def _as_promised(run: SegmentFn, seg: SegmentGraph) -> SegmentFn:
+    """Results with the strides that the graph has for them: code that reads them was compiled for these."""
+    (output,) = seg.gm.graph.find_nodes(op="output")
+    strides: list[Any] = [
+        v.stride() if isinstance(v := facts.value(n), torch.Tensor) and not facts.symbols_of(v) else None
+        for n in output.args[0]
+    ]
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        return [
+            out
+            if stride is None or out.stride() == stride
+            else torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+            for out, stride in zip(run(args), strides, strict=True)
+        ]
+
+    return call
 
 
 def _aten(seg: SegmentGraph) -> SegmentFn:
@@ -186,10 +220,9 @@ def _inductor(key: str, seg: SegmentGraph, is_inference: bool, is_backward: bool
     mode = torch._guards.detect_fake_mode(seg.inputs)
     with V.set_fake_mode(mode), _strides_not_reported():
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
-    code = generated.read(getattr(compiled, "source_code", ""), gm.graph, seg.inputs)
-    if code is None:
-        log.debug("what the code of a segment holds is not known: its graph is counted\n%s", gm.graph)
-    return Artifact(key, compiled, code)
+    return Artifact(
+        key, compiled, generated.read(getattr(compiled, "source_code", ""), seg.gm.graph, seg.inputs)
+    )
 
 
 @functools.cache

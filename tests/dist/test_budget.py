@@ -138,23 +138,25 @@ def _train_words(budget):
     _C.meter_reset_peak()
     step = torch.compile(model, backend="zero")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
     for _ in range(3):
-        step(torch.randn(TOKENS, WIDE), torch.randint(VOCAB, (TOKENS,))).backward()
+        loss = step(torch.randn(TOKENS, WIDE), torch.randint(VOCAB, (TOKENS,)))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
     told = zero.inspect(model)
-    return (
-        _C.meter_peak() - base,
-        told.memory,
-        [n for p in told.frames[-1].programs.values() for n in p.notes],
-    )
+    notes = [n for p in told.frames[-1].programs.values() for n in p.notes]
+    return losses, _C.meter_peak() - base, told.memory, notes
 
 
 def _fused(rank, world):
     _C.meter_install()
-    measured, memory, _ = _train_words(None)
+    losses, measured, memory, _ = _train_words(None)
     budget = memory.peak - TOKENS * WIDE * 4  # of the tensors that kernels read for longer, one
-    return measured, memory.peak, budget, *_train_words(budget)
+    again, *tight = _train_words(budget)
+    assert again == pytest.approx(losses, rel=1e-5)
+    return measured, memory.peak, budget, *tight
 
 
 def test_what_inductor_holds_longer_than_the_graph_is_counted():

@@ -4,16 +4,19 @@ import gc
 
 import pytest
 import torch
+import torch._inductor.inductor_prims
 import torch.nn.functional as F
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zero_compiler import generated, inside
 from zero_compiler.cut import SegmentGraph
 from zero_compiler.ir import facts
 from zero_compiler.runtime import _C
-from zero_compiler.segments import SegmentCompiler
+from zero_compiler.segments import SegmentCompiler, alike_one_by_one
 
 HEAD = """
 class Runner:
@@ -87,11 +90,65 @@ def test_results_of_operators_have_their_size_from_the_check_behind_them():
     assert held.most(inputs, [False] * 3, beside={"topk": 1000}) == 80 + 1000
 
 
+def test_the_one_result_of_an_operator_is_checked_under_its_second_name():
+    g = fx.Graph()
+    facts.set_value(g.call_function(torch.ops.aten.cumsum.default, ()), torch.empty(10))
+    text = code(
+        "buf0 = torch.ops.aten.cumsum.default(in_0, 0)",
+        "buf1 = buf0",
+        "assert_size_stride(buf1, (10, ), (1, ), 'torch.ops.aten.cumsum.default')",
+        "del buf0",
+        "buf2 = empty_strided_cpu((5, ), (1, ), torch.float32)",
+        "del buf1",
+        "buf3 = empty_strided_cpu((20, ), (1, ), torch.float32)",
+        "return (buf2, buf3, )",
+    )
+    inputs = three((1,), (1,), (1,))
+    assert generated.read(text, g, inputs).most(inputs, [False] * 3) == max(40 + 20, 20 + 80)
+
+
+def test_a_list_holds_what_was_taken_from_it():
+    g = fx.Graph()
+    values = tuple(torch.empty(n) for n in (10, 20, 30))
+    facts.set_value(g.call_function(torch.ops.aten.convolution_backward.default, ()), values)
+    text = code(
+        "buf0 = torch.ops.aten.convolution_backward.default(in_0)",
+        "buf1 = buf0[2]",
+        "assert_size_stride(buf1, (30, ), (1, ), 'torch.ops.aten.convolution_backward.default')",
+        "del buf1",
+        "buf2 = buf0[0]",
+        "assert_size_stride(buf2, (10, ), (1, ), 'torch.ops.aten.convolution_backward.default')",
+        "buf3 = empty_strided_cpu((100, ), (1, ), torch.float32)",
+        "del buf0",
+        "buf4 = empty_strided_cpu((150, ), (1, ), torch.float32)",
+        "return (buf2, buf3, buf4, )",
+    )
+    inputs = three((1,), (1,), (1,))
+    # All three until the list goes, the second too, which nothing takes; then what was taken and still has a name.
+    assert generated.read(text, g, inputs).most(inputs, [False] * 3) == max(60 + 100, 10 + 100 + 150) * 4
+
+
+def test_results_that_are_given_have_their_names_already():
+    g = fx.Graph()
+    facts.set_value(g.call_function(torch.ops.aten.topk.default, ()), (torch.empty(4), torch.empty(4)))
+    text = code(
+        "buf1 = empty_strided_cpu((4, ), (1, ), torch.float32)",
+        "buf2 = empty_strided_cpu((4, ), (1, ), torch.int64)",
+        "buf0 = torch.ops.aten.topk.default(in_0, 2, out0=buf1, out1=buf2)",
+        "del buf0",
+        "return (buf1, buf2, )",
+    )
+    inputs = three((1,), (1,), (1,))
+    assert generated.read(text, g, inputs).most(inputs, [False] * 3) == 16 + 32
+
+
 def test_sizes_may_be_symbols_that_an_input_gives():
     text = code(
         "s33 = in_2",
+        "ps0 = 2 * s33",
         "with torch.cuda._DeviceGuard(0):",
-        "    buf0 = empty_strided_cuda((s33, 2 * s33), (2 * s33, 1), torch.float32)",
+        "    buf0 = empty_strided_cuda((s33, ps0), (ps0, 1), torch.float32)",
+        "    triton_0_xnumel = 2 * s33 * s33",
         "    stream0 = get_raw_stream(0)",
         "    triton_0.run(in_0, buf0, s33, stream=stream0)",
         "return (buf0, )",
@@ -109,12 +166,25 @@ def test_sizes_may_be_symbols_that_an_input_gives():
         "buf0 = torch.ops.aten.topk.default(in_0, 2)",  # no size
         "buf0 = empty_strided_cpu((n, ), (1, ), torch.float32)",  # of a size from elsewhere
         "buf0 = empty_strided_cpu((2, ), (1, ))",  # no dtype
+        "buf0 = torch.ops.aten.view_as_real.default(in_0)",  # may be what it is given
+        "buf0 = in_0 if in_1 else in_2",
         "(buf0, buf1) = self.partitions[0]([in_0])",
         "return (",
     ],
 )
 def test_what_cannot_be_followed_is_not_known(line):
     assert generated.read(code(line), empty(), three((1,), (1,), (1,))) is None
+
+
+def test_numbers_that_no_size_is_made_of_are_passed_over():
+    """And cost no guard: a float that changes from call to call stays one."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        free = env.create_unbacked_symfloat()
+    text = code("zf0 = in_2", "buf0 = empty_strided_cpu((3, ), (1, ), torch.float32)", "return (buf0, )")
+    inputs = [*three((1,), (1,)), free]
+    assert generated.read(text, empty(), inputs).most(inputs, [False] * 3) == 12
+    assert not env.guards
 
 
 def test_code_of_another_form_is_not_known():
@@ -147,6 +217,11 @@ CASES = {
     "shared": (shared_sum, lambda: [torch.randn(64, 32), torch.randn(64, 32), torch.randn(32, 32)], 0),
     "norm": (norm_and_product, lambda: [torch.randn(64, 128), torch.randn(128), torch.randn(128, 32)], 0),
     "loss": (loss, lambda: [torch.randn(64, 16), torch.randn(16, 1000), torch.randint(1000, (64,))], 0),
+    "cumsum": (
+        lambda x, y: (torch.cumsum(x * y, 0) * 2,),
+        lambda: [torch.randn(64, 32), torch.randn(64, 32)],
+        0,
+    ),
     "sort": (sort, lambda: [torch.randn(64, 32), torch.randn(64, 32)], 1024),  # a row of it
 }
 
@@ -182,3 +257,29 @@ def test_a_segment_counts_as_what_takes_more_its_graph_or_its_code():
     alone = inside.peak_inside(seg, dying)
     both = inside.peak_inside(SegmentGraph(seg.gm, seg.inputs, code), dying)
     assert both == code.most(seg.inputs, dying) == alone + 64 * 32 * 4
+
+
+def test_what_may_run_operator_by_operator():
+    """Not what draws by a seed, which eager kernels do not read, nor a region, of which its graph does not tell."""
+    seg = graph_of(shared_sum, *CASES["shared"][1]())
+    assert alike_one_by_one(seg)
+    for target in (torch.ops.prims.inductor_random.default, torch.ops.higher_order.flex_attention):
+        other = fx.GraphModule({}, fx.Graph())
+        other.graph.output((other.graph.call_function(target, ()),))
+        assert not alike_one_by_one(SegmentGraph(other, []))
+
+
+def test_operators_one_by_one_give_the_strides_that_the_graph_has():
+    seg = graph_of(shared_sum, *CASES["shared"][1]())
+    (output,) = seg.gm.graph.find_nodes(op="output")
+    (out,) = output.args[0]
+    facts.set_value(out, facts.value(out).t().contiguous().t())
+    compiler = SegmentCompiler("inductor")
+    (got,) = compiler.compile(seg, True, False, fuse=False).run(inputs := CASES["shared"][1]())
+    assert inputs == []
+    assert got.stride() == (1, 64)
+    torch.manual_seed(0)
+    given = CASES["shared"][1]()
+    torch.testing.assert_close(
+        compiler.compile(seg, True, False, fuse=False).run(list(given))[0], shared_sum(*given)[0]
+    )
