@@ -27,7 +27,7 @@ import zero_compiler as zero
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-cases = Cases(__name__)
+cases = Cases(__name__, spawns=2)
 
 
 # --- accumulation -----------------------------------------------------------------------------------------------
