@@ -113,6 +113,7 @@ def refused(**fields):
     return str(error.value).rpartition("; ")[2]
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_plan_helps():
     assert refused(stage=0) == "stage=3, under which the 2 ranks share these bytes, would help most"
     assert planned(stage=3).memory.peak < planned(stage=0).memory.peak

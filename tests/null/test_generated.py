@@ -226,6 +226,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_meter_measures_what_was_read(name):
     function, make, beside = CASES[name]
@@ -269,6 +270,7 @@ def test_what_may_run_operator_by_operator():
         assert not alike_one_by_one(SegmentGraph(other, []))
 
 
+@pytest.mark.slow
 def test_operators_one_by_one_give_the_strides_that_the_graph_has():
     seg = graph_of(shared_sum, *CASES["shared"][1]())
     (output,) = seg.gm.graph.find_nodes(op="output")
