@@ -53,12 +53,11 @@ class Emitter:
 
     def number(self, size: torch.SymInt) -> fx.Node:
         """A symbolic size as a node, computed from the inputs of the graph."""
-        return self._expression(size.node.expr)
-
-    def _expression(self, expr: Any) -> Any:
+        expr = size.node.expr
         tracer = _Tracer(self)
         env = {symbol: fx.Proxy(self._symbol(symbol), tracer) for symbol in expr.free_symbols}
-        return sympy_interp(PythonReferenceAnalysis, env, expr).node
+        made: fx.Proxy = sympy_interp(PythonReferenceAnalysis, env, expr)
+        return made.node
 
     def _symbol(self, symbol: Any) -> fx.Node:
         for node in self.graph.find_nodes(op="placeholder"):

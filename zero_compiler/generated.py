@@ -149,9 +149,7 @@ class _Held:
     _of: dict[str, str] = field(default_factory=dict)  # the name that each was made under
     _bytes: dict[str, int] = field(default_factory=dict)
     _names: dict[str, set[str]] = field(default_factory=dict)
-    _lists: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # of each, the names under which it holds its results
+    _lists: dict[str, list[str]] = field(default_factory=dict)  # the names under which each holds its results
 
     def make(self, name: str, nbytes: int) -> None:
         self.drop(name)
@@ -287,9 +285,8 @@ class _Reader:
                 self.steps.append(_New(name, _code(size), _code(stride), _itemsize(rest, more)))
             case ast.Call(func=ast.Name("reinterpret_tensor"), args=[ast.Name(of), *_]):
                 self.steps.append(_Alias(name, of))
-            case ast.Name(of) if (
-                of in self._unsized
-            ):  # the one result of an operator, checked under this name
+            case ast.Name(of) if of in self._unsized:
+                # the one result of an operator, whose size is told under this name
                 self._unsized[name] = self._unsized.pop(of)
                 self.steps.append(_Alias(of, name))
             case ast.Name(of):

@@ -62,18 +62,13 @@ class Sized:
 
     def add(self, emitted: Emitted) -> None:
         """Take a phase whose segments are compiled."""
-        program, graph, numbers, segments = (
-            emitted.program,
-            emitted.graph,
-            emitted.numbers,
-            emitted.segments,
-        )
+        program, graph, numbers = emitted.program, emitted.graph, emitted.numbers
         if not any(facts.symbols_of(facts.value(n)) for n in graph.find_nodes(op="placeholder")):
             self._phases[program.phase] = _Phase(program, [], None)
             return
 
         def at(sizes: facts.Sizes) -> tuple[Program, int | None]:
-            live, inside = live_bytes(program, graph, numbers, segments, sizes)
+            live, inside = live_bytes(program, graph, numbers, emitted.segments, sizes)
             storages, _ = storages_of(graph, numbers, program.phase, sizes)
             saved = facts.saved_bytes(graph, sizes) if program.phase == "backward" else None
             return replace(program, live=live, inside=inside, storages=storages), saved
