@@ -125,12 +125,16 @@ def watch_sessions(clock: Clock) -> None:
     from zero_compiler.runtime import session
 
     # The session's own names of its kinds of instruction: _WAIT_GATHER is "wait gather" here.
-    kinds = {v: k[1:].lower().replace("_", " ") for k, v in vars(session).items() if k[1:].isupper()}
+    kinds = {
+        v: k[1:].lower().replace("_", " ")
+        for k, v in vars(session).items()
+        if k[1:].isupper() and not k.endswith("_BYTES")
+    }
     walk, agree = session.Session._walk, session.Session._agree
 
-    def timed_agree(self: Any) -> None:
+    def timed_agree(self: Any, need: Any) -> None:
         at = clock.now()
-        agree(self)
+        agree(self, need)
         clock.add(f"{self.program.phase}: agreement", at)
 
     def timed_walk(self: Any, env: list[Any]) -> None:

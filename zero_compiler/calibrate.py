@@ -56,14 +56,16 @@ def calibrate(
         say(f"collectives over {world} ranks")
         collectives += _collectives(world)
     read, write = preset.nvme_read, preset.nvme_write
+    files = f"files: not measured, as in the preset {preset.name!r}"
     if directory is not None:
+        files = "files: measured"
         say(f"files in {directory}")
         read, write = _disk(Path(directory))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
     return HardwareSpec(
         name=f"{device.type}, {os.cpu_count()} cores",
-        source=f"zero-compiler calibrate, torch {torch.__version__}, one thread a rank",
+        source=f"zero-compiler calibrate, torch {torch.__version__}, one thread a rank; {files}",
         date=datetime.date.today().isoformat(),
         matmul_flops_per_us=rates["matmul"],
         memory_bytes_per_us=rates["memory"],

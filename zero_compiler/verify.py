@@ -1,6 +1,7 @@
 """The verifier's last word: what must be true of a Program, proved from its instructions alone.
 
-Shares no code with the planner of the arenas: lifetimes are read off the instructions again.
+Lifetimes of slots are read off the instructions again; that no two of them overlap is found by the sweep that tests
+hold to the definition, pair by pair (`arena.check`).
 """
 
 from __future__ import annotations
