@@ -36,7 +36,7 @@ help:
 	@echo "make check      lint, types and quick tests"
 	@echo "make test       everything: lint, types, C++ tests, all Python tests"
 	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
-	@echo "make cpp-test   the engine's own tests: plain, ASan and TSan builds"
+	@echo "make cpp-test   the engine's own tests, under ASan and TSan"
 	@echo "make setup      only the set-up that the others share"
 	@echo "make clean      remove build outputs and caches (make distclean: and $(VENV))"
 

@@ -10,8 +10,13 @@ Peers:
   blocks           the same with torch.utils.checkpoint around every block
 For each peer the memory that it takes is measured: the largest number of live bytes of torch's CPU allocator in steps
 after warm-up, above those of the parameters (so gradients and buffers count). Then zero_compiler runs with the budget
-that brings its own memory to that of the peer or below; both times stand beside each other. Logits are tiled by
-zero_compiler in every row; its first row, without a budget, shows what that alone saves.
+that brings its own memory to that of the peer or below, and never above; both times stand beside each other. Where
+its memory without a budget is below the peer's already, that run stands there. Logits are tiled by zero_compiler in
+every row; its first row, without a budget, shows what that alone saves.
+
+Times are medians of the steps with the 10th and 90th percentile; the ratio is that of every step of ours to every step
+of the peer, since the two ran one after the other and no step of one belongs to one of the other. Predicted are the
+plan's peak, less the parameters and the states of an optimizer that is not there, and its time.
 
 The search for a budget takes a few runs, and memory does not depend on what else the machine does: `--budgets out.json`
 takes those that a run before found, and measures once each.
@@ -164,10 +169,16 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         loss.backward()
         times.append((time.perf_counter() - begin) * 1e3)
     peak = _C.meter_peak() - base
+    predicted = {}
     if call["mode"] == "zero":
-        held = zero.inspect(model).frames[0].held_bytes
-    median = sorted(times[call["warmup"] :])[call["steps"] // 2]
-    return {"ms": median, "times": times[call["warmup"] :], "bytes": peak, "held": held, "loss": loss.item()}
+        told = zero.inspect(model)
+        (frame,), m = told.frames, told.memory
+        held = frame.held_bytes
+        predicted["predicted_bytes"] = m.peak - m.parameters - m.optimizer
+        predicted["predicted_ms"] = sum(t.total_us for t in frame.timelines.values()) / 1e3
+    times = times[call["warmup"] :]
+    median = common.spread(times)["median"]
+    return {"ms": median, "times": times, "bytes": peak, "held": held, "loss": loss.item(), **predicted}
 
 
 def _checkpointed(forward: Any, checkpoint: Any) -> Any:
@@ -176,16 +187,26 @@ def _checkpointed(forward: Any, checkpoint: Any) -> Any:
 
 def report(name: str, rows: list[dict[str, Any]]) -> str:
     free, peers = rows[0], rows[1:]
-    head = ["peer", "MiB", "ms", "zero: MiB", "ms", "ratio of times"]
-    table = [["-", "", "", f"{free['bytes'] / 2**20:.1f}", f"{free['ms']:.0f}", ""]]
+    head = ["peer", "MiB", "ms", "zero: MiB", "predicted", "/ peer's", "ms", "predicted", "ratio of times"]
+    table = [["-", "", "", *_bytes(free), "", *_ms(free), ""]]
     for p in peers:
         ours = p["zero"]
+        share, ratio = f"{ours['bytes'] / p['bytes']:.2f}", ""
         if ours["bytes"] > p["bytes"]:
-            mine = [f"{ours['bytes'] / 2**20:.1f} at least", f"{ours['ms']:.0f}", ""]
+            share += ", at least"
         else:
-            mine = [f"{ours['bytes'] / 2**20:.1f}", f"{ours['ms']:.0f}", f"{ours['ms'] / p['ms']:.2f}"]
-        table.append([p["name"], f"{p['bytes'] / 2**20:.1f}", f"{p['ms']:.0f}", *mine])
+            ratio = common.show(common.spread([a / b for a in ours["times"] for b in p["times"]]), 2)
+        theirs = [f"{p['bytes'] / 2**20:.1f}", common.show(common.spread(p["times"]))]
+        table.append([p["name"], *theirs, *_bytes(ours), share, *_ms(ours), ratio])
     return common.table(f"{name}: {MODELS[name].about}", head, table)
+
+
+def _bytes(ours: dict[str, Any]) -> list[str]:
+    return [f"{ours[k] / 2**20:.1f}" for k in ("bytes", "predicted_bytes")]
+
+
+def _ms(ours: dict[str, Any]) -> list[str]:
+    return [common.show(common.spread(ours["times"])), f"{ours['predicted_ms']:.0f}"]
 
 
 if __name__ == "__main__":

@@ -6,17 +6,20 @@ A GPT (4 layers, width 256, sequence 128, vocabulary 1024, one row of the batch 
 AdamW, two ranks of one thread. Ways to train:
   local      plain PyTorch, compiled
   fsdp2      FSDP2, every block compiled and checkpointed
+  deepspeed  DeepSpeed ZeRO-3, where it can be imported
   zero3      stage 3 with memory_budget_bytes
   nvme       the same with parameters, gradients and states in files in DIR, and zero.optimizer(overlap=True)
-A size counts where two steps were made in fresh processes and the largest number of live bytes of torch's CPU allocator
-stayed within the budget (the rank with the most; an exact count). A peer's size is looked for by running it. Ours is
-the largest that the plan finds to fit, before anything is allocated; then that size is run.
+A size counts where three steps were made in fresh processes and the largest number of live bytes of torch's CPU
+allocator stayed within the budget (the rank with the most; an exact count). A peer's size is looked for by running it.
+Ours is the largest that the plan finds to fit, before anything is allocated; then that size is run. The time is that
+of the last step, of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -60,7 +63,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
-    head = ["budget and way", *(f"{axis} (parameters, peak MiB)" for axis in args.axes)]
+    head = ["budget and way", *(f"{axis} (parameters, peak of predicted MiB, ms)" for axis in args.axes)]
     rows = []
     for mib in args.budget_mib:
         for way in args.ways:
@@ -70,9 +73,12 @@ def report(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
                     (r for r in found if (r["budget_mib"], r["axis"], r["way"]) == (mib, axis, way)), None
                 )
                 if row is None or not row["size"]:
-                    cells.append("" if row is None else "none")
+                    cells.append("" if row is None else row.get("skipped", "none"))
                 else:
-                    cells.append(f"{row['size']} ({row['numel'] / 1e6:.1f} M, {row['peak'] / 2**20:.0f})")
+                    peak = f"{row['peak'] / 2**20:.0f}"
+                    if row["predicted"]:
+                        peak += f" of {row['predicted'] / 2**20:.0f}"
+                    cells.append(f"{row['size']} ({row['numel'] / 1e6:.1f} M, {peak}, {row['ms']:.0f})")
             rows.append([f"{mib} MiB, {way}", *cells])
     return common.table("The largest that trains, a rank", head, rows)
 
@@ -85,7 +91,8 @@ def largest(folder: str, budget: int, axis: str, way: str) -> dict[str, Any]:
     def measured(size: int) -> dict[str, Any]:
         call = {"dir": folder, "budget": budget, "axis": axis, "size": size, "way": way}
         answers = common.run_ranks(os.path.abspath(__file__), call, RANKS)
-        row = {"size": size, **max(answers, key=lambda a: a["peak"])}
+        slowest = {"ms": max(a["ms"] for a in answers)} if "ms" in answers[0] else {}
+        row = {"size": size, **max(answers, key=lambda a: a["peak"]), **slowest}
         runs.append(row)
         return row
 
@@ -95,6 +102,8 @@ def largest(folder: str, budget: int, axis: str, way: str) -> dict[str, Any]:
         while size and measured(size)["peak"] > budget:
             size -= GRAIN[axis]
     else:
+        if "skipped" in measured(SHAPE[axis]):
+            return {"size": 0, "skipped": measured(SHAPE[axis])["skipped"], "runs": runs}
         size = interpolate(axis, budget, lambda s: measured(s)["peak"])
     return {"size": 0, "runs": runs} | (measured(size) if size else {})
 
@@ -170,15 +179,26 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     from zero_compiler.runtime import _C
 
     _C.meter_install()
-    trainer = WAYS[call["way"]](spec, call["dir"], call["budget"])
-    numel = sum(p.numel() for p in trainer.model.parameters())
+    import torch
+
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in spec.build().parameters())
     try:
+        trainer = WAYS[call["way"]](spec, call["dir"], call["budget"])
         _C.meter_reset_peak()  # a whole replica is built first, in every way alike
-        for i in range(2):
+        for i in range(3):
+            begin = time.perf_counter()
             loss = trainer.step(*spec.data(i, rank))
+    except modes.Skip as why:
+        return {"peak": 0, "skipped": str(why), "numel": numel}
     except MemoryBudgetError as refused:
         return {"peak": MOST << 30, "refused": str(refused), "numel": numel}
-    return {"peak": _C.meter_peak(), "loss": loss.item(), "numel": numel}
+    ms, peak, predicted = (time.perf_counter() - begin) * 1e3, _C.meter_peak(), None
+    if call["way"] in PLANNED:
+        import zero_compiler as zero
+
+        predicted = zero.inspect(trainer.model).memory.peak
+    return {"peak": peak, "predicted": predicted, "ms": ms, "loss": float(loss), "numel": numel}
 
 
 def _streamed(spec: Spec, folder: str, budget: int) -> modes.Trainer:
@@ -202,6 +222,7 @@ def _streamed(spec: Spec, folder: str, budget: int) -> modes.Trainer:
 WAYS: dict[str, Callable[[Spec, str, int], modes.Trainer]] = {
     "local": lambda spec, folder, budget: modes.build("local-compiled", spec, "fp32"),
     "fsdp2": lambda spec, folder, budget: modes.build("fsdp2-blocks", spec, "fp32"),
+    "deepspeed": lambda spec, folder, budget: modes.build("deepspeed3", spec, "fp32"),
     "zero3": lambda spec, folder, budget: modes.build(f"zero3:memory_budget_bytes={budget}", spec, "fp32"),
     "nvme": _streamed,
 }

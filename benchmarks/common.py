@@ -37,8 +37,8 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def hardware(file: str | None, ranks: int) -> str:
-    """For :func:`run_ranks` to inherit: ``file``, or what calibration finds now."""
+def hardware(file: str | None, ranks: int, directory: str | os.PathLike[str] | None = None) -> str:
+    """For :func:`run_ranks` to inherit: ``file``, or what calibration finds now (``directory``: on that disk too)."""
     from zero_compiler.calibrate import calibrate
 
     if file is None:
@@ -46,7 +46,11 @@ def hardware(file: str | None, ranks: int) -> str:
         atexit.register(shutil.rmtree, folder)
         file = os.path.join(folder, "hardware.json")
         worlds = [ranks] if ranks > 1 else []
-        spec = calibrate(worlds or [1], None, lambda what: print(f"  calibrating: {what}", flush=True))
+        spec = calibrate(
+            worlds or [1],
+            directory and os.fspath(directory),
+            lambda what: print(f"  calibrating: {what}", flush=True),
+        )
         Path(file).write_text(spec.to_json())
     os.environ[HARDWARE] = os.path.abspath(file)
     return os.environ[HARDWARE]

@@ -139,17 +139,23 @@ PYBIND11_MODULE(_aio, module) {
       .def(py::init(&make_engine), py::arg("backend"), py::arg("block_bytes"), py::arg("depth"))
       .def(
           "open",
-          [](Engine& engine, const std::string& path, int64_t nbytes, bool create, bool direct, std::string label) {
+          [](Engine& engine, const std::string& path, int64_t nbytes, bool create, bool direct, std::string label, std::string name) {
             return unwrap(without_gil([&] {
               return engine.open(
-                  path, nbytes, {.create = create, .direct = direct, .label = std::move(label)});
+                  path,
+                  nbytes,
+                  {.create = create,
+                   .direct = direct,
+                   .label = std::move(label),
+                   .name = std::move(name)});
             }));
           },
           py::arg("path"),
           py::arg("nbytes"),
           py::arg("create"),
           py::arg("direct"),
-          py::arg("label"))
+          py::arg("label"),
+          py::arg("name"))
       .def(
           "close_file",
           [](Engine& engine, const FilePtr& file) {
@@ -157,13 +163,16 @@ PYBIND11_MODULE(_aio, module) {
           })
       .def(
           "submit",
-          [](Engine& engine, bool write, FilePtr file, uintptr_t address, int64_t size, int64_t offset, std::string label) {
-            return unwrap(without_gil([&] {
+          // Sets `_core` of the Python object that holds the memory: no signal
+          // comes between a request that begins and somebody who knows of it.
+          [](Engine& engine, const py::object& request, bool write, FilePtr file, uintptr_t address, int64_t size, int64_t offset, std::string label) {
+            request.attr("_core") = unwrap(without_gil([&] {
               return write
                   ? engine.write(std::move(file), at(address), size, offset, std::move(label))
                   : engine.read(std::move(file), at(address), size, offset, std::move(label));
             }));
           })
+      .def("settle", [](Engine& engine) { check(without_gil([&] { return engine.settle(); })); })
       .def(
           "sync",
           [](Engine& engine, const FilePtr& file) {

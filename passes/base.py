@@ -167,17 +167,25 @@ def run_passes(
     ctx: Context,
     trace: Trace | None = None,
     dump_dir: str | None = None,
+    trial: bool = False,
 ) -> Trace:
-    """Run ``passes`` in order; after each one lint, verify at its level of lowering, time, count and dump."""
+    """Run ``passes`` in order; after each one lint, verify at its level of lowering, time, count and dump.
+
+    Of a ``trial`` only bytes are asked, and what is chosen runs through the passes again: it is neither verified nor
+    dumped.
+    """
     trace = trace or Trace()
+    dump_dir = None if trial else dump_dir
     if dump_dir:
         _write(dump_dir, 0, ctx.phase, "captured", graph)
-    reduced = ctx.reduced if ctx.reduced is not None else spec.reduced_by(graph)
+    known = frozenset[ParamRef]() if trial else ctx.reduced
+    reduced = spec.reduced_by(graph) if known is None else known
     for i, (p, level) in enumerate(passes):
         start = time.perf_counter()
         p.run(graph, ctx)
-        graph.lint()
-        spec.verify(graph, level, ctx.params, reduced)
+        if not trial:
+            graph.lint()
+            spec.verify(graph, level, ctx.params, reduced)
         seconds = time.perf_counter() - start
         trace.rows.append((f"{ctx.phase}/{p.name}", seconds, len(graph.nodes)))
         if dump_dir:

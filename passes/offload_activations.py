@@ -17,6 +17,7 @@ from zero_compiler.runtime.stores import BLOCK_BYTES, blocks
 from .activations import storages
 from .base import Context
 
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 HIDDEN, BUDGET = "the lane hides it", "the budget"
 
 
@@ -266,8 +267,11 @@ def node_us(cost: CostModel, node: fx.Node, fused: bool, known: Mapping[Any, int
 
 
 def _leaving(backward: fx.Graph) -> set[fx.Node]:
-    """What is somebody else's when backward is over: what it returns, and gradients that are under way."""
+    """What is somebody else's when backward is over: what it returns, and gradients that are under way. A gather (of
+    parts) gives new memory, and has read its input when it has been waited for."""
     (output,) = backward.find_nodes(op="output")
     roots = storages(n for n in backward.nodes if n.op != "output")
-    sent = [n for n in backward.nodes if n.target is ops.reduce_grad or facts.sends(n)]
+    sent = [
+        n for n in backward.nodes if n.target is ops.reduce_grad or (facts.sends(n) and n.target != _GATHER)
+    ]
     return {r for node in (output, *sent) for n in node.all_input_nodes for r in roots[n]}

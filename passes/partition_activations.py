@@ -82,7 +82,7 @@ class PartitionActivations:
         for node in (offers[text] for text in chosen):
             k = values.index(node, num_outputs)
             values[k] = self._cut(forward, node, roots)
-            self._gather(entries[node.name], facts.value(values[k]))
+            self._gather(entries[node.name], values[k])
         output.args = (type(output.args[0])(values),)
 
     def _offers(
@@ -168,19 +168,20 @@ class PartitionActivations:
         )
         return part
 
-    def _gather(self, entry: fx.Node, part: torch.Tensor) -> None:
-        """Make the tensor again where backward first reads it; ``entry`` becomes this rank's part."""
-        val = facts.value(entry)
+    def _gather(self, entry: fx.Node, part: fx.Node) -> None:
+        """Make the tensor again where backward first reads it; ``entry`` becomes this rank's part, by its name."""
+        name, val = entry.name, facts.value(entry)
         first = next(n for n in entry.graph.nodes if entry in n.all_input_nodes)
         readers = list(entry.users)
-        facts.set_value(entry, part)
+        facts.set_value(entry, facts.value(part))
+        entry.name = entry.target = part.name
         entry.meta.pop("tensor_meta", None)
         gather = _functional.all_gather_into_tensor.default
-        at = _after(first.prev, gather, (entry, self.ranks, self.group), f"{entry.name}_gather")
-        at = _after(at, _functional.wait_tensor.default, (at,), f"{entry.name}_padded")
+        at = _after(first.prev, gather, (entry, self.ranks, self.group), f"{name}_gather")
+        at = _after(at, _functional.wait_tensor.default, (at,), f"{name}_padded")
         if facts.value(at).numel() != val.numel():
-            at = _after(at, _aten.slice.Tensor, (at, 0, 0, val.numel()), f"{entry.name}_flat")
-        at = _after(at, _aten.view.default, (at, list(val.shape)), f"{entry.name}_whole")
+            at = _after(at, _aten.slice.Tensor, (at, 0, 0, val.numel()), f"{name}_flat")
+        at = _after(at, _aten.view.default, (at, list(val.shape)), f"{name}_whole")
         for reader in readers:
             reader.replace_input_with(entry, at)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from zero_compiler.cost import CostModel, hints
@@ -14,6 +15,7 @@ from .base import Context
 from .offload_activations import latest_starts, node_us
 from .units import unit_of
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _READS = frozenset({ops.restore, ops.restored})
 
 
@@ -148,7 +150,9 @@ def _discard(graph: fx.Graph, waits: list[fx.Node]) -> None:
     roots = facts.alias_roots(graph)
     last: dict[fx.Node, fx.Node] = {}
     for n in graph.nodes:
-        for used in n.all_input_nodes:
+        # A collective of the graph reads until it has been waited for.
+        sent = n.args[0].all_input_nodes if n.target is _WAIT else ()
+        for used in (*n.all_input_nodes, *sent):
             for r in roots[used]:
                 last[r] = n
     for wait in waits:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -71,7 +70,14 @@ class File:
     """An open file of a fixed size; made by ``Engine.open``. Closing it leaves it on disk."""
 
     def __init__(
-        self, engine: Engine, core: _aio.File, path: str, nbytes: int, label: str, wants_direct: bool
+        self,
+        engine: Engine,
+        core: _aio.File,
+        path: str,
+        nbytes: int,
+        label: str,
+        name: str,
+        wants_direct: bool,
     ) -> None:
         self._engine = engine
         self._core = core
@@ -79,6 +85,7 @@ class File:
         self.path = path
         self.nbytes = nbytes
         self.label = label
+        self.name = name
 
     @property
     def direct(self) -> bool:
@@ -111,7 +118,6 @@ class Request:
     def __init__(
         self,
         engine: Engine,
-        core: _aio.Request,
         file: File,
         memory: Any,
         offset: int,
@@ -119,7 +125,7 @@ class Request:
         label: str,
     ) -> None:
         self._engine = engine
-        self._core = core
+        self._core: _aio.Request  # set as the request begins, by the core itself
         self._memory = memory  # kept until the request is done, whatever the caller does
         self.file = file
         self.offset = offset
@@ -200,7 +206,6 @@ class Engine:
         except StorageError as error:
             raise ConfigError(str(error)) from None
         self._live: deque[Request] = deque()
-        self._live_lock = threading.Lock()
         self._registered: list[tuple[int, int, Any]] = []
         self._warned = False
         self._closer = weakref.finalize(self, self._core.close)
@@ -213,6 +218,7 @@ class Engine:
         create: bool = False,
         direct: bool = True,
         label: str = "",
+        name: str = "",
     ) -> File:
         """Opens a file of ``nbytes`` bytes.
 
@@ -221,14 +227,15 @@ class Engine:
                 it must exist and have at least ``nbytes`` bytes.
             direct: bypass the page cache where the file system can; where it cannot, a warning says so once.
             label: what the bytes are, for messages; a request's own label comes first.
+            name: what messages call the file, where its path says nothing ("/proc/self/fd/3").
 
         Raises:
             StorageError: names the file and the reason; a file that could not be made whole is removed.
         """
-        name = os.fspath(path)
-        with _about(name, label):
-            core = self._core.open(name, nbytes, create, direct, label)
-        file = File(self, core, name, nbytes, label, direct)
+        at = os.fspath(path)
+        with _about(at, label):
+            core = self._core.open(at, nbytes, create, direct, label, name)
+        file = File(self, core, at, nbytes, label, name or at, direct)
         self._warn_if_not_direct(file)
         return file
 
@@ -250,6 +257,12 @@ class Engine:
         """
         with _about(file.path, file.label):
             self._core.sync(file._core)
+
+    def settle(self) -> None:
+        """Blocks until no request of this engine is under way, whatever becomes of each: for who is interrupted, and
+        has memory or files that may not be touched any more. Ctrl-C waits for its end."""
+        self._core.settle()
+        self._forget_done()
 
     def register(self, memory: Any) -> bool:
         """Pins ``memory`` for the life of the engine, so that the ring need not at each block: for staging buffers that
@@ -299,26 +312,32 @@ class Engine:
     def _submit(self, write: bool, file: File, memory: Any, offset: int, label: str) -> Request:
         if file._engine is not self:
             raise StorageError(
-                f"{file.path!r} was opened by another Engine: open it with the one that moves its bytes",
+                f"{file.name!r} was opened by another Engine: open it with the one that moves its bytes",
                 path=file.path,
             )
         address, nbytes, keep = _memory(memory, into=not write)
         label = label or file.label
-        with _about(file.path, label):
-            core = self._core.submit(write, file._core, address, nbytes, offset, label)
-        request = Request(self, core, file, keep, offset, nbytes, label)
-        self._live.append(request)
+        request = Request(self, file, keep, offset, nbytes, label)
+        try:
+            # Before it begins: Ctrl-C may come between any two lines, and memory that moves must be held by someone.
+            self._live.append(request)
+            with _about(file.path, label):
+                self._core.submit(request, write, file._core, address, nbytes, offset, label)
+        except BaseException:
+            if not hasattr(request, "_core"):
+                with contextlib.suppress(IndexError, ValueError):
+                    self._live.remove(request)
+            raise
         self._forget_done()
         return request
 
     def _forget_done(self) -> None:
-        # A request whose caller dropped it lives here until it is done: its memory is in use.
-        if self._live_lock.acquire(blocking=False):
-            try:
-                while self._live and self._live[0]._core.done:
-                    self._live.popleft()._memory = None
-            finally:
-                self._live_lock.release()
+        # A request whose caller dropped it lives here until it is done: its memory is in use. Without a lock, which
+        # Ctrl-C could leave taken; by identity, so that two threads at once drop nothing that is under way.
+        with contextlib.suppress(IndexError, ValueError):
+            while (core := getattr(first := self._live[0], "_core", None)) is not None and core.done:
+                first._memory = None
+                self._live.remove(first)
 
     def _warn_if_not_direct(self, file: File) -> None:
         if file._wants_direct and not file.direct and not self._warned:

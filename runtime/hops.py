@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zero_compiler.errors import StorageError
 from zero_compiler.program import GatherDesc
 
-from .stores import merged
+from .stores import merged, settle
 
 
 class Aside:
@@ -89,6 +88,7 @@ class Hops:
     def __init__(self, gathers: Sequence[tuple[Any, GatherDesc]]) -> None:
         self._gathers = list(gathers)
         self._reads: dict[int, list[Any]] = {}
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()  # that read them
         self._copies: dict[int, Any] = {}
 
     def start(self, which: int, hop: int) -> None:
@@ -126,11 +126,8 @@ class Hops:
         return self._arrived(runtime, g, len(g.hops) - 1) if g.hops else _at_rest(runtime, g, g.names)
 
     def end(self) -> None:
-        """After an error: nothing is read into a pool any more. Copies end in order, before any that follow."""
-        for requests in self._reads.values():
-            for request in requests:
-                with contextlib.suppress(StorageError):
-                    request.wait()
+        """After an error or Ctrl-C: nothing is read into a pool any more. Copies end in order."""
+        settle(list(self._engines))
         self._reads.clear()
         self._copies.clear()
 
@@ -143,6 +140,7 @@ class Hops:
                 nbytes = g.chunk_numels[0] * item if g.tile else region.nbytes
                 spans.append(region.span(g.begin * item, nbytes, at))
                 runtime.aside.spare(at, at + spans[-1].nbytes)
+        self._engines.update(s.store.engine for s in spans)
         return [s.store.read(s, runtime.host) for s in merged(spans)]
 
     def _arrived(self, runtime: Any, g: GatherDesc, hop: int) -> list[torch.Tensor]:

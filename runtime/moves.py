@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from zero_compiler.errors import StorageError
 from zero_compiler.program import Discard, Offload, Restore, WaitOffload, WaitRestore
 
 from .parcels import Parcel, Parcels
-from .stores import Span, Store, blocks
+from .stores import Span, Store, blocks, settle
 
 INSTRUCTIONS = (Offload, WaitOffload, Restore, WaitRestore, Discard)
 Step = Callable[[list[Any]], None]
@@ -112,18 +112,26 @@ class Files(Moves):
         super().__init__(parcels, offloads, nbytes)
         self._pool = pool
         self._under_way: dict[int, Any] = {}
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()  # that move them
 
     def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
         """Copy ``value`` to its place in the pool, and start to write it from there; its ticket."""
         self.view(which).copy_(value)
         parcel = self._filled()
         store: Store = parcel.place
+        self._begin(which, store)
         self._under_way[which] = store.write(self._span(store, which), self._pool())
         return parcel.ticket()
 
     def restore(self, which: int, ticket: torch.Tensor) -> None:
         store: Store = self._parcels.of(ticket).place
+        self._begin(which, store)
         self._under_way[which] = store.read(self._span(store, which), self._pool())
+
+    def _begin(self, which: int, store: Store) -> None:
+        """Ctrl-C may come before a request is known."""
+        self._engines.add(store.engine)
+        self._under_way[which] = None
 
     def wait(self, which: int) -> None:
         # What breaks off a wait does not end the transfer: it stays under way for `end`.
@@ -135,9 +143,8 @@ class Files(Moves):
         return self._shaped(which, self._pool(), self._offloads[which].offset)
 
     def end(self) -> None:
-        for request in self._under_way.values():
-            with contextlib.suppress(StorageError):
-                request.wait()
+        if self._under_way:
+            settle(list(self._engines))
         self._under_way.clear()
         super().end()
 

@@ -7,17 +7,21 @@ a tensor does, and a place that direct transfers use, many times faster.
 One owner a file: the two ways never overlap in time. A direct read finds what was written through the mapping (the
 kernel writes dirty pages back first), and a mapped read what was written directly (it drops the pages).
 :meth:`Store` tries both on every new file before anything relies on it.
+
+One process a file, too: in a forked child handles can be read, what it writes through them stays its own, as with
+other memory, and direct transfers are errors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_compiler.errors import StorageError
 
-from .aio import Engine, Request
+from .aio import Engine, File, Request
 from .aio import buffer as aio_buffer
 from .checksums import Checksums
 
@@ -77,24 +81,28 @@ class Region:
     nbytes: int  # whole blocks: the last one is the tensor's alone
     tensor: torch.Tensor
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Write ``values``, at most as many as the handle has, directly; blocks until that is done.
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
+        """Write ``values`` directly, from byte ``start`` on, a multiple of the block; blocks until that is done.
 
         Raises:
             StorageError: they do not fit, or the write failed.
         """
         raw = values.detach().to(self.tensor.dtype).contiguous().view(-1).view(torch.uint8)
-        if raw.numel() > self.nbytes:
+        if start + raw.numel() > self.nbytes:
             raise StorageError(
-                f"{self.label} has room for {self.nbytes:,} bytes in its file, not for {raw.numel():,}"
+                f"{self.label} has room for {self.nbytes:,} bytes in its file, not for {start + raw.numel():,}"
             )
         buffer = aio_buffer(min(_FILL_BYTES, self.nbytes))
+        with self.store.whole():
+            self._fill(raw, buffer, self.offset + start)
+
+    def _fill(self, raw: torch.Tensor, buffer: torch.Tensor, begin: int) -> None:
         for at in range(0, raw.numel(), buffer.numel()):
             part = raw[at : at + buffer.numel()]
             buffer[: part.numel()].copy_(part)
             size = blocks(part.numel())
             buffer[part.numel() : size].zero_()
-            self.store.write(Span(self.store, self.offset + at, size, 0, self.label), buffer).wait()
+            self.store.write(Span(self.store, begin + at, size, 0, self.label), buffer).wait()
 
     def span(self, start: int, nbytes: int, at: int) -> Span:
         """Bytes from ``start`` on, which is a multiple of the block; the length is rounded up to whole blocks."""
@@ -112,7 +120,10 @@ def region_of(tensor: torch.Tensor) -> Region | None:
     """The region whose handle ``tensor`` is, or is a view of from its beginning; None for any other tensor."""
     if tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
         return None
-    store = _regions.get(at := tensor.untyped_storage().data_ptr())
+    # Not by untyped_storage(): that makes a Python object, which owns the storage beside the tensor for as long as it
+    # is there, so that the memory of a gradient that was dropped would never look free to the engine again.
+    at = int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
+    store = _regions.get(at)
     region = store.regions.get(at) if store is not None else None
     # torch moves storages that it sends to another process: what lies at the address of a handle may be another's.
     return region if region is not None and region.tensor.data_ptr() == at else None
@@ -123,7 +134,7 @@ class Store:
 
     Args:
         engine: what reads and writes it (``zero_compiler.runtime.aio.Engine``).
-        directory: where it is made.
+        directory: where it is made (``Config.nvme_dir``).
         nbytes: its size, which is allocated now.
         label: what it holds, for messages.
         keep: give it a name, and leave it behind.
@@ -131,7 +142,10 @@ class Store:
             checked until it is written directly again.
 
     Raises:
-        StorageError: the directory takes no file, or has no room for this one.
+        StorageError: the directory takes no file, has no room for this one, or is on a file system where a mapping of a
+            file does not agree with reads and writes. Nothing is left behind.
+
+    ``name`` is what messages call the file.
     """
 
     def __init__(
@@ -151,31 +165,63 @@ class Store:
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._versions: dict[int, int] = {}
         self.nbytes = blocks(max(nbytes, 1))
+        self._pid, self._keep = os.getpid(), keep
         self.fd, self.path = _make(directory, self.nbytes, label, keep)
+        self.name = f"{label} in nvme_dir={directory}"
+        if keep:
+            self.name += f", {os.path.basename(self.path)}"
         closing = contextlib.ExitStack()
         closing.callback(os.close, self.fd)
         self._closer = weakref.finalize(self, closing.close)
         try:
-            self.file = engine.open(self.path, self.nbytes, label=label)
+            self.mapping = self._mapped()
+            self.file = self._opened(direct=True)
             if not self._coherent():
                 self.file.close()
-                self.file = engine.open(self.path, self.nbytes, direct=False, label=label)
+                self.file = self._opened(direct=False)
+                if not self._coherent():
+                    raise StorageError(
+                        f"nvme_dir={directory!r} is on a file system where what is written to a file is not seen by a "
+                        f"mapping of it, or the other way round, so it cannot hold {label}; give another nvme_dir",
+                        path=directory,
+                        label=label,
+                    )
         except BaseException:
-            self._closer()
+            if hasattr(self, "file"):
+                self.file.close()
+            self.remove()
             raise
-        closing.callback(self.file.close)
+        closing.callback(_close_file, self.file, self._pid)
+
+    def _opened(self, direct: bool) -> File:
+        return self.engine.open(self.path, self.nbytes, direct=direct, label=self.label, name=self.name)
+
+    def _mapped(self) -> Mapping:
+        """The whole file; every handle shares it, for a mapping takes a descriptor."""
+        try:
+            return Mapping(self.fd, self.nbytes)
+        except OSError as error:
+            raise StorageError(
+                f"nvme_dir={self.directory!r} takes files that cannot be mapped into memory, which {self.label} need: "
+                f"{error.strerror}; give another nvme_dir",
+                errno=error.errno or 0,
+                path=self.directory,
+                label=self.label,
+            ) from error
 
     def _coherent(self) -> bool:
-        """Whether direct transfers and the mapping see each other's writes on this file system."""
-        buffer = aio_buffer(BLOCK_BYTES)
-        with mmap.mmap(self.fd, BLOCK_BYTES) as seen:
+        """Whether transfers and the mapping see each other's writes on this file system. Leaves zeros."""
+        buffer, seen = aio_buffer(BLOCK_BYTES), self.mapping.bytes
+        try:
             seen[:4] = b"mmap"
             self.engine.read(self.file, buffer, 0, label=self.label).wait()
             if bytes(buffer[:4].numpy()) != b"mmap":
                 return False
-            buffer.zero_()
+            buffer[:4].copy_(torch.frombuffer(bytearray(b"file"), dtype=torch.uint8))
             self.engine.write(self.file, buffer, 0, label=self.label).wait()
-            return seen[:4] == b"\0\0\0\0"
+            return seen[:4] == b"file"
+        finally:
+            seen[:4] = bytes(4)
 
     @property
     def room(self) -> int:
@@ -188,13 +234,11 @@ class Store:
         nbytes = math.prod(shape) * dtype.itemsize
         offset, size = self._end, blocks(max(nbytes, 1))
         if size > self.room:
-            raise StorageError(
-                f"{self.label}: {label} has no room left in {self.path}, of {self.nbytes:,} bytes"
-            )
+            raise StorageError(f"{label} has no room left in {self.name}, of {self.nbytes:,} bytes")
         self._end += size
-        mapping = mmap.mmap(self.fd, max(nbytes, 1), offset=offset)
-        raw = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
-        tensor = raw.view(dtype).view(shape)
+        # A storage of its own for each, by which it is known, and of its size, which is what is saved of it.
+        raw = torch.frombuffer(self.mapping.bytes, dtype=torch.uint8, count=max(nbytes, 1), offset=offset)
+        tensor = raw[:nbytes].view(dtype).view(shape)
         region = Region(self, label, offset, size, tensor)
         at = tensor.untyped_storage().data_ptr()
         self.regions[at] = region
@@ -202,7 +246,12 @@ class Store:
         return region
 
     def read(self, span: Span, buffer: torch.Tensor) -> Request | Checked:
-        """Start to read a span of this file into its place in ``buffer``."""
+        """Start to read a span of this file into its place in ``buffer``.
+
+        Raises:
+            StorageError: this is a forked child.
+        """
+        self._check_process()
         part = buffer[span.at : span.at + span.nbytes]
         request = self.engine.read(self.file, part, span.offset, label=span.label)
         if self._checksums is None:
@@ -211,12 +260,36 @@ class Store:
         return Checked(request, self._checksums, span, part)
 
     def write(self, span: Span, buffer: torch.Tensor) -> Request:
-        """Start to write it from there."""
+        """Start to write it from there.
+
+        Raises:
+            StorageError: this is a forked child.
+        """
+        self._check_process()
         part = buffer[span.at : span.at + span.nbytes]
         if self._checksums is not None:
             self._forget_mapped(self._checksums, span)
             self._checksums.note(span.offset, part)
         return self.engine.write(self.file, part, span.offset, label=span.label)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """What breaks off inside leaves no transfer under way."""
+        try:
+            yield
+        except BaseException:
+            settle([self.engine])
+            raise
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StorageError(
+                f"{self.name} belong to process {self._pid}, and this is a forked child, which can read parameters and "
+                "states in files and not compute or step with them; make the model in the child, or use the start "
+                'method "spawn"',
+                path=self.path,
+                label=self.label,
+            )
 
     def watch(self, region: Region, tensor: torch.Tensor) -> None:
         """``tensor`` is what eager code writes through to ``region`` from here on."""
@@ -250,10 +323,69 @@ class Store:
             checksums.forget(region.offset, region.nbytes)
             self._versions[at] = version
 
+    def remove(self) -> None:
+        """Close it, and leave no file behind, kept ones too."""
+        self.close()
+        if self._keep:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
     def close(self) -> None:
         """Close the file; handles stay readable for as long as they live. Idempotent."""
         self.regions.clear()
         self._closer()
+
+
+class Mapping:
+    """A file of ``nbytes`` that is mapped for as long as anything lies over ``bytes``.
+
+    In a forked child it becomes the child's own: what is written there is not in the file.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.bytes = mmap.mmap(fd, nbytes)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+        own = os.dup(fd)  # the one that Python's object has is hidden
+        _mapped[self.bytes] = at, nbytes, own, os.getpid()
+        weakref.finalize(self.bytes, os.close, own)
+
+
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int, int]] = weakref.WeakKeyDictionary()
+# <sys/mman.h> of Linux; not in Python's. No memory is set aside for what a child might write.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
+
+def _make_own() -> None:
+    """In a forked child: private mappings in the same places."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    for at, nbytes, fd, pid in list(_mapped.values()):
+        if pid == os.getppid():  # what is private already stays as it is
+            how = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+            libc.mmap(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, how, fd, 0)
+
+
+os.register_at_fork(after_in_child=_make_own)
+
+
+def settle(engines: Iterable[Engine]) -> None:
+    """Wait until none of ``engines`` moves anything; nothing under way can fail to be known by this."""
+    for engine in engines:
+        with contextlib.suppress(StorageError):  # a forked child, where nothing is under way
+            engine.settle()
+
+
+def _close_file(file: File, pid: int) -> None:
+    if os.getpid() == pid:  # in a forked child its descriptors end with the process
+        file.close()
 
 
 class Checked:
@@ -275,7 +407,7 @@ class Checked:
         at = self._checksums.differs(self._span.offset, self._part)
         if at is not None:
             raise StorageError(
-                f"{self._span.label}: the bytes at {at:,} in {self._span.store.label} are not those that were written; "
+                f"{self._span.label}: the bytes at {at:,} in {self._span.store.name} are not those that were written; "
                 "the disk is faulty, or something else wrote there (a write through p.data is not seen by "
                 "nvme_checksums: write p itself under torch.no_grad()); go on from a checkpoint on a sound disk",
                 label=self._span.label,
@@ -361,7 +493,7 @@ class Nvme:
             self.engine,
             self.directory,
             nbytes,
-            f"{what} of rank {self.rank} in {self.directory}",
+            f"{what} of rank {self.rank}",
             self.keep if keep is None else keep,
             self.checksums,
         )

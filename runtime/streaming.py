@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from .aio import Request, buffer
-from .stores import Checked, Span, merged
+from .aio import Engine, Request, buffer
+from .stores import Checked, Span, merged, settle
 
 
 @dataclass(frozen=True)
@@ -35,35 +36,40 @@ class _Turn:
         return all(r.done() for r in self.requests)
 
     def wait(self) -> None:
-        """Wait for every request, whatever becomes of one: none may touch the buffer after this."""
-        first: BaseException | None = None
-        for request in self.requests:
-            try:
-                request.wait()
-            except BaseException as error:
-                first = first or error
-        self.requests.clear()
-        if first is not None:
-            raise first
+        """Wait for every request. What breaks this off may leave some under way."""
+        while self.requests:
+            self.requests[0].wait()
+            del self.requests[0]
 
 
 class Stream:
     """Runs jobs in the order in which they are fed, through ``count`` buffers of ``nbytes`` each.
 
-    Not for two threads at once. After an error nothing is under way any more, and what was fed is forgotten.
+    Not for two threads at once. After an error or Ctrl-C, which may come between any two lines, nothing is under way
+    any more, and what was fed is forgotten.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
-        self._free: deque[torch.Tensor] = deque(buffer(nbytes) for _ in range(count if nbytes else 0))
+        self._buffers = [buffer(nbytes) for _ in range(count if nbytes else 0)]
+        self._free = deque(self._buffers)
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # that move what was fed
+        weakref.finalize(self, _end, self._engines).atexit = False
+        self._torn = False  # a call broke off, and what it began may be under way
         self._waiting: deque[Job] = deque()
         self._reading: deque[_Turn] = deque()
         self._writing: deque[_Turn] = deque()
 
     def feed(self, job: Job) -> None:
         """Take on a job; go on with what needs no waiting."""
-        self._waiting.append(job)
-        self._guarded(self._advance)
+
+        def take() -> None:
+            for span in (*job.reads, *job.writes):
+                self._engines.add(span.store.engine)
+            self._waiting.append(job)
+            self._advance()
+
+        self._guarded(take)
 
     def admit(self) -> None:
         """Wait until all that was fed has a buffer: what waits for one holds memory of its own."""
@@ -74,11 +80,15 @@ class Stream:
         self._guarded(self._drain)
 
     def _guarded(self, step: Callable[[], None]) -> None:
+        if self._torn:
+            self._forget()
+        self._torn = True
         try:
             step()
         except BaseException:
-            self._forget()
+            self._forget()  # where this is broken off too, the next call does it
             raise
+        self._torn = False
 
     def _advance(self) -> None:
         self._start()
@@ -133,14 +143,21 @@ class Stream:
         if turn.buffer is not None:
             self._free.append(turn.buffer)
 
+    def forget(self) -> None:
+        """Give up what was fed and has not ended, where it is."""
+        self._torn = True
+        self._forget()
+
     def _forget(self) -> None:
-        self._waiting.clear()
-        for turn in (*self._reading, *self._writing):
-            try:
-                turn.wait()
-            except BaseException:  # the first error is on its way to the user
-                pass
-            if turn.buffer is not None:
-                self._free.append(turn.buffer)
-        self._reading.clear()
-        self._writing.clear()
+        """Nothing touches a buffer or a file after this. Not by the requests that are known here: Ctrl-C may have come
+        before one of them was."""
+        settle(list(self._engines))
+        for turns in (self._waiting, self._reading, self._writing):
+            turns.clear()
+        self._free = deque(self._buffers)
+        self._torn = False
+
+
+def _end(engines: weakref.WeakSet[Engine]) -> None:
+    """A stream that was dropped before it was drained leaves nothing under way either."""
+    settle(list(engines))

@@ -1,8 +1,12 @@
-"""How tests are dealt out to several workers."""
+"""How tests are dealt out to several workers, what they know of the machine, and what a worker's garbage collector
+leaves alone."""
 
 from __future__ import annotations
 
+import gc
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,20 @@ SHARES = re.compile(r'^cases = Cases\(__name__|scope="module"', re.MULTILINE)
 def shares(path: Path) -> bool:
     """Whether tests of a file share what one of them has made."""
     return SHARES.search(path.read_text()) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Plans are those of a machine that was never calibrated, whatever was measured on this one."""
+    empty = tempfile.TemporaryDirectory()
+    config.add_cleanup(empty.cleanup)
+    os.environ["XDG_CACHE_HOME"] = empty.name
+
+
+def pytest_collection_finish() -> None:
+    """What tests import lives as long as they do. Collections, a tenth of the time that compiling takes otherwise, need
+    not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

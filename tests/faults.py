@@ -58,7 +58,7 @@ SHIM = r"""
 #include <unistd.h>
 
 /* FAULT_CALL: pread, pwrite or fdatasync. FAULT_PATH: a part of the file's path. FAULT_FIRST: the number of the first
-   call that fails. FAULT_ERRNO: how; 0: it moves about half of the bytes. */
+   call that fails. FAULT_COUNT: how many fail. FAULT_ERRNO: how; 0: it moves about half of the bytes. */
 static int strikes(const char* call, int fd) {
   static int count;
   const char* want = getenv("FAULT_CALL");
@@ -66,7 +66,8 @@ static int strikes(const char* call, int fd) {
   char link[64], path[4096] = {0};
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   if (readlink(link, path, sizeof path - 1) < 0 || !strstr(path, getenv("FAULT_PATH"))) return 0;
-  return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED) >= atoi(getenv("FAULT_FIRST"));
+  int now = __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED), first = atoi(getenv("FAULT_FIRST"));
+  return now >= first && now - first < atoi(getenv("FAULT_COUNT"));
 }
 #define TRANSFER(name, type)                                                    \
   ssize_t name(int fd, type data, size_t size, off_t offset) {                  \
@@ -89,10 +90,10 @@ int fdatasync(int fd) {
 
 
 def run_with_faults(
-    scratch: Path, body: str, *, call: str, path: str, errno: int, first: int = 1
+    scratch: Path, body: str, *, call: str, path: str, errno: int, first: int = 1, count: int = 1 << 30
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a child where a system call on files whose path contains ``path`` fails from its ``first``
-    time on: with ``errno``, or, where that is 0, by moving fewer bytes. Code under test must use the back end
+    time on, ``count`` times: with ``errno``, or, where that is 0, by moving fewer bytes. Code under test must use the back end
     "threads": a ring makes no such calls."""
     compiler = shutil.which("cc")
     if compiler is None:
@@ -108,6 +109,7 @@ def run_with_faults(
         "FAULT_PATH": path,
         "FAULT_ERRNO": str(errno),
         "FAULT_FIRST": str(first),
+        "FAULT_COUNT": str(count),
     }
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(body)], env=env, capture_output=True, text=True, check=False

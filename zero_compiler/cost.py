@@ -14,7 +14,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .hardware import HardwareSpec
@@ -31,14 +31,19 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+def _add_product(out: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+    return 2 * a[0] * a[1] * b[1]
+
+
 def _linear(input: Any, weight: Any, bias: Any, out_val: Any) -> Any:
     return 2 * input[0] * input[1] * weight[0]
 
 
-# torch's registry lacks the attention of CPUs, and knows nothing of ours.
+# torch's registry lacks the attention of CPUs and products that add to their output, and knows nothing of ours.
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
     ops.onednn_linear.overloadpacket: _linear,
+    _aten.addmm_: _add_product,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -62,10 +67,14 @@ _LATENCIES = 8
 
 
 def bucket_bytes(spec: HardwareSpec, world: int, shared: bool = False) -> int:
-    """Bytes of full tensors below which a transfer shares a bucket: latency times bandwidth, times eight."""
+    """Bytes of full tensors below which a transfer shares a bucket: latency times bandwidth, times eight.
+
+    Over memory that ranks share, those of reductions: most gathers read shards where they lie, so that their bandwidth
+    says how fast nothing is moved, and a bucket of that size would only hold memory.
+    """
     if world == 1:
         return 1 << 20
-    link = spec.collective("all_gather", world, shared)
+    link = spec.collective("reduce_scatter" if shared else "all_gather", world, shared)
     return int(_LATENCIES * link.latency_us * link.bytes_per_us)
 
 
@@ -108,7 +117,7 @@ def hints(graph: fx.Graph) -> dict[Any, int]:
     """The values that the capture saw for the symbols in the sizes of a graph."""
     known: dict[Any, int] = {}
     for node in graph.nodes:
-        for leaf in tree_leaves(facts.value(node)):
+        for leaf in facts.leaves(facts.value(node)):
             for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
                 if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
                     known[size.node.expr] = facts.hint(size)
@@ -196,7 +205,7 @@ class CostModel:
         flops = self.flops(node)
         if flops == 0:
             return 0.0
-        dtype = next((t.dtype for t in tree_leaves(facts.value(node)) if isinstance(t, torch.Tensor)), None)
+        dtype = next((t.dtype for t in facts.leaves(facts.value(node)) if isinstance(t, torch.Tensor)), None)
         onednn = node.target is ops.onednn_linear
         rates = self.spec.onednn_flops_per_us if onednn else self.spec.matmul_flops_per_us
         rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
@@ -213,7 +222,7 @@ class CostModel:
 def tensor_bytes(val: Any) -> Any:
     """Bytes of the tensors in a fake value; symbolic where their sizes are."""
     total: Any = 0
-    for t in tree_leaves(val):
+    for t in facts.leaves(val):
         if isinstance(t, torch.Tensor):
             total = total + expr(t.numel()) * t.element_size()
     return total
@@ -221,7 +230,7 @@ def tensor_bytes(val: Any) -> Any:
 
 def _numel(val: Any) -> Any:
     most: Any = 0
-    for t in tree_leaves(val):
+    for t in facts.leaves(val):
         if isinstance(t, torch.Tensor):
             most = _longer(most, expr(t.numel()))
     return most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,20 @@ from .ir import facts, ops
 class SegmentGraph:
     """A compute segment as a graph of its own, with the fake values of its inputs.
 
-    ``generated`` is what the code that it was compiled to does with memory; None: it was not, or that is not known.
+    Args:
+        root: has the constants that the graph names.
+        generated: what the code that it was compiled to does with memory; None: it was not, or that is not known.
     """
 
-    gm: fx.GraphModule
+    root: torch.nn.Module
+    graph: fx.Graph
     inputs: list[Any]
     generated: Generated | None = None
+
+    @functools.cached_property
+    def gm(self) -> fx.GraphModule:
+        """The graph as a module. Code is written for it, so that what only counts bytes does without."""
+        return fx.GraphModule(self.root, self.graph)
 
 
 def steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:
@@ -123,7 +132,7 @@ def segment(
         env[node] = graph.node_copy(node, lambda n: env[n])
     out_node = graph.output(tuple(env[n] for n in outs))
     out_node.meta["val"] = tuple(facts.value(n) for n in outs)
-    return SegmentGraph(fx.GraphModule(gm, graph), [facts.value(n) for n in ins]), list(ins), outs
+    return SegmentGraph(gm, graph, [facts.value(n) for n in ins]), list(ins), outs
 
 
 def _copy_meta(src: fx.Node, dst: fx.Node) -> None:

@@ -33,8 +33,14 @@ class Files:
         self.nvme = nvme
         self.parameters: dict[str, Region] = {}
         self._layouts = dict(parameters)
+        self._used: set[str] = set()
         self._room = self._store("parameters", parameters)
-        room = self._store("gradients", gradients)
+        try:
+            room = self._store("gradients", gradients)
+        except BaseException:
+            if self._room is not None:
+                self._room.remove()
+            raise
         self.gradients = {
             name: room.allocate(f"gradient of {name}", layout.padded_shape, layout.dtype)
             for name, layout in gradients.items()
@@ -53,6 +59,12 @@ class Files:
             self.parameters[name] = self._room.allocate(name, layout.padded_shape, layout.dtype)
         return self.parameters.get(name)
 
+    def first_use(self, name: str) -> bool:
+        """Whether nobody has asked this of the parameter before: its place has zeros."""
+        first = name not in self._used
+        self._used.add(name)
+        return first
+
 
 class GradientFiles:
     """Takes gradients as their reductions land, and writes them to files while backward goes on.
@@ -66,12 +78,21 @@ class GradientFiles:
     def __init__(self, policy: Any, regions: Mapping[str, Region]) -> None:
         self._policy = policy
         self._regions = dict(regions)
-        self._names = {id(policy.find(name)): name for name in regions}
+        self._names: dict[int, str] = {}
         # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
         self._landed: dict[str, tuple[Any, bool]] = {}
         self._partly: set[str] = set()  # of which some tiles have landed
         self._task: int | None = None  # autograd's number of the backward that runs
         self._stream: Stream | None = None
+
+    def _name_of(self, param: Any) -> str | None:
+        """The name of a parameter as it stands in the module now: one that was made on meta is replaced when it is
+        loaded."""
+        name = self._names.get(id(param))
+        if name is None or self._policy.find(name) is not param:
+            self._names = {id(self._policy.find(name)): name for name in self._regions}
+            name = self._names.get(id(param))
+        return name
 
     @property
     def buffer_bytes(self) -> int:
@@ -87,7 +108,7 @@ class GradientFiles:
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
-        name = self._names.get(id(param))
+        name = self._name_of(param)
         if name is None or not grads.goes_to_grad(param) or grads.hooked(param):
             return False
         rows = self._rows(name, local)
@@ -109,7 +130,7 @@ class GradientFiles:
 
         Returns whether it was taken; what was not taken of the first tile is not of those after it.
         """
-        name = self._names.get(id(param))
+        name = self._name_of(param)
         if (
             name is None
             or (begin == 0 and not self._takes_parts(name, param))

@@ -59,6 +59,8 @@ class Fitting:
         """Rewrite the joint graph and cut it into forward and backward, within the budgets."""
         state = self.state
         activations, memory = state.config.activation_budget_bytes, state.config.memory_budget_bytes
+        # Where no budget chooses, what waits elsewhere is chosen once, and what ranks save alike is in parts by then.
+        parts_first = state.config.partition_activations and activations is None and memory is None
 
         def cut(nbytes: int | None) -> Phases:
             """Forward and backward whose activations take at most so many bytes."""
@@ -70,7 +72,8 @@ class Fitting:
             state.reduced = spec.reduced_by(joint.graph)
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
             spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"], backward.graph)
-            self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
+            if not parts_first:
+                self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
             return {"forward": forward, "backward": backward}
 
         def planned() -> Phases:
@@ -106,6 +109,8 @@ class Fitting:
                 check_held(self._held_bytes(graphs), activations)
         if state.config.partition_activations:
             self._partition_activations(graphs, kwargs["num_fwd_outputs"])
+        if parts_first:
+            self._offload(graphs["forward"], graphs["backward"], kwargs["num_fwd_outputs"], None)
         if memory is not None and state.policies:
             self._spend_budget(graphs, memory)
         state.frame.held_bytes = self._held_bytes(graphs)

@@ -22,7 +22,7 @@ def peak_inside(seg: SegmentGraph, dying: Sequence[bool], sizes: facts.Sizes | N
         dying: of each input, whether the segment is the last to hold it.
         sizes: for symbols; None: as the capture saw them.
     """
-    graph = seg.gm.graph
+    graph = seg.graph
     most = _unfused(graph, dying, sizes)
     if seg.generated is None:
         return most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,11 @@ from torch.distributed.tensor import DTensor
 from .errors import ShardError
 from .guards import mark_stale
 from .modules import ModuleState, state_of
+from .runtime import heap
+from .runtime.stores import BLOCK_BYTES, Region, region_of, watch
 from .shard import inherit, sharded_parameter
+
+_PART_BYTES = 16 << 20  # of a shard in a file that are in memory while it is read
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -42,12 +47,13 @@ class _Slot:
 def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> IncompatibleKeys:
     """Copy the weights of safetensors files into ``model``, in place.
 
-    Of a partitioned parameter each rank reads its own rows; buffers, and parameters of a model that is not
-    sharded, are read whole. Values are converted to the dtype of the parameter. Of tied names one in the files is
-    enough. Parameters and buffers on the meta device get storage on the device that the model was sharded for, so
-    a model made under ``torch.device("meta")`` and sharded needs no ``to_empty``; buffers that are not in the
-    files (``persistent=False``) stay on meta and are the model's to fill. Nothing is written before all names and
-    shapes are checked. No communication: every rank calls it, with the same files.
+    Of a partitioned parameter each rank reads its own rows, those of a parameter in a file some at a time, so that
+    one larger than memory can be loaded; buffers, and parameters of a model that is not sharded, are read whole.
+    Values are converted to the dtype of the parameter. Of tied names one in the files is enough. Parameters and
+    buffers on the meta device get storage on the device that the model was sharded for, so a model made under
+    ``torch.device("meta")`` and sharded needs no ``to_empty``; buffers that are not in the files
+    (``persistent=False``) stay on meta and are the model's to fill. Nothing is written before all names and shapes
+    are checked. No communication: every rank calls it, with the same files.
 
     Args:
         model: a sharded (or plain) module; names are those of ``model.state_dict()``.
@@ -62,6 +68,7 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
     slots = _slots(model)
     with ExitStack() as stack:
         where: dict[str, Any] = {}
+        paths_of: dict[str, str] = {}
         for file in _files(paths):
             try:
                 reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
@@ -70,6 +77,7 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
                     f"zero.load_safetensors: {file} cannot be read as safetensors: {error}"
                 ) from None
             where.update({key: reader for key in reader.keys()})
+            paths_of.update({key: file for key in reader.keys()})
         found = {name for name in slots if name in where}
         tied: dict[int, list[str]] = {}
         for name, slot in slots.items():
@@ -100,7 +108,9 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
             # Where several tied names are in the files the last one counts, as with load_state_dict.
             present = [n for n in names if n in found]
             if present:
-                _load(present[-1], where[present[-1]], [slots[n] for n in names])
+                name = present[-1]
+                _load(name, where[name], paths_of[name], [slots[n] for n in names])
+    heap.give_back()  # what files were read through
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -146,8 +156,8 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 @torch.no_grad()
-def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
-    """Read one tensor into the place that all of ``slots`` share."""
+def _load(name: str, reader: Any, file: str, slots: Sequence[_Slot]) -> None:
+    """Read one tensor of ``reader``, of ``file``, into the place that all of ``slots`` share."""
     first = slots[0]
     old = first.tensor
     if not isinstance(old, DTensor) or first.state is None:
@@ -174,9 +184,41 @@ def _load(name: str, reader: Any, slots: Sequence[_Slot]) -> None:
     elif local.numel():
         starts = list(info.part.start() if info.part is not None else (0,) * local.dim())
         starts[0] += layout.start(rank) if layout.cut else 0
-        local.copy_(
-            reader.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(starts, local.shape, strict=True))]
-        )
+        region = region_of(local)
+        if region is None:
+            local.copy_(reader.get_slice(name)[_ranges(starts, local.shape)])
+        else:
+            _fill(region, local, name, file, reader, starts)
+            if (param := policy.find(first.state.names[first.attribute])) is not None:
+                watch(param, local)
+
+
+def _fill(
+    region: Region, local: torch.Tensor, name: str, file: str, reader: Any, starts: Sequence[int]
+) -> None:
+    """Read ``local`` from ``starts`` on and write it to the file where it rests, some rows at a time.
+
+    Nothing goes through a mapping, of ``file`` or of the region: what was read of it would stay in memory.
+    """
+    given = reader.get_slice(name)
+    shape, dtype = given.get_shape(), given[:0].dtype
+    row = local[0].numel() * local.element_size()
+    whole = BLOCK_BYTES // math.gcd(row, BLOCK_BYTES)  # rows that fill whole blocks
+    rows = max(whole, _PART_BYTES // row // whole * whole)
+    with open(file, "rb", buffering=0) as raw:
+        size = int.from_bytes(raw.read(8), "little")  # of the header, which the data follow
+        first = 8 + size + json.loads(raw.read(size))[name]["data_offsets"][0]
+        for begin in range(0, local.shape[0], rows):
+            part = torch.empty((min(rows, local.shape[0] - begin), *shape[1:]), dtype=dtype)
+            raw.seek(first + (starts[0] + begin) * part[0].nbytes)
+            left = part.view(-1).view(torch.uint8).numpy().data
+            while left:
+                left = left[raw.readinto(left) or len(left) :]  # 0 at the end, which safe_open has checked
+            region.fill(part[_ranges([0, *starts[1:]], [len(part), *local.shape[1:]])], begin * row)
+
+
+def _ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
 
 
 def _replace(name: str, slots: Sequence[_Slot], new: torch.Tensor) -> None:

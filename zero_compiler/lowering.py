@@ -36,23 +36,25 @@ class Lowering:
 
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
-        lowered = [self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()]
+        lowered = [self._lowered(facts.copy_module(gm), phase, trial=True) for phase, gm in graphs.items()]
         return self.state.peak([low.emitted.program for low in lowered])
 
     def scheduled(self, gm: fx.GraphModule, phase: str) -> fx.GraphModule:
         """A copy of the graph after the passes of its phase."""
         return self._lowered(facts.copy_module(gm), phase).gm
 
-    def _lowered(self, gm: fx.GraphModule, phase: str, segment_us: list[float] | None = None) -> Lowered:
+    def _lowered(
+        self, gm: fx.GraphModule, phase: str, segment_us: list[float] | None = None, trial: bool = False
+    ) -> Lowered:
         """Run the passes of a phase on its graph, and emit its Program with the predicted time of every segment."""
         state = self.state
-        run_passes(gm.graph, passes.PHASE, state.context(phase), state.trace, state.dump_dir())
+        run_passes(gm.graph, passes.PHASE, state.context(phase), state.trace, state.dump_dir(), trial)
         emitted = emit(gm, state.params, phase, state.loader.kept_offsets())
         state.lay_beside(emitted.program)
         if segment_us is None:
             cost, fused = CostModel(state.machine), state.fused
             known = hints(gm.graph)
-            segment_us = [at_hints(cost.region_us(seg.gm.graph, fused), known) for seg in emitted.segments]
+            segment_us = [at_hints(cost.region_us(seg.graph, fused), known) for seg in emitted.segments]
         emitted.program.segment_us = segment_us
         return Lowered(gm, self._with_hops(gm, phase, emitted))
 

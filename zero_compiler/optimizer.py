@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .config import TIERS
 from .elementwise import States, declared, states_of
 from .errors import GradientError, OptimizerError
-from .grads import check_reduced
+from .grads import AppliedGrad, check_reduced, used_up
 from .ir import ops
 from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
@@ -100,7 +100,12 @@ class StreamedOptimizer(Optimizer, Done):
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
         template = cls([torch.zeros(1)], **kw)
-        super().__init__(params, dict(template.defaults))
+        try:
+            super().__init__(params, dict(template.defaults))
+        except BaseException:
+            if self._overlap is not None:
+                self._overlap.end()  # whoever holds the error holds this object too
+            raise
         del template
         weakref.finalize(self, _close, self._stores)
 
@@ -122,13 +127,20 @@ class StreamedOptimizer(Optimizer, Done):
             StorageError: no room.
         """
         super().add_param_group(param_group)
+        units, stores = list(self._units), len(self._stores)
         try:
             self._place(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
+            self._units = units
+            for store in self._stores[stores:]:
+                store.remove()
+            del self._stores[stores:]
             raise
 
     def _place(self, group: dict[str, Any]) -> None:
+        if self._overlap is not None:
+            self._overlap.check_free(group["params"])
         owners = _owners()
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
@@ -224,8 +236,12 @@ class StreamedOptimizer(Optimizer, Done):
             with torch.enable_grad():
                 loss = closure()
         self._check_current()
+        if self._overlap is not None:
+            self._overlap.check_ended()
         for group in self.param_groups:
             check_reduced(group["params"])
+            if self._overlap is None and any(type(p.grad) is AppliedGrad for p in group["params"]):
+                raise used_up()  # by another optimizer
         self._run(self._units, self._clip())
         if self._overlap is not None:
             self._overlap.finish()
@@ -283,17 +299,36 @@ class StreamedOptimizer(Optimizer, Done):
         Raises:
             OptimizerError: an earlier call broke off.
         """
-        if self._broken is not None:
-            raise OptimizerError(
-                f"an earlier step of this optimizer broke off, and parameters may be half updated ({self._broken}); "
-                "load the state_dict of model and optimizer from a checkpoint"
-            )
+        self.check_whole()
         try:
             yield
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             self._changed.clear()
+            if self._stream is not None:
+                self._stream.forget()
             raise
+
+    def break_off(self, reason: str) -> None:
+        """What was begun cannot be ended.
+
+        Raises:
+            OptimizerError: always, now and in later steps.
+        """
+        with self._whole():
+            raise OptimizerError(reason)
+
+    def check_whole(self) -> None:
+        """Raise where an earlier step broke off.
+
+        Raises:
+            OptimizerError: with its reason.
+        """
+        if self._broken is not None:
+            raise OptimizerError(
+                f"an earlier step of this optimizer broke off, and parameters may be half updated ({self._broken}); "
+                "load the state_dict of model and optimizer from a checkpoint"
+            )
 
     def _ready(self) -> Stream:
         need = max((u.nbytes for u in self._units), default=0)
@@ -321,6 +356,8 @@ class StreamedOptimizer(Optimizer, Done):
                 for piece in unit.pieces:
                     piece.entry.given = None
                     piece.entry.settle(self.state.get(piece.entry.param, {}), unit.states.tensors)
+        if self._broken is not None and self._overlap is not None:
+            self._overlap.finish()  # what was used up belongs to the step that broke off
         self._broken = None
 
 

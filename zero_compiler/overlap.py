@@ -9,6 +9,7 @@ updated at the end of the backward.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import grads
+from .errors import OptimizerError
 from .grads import AppliedGrad
 from .ir import ops
 from .plain import averages_follow, check_averaged
@@ -40,9 +42,39 @@ class Overlap:
             int, set[int]
         ] = {}  # of each unit that has not run, parameters without a final gradient
         self._hooks: list[Any] = []
+        self._params: list[weakref.ref[Any]] = []
+        self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
+        self._partly = False  # a backward has begun to update, and has not ended
         self._first = True  # no backward has ended yet
         self._apart = contextlib.ExitStack()
-        weakref.finalize(self, _remove, self._hooks)
+        self._end_of_life = weakref.finalize(self, _remove, self._hooks, self._params, self._policies)
+        self._end_of_life.atexit = False
+        _all.add(self)
+
+    def end(self) -> None:
+        """Let go of all gradients; so does the end of the optimizer."""
+        self._of.clear()
+        for policy in self._policies:
+            for name in [n for n, sink in policy.sinks.items() if sink is self]:
+                del policy.sinks[name]
+        self._end_of_life()
+
+    def check_free(self, params: Sequence[Any]) -> None:
+        """Nobody else takes the gradients of ``params``.
+
+        Raises:
+            OptimizerError: another optimizer does.
+        """
+        if self._taken(params):
+            gc.collect()  # it may be gone and not collected yet: a scheduler makes a cycle of it
+            if self._taken(params):
+                raise OptimizerError(
+                    "two zero.optimizer(overlap=True) over the same parameters would each use up the gradients of the "
+                    "other; delete the first one and what refers to it (LR schedulers), or leave overlap out"
+                )
+
+    def _taken(self, params: Sequence[Any]) -> bool:
+        return any(id(p) in other._of for other in list(_all) if other is not self for p in params)
 
     def watch(self, units: Sequence[Unit]) -> None:
         """Take over the parameters of ``units``."""
@@ -59,11 +91,13 @@ class Overlap:
                 if id(param) not in self._of:
                     if param.requires_grad:
                         self._hooks.append(param.register_post_accumulate_grad_hook(accumulated))
+                    self._params.append(weakref.ref(param))
                     self._of[id(param)] = (piece.entry, [])
                 self._of[id(param)][1].append(unit)
         for policy in ops.owners():
             for name in policy.places:
                 if id(policy.find(name)) in self._of:
+                    self._policies.add(policy)
                     policy.sinks[name] = self
 
     # In a backward -----------------------------------------------------------------------------------------
@@ -77,7 +111,10 @@ class Overlap:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
+        self.check_ended()
         if any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
+            if (optimizer := self._optimizer()) is not None:
+                optimizer.check_whole()
             raise grads.used_up()
         self._task = task
         self._apart.close()  # of a backward that broke off
@@ -119,7 +156,18 @@ class Overlap:
                 missing.discard(id(param))
                 if not missing:
                     del self._missing[id(unit)]
+                    self._partly = True
                     optimizer.feed(unit)
+
+    def check_ended(self) -> None:
+        """No backward broke off after some of its updates, by an error or Ctrl-C.
+
+        Raises:
+            OptimizerError: one did.
+        """
+        if (optimizer := self._optimizer()) is not None and self._partly:
+            self._partly = False
+            optimizer.break_off("a backward with overlap=True broke off after some of its updates")
 
     def _end(self) -> None:
         """The backward is over: nothing reads weights any more, and all gradients are there.
@@ -140,16 +188,29 @@ class Overlap:
             entry.take_grad()
         for unit in self._units:
             if self._missing.pop(id(unit), None) is not None:
+                self._partly = True
                 optimizer.feed(unit)
+        self._partly = False
 
     def finish(self) -> None:
-        """After ``step()``: there are no gradients."""
+        """After ``step()``, or a ``load_state_dict`` after one that broke off: there are no gradients."""
+        self._partly = False
         self._missing.clear()
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
 
 
-def _remove(hooks: list[Any]) -> None:
+# Of this process: two may not take the gradients of one parameter.
+_all: weakref.WeakSet[Overlap] = weakref.WeakSet()
+
+
+def _remove(hooks: list[Any], params: list[weakref.ref[Any]], policies: weakref.WeakSet[Any]) -> None:
+    """The optimizer is gone: gradients come to ``.grad`` again, or to files where they rest there."""
     for hook in hooks:
         hook.remove()
+    for ref in params:
+        if (param := ref()) is not None and type(param.grad) is AppliedGrad:
+            param.grad = None
+    for policy in policies:
+        policy.restore_sinks()

@@ -242,9 +242,14 @@ class Policy:
             watch(self.param(name), local_of(self.param(name)))
         if self.files is not None and self.files.gradients:
             self._gradient_files = GradientFiles(self, self.files.gradients)
-            for name in self.files.gradients:
-                self.sinks[name] = self._gradient_files
+            self.restore_sinks()
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
+
+    def restore_sinks(self) -> None:
+        """Gradients that rest in files and go to no optimizer go there."""
+        if self.files is not None and self._gradient_files is not None:
+            for name in self.files.gradients:
+                self.sinks.setdefault(name, self._gradient_files)
 
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read."""
@@ -253,6 +258,7 @@ class Policy:
             return chunk
         if self.files is not None and (region := self.files.place(name)) is not None:
             if not chunk.is_meta:
+                self.files.first_use(name)
                 region.fill(chunk)
                 chunk = region.tensor
             return chunk
@@ -297,7 +303,8 @@ class Policy:
         """Memory on the compute device for this rank's padded chunk of a parameter that has none: zeros."""
         layout, segment = self.params[name].layout, self.transport.segment
         if self.files is not None and (region := self.files.place(name)) is not None:
-            return region.tensor.zero_()
+            # A new file has zeros; to write them through the mapping would bring all of it to memory.
+            return region.tensor if self.files.first_use(name) else region.tensor.zero_()
         if segment is not None and name in segment.chunks:
             return segment.back(name).zero_().view(layout.padded_shape)
         zeros = torch.zeros(layout.padded_shape, dtype=layout.dtype, device=self.rests_on(name))

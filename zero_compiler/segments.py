@@ -63,12 +63,12 @@ def structure(seg: SegmentGraph) -> str:
     """Text that is equal for segments that one artifact serves."""
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
-    roots = facts.alias_roots(seg.gm.graph)
+    roots = facts.alias_roots(seg.graph)
     # Where an input begins in its storage is of no account, unless an operator counts from there.
-    absolute = any(n.target is torch.ops.aten.as_strided.default for n in seg.gm.graph.nodes)
+    absolute = any(n.target is torch.ops.aten.as_strided.default for n in seg.graph.nodes)
     begins = {
         n: 0 if absolute else facts.value(n).storage_offset()
-        for n in seg.gm.graph.nodes
+        for n in seg.graph.nodes
         if isinstance(facts.value(n), torch.Tensor) and facts.value(n).layout is torch.strided
     }
 
@@ -78,12 +78,12 @@ def structure(seg: SegmentGraph) -> str:
     def ref(a: Any) -> Any:
         return names[a] if isinstance(a, fx.Node) else _constant(a)
 
-    for i, node in enumerate(seg.gm.graph.nodes):
+    for i, node in enumerate(seg.graph.nodes):
         names[node] = f"%{i}"
         if node.op == "placeholder":
             lines.append(f"in {_meta(facts.value(node), begin(node))}")
         elif node.op == "get_attr":
-            lines.append(f"const {id(_attribute(seg.gm, node.target))}")
+            lines.append(f"const {id(_attribute(seg.root, node.target))}")
         else:
             args = tree_map(ref, (node.args, node.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
             shares = sorted(names[r] for r in roots[node])
@@ -139,9 +139,9 @@ class SegmentCompiler:
         done = self._done.get((key, is_inference, fuse))
         if done is None:
             self.compiled += 1
-            constants = seg.gm.graph.find_nodes(op="get_attr")
-            self._constants += [_attribute(seg.gm, n.target) for n in constants]
-            fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.gm.graph.nodes)
+            constants = seg.graph.find_nodes(op="get_attr")
+            self._constants += [_attribute(seg.root, n.target) for n in constants]
+            fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.graph.nodes)
             if fuses:
                 done = _inductor(key, seg, is_inference, is_backward)
             else:
@@ -161,7 +161,7 @@ def alike_one_by_one(seg: SegmentGraph) -> bool:
     Its random numbers come of a seed, so that backward may draw them again; eager kernels of the same operators do not
     read it. And what a higher-order operator holds is not known from its graph.
     """
-    targets = [n.target for n in seg.gm.graph.nodes if n.op == "call_function"]
+    targets = [n.target for n in seg.graph.nodes if n.op == "call_function"]
     return not any(
         isinstance(t, torch._ops.HigherOrderOperator) or str(t).startswith("prims.inductor_") for t in targets
     )
@@ -169,7 +169,7 @@ def alike_one_by_one(seg: SegmentGraph) -> bool:
 
 def _as_promised(run: SegmentFn, seg: SegmentGraph) -> SegmentFn:
     """Results with the strides that the graph has for them: code that reads them was compiled for these."""
-    (output,) = seg.gm.graph.find_nodes(op="output")
+    (output,) = seg.graph.find_nodes(op="output")
     strides: list[Any] = [
         v.stride() if isinstance(v := facts.value(n), torch.Tensor) and not facts.symbols_of(v) else None
         for n in output.args[0]
@@ -221,7 +221,7 @@ def _inductor(key: str, seg: SegmentGraph, is_inference: bool, is_backward: bool
     with V.set_fake_mode(mode), _strides_not_reported():
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
     return Artifact(
-        key, compiled, generated.read(getattr(compiled, "source_code", ""), seg.gm.graph, seg.inputs)
+        key, compiled, generated.read(getattr(compiled, "source_code", ""), seg.graph, seg.inputs)
     )
 
 

@@ -294,9 +294,14 @@ class Unit:
             self._take(part, inner.state.get(param, {}), buffer, state, done)
         inner.state.clear()
         inner.param_groups[0]["params"] = []
-        if params[0].device.type != "cpu" and parts[0].piece.entry.tier != "none":
-            # The host's copies are written to files, or read, next.
-            torch.accelerator.current_stream(params[0].device).synchronize()
+        # The host's copies are written to files, or read, next. A unit may have parameters of the host beside those of
+        # a device, and pieces on several tiers.
+        for device in {
+            param.device
+            for part, param in zip(parts, params, strict=True)
+            if param.device.type != "cpu" and part.piece.entry.tier != "none"
+        }:
+            torch.accelerator.current_stream(device).synchronize()
 
     def _lend(
         self,

@@ -21,9 +21,11 @@ CALLS = {
     "bench": "--model tiny --modes ddp,fsdp2-compiled,zero2,zero3 --steps 2 --warmup 2 --hardware PRESET",
     "host_overhead": "--layers 3 --modes fsdp2,zero3 --steps 2 --ranks 2",
     "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",
+    "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",
     "pass_time": "--nodes 1000",
     "predict": "--model tiny --steps 2 --warmup 2 --hardware PRESET",
     "where": "--model tiny --steps 2 --hardware PRESET",
+    "without": "DIR --cases weights --size tiny --compute aten --steps 1 --warmup 1 --hardware PRESET",
 }
 LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large", "tiers"}
 PARTS = {"common", "limits", "models", "modes", "simple_fsdp"}
@@ -36,7 +38,7 @@ def test_every_script_is_run_or_left_out():
 @pytest.mark.parametrize("script", CALLS)
 def test_it_runs_and_saves_what_it_found(script, tmp_path):
     out = tmp_path / "out.json"
-    words = CALLS[script].replace("PRESET", PRESET).split()
+    words = CALLS[script].replace("PRESET", PRESET).replace("DIR", str(tmp_path)).split()
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *words, "--json", str(out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)

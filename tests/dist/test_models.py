@@ -1,7 +1,9 @@
-"""Every model, every stage: the curve of plain data-parallel PyTorch.
+"""Every model: the curve of plain data-parallel PyTorch.
 
-Optimizers and transports take turns over stages, and what stands against a stage on two ranks does not on four: each
-model meets both optimizers, and at stage 3 both transports.
+Small models meet every stage. Stages 1 and 2 are one plan (null/test_programs.py), and large models meet one of them by
+turns. On two ranks they meet stages 0 and 3 too, on four stage 3 and one other. Optimizers and transports take turns
+over stages, and what stands against a stage on two ranks does not on four: each model meets both optimizers, and at
+stage 3 both transports.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def cases(world: int, name: str, stages: Iterable[int] = range(4)) -> list[Case]
 @pytest.mark.parametrize("names", [ARCHITECTURES[i : i + 2] for i in range(0, 9, 2)], ids="-".join)
 @pytest.mark.timeout(900)
 def test_architectures_on_two_ranks(names: list[str]) -> None:
-    check(2, [case for name in names for case in cases(2, name)])
+    check(2, [c for name in names for c in cases(2, name, (0, 1 + NAMES.index(name) % 2, 3))])
 
 
 @pytest.mark.timeout(900)
@@ -53,8 +55,7 @@ def test_odd_models_on_two_ranks(names: list[str]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in ("resnet", "lstm")])
 def test_transformers_on_four_ranks(name: str) -> None:
-    # Stages 1 and 2 give one plan: of two models that follow each other one has the first and one the second.
-    check(4, cases(4, name, (0, 1 + NAMES.index(name) % 2, 3)))
+    check(4, cases(4, name, (NAMES.index(name) % 3, 3)))
 
 
 @pytest.mark.timeout(900)

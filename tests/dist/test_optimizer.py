@@ -1,6 +1,7 @@
 """zero.optimizer against the same class with the same arguments, resident: equal in every bit."""
 
 import copy
+import gc
 import math
 import sys
 
@@ -11,8 +12,10 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, GradientError, OptimizerError, ShardError
+from zero_compiler.grads import AppliedGrad
 from zero_compiler.runtime import streaming
 from zero_compiler.runtime.stores import region_of
+from zero_compiler.updates import Done, Entry, Piece, Unit
 
 MODULE = sys.modules["zero_compiler.optimizer"]
 O = torch.optim
@@ -370,6 +373,103 @@ def test_overlap_refuses_what_needs_the_gradients(tmp_path):
         pass
     with pytest.raises(GradientError):
         model.first.weight.grad.sum()
+
+
+@pytest.mark.parametrize("grads", ["none", "nvme"])
+@pytest.mark.parametrize("when", ["after a step", "after a backward"])
+def test_overlap_ends_with_its_optimizer(when, grads, tmp_path):
+    """Also where a scheduler makes a cycle of it, which only the collector ends."""
+    tiers = {"offload_grads": grads, "offload_optimizer": "nvme", "nvme_dir": str(tmp_path)}
+    model, want = made(**tiers), made()
+    plain, optimizer = O.AdamW(want.parameters()), zero.optimizer(O.AdamW, model, overlap=True)
+    run, other = (torch.compile(m, backend="zero", options={"compute": "aten"}) for m in (model, want))
+    steps(want, plain, 2, forward=other)
+    steps(model, optimizer, 2, forward=run)
+    states = copy.deepcopy(optimizer.state_dict())
+    if when == "after a backward":  # some of whose updates are lost with the optimizer
+        run(torch.ones(2, 64)).sum().backward()
+        assert type(model.first.weight.grad) is AppliedGrad
+    del optimizer
+    gc.collect()
+    assert all(p.grad is None for p in model.parameters())
+    if when == "after a backward":
+        want.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+        want.zero_grad()
+    for pair in ((run, other), (model, want)):  # compiled and eager
+        for forward in pair:
+            forward(torch.ones(2, 64)).sum().backward()
+        for a, b in zip(model.parameters(), want.parameters(), strict=True):
+            assert (a.grad is None and b.grad is None) or torch.equal(local(a.grad), local(b.grad))
+        assert (region_of(local(model.first.weight.grad)) is not None) == (grads == "nvme")
+        model.zero_grad()
+        want.zero_grad()
+    again = zero.optimizer(O.AdamW, model, overlap=True)
+    if when == "after a step":
+        again.load_state_dict(states)
+        steps(want, plain, 2, begin=2, forward=other, schedule=False)
+        steps(model, again, 2, begin=2, forward=run, schedule=False)
+        again.zero_grad()
+        for (name, a), b in zip(model.named_parameters(), want.parameters(), strict=True):
+            assert torch.equal(local(a), local(b)), name
+
+
+def test_two_overlaps_at_once_are_refused(tmp_path):
+    model = made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
+    one = {"params": [model.first.weight, model.first.bias]}
+    first = zero.optimizer(O.SGD, [one], lr=0.1, momentum=0.9, overlap=True)
+    rest = [p for p in model.parameters() if all(p is not q for q in one["params"])]
+    for _ in range(2):  # what was refused leaves nothing behind
+        with pytest.raises(
+            OptimizerError, match=r"two zero.optimizer\(overlap=True\) over the same parameters"
+        ):
+            zero.optimizer(
+                O.SGD,
+                [{"params": rest}, {"params": [model.first.bias]}],
+                lr=0.1,
+                momentum=0.9,
+                overlap=True,
+            )
+    second = zero.optimizer(O.SGD, rest, lr=0.1, overlap=True)
+    plain = zero.optimizer(O.SGD, model, lr=0.1)
+    before = local(model.last.weight).clone()
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(GradientError, match="with these gradients in the backward"):
+        plain.step()
+    first.step()
+    second.step()
+    assert not torch.equal(local(model.last.weight), before)
+
+
+# Devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2, 0)])
+def test_a_unit_waits_for_a_device_on_which_any_of_its_parts_is(order, monkeypatch):
+    """Scalars are on the accelerator (here "meta") where other parameters are on its host."""
+    waited = []
+
+    class Recorded:
+        def __init__(self, device):
+            self.synchronize = lambda: waited.append(device.type)
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", Recorded)
+
+    def run(*entries):
+        waited.clear()
+        for e in entries:
+            e.param.grad = torch.ones_like(e.param)
+        unit = Unit(O.SGD, {"lr": 0.1}, {"lr": 0.1}, MODULE.states_of(O.SGD, {}, {}, torch.ones(1)), [])
+        unit.pieces = [Piece(e) for e in entries]
+        job = unit.job({e.param: {} for e in entries}, Done())
+        job.run(None)
+        return waited
+
+    def entry(device, tier):
+        return Entry(nn.Parameter(torch.ones(3, device=device)), "a parameter", tier, {}, {})
+
+    three = entry("cpu", "none"), entry("meta", "host"), entry("meta", "none")
+    assert run(*(three[k] for k in order)) == ["meta"]
+    assert run(entry("cpu", "nvme"), entry("meta", "none")) == []
 
 
 # Refusals --------------------------------------------------------------------------------------------------------

@@ -285,12 +285,12 @@ def small_disk(tmp_path):
 def test_a_disk_without_room_is_an_error_at_set_up(small_disk):
     torch.manual_seed(0)
     with pytest.raises(
-        StorageError, match=r"has 1\d,\d{3},\d{3} bytes free, and parameters of rank 0 .* need 67,108,864"
+        StorageError, match=r"has 1\d,\d{3},\d{3} bytes free, and parameters of rank 0 need 67,108,864"
     ):
         zero.shard(nn.Linear(4096, 4096, bias=False), offload_params="nvme", nvme_dir=str(small_disk))
     model = zero.shard(nn.Linear(1024, 1024, bias=False), offload_optimizer="nvme", nvme_dir=str(small_disk))
     first = zero.optimizer(O.AdamW, model)  # 8 MiB of states
-    with pytest.raises(StorageError, match="optimizer states of rank 0 .* need 12,582,912"):
+    with pytest.raises(StorageError, match="optimizer states of rank 0 need 12,582,912"):
         zero.optimizer(O.AdamW, model, amsgrad=True)
     assert len(first.param_groups) == 1
     free = os.statvfs(small_disk).f_bavail

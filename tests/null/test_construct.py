@@ -493,6 +493,18 @@ def test_load_safetensors(file, kind):
         assert values["emb.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_load_safetensors_into_files_some_rows_at_a_time(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(sys.modules[zero.load_safetensors.__module__], "_PART_BYTES", 1 << 14)
+    want = {"weight": torch.randn(3001, 3).bfloat16(), "bias": torch.randn(3001)}
+    save_file(want, tmp_path / "model.safetensors")
+    with torch.device(device):
+        model = zero.shard(nn.Linear(3, 3001), offload_params="nvme", nvme_dir=str(tmp_path))
+    assert zero.load_safetensors(model, tmp_path / "model.safetensors") == ([], [])
+    for name, value in made.full(model).items():
+        assert torch.equal(value, want[name].float()), name
+
+
 def test_load_safetensors_by_an_alias_and_by_an_index(tmp_path):
     state = dict(WEIGHTS)
     state["head.weight"] = state.pop("emb.weight")

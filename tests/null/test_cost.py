@@ -91,6 +91,18 @@ def test_buckets_are_sized_by_latency_times_bandwidth():
     assert link.latency_us * 9 == pytest.approx(link.us(bucket_bytes(SPEC, 2)))
 
 
+def test_buckets_over_shared_memory_are_sized_by_reductions():
+    # Gathers there read shards where they lie: a bandwidth without bound must not make buckets without bound.
+    fast = hardware.Link(latency_us=20.0, bytes_per_us=1e9)
+    links = [
+        dataclasses.replace(c, link=fast) if (c.kind, c.transport) == ("all_gather", "shared") else c
+        for c in SPEC.collectives
+    ]
+    spec = dataclasses.replace(SPEC, collectives=tuple(links))
+    assert spec.collective("all_gather", 2, shared=True) == fast
+    assert bucket_bytes(spec, 2, shared=True) == bucket_bytes(SPEC, 2, shared=True)
+
+
 def test_smaller_buckets_end_where_half_of_the_time_is_latency():
     sizes = smaller_buckets(SPEC, 2)
     assert sizes == [960_000, 480_000, 240_000]

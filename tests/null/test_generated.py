@@ -35,7 +35,7 @@ def graph_of(function, *inputs: torch.Tensor) -> SegmentGraph:
     gm = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
     (output,) = gm.graph.find_nodes(op="output")
     output.args = (tuple(output.args[0]),)
-    return SegmentGraph(gm, [facts.value(n) for n in gm.graph.find_nodes(op="placeholder")])
+    return SegmentGraph(gm, gm.graph, [facts.value(n) for n in gm.graph.find_nodes(op="placeholder")])
 
 
 def three(*shapes) -> list[torch.Tensor]:
@@ -256,7 +256,7 @@ def test_a_segment_counts_as_what_takes_more_its_graph_or_its_code():
     code = SegmentCompiler("inductor").compile(seg, True, False).generated
     dying = [True] * 3
     alone = inside.peak_inside(seg, dying)
-    both = inside.peak_inside(SegmentGraph(seg.gm, seg.inputs, code), dying)
+    both = inside.peak_inside(SegmentGraph(seg.root, seg.graph, seg.inputs, code), dying)
     assert both == code.most(seg.inputs, dying) == alone + 64 * 32 * 4
 
 
@@ -267,13 +267,13 @@ def test_what_may_run_operator_by_operator():
     for target in (torch.ops.prims.inductor_random.default, torch.ops.higher_order.flex_attention):
         other = fx.GraphModule({}, fx.Graph())
         other.graph.output((other.graph.call_function(target, ()),))
-        assert not alike_one_by_one(SegmentGraph(other, []))
+        assert not alike_one_by_one(SegmentGraph(other, other.graph, []))
 
 
 @pytest.mark.slow
 def test_operators_one_by_one_give_the_strides_that_the_graph_has():
     seg = graph_of(shared_sum, *CASES["shared"][1]())
-    (output,) = seg.gm.graph.find_nodes(op="output")
+    (output,) = seg.graph.find_nodes(op="output")
     (out,) = output.args[0]
     facts.set_value(out, facts.value(out).t().contiguous().t())
     compiler = SegmentCompiler("inductor")

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,12 @@ from zero_compiler.errors import ConfigError, MemoryBudgetError, ShardError, Ver
 from zero_compiler.keeping import accumulating
 from zero_compiler.layout import layout_of
 from zero_compiler.planning import planned_group, report
+from zero_compiler.policy import Policy
 from zero_compiler.prefetch import phase_us
 from zero_compiler.program import Fetch, Gather, Program, Reduce, Store, WaitFetch, WaitReduce
 from zero_compiler.recount import recount
 from zero_compiler.runtime.hops import Aside
+from zero_compiler.runtime.stores import region_of
 from zero_compiler.shard import sharded_parameter
 from zero_compiler.simulate import COMPUTE, DISK, HOST, LINK, simulate
 from zero_compiler.verify import verify_accumulating, verify_program
@@ -537,6 +540,56 @@ def local(x):
 def assert_same(model, other):
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(local(a), local(b)), name
+
+
+@pytest.mark.slow
+def test_every_combination_of_the_three_options(tmp_path):
+    """On a CPU all of them; on an accelerator (a CPU in its place) those that are not refused."""
+    kinds = ("none", "host", "nvme")
+    refused = set()
+
+    def steps(model):
+        optimizer = zero.optimizer(optim.AdamW, model, lr=0.01)
+        run, losses = compiled(model), []
+        for i in range(2):
+            for k in range(2):  # the second adds to the gradients of the first
+                loss = run(torch.linspace(-1, i + k, 128).view(2, 64)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [local(v).clone() for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
+        return losses, [local(p).clone() for p in model.parameters()], states
+
+    def small(tiers):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 24), nn.Tanh())
+        fields = dict(zip(("offload_params", "offload_grads", "offload_optimizer"), tiers, strict=True))
+        return zero.shard(model, nvme_dir=str(tmp_path), **fields)
+
+    losses, params, states = steps(small(("none",) * 3))
+    assert len(states) == 3 * len(params)
+    for tiers, apart in itertools.product(itertools.product(kinds, repeat=3), (False, True)):
+        with mock.patch.object(Policy, "apart", apart):
+            try:
+                model = small(tiers)
+            except ConfigError:
+                refused.add((tiers, apart))
+                continue
+            got = steps(model)
+            assert got[0] == losses, tiers
+            assert all(map(torch.equal, got[1] + got[2], params + states)), tiers
+            in_file = [
+                region_of(local(model[0].weight)) is not None,
+                zero.inspect(model).memory.files >= 4 * sum(p.numel() for p in model.parameters()),
+            ]
+            assert in_file == [tiers[0] == "nvme", "nvme" in tiers], tiers
+    want = {
+        (t, True)
+        for t in itertools.product(kinds, repeat=3)
+        if (t[1] != "none" if t[0] == "none" else "none" in t[1:])
+    }
+    assert refused == want
 
 
 CHAINS = [("host", None), ("host", "host"), ("host", "nvme"), ("nvme", None), ("nvme", "nvme")]

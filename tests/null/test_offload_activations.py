@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import json
 import os
@@ -57,6 +58,7 @@ def x() -> tuple[torch.Tensor]:
     return test_activations.x(ROWS)
 
 
+@functools.cache
 def least() -> int:
     """Fewest bytes that backward can hold where nothing waits elsewhere."""
     with pytest.raises(MemoryBudgetError) as caught:
@@ -515,9 +517,8 @@ def test_system_calls_that_fail(on, tmp_path):
         assert list((tmp_path / "target").iterdir()) == []
         return done.stdout.splitlines()[:-1]
 
-    want = run("none", 0)
-    assert len(want) == 5
-    assert run("pwrite", 0) == [*want[:4], "short True"]
+    want = [str(loss.item()) for loss in trained(steps=4)[0]]
+    assert run("pwrite", 0) == [*want, "short True"]
     for call, number, words in (
         ("pread", errno.EIO, ("read of", "(activation ", " of h.", "Input/output error")),
         ("pwrite", errno.ENOSPC, ("write of", "(activation ", " of h.", "No space left on device")),
@@ -531,7 +532,7 @@ def test_system_calls_that_fail(on, tmp_path):
 
 def test_a_disk_that_is_full_before_the_first_step(on, tmp_path):
     with small_tmpfs(tmp_path / "small", "64k") as folder:
-        with pytest.raises(StorageError, match="bytes free, and activations of rank 0 in .* need"):
+        with pytest.raises(StorageError, match="bytes free, and activations of rank 0 need"):
             trained(**on(FAST, nvme_dir=str(folder)))
         gc.collect()
         assert list(folder.iterdir()) == []

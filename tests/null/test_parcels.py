@@ -46,11 +46,19 @@ class Request:
         self.over = True
 
 
+class Engine:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def settle(self) -> None:
+        self.request.over = True
+
+
 class File:
     nbytes = 4096
 
     def __init__(self, request: Request) -> None:
-        self.request = request
+        self.request, self.engine = request, Engine(request)
 
     def write(self, span, buffer):
         return self.request

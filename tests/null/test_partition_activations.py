@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from machines import machine
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from zero_compiler.errors import ConfigError
+from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, facts, ops
-from zero_compiler.passes import Context, PartitionActivations, run_split
+from zero_compiler.passes import Context, OffloadActivations, PartitionActivations, offloaded, run_split
 from zero_compiler.passes.partition_activations import common
+from zero_compiler.passes.place_offloads import PlaceOffloads
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 ROWS, WIDTH = 7, 151  # an odd number of elements: parts are padded
@@ -115,10 +118,10 @@ return %exp_default, %tanh_default_part, %mul_tensor
     assert_expected_inline(
         dump.text(g.backward),
         """\
-%tanh_default = input                                                    f32[529]                      +2116  live 2116
+%tanh_default_part = input                                               f32[529]                      +2116  live 2116
 %mul_tensor = input                                                      f32[7,151]                    +4228  live 6344
 %tangents_1 = input                                                      f32[7,151]                    +4228  live 10572
-%tanh_default_gather = _c10d_functional.all_gather_into_tensor %tanh_default, 2, 'tp' f32[1058]                     +4232  live 12688
+%tanh_default_gather = _c10d_functional.all_gather_into_tensor %tanh_default_part, 2, 'tp' f32[1058]                     +4232  live 12688
 %tanh_default_padded = _c10d_functional.wait_tensor %tanh_default_gather f32[1058]                            live 12688
 %tanh_default_flat = aten.slice.Tensor %tanh_default_padded, 0, 0, 1057  f32[1057]                            live 12688
 %tanh_default_whole = aten.view %tanh_default_flat, [7, 151]             f32[7,151]                           live 12688
@@ -156,6 +159,30 @@ def test_the_part_is_taken_behind_the_last_reader():
     assert part.prev.target is aten.mul.Tensor
     assert facts.bytes_of(facts.value(part)) == 4 * 529
     assert facts.note(part) == "2,116 of 4,228 bytes are saved: one part of 2, the others are equal"
+
+
+def test_a_part_waits_elsewhere_and_is_back_until_it_has_been_sent():
+    """Rajbhandari et al. 2020, section 6.1: parts may be parked on the host."""
+    fast = {"latency_us": 1e-6, "bytes_per_us": 1e9}
+    graphs = Graphs()
+    x = graphs.input(graphs.forward, "x", 64, WIDTH)
+    alike = graphs.op(graphs.forward, aten.tanh.default, graphs.reduced(x))
+    own = graphs.op(graphs.forward, aten.mul.Tensor, alike, x)
+    graphs.end(
+        graphs.op(graphs.forward, aten.exp.default, own), own, alike
+    )  # backward is busy when it wants the part
+    graphs.run()
+    spec = HardwareSpec.from_dict(machine(host_device=fast))
+    context = Context({}, "joint", 0, machine=spec, away=frozenset(), tier="host")
+    with graphs.mode:
+        run_split(OffloadActivations(), graphs.forward, graphs.backward, 1, context)
+        PlaceOffloads().run(graphs.backward, context)
+    (moved,) = offloaded(graphs.backward)
+    part = 4 * 64 * WIDTH // 2
+    assert (moved.name, moved.tier, moved.nbytes) == ("tanh_default_part", "host", part)
+    order = [n.target for n in graphs.backward.nodes if n.op == "call_function"]
+    places = [order.index(t) for t in (ops.restored, functional.wait_tensor.default, ops.discard)]
+    assert places == sorted(places)
 
 
 def rows_of(rank: int) -> Graphs:

@@ -15,7 +15,7 @@ from harness import SimulatedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from null.graphs import OWNER, Build, aten, check_numbers, lower
-from torch import fx, nn
+from torch import nn
 
 from zero_compiler import segments
 from zero_compiler.cut import SegmentGraph
@@ -257,7 +257,7 @@ def test_no_constant_has_the_id_of_one_that_is_gone(compute, monkeypatch):
     facts.set_value(c, facts.value(x))
     b.done(b.op(aten.mul.Tensor, x, c))
     compiler, gone = SegmentCompiler(compute), weakref.ref(root.c)
-    compiler.compile(SegmentGraph(fx.GraphModule(root, b.graph), [facts.value(x)]), True, False)
+    compiler.compile(SegmentGraph(root, b.graph, [facts.value(x)]), True, False)
     del b, x, c, root
     gc.collect()
     assert gone() is not None

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import mmap
+import os
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler import hardware
-from zero_compiler.errors import MemoryBudgetError, VerifyError
+from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
 from zero_compiler.planning import report
 from zero_compiler.program import Fetch, Hop, Program, WaitFetch
+from zero_compiler.runtime import stores
+from zero_compiler.runtime.aio import Engine
 from zero_compiler.simulate import COMPUTE, DISK, simulate
 from zero_compiler.verify import verify_program
 
@@ -150,3 +154,139 @@ def test_the_budget_counts_the_states_that_there_are(tmp_path):
     optimizer = zero.optimizer(torch.optim.SGD, model, lr=0.1)
     torch.compile(model, backend="zero", options=options)(x).sum().backward()
     optimizer.step()
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvme(tmp_path):
+    tier = stores.Nvme(str(tmp_path), 0, keep=False)
+    yield tier
+    tier.close()
+
+
+class Disagreeing(Engine):
+    """On a file system where direct transfers and the page cache do not see each other; ``cached``: nor do plain ones
+    and mappings."""
+
+    which, cached = "", False
+
+    def _goes(self, what, file):
+        return what == self.which and (file.direct or self.cached)
+
+    def read(self, file, into, offset=0, *, label=""):
+        done = super().read(file, into, offset, label=label)
+        if self._goes("read", file):
+            done.wait()
+            into.zero_()  # what the disk holds, and not what lies in the page cache
+        return done
+
+    def write(self, file, data, offset=0, *, label=""):
+        if self._goes("write", file):
+            return super().read(
+                file, torch.empty_like(data), offset
+            )  # the page cache goes on to be what is seen
+        return super().write(file, data, offset, label=label)
+
+
+@pytest.mark.parametrize("which", ["", "read", "write"])
+def test_both_ways_to_a_file_see_each_other_where_its_file_system_says_so_and_where_not(
+    which, nvme, monkeypatch
+):
+    nvme.engine.close()
+    nvme.engine = Disagreeing()
+    monkeypatch.setattr(Disagreeing, "which", which)
+    store = nvme.store("parameters", 64 << 10)
+    assert store.file.direct == (which == "")
+    first, other = (
+        store.allocate(name, (3000,), torch.float32) for name in ("first", "other")
+    )  # no whole blocks
+    assert not first.tensor.any()
+    assert not other.tensor.any()
+    buffer = torch.empty(16 << 10, dtype=torch.uint8)
+    for k in range(1, 4):
+        first.fill(torch.full((3000,), float(k)))
+        assert (first.tensor == k).all(), "written by a transfer, read through the handle"
+        first.tensor.mul_(2).add_(1)
+        span = first.span(0, 12_000, 0)
+        store.read(span, buffer).wait()
+        assert (buffer[:12_000].view(torch.float32) == 2 * k + 1).all(), "the other way round"
+        buffer[:12_000].view(torch.float32).neg_()
+        store.write(span, buffer).wait()
+        assert (first.tensor == -2 * k - 1).all()
+        assert not other.tensor.any()
+
+
+def test_a_file_system_whose_mappings_agree_with_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Disagreeing, "cached", True)
+    monkeypatch.setattr(Disagreeing, "which", "read")
+    with Disagreeing() as engine:
+        for keep in (False, True):
+            with pytest.raises(
+                StorageError, match=r"nvme_dir='.*' is on a file system where .* give another nvme_dir"
+            ):
+                stores.Store(engine, str(tmp_path), 4096, "parameters of rank 0", keep=keep)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handle_takes_no_descriptor(nvme):
+    """Models have thousands of tensors, and processes by default a thousand descriptors."""
+    store = nvme.store("parameters", 1000 * 4096)
+    before = len(os.listdir("/proc/self/fd"))
+    regions = [store.allocate(str(k), (k + 1,), torch.float32) for k in range(1000)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [r.tensor.untyped_storage().nbytes() for r in regions] == [4 * (k + 1) for k in range(1000)]
+    assert len({r.tensor.untyped_storage().data_ptr() for r in regions}) == 1000
+    assert stores.region_of(regions[7].tensor) is regions[7]
+
+
+def test_errors_about_files_name_the_option_the_file_the_range_and_the_parameter(tmp_path, monkeypatch):
+    folder = tmp_path / "f"
+    with pytest.raises(
+        StorageError, match=rf"nvme_dir='{folder}' takes no file .*parameters of rank 0: No such file"
+    ):
+        # Gone since the options were looked at.
+        stores.Nvme(str(folder), 0, keep=False).store("parameters", 10)
+    folder.mkdir()
+    fields = {"offload_params": "nvme", "nvme_dir": str(folder), "nvme_keep": True}
+    with monkeypatch.context() as patch:
+        # A file system without mappings.
+        patch.setattr(mmap, "mmap", lambda *a, **k: os.open(folder / "none", 0))
+        with pytest.raises(StorageError) as refused:
+            zero.shard(nn.Linear(8, 8), **fields)
+    assert (
+        f"nvme_dir='{folder}' takes files that cannot be mapped into memory, which parameters of rank 0"
+        in str(refused.value)
+    )
+    assert list(folder.iterdir()) == []
+    # Of kept files of which the second cannot be made, the first is not left either.
+    real = stores._make
+
+    def full(directory, nbytes, label, keep):
+        return real(directory, 1 << 60 if label.startswith("gradients") else nbytes, label, keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "_make", full)
+        with pytest.raises(StorageError, match="gradients of rank 0 need 1,152,921"):
+            zero.shard(nn.Linear(8, 8), offload_grads="nvme", **fields)
+    assert list(folder.iterdir()) == []
+    for keep in (False, True):
+        nvme = stores.Nvme(str(folder), 3, keep)
+        store = nvme.store("parameters", 64 << 10)
+        store.allocate("first", (5000,), torch.float32)
+        region = store.allocate("layers.0.wq", (5000,), torch.float32)
+        os.ftruncate(store.fd, 24 << 10)
+        kept = f", {os.listdir(folder)[0]}" if keep else ""
+        with pytest.raises(StorageError) as cut:
+            store.read(region.span(0, 20_000, 0), torch.empty(20 << 10, dtype=torch.uint8)).wait()
+        assert str(cut.value).startswith(
+            f"read of 20480 bytes at offset 20480 of 'parameters of rank 3 in nvme_dir={folder}{kept}' (layers.0.wq) "
+            "failed at byte 24576: the file ends there"
+        )
+        assert (cut.value.label, cut.value.offset) == ("layers.0.wq", 20480)
+        with pytest.raises(
+            StorageError, match=rf"last has no room left in parameters of rank 3 in nvme_dir={folder}"
+        ):
+            store.allocate("last", (10_000,), torch.float32)
+        nvme.close()

@@ -279,7 +279,7 @@ def test_the_peak_falls_by_the_intermediate():
     three of the four at least: 3 n rows. In tiles of r rows it holds 4 r rows."""
     n = 1024
     free = planned(n)
-    budgets = [free.memory.peak * part // 16 for part in range(15, 1, -1)]
+    budgets = [free.memory.peak * part // 16 for part in range(15, 1, -3)]
     whole, small = [], []
     for budget in budgets:
         try:
@@ -406,7 +406,7 @@ def test_models_of_transformers(name, monkeypatch):
         assert not tiled(model)
         whole = {n for n in notes(model) if "left whole" in n and "experts" in n}
         assert {re.search(r"intermediate of (\S+),", n)[1] for n in whole} == {
-            f"model.model.layers.{k}.mlp.experts.gate_up_proj" for k in range(2)
+            "model.model.layers.0.mlp.experts.gate_up_proj"
         }
     else:
         assert len([n for n in tiled(model) if "made again" in n]) == 2

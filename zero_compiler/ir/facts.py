@@ -5,6 +5,7 @@ Sizes are in elements or bytes as the name says; symbolic sizes are taken at the
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -360,7 +362,7 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     for i, arg in enumerate(schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
-            out.extend(n for n in tree_leaves(given) if isinstance(n, fx.Node))
+            out.extend(n for n in leaves(given) if isinstance(n, fx.Node))
     return out
 
 
@@ -376,14 +378,21 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         return list(node.all_input_nodes)  # a higher-order operator may return anything that it was given
     out: list[fx.Node] = []
-    for i, arg in enumerate(schema.arguments):
-        # reshape and its kin alias only sometimes, and say so with no annotation: they are composite and
-        # do not stand in lowered graphs. `contiguous`-like no-ops do not stand there either.
-        if arg.alias_info is None:
-            continue
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
-        out.extend(n for n in tree_leaves(given) if isinstance(n, fx.Node))
+    for i, name in _aliased_arguments(node.target):
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        out.extend(n for n in leaves(given) if isinstance(n, fx.Node))
     return out
+
+
+@functools.cache
+def _aliased_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments whose storage an operator's result may share, or that it writes to.
+
+    reshape and its kin alias only sometimes, and say so with no annotation: they are composite and do not stand in
+    lowered graphs. `contiguous`-like no-ops do not stand there either.
+    """
+    arguments = enumerate(target._schema.arguments)
+    return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None)
 
 
 def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
@@ -413,9 +422,14 @@ class Sizes:
         return self._known[size]
 
 
+def leaves(val: Any) -> Iterable[Any]:
+    """What a value or an argument consists of: most often itself alone, which is told without a walk."""
+    return tree_leaves(val) if isinstance(val, (tuple, list, dict)) else (val,)
+
+
 def bytes_of(val: Any, sizes: Sizes | None = None) -> int:
     """Bytes of the tensors in a fake value, at ``sizes`` or at hints; views count as if they were whole."""
-    return sum(_tensor_bytes(t, sizes) for t in tree_leaves(val) if isinstance(t, torch.Tensor))
+    return sum(_tensor_bytes(t, sizes) for t in leaves(val) if isinstance(t, torch.Tensor))
 
 
 def saved_storages(
@@ -468,7 +482,7 @@ def hint(size: Any, sizes: Sizes | None = None) -> int:
 def symbols_of(val: Any) -> set[Any]:
     """Free symbols in the sizes and strides of a fake value."""
     out: set[Any] = set()
-    for leaf in tree_leaves(val):
+    for leaf in leaves(val):
         if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
             out |= set(free_symbols(leaf))
     return out
@@ -487,9 +501,12 @@ def fake_empty(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, devi
 
 
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph module whose graph can be rewritten; attributes are shared."""
+    """A copy of a graph module whose graph can be rewritten; attributes are shared.
+
+    Code is written for it when it runs: a copy that only bytes are asked of does without.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
-    return fx.GraphModule(gm, graph)
+    return _LazyGraphModule(gm, graph)

@@ -83,12 +83,27 @@ Result<FilePtr> Engine::open(
     int64_t nbytes,
     OpenOptions options) {
   ZERO_RETURN_IF_ERROR(usable());
-  auto opened = File::open(path, nbytes, std::move(options));
+  const auto refused = [&] {
+    return Status::error(
+        "'" + (options.name.empty() ? path : options.name) + "'" +
+        (options.label.empty() ? "" : " (" + options.label + ")") +
+        " could not be opened: the I/O engine is closed");
+  };
+  {
+    const std::lock_guard lock(shared_->mutex);
+    if (closed_) {
+      return refused();  // before a file is made
+    }
+  }
+  auto opened = File::open(path, nbytes, options);
   ZERO_RETURN_IF_ERROR(opened.status());
   const FilePtr file = opened.value();
   const std::lock_guard lock(shared_->mutex);
-  if (closed_) {
-    return Status::error("the I/O engine is closed");
+  if (closed_) {  // meanwhile
+    if (options.create) {
+      (void)::unlink(path.c_str());
+    }
+    return refused();
   }
   std::erase_if(files_, [](const auto& known) { return known.expired(); });
   files_.push_back(file);
@@ -145,7 +160,7 @@ Result<RequestPtr> Engine::submit(
   const auto refused = [&](const std::string& why) {
     return Status::error(
         std::string(write ? "write" : "read") + " of " + std::to_string(size) +
-        " bytes at offset " + std::to_string(offset) + " of '" + file->path() + "'" +
+        " bytes at offset " + std::to_string(offset) + " of '" + file->name() + "'" +
         (label.empty() ? "" : " (" + label + ")") + " is not possible: " + why);
   };
   if (size < 0 || offset < 0 || size > file->nbytes() - offset) {
@@ -279,6 +294,11 @@ bool Engine::go_on(Block& block, int64_t result) {
     }
     return request.failure_ == nullptr;  // nobody needs the rest of a failed one
   }
+  if (result == kStorageFailed) {
+    const Status trouble = storage_->trouble();
+    fail(request, trouble.code(), block.offset, trouble.message());
+    return false;
+  }
   const int error = static_cast<int>(-result);
   if ((error == EINTR || error == EAGAIN) && ++block.retries <= kMaxRetries) {
     return true;
@@ -313,7 +333,7 @@ void Engine::fail(Request& request, int error, int64_t at, const std::string& re
   request.failure_->status = Status::error(
       std::string(request.write_ ? "write" : "read") + " of " +
           std::to_string(request.size_) + " bytes at offset " +
-          std::to_string(request.offset_) + " of '" + request.file_->path_ + "'" +
+          std::to_string(request.offset_) + " of '" + request.file_->name() + "'" +
           (request.label_.empty() ? "" : " (" + request.label_ + ")") +
           " failed at byte " + std::to_string(at) + ": " + reason,
       error);
@@ -347,12 +367,21 @@ Result<bool> Engine::writes_done(const FilePtr& file, int milliseconds) {
       lock, std::chrono::milliseconds(milliseconds), [&] { return file->pending_[1] == 0; });
 }
 
+Status Engine::settle() {
+  ZERO_RETURN_IF_ERROR(usable());
+  std::unique_lock lock(shared_->mutex);
+  shared_->changed.wait(lock, [&] {
+    return waiting_[0].empty() && waiting_[1].empty() && counters_.in_flight == 0;
+  });
+  return {};
+}
+
 Status Engine::sync(const FilePtr& file) {
   ZERO_RETURN_IF_ERROR(usable());
   std::unique_lock lock(shared_->mutex);
   if (closed_ || file->closed_) {
     return Status::error(
-        "flush of '" + file->path_ + "' is not possible: the " +
+        "flush of '" + file->name() + "' is not possible: the " +
         (closed_ ? "I/O engine" : "file") + " is closed");
   }
   ++syncing_;
@@ -368,7 +397,7 @@ Status Engine::sync(const FilePtr& file) {
   Status outcome;
   if (result < 0) {
     outcome = Status::error(
-        "flush of '" + file->path_ + "'" +
+        "flush of '" + file->name() + "'" +
             (file->options_.label.empty() ? "" : " (" + file->options_.label + ")") +
             " failed: " + reason_for(-result),
         -result);

@@ -47,7 +47,7 @@ Status File::open_descriptors() {
   const auto failed = [this](const std::string& what, int error) {
     const std::string of = options_.label.empty() ? "" : " (" + options_.label + ")";
     return Status::error(
-        "'" + path_ + "'" + of + " could not be " + what + ": " +
+        "'" + name() + "'" + of + " could not be " + what + ": " +
             reason_for(error),
         error);
   };
@@ -81,11 +81,11 @@ Status File::open_descriptors() {
     return failed("looked at", errno);
   }
   if (!S_ISREG(found.st_mode)) {
-    return Status::error("'" + path_ + "' is not a regular file");
+    return Status::error("'" + name() + "' is not a regular file");
   }
   if (found.st_size < nbytes_) {
     return Status::error(
-        "'" + path_ + "' has " + std::to_string(found.st_size) + " bytes, expected " +
+        "'" + name() + "' has " + std::to_string(found.st_size) + " bytes, expected " +
         std::to_string(nbytes_) + ": it was truncated or is another file");
   }
   // The kernel would read ahead of a plain head or tail, into memory that
@@ -104,7 +104,7 @@ Status File::open_descriptors() {
     if (direct_fd_.get() >= 0 &&
         (::fstat(direct_fd_.get(), &again) != 0 ||
          again.st_dev != found.st_dev || again.st_ino != found.st_ino)) {
-      return Status::error("'" + path_ + "' was replaced while it was opened");
+      return Status::error("'" + name() + "' was replaced while it was opened");
     }
     direct_.store(direct_fd_.get() >= 0, std::memory_order_relaxed);
   }

@@ -4,7 +4,7 @@
 
 namespace zero::aio {
 
-Result<std::unique_ptr<Storage>> make_uring_storage(int) {
+Result<std::unique_ptr<Storage>> make_uring_storage(int, int) {
   return Status::error("zero_compiler was built without liburing");
 }
 
@@ -21,9 +21,12 @@ Result<std::unique_ptr<Storage>> make_uring_storage(int) {
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -34,6 +37,9 @@ namespace zero::aio {
 namespace {
 
 constexpr int kTable = 256;  // entries of each table of the ring
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kSoon = std::chrono::milliseconds(1);
 
 // Which entries of a table are taken.
 class Table {
@@ -58,8 +64,15 @@ class Table {
 // One thread owns the ring: it submits what others put into the inbox, and
 // reaps. An eventfd that the ring reads wakes it. The tables are changed by
 // calls of their own, which the kernel orders with the submissions.
+//
+// A ring that fails for good ends nothing by itself: what the kernel has not
+// taken yet fails at once. What it has taken ends as the disk ends it, for the
+// memory is the kernel's until then; the thread looks for that without the
+// ring's system call. Whatever comes later fails too.
 class UringStorage final : public Storage {
  public:
+  explicit UringStorage(int patience_ms) : patience_(patience_ms) {}
+
   ~UringStorage() override {
     if (thread_.joinable()) {
       {
@@ -129,6 +142,11 @@ class UringStorage final : public Storage {
     }
   }
 
+  Status trouble() override {
+    const std::lock_guard lock(mutex_);
+    return trouble_;
+  }
+
   int register_file(int fd) override {
     const std::lock_guard lock(mutex_);
     const int number = files_able_ ? files_.take() : -1;
@@ -184,6 +202,7 @@ class UringStorage final : public Storage {
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
     io_uring_prep_read(entry, wake_.get(), &woken_, sizeof(woken_), 0);
     io_uring_sqe_set_data(entry, nullptr);
+    prepared_.push_back(nullptr);
   }
 
   // The engine never has more under way than the ring has entries.
@@ -209,54 +228,129 @@ class UringStorage final : public Storage {
         (transfer.cached ? IOSQE_ASYNC : 0U);
     io_uring_sqe_set_flags(entry, flags);
     io_uring_sqe_set_data(entry, &transfer);
+    prepared_.push_back(&transfer);
+    ++under_way_;
   }
 
   void work() {
-    std::vector<Transfer*> taken;
-    std::vector<std::pair<Transfer*, int>> landed;
-    int64_t under_way = 0;
     listen();
-    for (;;) {
-      {
-        const std::lock_guard lock(mutex_);
-        taken.swap(inbox_);
-        if (stopping_ && taken.empty() && under_way == 0) {
-          return;
-        }
-      }
-      for (Transfer* transfer : taken) {
+    while (take()) {
+      for (Transfer* transfer : taken_) {
         prepare(*transfer);
       }
-      under_way += static_cast<int64_t>(taken.size());
-      taken.clear();
       const int error = io_uring_submit_and_wait(&ring_, 1);
-      if (error < 0 && error != -EINTR) {
-        // EAGAIN or EBUSY: the kernel is short of memory. What was not submitted
-        // stays in the ring; completions are reaped below.
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      // The kernel takes entries in order, and maybe fewer than there are.
+      while (prepared_.size() > io_uring_sq_ready(&ring_)) {
+        if (prepared_.front() != nullptr) {
+          in_kernel_.insert(prepared_.front());
+        }
+        prepared_.pop_front();
       }
-      landed.clear();
-      unsigned head = 0;
-      unsigned seen = 0;
-      bool woke = false;
-      io_uring_cqe* entry = nullptr;
-      io_uring_for_each_cqe(&ring_, head, entry) {
-        ++seen;
-        auto* transfer = static_cast<Transfer*>(io_uring_cqe_get_data(entry));
-        if (transfer == nullptr) {
-          woke = true;
-        } else {
-          landed.emplace_back(transfer, entry->res);
+      if (!goes_on(error) || !reap()) {
+        give_up(error);
+        return;
+      }
+    }
+  }
+
+  // Waits for nothing. False: the storage is to end, and has nothing to do.
+  bool take() {
+    taken_.clear();
+    const std::lock_guard lock(mutex_);
+    taken_.swap(inbox_);
+    return !(stopping_ && taken_.empty() && under_way_ == 0);
+  }
+
+  void end(Transfer& transfer, int64_t result) {
+    --under_way_;
+    done_(transfer, result);
+  }
+
+  // Whether the ring can be used after its system call returned `error`.
+  bool goes_on(int error) {
+    if (error >= 0 || error == -EINTR) {
+      refused_since_.reset();
+      return true;
+    }
+    if (error != -EAGAIN && error != -EBUSY) {
+      return false;
+    }
+    // The kernel is short of memory, or has no room for what landed. What it did
+    // not take stays in the ring; what landed is reaped now.
+    std::this_thread::sleep_for(kSoon);
+    if (!in_kernel_.empty() || under_way_ == 0) {
+      refused_since_.reset();
+      return true;
+    }
+    if (!refused_since_) {
+      refused_since_ = Clock::now();
+    }
+    return Clock::now() - *refused_since_ < patience_;
+  }
+
+  // Hands on what landed. False: the ring does not wake this thread any more.
+  bool reap() {
+    landed_.clear();
+    unsigned head = 0;
+    unsigned seen = 0;
+    int woke = 0;
+    bool wakes = true;
+    io_uring_cqe* entry = nullptr;
+    io_uring_for_each_cqe(&ring_, head, entry) {
+      ++seen;
+      auto* transfer = static_cast<Transfer*>(io_uring_cqe_get_data(entry));
+      if (transfer == nullptr) {
+        ++woke;
+        wakes = entry->res >= 0 || entry->res == -EINTR || entry->res == -EAGAIN ||
+            entry->res == -ECANCELED;
+      } else if (in_kernel_.erase(transfer) > 0) {  // else it was given up
+        landed_.emplace_back(transfer, entry->res);
+      }
+    }
+    io_uring_cq_advance(&ring_, seen);
+    if (woke > 0 && wakes && !gave_up_) {
+      listen();
+    }
+    for (const auto& [transfer, result] : landed_) {
+      end(*transfer, result);
+    }
+    return wakes;
+  }
+
+  void give_up(int error) {
+    gave_up_ = true;
+    {
+      const std::lock_guard lock(mutex_);
+      const int code = error < 0 ? -error : EIO;
+      trouble_ = Status::error(
+          std::string("the kernel's io_uring failed (") + std::strerror(code) +
+              "), and this Engine moves nothing any more; make another one, maybe with "
+              "backend=\"threads\"",
+          code);
+    }
+    for (Transfer* transfer : std::exchange(prepared_, {})) {
+      if (transfer != nullptr) {
+        end(*transfer, kStorageFailed);
+      }
+    }
+    auto last = Clock::now();
+    while (take()) {
+      for (Transfer* transfer : taken_) {
+        done_(*transfer, kStorageFailed);
+      }
+      const size_t before = in_kernel_.size();
+      (void)reap();
+      if (in_kernel_.size() != before) {
+        last = Clock::now();
+      }
+      if (Clock::now() - last > 3 * patience_) {
+        for (Transfer* transfer : std::exchange(in_kernel_, {})) {
+          end(*transfer, kStorageFailed);
         }
       }
-      io_uring_cq_advance(&ring_, seen);
-      if (woke) {
-        listen();
-      }
-      for (const auto& [transfer, result] : landed) {
-        --under_way;
-        done_(*transfer, result);
-      }
+      // Entering the kernel brings about what has landed there. Nothing wakes
+      // this thread now: the ring's own read may take what the eventfd has.
+      std::this_thread::sleep_for(in_kernel_.empty() ? 5 * kSoon : kSoon);
     }
   }
 
@@ -266,8 +360,20 @@ class UringStorage final : public Storage {
   bool memory_able_ = false;
   UniqueFd wake_;
   uint64_t woken_ = 0;
+  const std::chrono::milliseconds patience_;
+  // The thread's own: entries in the ring that the kernel has not taken (null:
+  // that which listens), transfers that it has, and since when it takes none.
+  std::deque<Transfer*> prepared_;
+  std::unordered_set<Transfer*> in_kernel_;
+  int64_t under_way_ = 0;  // transfers of both kinds
+  bool gave_up_ = false;
+  std::optional<Clock::time_point> refused_since_;
+  std::vector<Transfer*> taken_;
+  std::vector<std::pair<Transfer*, int>> landed_;
+
   std::mutex mutex_;  // guards what follows; done_ is constant after start()
   bool stopping_ = false;
+  Status trouble_;
   Done done_;
   std::vector<Transfer*> inbox_;
   Table files_;
@@ -277,8 +383,8 @@ class UringStorage final : public Storage {
 
 }  // namespace
 
-Result<std::unique_ptr<Storage>> make_uring_storage(int depth) {
-  auto storage = std::make_unique<UringStorage>();
+Result<std::unique_ptr<Storage>> make_uring_storage(int depth, int patience_ms) {
+  auto storage = std::make_unique<UringStorage>(patience_ms);
   ZERO_RETURN_IF_ERROR(storage->make(depth));
   return std::unique_ptr<Storage>(std::move(storage));
 }

@@ -136,7 +136,7 @@ using Make = Result<std::unique_ptr<Storage>> (*)(int);
 std::vector<Make> real_storages() {
   std::vector<Make> all = {&zero::aio::make_thread_storage};
   if (zero::aio::make_uring_storage(4).ok()) {
-    all.push_back(&zero::aio::make_uring_storage);
+    all.push_back([](int depth) { return zero::aio::make_uring_storage(depth); });
   }
   return all;
 }
@@ -380,6 +380,50 @@ TEST(aio_closing_cancels_what_has_not_begun_and_waits_for_the_rest) {
   CHECK_FAILS(fake.engine->register_memory(memory.get(), 4096), "the I/O engine is closed");
   CHECK_OK(fake.engine->close_file(fake.file));
   fake.engine->close();
+}
+
+TEST(aio_nothing_is_made_by_an_engine_that_is_closed) {
+  Fake fake(8192);
+  fake.engine->close();
+  const std::string path = fake.folder / "late";
+  CHECK_FAILS(
+      fake.engine->open(path, 8192, {.create = true, .label = "wq"}).status(),
+      "late' (wq) could not be opened: the I/O engine is closed");
+  CHECK_TRUE(!std::filesystem::exists(path));
+  CHECK_OK(fake.engine->settle());
+  CHECK_OK(fake.engine->close_file(fake.file));
+  fake.engine->close();
+}
+
+TEST(aio_settling_waits_for_what_waits_and_what_is_under_way) {
+  Fake fake(100'000, {.block_bytes = 4096, .depth = 2});
+  fake.hold(true);
+  const Memory memory(100'000);
+  auto request = value_of(fake.engine->read(fake.file, memory.get(), 100'000, 0, ""));
+  std::atomic<bool> settled = false;
+  std::thread waits([&] {
+    CHECK_OK(fake.engine->settle());
+    settled = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK_TRUE(!settled);
+  fake.hold(false);
+  waits.join();
+  CHECK_TRUE(request->done());
+}
+
+TEST(aio_messages_call_a_file_by_its_name) {
+  Fake fake(8192);
+  const auto file = value_of(fake.engine->open(
+      fake.folder / "a", 8192, {.create = true, .label = "wq", .name = "states in /nvme"}));
+  fake.state->rule = [](const Transfer&) { return -ENOSPC; };
+  const Memory memory(8192);
+  CHECK_FAILS(
+      outcome(fake.engine->write(file, memory.get(), 4096, 4096, "")),
+      "write of 4096 bytes at offset 4096 of 'states in /nvme' (wq) failed at byte 4096");
+  CHECK_FAILS(
+      fake.engine->open(fake.folder / "none", 1, {.name = "states in /nvme"}).status(),
+      "'states in /nvme' could not be opened: No such file");
 }
 
 TEST(aio_closing_a_file_waits_for_its_requests) {

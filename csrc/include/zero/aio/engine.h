@@ -20,8 +20,8 @@
 //            request is done; so must registered memory until it is forgotten.
 //            A request holds its file. The engine owns its threads, and knows
 //            the files opened through it: close() closes them.
-// Blocking   open (may allocate space on disk), writes_done, sync, close_file, close,
-//            and Request::wait. read and write never wait for a file.
+// Blocking   open (may allocate space on disk), writes_done, settle, sync,
+//            close_file, close, and Request::wait. read and write never wait for a file.
 // Threads    Every method may be called from any thread.
 // Fork       A child has no threads of its parent: there every method fails,
 //            and destructors let go without touching anything.
@@ -80,6 +80,8 @@ class Engine {
 
   // Waits at most that long; whether none of the file's writes is under way.
   Result<bool> writes_done(const FilePtr& file, int milliseconds);
+  // Waits until no request is waiting or under way, whatever becomes of each.
+  Status settle();
   // Waits for writes under way, then for the device (fdatasync). The failure is
   // that of a write that nobody has waited for, else that of the device.
   Status sync(const FilePtr& file);

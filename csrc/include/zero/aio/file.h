@@ -51,6 +51,8 @@ struct OpenOptions {
   bool create = false;
   bool direct = true;  // where the file system can
   std::string label = {};  // for messages, where a request has none
+  // What messages call the file, where its path says nothing (/proc/self/fd/3).
+  std::string name = {};
 };
 
 struct Failure;
@@ -65,6 +67,10 @@ class File {
 
   const std::string& path() const {
     return path_;
+  }
+  // For messages.
+  const std::string& name() const {
+    return options_.name.empty() ? path_ : options_.name;
   }
   int64_t nbytes() const {
     return nbytes_;

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 
 #include "zero/status.h"
@@ -35,9 +36,14 @@ struct Transfer {
   int64_t size = 0;  // bytes; at most 1 GiB
 };
 
+// The result of a transfer that the storage could not even try, because it
+// failed itself: Storage::trouble says how.
+constexpr int64_t kStorageFailed = std::numeric_limits<int64_t>::min();
+
 class Storage {
  public:
-  // The bytes moved, which may be fewer than asked for, or -errno.
+  // The bytes moved, which may be fewer than asked for, or -errno, or
+  // kStorageFailed.
   using Done = std::function<void(Transfer&, int64_t result)>;
 
   virtual ~Storage() = default;
@@ -45,6 +51,8 @@ class Storage {
   // Once, before the first submit().
   virtual void start(Done done) = 0;
   virtual void submit(Transfer& transfer) = 0;
+  // Why this storage takes no transfers any more; ok for as long as it does.
+  virtual Status trouble();
   // fdatasync: 0 or -errno.
   virtual int sync(int fd);
 
@@ -61,7 +69,10 @@ class Storage {
 Result<std::unique_ptr<Storage>> make_thread_storage(int threads);
 
 // `depth` transfers may be under way. Fails where the engine was built without
-// liburing, or where the kernel or a sandbox refuses io_uring.
-Result<std::unique_ptr<Storage>> make_uring_storage(int depth);
+// liburing, or where the kernel or a sandbox refuses io_uring. The kernel may
+// refuse transfers for want of memory for so long, and a ring that failed may
+// keep those that it has for three times as long without ending any; then they
+// fail.
+Result<std::unique_ptr<Storage>> make_uring_storage(int depth, int patience_ms = 10'000);
 
 }  // namespace zero::aio
