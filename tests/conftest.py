@@ -1,5 +1,4 @@
-"""How tests are dealt out to several workers, what they know of the machine, and what a worker's garbage collector
-leaves alone."""
+"""How tests are dealt out to several workers, what they know of the machine, and how they spare its time."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dist.spawn import collect_seldom
 
 # What one test of such a file makes serves the others: one worker runs them all, or each would make it again.
 SHARES = re.compile(r'^cases = Cases\(__name__|scope="module"', re.MULTILINE)
@@ -29,10 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What tests import lives as long as they do. Collections, a tenth of the time that compiling takes otherwise, need
-    not look at it."""
     gc.collect()
-    gc.freeze()
+    collect_seldom()
 
 
 @pytest.hookimpl(optionalhook=True)

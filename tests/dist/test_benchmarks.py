@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 PRESET = str(SCRIPTS.parent / "zero_compiler" / "presets" / "laptop.json")
 CALLS = {
-    "bench": "--model tiny --modes ddp,fsdp2-compiled,zero2,zero3 --steps 2 --warmup 2 --hardware PRESET",
+    "bench": "--model tiny --modes ddp,fsdp2,zero3 --steps 2 --warmup 2 --hardware PRESET",
     "host_overhead": "--layers 3 --modes fsdp2,zero3 --steps 2 --ranks 2",
     "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",
     "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",

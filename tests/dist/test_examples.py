@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SHORT = ["--compute", "aten", "--layers", "1", "--width", "64", "--batch", "4", "--context", "32"]
 both = pytest.mark.parametrize("ranks", [1, 2])
@@ -80,6 +80,7 @@ def test_demo(tmp_path, ranks):
     assert "Warning" not in done.stderr
 
 
+@pytest.mark.alone
 def test_demo_with_its_defaults(tmp_path):
     """What README says of ``make demo``: two ranks, under three minutes, from log(256) = 5.5 nats a byte to below 2.8."""
     start = time.monotonic()
@@ -115,6 +116,7 @@ def wait_for(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("when", "whole_group", "compute"),
     [

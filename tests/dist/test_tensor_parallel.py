@@ -307,6 +307,7 @@ def activations_in_parts(rank: int) -> list[str]:
         fields = {"plan": plan, "compute": compute, "stage": 3, "partition_activations": True}
         errors += trained(rank, where, 2, data=long, **fields)
         saved, planned, adds = {}, {}, {}
+        fields["compute"] = "aten"
         for parts in (False, True):
             torch._dynamo.reset()
             model = both(build(), **{**fields, "partition_activations": parts})

@@ -22,8 +22,6 @@ from zero_compiler.modules import policies_of
 from zero_compiler.runtime import streaming
 from zero_compiler.runtime.stores import Store, region_of
 
-pytestmark = pytest.mark.alone
-
 O = torch.optim
 ALL = ("nvme",) * 3
 
