@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -89,38 +88,30 @@ def start_ranks(args: argparse.Namespace) -> int:
 
 
 class Interrupts:
-    """Ctrl-C: inside :meth:`deferred` it is noted, and all ranks stop after the same step; elsewhere it raises."""
+    """Ctrl-C: inside :meth:`deferred` it is noted, and all ranks stop after the same step; elsewhere it ends the rank.
+
+    No exception is raised where it comes: compilers and collectives call Python from C++ that expects none.
+    """
 
     def __init__(self, patience_s: float = 5.0) -> None:
         self.seen = False
         self._deferred = False
         self._patience_s = patience_s
-        # The handler waits while this thread is in a collective whose peer may be gone: a watcher hears at once.
+        # A handler would wait while this thread is in a collective whose peer may be gone: a watcher hears at once.
         heard, told = os.pipe()
         os.set_blocking(told, False)
         signal.set_wakeup_fd(told)
         threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
-        signal.signal(signal.SIGINT, self._on_signal)
-        # Raised inside a callback of the interpreter (of a weak reference, say) it goes no further: the watcher ends
-        # the rank then, and there is nothing to report.
-        sys.unraisablehook = self._unraised
-
-    @staticmethod
-    def _unraised(what: Any) -> None:
-        if not issubclass(what.exc_type, KeyboardInterrupt):
-            sys.__unraisablehook__(what)
+        signal.signal(signal.SIGINT, lambda signum, frame: None)
 
     def _watch(self, heard: int) -> None:
         while os.read(heard, 1)[0] != signal.SIGINT:
             pass
-        time.sleep(self._patience_s)
-        os._exit(130)
-
-    def _on_signal(self, signum: int, frame: Any) -> None:
         self.seen = True
-        if not self._deferred:
-            warnings.simplefilter("ignore")  # torch has words about what is cut short
-            raise KeyboardInterrupt
+        if self._deferred:
+            time.sleep(self._patience_s)
+        say_interrupted()
+        os._exit(130)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -358,12 +349,16 @@ def main() -> int:
     except BaseException:
         if not interrupts.seen:
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print("\ninterrupted", file=sys.stderr, flush=True)
+        say_interrupted()
         return 130
     finally:
         leave()
     return 0
+
+
+def say_interrupted() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print("\ninterrupted", file=sys.stderr, flush=True)
 
 
 def leave() -> None:
