@@ -10,9 +10,9 @@ AdamW, two ranks of one thread. Ways to train:
   zero3      stage 3 with memory_budget_bytes
   nvme       the same with parameters, gradients and states in files in DIR, and zero.optimizer(overlap=True)
 A size counts where three steps were made in fresh processes and the largest number of live bytes of torch's CPU
-allocator stayed within the budget (the rank with the most; an exact count). A peer's size is looked for by running it.
-Ours is the largest that the plan finds to fit, before anything is allocated; then that size is run. The time is that
-of the last step, of the slowest rank.
+allocator, with the buffers of files, stayed within the budget (the rank with the most; an exact count). A peer's size
+is looked for by running it. Ours is the largest that the plan finds to fit, before anything is allocated; then that
+size is run. The time is that of the last step, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     rank, _ = common.init_group()
     spec = spec_of(call["axis"], call["size"])
     from zero_compiler.errors import MemoryBudgetError
-    from zero_compiler.runtime import _C
+    from zero_compiler.runtime import _C, aio
 
     _C.meter_install()
     import torch
@@ -193,7 +193,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         return {"peak": 0, "skipped": str(why), "numel": numel}
     except MemoryBudgetError as refused:
         return {"peak": MOST << 30, "refused": str(refused), "numel": numel}
-    ms, peak, predicted = (time.perf_counter() - begin) * 1e3, _C.meter_peak(), None
+    ms, peak, predicted = (time.perf_counter() - begin) * 1e3, _C.meter_peak() + aio.live_bytes(), None
     if call["way"] in PLANNED:
         import zero_compiler as zero
 

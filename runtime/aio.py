@@ -36,7 +36,7 @@ import torch
 from ..errors import ConfigError, StorageError
 from . import _aio
 
-__all__ = ["ALIGN", "Engine", "File", "Request", "StorageError", "buffer", "uring_refusal"]
+__all__ = ["ALIGN", "Engine", "File", "Request", "StorageError", "buffer", "live_bytes", "uring_refusal"]
 
 ALIGN: int = _aio.ALIGN
 BACKENDS = ("auto", "uring", "threads")
@@ -61,9 +61,18 @@ def buffer(nbytes: int) -> torch.Tensor:
         return whole[begin : begin + nbytes]
     # Private: a mapping of Python's default kind would be shared with forked children.
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _alive.add(block)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)  # holds the mapping
+
+
+_alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def live_bytes() -> int:
+    """Bytes of the buffers that are alive in this process, which no allocator of torch counts; pinned ones it does."""
+    return sum(len(block) for block in list(_alive))
 
 
 class File:

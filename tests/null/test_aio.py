@@ -241,6 +241,18 @@ def test_other_python_threads_run_while_one_waits(io, tmp_path):
 # --- memory ---
 
 
+def test_buffers_that_are_alive_are_counted():
+    gc.collect()
+    before = aio.live_bytes()
+    block = aio.buffer(5000)
+    part = block[:10]
+    assert aio.live_bytes() == before + (5000 if not torch.accelerator.is_available() else 0)
+    del block
+    assert aio.live_bytes() > before or torch.accelerator.is_available()
+    del part
+    assert aio.live_bytes() == before
+
+
 def test_buffers_are_aligned_zeroed_and_of_the_size():
     for nbytes in (0, 1, 4095, 4096, 5_000_000):
         block = aio.buffer(nbytes)
