@@ -28,7 +28,7 @@ class Job:
 
 @dataclass
 class _Turn:
-    job: Job
+    job: Job | None  # None: it has run, and what it holds is gone
     buffer: torch.Tensor | None
     requests: list[Request | Checked] = field(default_factory=list)
 
@@ -129,8 +129,10 @@ class Stream:
         """Finish the oldest read, compute, and start its writes."""
         turn = self._reading[0]
         turn.wait()
+        assert turn.job is not None
         turn.job.run(turn.buffer)
-        for s in merged(turn.job.writes):
+        writes, turn.job = merged(turn.job.writes), None
+        for s in writes:
             assert turn.buffer is not None
             turn.requests.append(s.store.write(s, turn.buffer))
         self._writing.append(self._reading.popleft())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from .arena import aligned
-from .live import leaving_of, moments, read_in_place, results_of
+from .live import moments, passing_of, read_in_place, results_of
 from .program import Instr, Keep, KeepDesc, Program, Reduce, ReduceDesc, Store, WaitReduce
 
 
@@ -126,23 +126,23 @@ def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
 
 
 def _added(program: Program, owners: Collection[str]) -> list[int]:
-    """During each instruction, bytes of gradients that a reduction still reads there, and of what it has made and sent
-    to the host: a sum is done with gradients at once, and makes nothing.
+    """During each instruction, bytes of gradients that a reduction still reads there, and of what it has made and passes
+    on: a sum is done with gradients at once, and makes nothing.
 
     Only of gradients that no other value shares its memory with.
     """
     out = [0] * len(program.instrs)
     holders = Counter(s for storages in program.lies_in for s in storages)
     reading: dict[int, tuple[int, int]] = {}
-    leaving = 0
+    passing = 0
     for at, instr in enumerate(program.instrs):
         if isinstance(instr, (Reduce, Store, WaitReduce)) and program.reduces[instr.index].owner in owners:
-            made, ended = leaving_of(program, instr)
-            leaving += made
-            out[at] += leaving
-            leaving -= ended
+            made, ended = passing_of(program, instr)
+            passing += made
+            out[at] += passing
+            passing -= ended
         else:
-            out[at] += leaving
+            out[at] += passing
         if isinstance(instr, Reduce):
             r = program.reduces[instr.index]
             if r.owner in owners and read_in_place(r):

@@ -119,7 +119,7 @@ def live_bytes(
             nbytes = program.offloads[instr.index].nbytes
             live, gone = (live + nbytes, gone) if isinstance(instr, Restore) else (live, gone + nbytes)
         live += results_of(program, instr)
-        before, after = leaving_of(program, instr)
+        before, after = passing_of(program, instr)
         live, gone = live + before, gone + after
         if (
             isinstance(instr, (Store, WaitReduce))
@@ -133,17 +133,21 @@ def live_bytes(
 
 
 def results_of(program: Program, instr: Instr) -> int:
-    """Bytes of the reduced gradients that come to be at an instruction.
+    """Bytes of the reduced gradients that come to be at an instruction, and rest in memory.
 
     Padded chunks: a plan is the same on every rank, whichever rows it has. Over c10d a lone result of the right
-    dtype is where the transport writes to, and there from the start.
+    dtype is where the transport writes to, and there from the start. The first tile of a gradient that lands brings
+    the place of all of them.
     """
     if not isinstance(instr, (Reduce, WaitReduce)):
         return 0
     r = program.reduces[instr.index]
-    if r.copied or _early(program, r) != isinstance(instr, Reduce):
+    if r.tiers:
         return 0
-    return r.result_bytes
+    if r.tile is not None:
+        first = isinstance(instr, WaitReduce) and r.tile.index == 0
+        return r.tile.numel * getattr(torch, r.out_dtype).itemsize if first else 0
+    return r.result_bytes if _early(program, r) == isinstance(instr, Reduce) else 0
 
 
 def _early(program: Program, r: ReduceDesc) -> bool:
@@ -151,31 +155,33 @@ def _early(program: Program, r: ReduceDesc) -> bool:
     return len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
 
 
-def leaving_of(program: Program, instr: Instr) -> tuple[int, int]:
-    """Bytes on the device of results that go to its host: those that come to be at an instruction, and those that are
-    gone behind it."""
-    if not isinstance(instr, (Reduce, Store, WaitReduce)) or not program.reduces[instr.index].copied:
+def passing_of(program: Program, instr: Instr) -> tuple[int, int]:
+    """Bytes of results that do not stay in memory as they are: those that come to be at an instruction, and those that
+    are gone behind it."""
+    if not isinstance(instr, (Reduce, Store, WaitReduce)) or not program.reduces[instr.index].passes:
         return 0, 0
     r = program.reduces[instr.index]
-    if isinstance(instr, WaitReduce):
-        return 0, r.result_bytes
-    return (r.result_bytes if _early(program, r) == isinstance(instr, Reduce) else 0), 0
+    lands = Reduce if _early(program, r) else Store if r.copied else WaitReduce
+    gone = r.result_bytes if isinstance(instr, WaitReduce) else 0
+    return (r.result_bytes if isinstance(instr, lands) else 0), gone
 
 
 def sums_of(r: ReduceDesc) -> int:
     """Bytes beside the results of a reduction while it is summed between ranks with the same rows.
 
     A process group sums several tensors in a copy, in which they lie one after the other; it is gone before anything
-    is cast. What is summed in another dtype than that of the result lives until that is made.
+    is cast. What is summed in another dtype than that of the result lives until that is made. A result that does not
+    stay goes on only then.
     """
     if r.copies == 1:
         return 0
     numel = sum(r.chunk_numels)
     summed = numel * getattr(torch, r.dtype).itemsize
     copied = summed if len(r.names) > 1 else 0
+    passing = r.result_bytes if r.passes and not r.copied else 0
     if r.dtype == r.out_dtype:
-        return copied
-    return max(summed + copied - numel * getattr(torch, r.out_dtype).itemsize, summed)
+        return copied + passing
+    return max(summed + copied - numel * getattr(torch, r.out_dtype).itemsize, summed) + passing
 
 
 def _written_there(program: Program, r: ReduceDesc) -> bool:
@@ -197,15 +203,12 @@ class Moment:
 def moments(program: Program) -> list[Moment]:
     """What lives when, of what a Program makes."""
     out = []
-    results = gradients = full = 0
+    gradients = full = 0
     beside = program.before_bytes + program.again_bytes
     tiles: dict[tuple[str, str], int] = {}
     for instr, live in zip(program.instrs, program.live, strict=True):
-        made = results_of(program, instr)
-        results += made
-        if made and not program.reduces[instr.index].tiers:  # type: ignore[union-attr]
-            gradients += made
-        out.append(Moment(live - program.buffer_bytes - results + beside, gradients, full))
+        gradients += results_of(program, instr)
+        out.append(Moment(live - program.buffer_bytes - gradients + beside, gradients, full))
         if isinstance(instr, WaitReduce):
             r = program.reduces[instr.index]
             key = (r.owner, r.names[0])

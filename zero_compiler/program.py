@@ -18,16 +18,18 @@ import torch
 from .ir.facts import ParamRef
 from .runtime.stores import blocks
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tile: of every rank's padded chunk the elements from ``begin`` on; number ``index`` of ``of`` tiles."""
+    """A tile: of every rank's padded chunk, of ``numel`` elements, those from ``begin`` on; number ``index`` of ``of``
+    tiles."""
 
     begin: int
     index: int
     of: int
+    numel: int
 
     @property
     def last(self) -> bool:
@@ -129,6 +131,12 @@ class ReduceDesc:
     def copied(self) -> bool:
         """Whether the result leaves the device by a ``store``, between the reduction and its wait."""
         return self.tiers[:1] == ("host",)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the result is gone once it has landed: it rests on another tier, or is laid, a tile, into its place
+        among the others."""
+        return bool(self.tiers) or self.tile is not None
 
     @property
     def result_bytes(self) -> int:

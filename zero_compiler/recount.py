@@ -58,7 +58,7 @@ def recount(program: Program) -> list[tuple[int, int]]:
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
     sums = early = 0  # on their way between ranks with the same rows; of these, what is not waited for yet
     restored = 0  # back from the host of an accelerator
-    leaving = 0  # reduced, and on their way to that host
+    passing = 0  # reduced, and on their way to another tier or to the place of a whole gradient
     waiting = (
         program.waiting_bytes
     )  # of full gradients: an earlier backward has left as many as this one will
@@ -84,8 +84,8 @@ def recount(program: Program) -> list[tuple[int, int]]:
             if _read_until_the_wait(r):
                 lent["reduce", instr.index], free = free, ()
             if _result_is_there_from_the_start(program, r):
-                reduced += _result_bytes(r)
-                leaving += r.result_bytes if r.copied else 0
+                reduced += _stays(r)
+                passing += _passes(r)
             elif _summed_twice_from_the_start(program, r):
                 early += _summed_bytes(r)
         elif isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
@@ -100,15 +100,17 @@ def recount(program: Program) -> list[tuple[int, int]]:
             if program.slots_ranks == 1 and r.copies == 1:
                 values.die(free)  # of one rank the gradient itself is the result
             if not _result_is_there_from_the_start(program, r):
-                reduced += _result_bytes(r)
-                leaving += r.result_bytes if r.copied else 0
+                reduced += _stays(r)
+                passing += _passes(r)
+        if isinstance(instr, WaitReduce):
+            reduced += _place_of_tiles(program.reduces[instr.index])
         most = max(most, values.nbytes)
-        rows.append((reduced, most + sums + early + restored + leaving + waiting))
+        rows.append((reduced, most + sums + early + restored + passing + waiting))
         values.die(free)
         if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
             restored -= program.offloads[instr.index].nbytes
-        if isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
-            leaving -= program.reduces[instr.index].result_bytes
+        if isinstance(instr, WaitReduce):
+            passing -= _passes(program.reduces[instr.index])
     return rows
 
 
@@ -139,14 +141,27 @@ def _between_replicas(r: ReduceDesc) -> int:
     if r.copies == 1:
         return 0
     flat = _summed_bytes(r) if len(r.names) > 1 else 0
+    late = 0 if r.copied else _passes(r)  # what is passed on waits for the sum
     if r.dtype == r.out_dtype:
-        return flat
+        return flat + late
     results = sum(r.chunk_numels) * _itemsize(r.out_dtype)
-    return _summed_bytes(r) + max(0, flat - results)
+    return _summed_bytes(r) + max(0, flat - results) + late
 
 
-def _result_bytes(r: ReduceDesc) -> int:
-    return 0 if r.tiers else r.result_bytes
+def _stays(r: ReduceDesc) -> int:
+    return 0 if r.tiers or r.tile else r.result_bytes
+
+
+def _passes(r: ReduceDesc) -> int:
+    """What lands and does not stay: it goes to another tier, or a tile into the place of its gradient."""
+    return r.result_bytes if r.tiers or r.tile else 0
+
+
+def _place_of_tiles(r: ReduceDesc) -> int:
+    """The place of a whole gradient, made when its first tile has landed."""
+    if r.tile is None or r.tile.index or r.tiers:
+        return 0
+    return r.tile.numel * _itemsize(r.out_dtype)
 
 
 def _itemsize(dtype: str) -> int:

@@ -234,7 +234,10 @@ def _shape(plan: Any, tile: Tile | None) -> tuple[int, ...]:
 
 def _part(node: fx.Node, plan: Any) -> Part | None:
     tile = facts.tile(node)
-    return None if tile is None else Part(tile.begin * (plan.numel // plan.shape[0]), tile.index, tile.of)
+    if tile is None:
+        return None
+    row = plan.numel // plan.shape[0]
+    return Part(tile.begin * row, tile.index, tile.of, plan.chunk_rows * row)
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

@@ -236,6 +236,8 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
             _fail(i, instr, f"{r.label} is not the last one, and gives the gradient")
         following[key] = (part.index + 1, part.begin + r.chunk_numels[0])
         if part.last:
+            if following[key][1] != part.numel:
+                _fail(i, instr, f"{r.label} ends at element {following[key][1]} of {part.numel}")
             reduced.add(key)
             del following[key]
     for _, name in following:

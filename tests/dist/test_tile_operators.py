@@ -108,14 +108,14 @@ def test_working_memory_falls_with_the_tiles() -> None:
     """Whole: the weight, and its gradient until it is reduced. In ``n`` tiles: at most three tiles of the weight
     (in use, arriving, cast or staged) and three of the gradient (being made, two under way).
 
-    gloo holds a copy of a whole gradient while a thread of its own reduces it: whether at the moment of the peak is
-    chance, so the measured fall is asked for but for one layer.
+    gloo holds a copy of what it reduces while a thread of its own does that. Whether at the moment of the peak is
+    chance, so the measured fall is asked for but for one layer, and the measured peak may pass the plan by one tile.
     """
     for whole, *tiled in run_ranks(_measured, 2):
         for (measured, planned), n in zip(tiled, (8, 32), strict=True):
             assert whole[1] - planned >= 2 * LAYER - 6 * LAYER // n
             assert whole[0] - measured >= LAYER - 6 * LAYER // n
-            assert measured <= 1.05 * planned + 2 * BATCH * WIDTH * 4 + 65536
+            assert measured <= planned + LAYER // n + 2 * BATCH * WIDTH * 4 + 65536
 
 
 def _budget(rank: int, world: int) -> tuple[int, int, int]:

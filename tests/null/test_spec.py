@@ -509,6 +509,15 @@ def test_a_gradient_whose_last_tile_is_not_reduced():
     bad(p, "the last tile of the gradient of w is not reduced")
 
 
+def test_tiles_that_are_less_than_the_gradient():
+    p = in_tiles()
+    for k, r in enumerate(p.reduces):
+        if r.tile:
+            p.reduces[k] = dataclasses.replace(r, tile=dataclasses.replace(r.tile, numel=r.tile.numel + 1))
+    whole = p.reduces[0].tile.numel
+    bad(p, f"tile 4 of 4 ends at element {whole - 1} of {whole}")
+
+
 def in_files() -> Program:
     """A forward that hands a tensor on in a file."""
     forward, backward = two_products()
