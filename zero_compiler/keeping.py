@@ -126,8 +126,8 @@ def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
 
 
 def _added(program: Program, owners: Collection[str]) -> list[int]:
-    """During each instruction, bytes of gradients that a reduction still reads there, and of what it has made and passes
-    on: a sum is done with gradients at once, and makes nothing.
+    """During each instruction, bytes of gradients that a reduction still reads there, and of what it has made and
+    passes on: a sum is done with gradients at once, and makes nothing.
 
     Only of gradients that no other value shares its memory with.
     """
