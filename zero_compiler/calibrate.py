@@ -157,23 +157,44 @@ def _in_ranks(world: int, fn: Callable[[int, int, str], None]) -> Any:
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 
-def _matmul(device: torch.device, dtype: torch.dtype) -> float:
+# More than caches hold, a rank: operands of a training step come from memory.
+_OPERANDS_BYTES = 64 << 20
+
+
+def _products(device: torch.device, dtype: torch.dtype, product: Callable[..., Any]) -> tuple[Any, float]:
+    """What runs the three products of a linear layer in training, square ones, and their operations.
+
+    They are its result, the gradient of its input and that of its weight, which transpose one operand or the other:
+    libraries are not equally fast at them. Each takes operands that were not used for long.
+
+    Args:
+        product: of two matrices.
+    """
     n = 512 if device.type == "cpu" else 8192
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    return 2 * n**3 / _median_us(lambda: torch.mm(a, a, out=out), device)
+    count = max(4, _OPERANDS_BYTES // (n * n * dtype.itemsize)) if device.type == "cpu" else 2
+    operands = [torch.randn(n, n, device=device, dtype=dtype) for _ in range(count)]
+    turn = itertools.cycle(zip(operands, operands[1:] + operands[:1], strict=True))
+
+    def run() -> None:
+        for form in (lambda a, b: (a, b.t()), lambda a, b: (a, b), lambda a, b: (a.t(), b)):
+            product(*form(*next(turn)))
+
+    return run, 3 * 2 * n**3
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> float:
+    run, flops = _products(device, dtype, torch.mm)
+    return flops / _median_us(run, device)
 
 
 def _float32(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
     """Rates of float32 products by torch's own library and, on CPUs that have it beside, by oneDNN."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return {"float32": _matmul(device, torch.float32)}, {}
-    n = 512
-    a = torch.randn(n, n)
-    out = torch.empty_like(a)
-    calls = [lambda: torch.mm(a, a, out=out), lambda: ops.onednn_linear(a, a, None)]
-    blas, onednn = (2 * n**3 / us for us in _medians_us(calls, device, 21))
-    return {"float32": blas}, {"float32": onednn}
+    blas, flops = _products(device, torch.float32, torch.mm)
+    onednn, _ = _products(device, torch.float32, lambda a, b: ops.onednn_linear(a, b.t(), None))
+    rates = [flops / us for us in _medians_us([blas, onednn], device, 21)]
+    return {"float32": rates[0]}, {"float32": rates[1]}
 
 
 def _memory(device: torch.device) -> float:
