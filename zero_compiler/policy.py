@@ -150,14 +150,19 @@ class Policy:
         layouts = [i.layout for i in self.params.values() if not self.path("params", i.name)]
         self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
 
-    def place_tensors(self, params: Mapping[str, torch.Tensor]) -> None:
+    def place_tensors(
+        self, params: Mapping[str, torch.Tensor], settled: Mapping[str, str | None] | None = None
+    ) -> None:
         """Decide on which tier everything rests; the parameters are known, and not installed yet.
+
+        Args:
+            settled: tiers where construction has put rows that stay there, by name.
 
         Raises:
             MemoryBudgetError: the model does not fit the budgets.
         """
         given = {
-            name: Given(info.layout, params[name].requires_grad, in_file(params[name]))
+            name: Given(info.layout, params[name].requires_grad, (settled or {}).get(name))
             for name, info in self.params.items()
         }
         self.placed = tiers_of(self.config, self.apart, given, self.hardware)
