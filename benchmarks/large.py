@@ -72,7 +72,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 def planned_for(args: argparse.Namespace) -> None:
     """The runs inherit what the plan is made for, which decides to which library matrix products go."""
     if args.compute == "inductor" and args.hardware != "none":
-        common.hardware(args.hardware, 1)
+        common.hardware(args.hardware, 1, args.directory)
 
 
 def kinds(text: str) -> list[str]:
