@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from . import eager
-from .agreement import agree
+from .agreement import agree, give_up
 from .config import Config
 from .errors import ShardError
 from .group import Group
@@ -338,7 +338,11 @@ class Construction:
         group = placement.group
         policy = Policy(group, placement.config)
         targets = collect(model, policy, lambda param: self._is_ours(param, placement))
-        self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+        try:
+            self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+        except BaseException:
+            policy.unmade()
+            raise
         params = {name: param for name, (param, _) in targets.items()}
         policy.place_tensors(params, {name: self._settled(policy, param) for name, param in params.items()})
         policy.choose_transport()
@@ -393,7 +397,15 @@ class Construction:
     def _agree(self, group: Group, lines: list[str]) -> None:
         # One sequence of keys for reads and results: ranks that do not even agree in which it is find out.
         key = f"construct/{self._serial}/{next(self._meetings)}"
-        agree(group, key, "the model under construction", "\n".join(lines))
+        agree(group, key, "the model under construction", "\n".join(lines), self._failed)
+
+    @property
+    def _failed(self) -> str:
+        return f"construct/{self._serial}/failed"
+
+    def fail(self, group: Group, error: BaseException) -> None:
+        """This rank builds no further: the others would wait for it where they next agree."""
+        give_up(group, self._failed, "build its part of the model", error)
 
 
 def current() -> Construction | None:
@@ -445,6 +457,11 @@ class Building:
         try:
             if kind is None:
                 construction.finish(placement, self._root)
+            else:
+                construction.fail(placement.group, value)
+        except BaseException as error:
+            construction.fail(placement.group, error)
+            raise
         finally:
             construction.placements.remove(placement)
             if self._root is not None:

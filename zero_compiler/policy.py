@@ -106,6 +106,11 @@ class Policy:
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
 
+    def unmade(self) -> None:
+        """The model is not made after all, and maybe another rank has not even begun: the next one gets its number."""
+        global _serial
+        _serial = itertools.count(*self.serial)
+
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
         self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
