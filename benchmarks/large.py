@@ -56,6 +56,9 @@ def options(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit-gib", type=float, default=6.0, help="0: none")
     parser.add_argument("--files", type=kinds, default=list(KINDS), help="of params,grads,optimizer; or none")
+    parser.add_argument(
+        "--host", type=kinds, default=[], help="the same, of what rests on an accelerator's host"
+    )
     parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor")
     parser.add_argument(
         "--overlap", action="store_true", help="update while backward runs: no gradient rests"
@@ -72,7 +75,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 def planned_for(args: argparse.Namespace) -> None:
     """The runs inherit what the plan is made for, which decides to which library matrix products go."""
     if args.compute == "inductor" and args.hardware != "none":
-        common.hardware(args.hardware, 1)
+        common.hardware(args.hardware, 1, args.directory)
 
 
 def kinds(text: str) -> list[str]:
@@ -155,22 +158,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "sampled_peak_bytes": watch.peak_bytes,
             "sampled_parts": watch.parts,
         }
-    if disk is not None:
+    if disk is not None or (args.seconds and any(result["built"]["copied_bytes"].values())):
         result["limit_s"] = [
             {phase: _limit_s(result, k, phase) for phase in PHASES} for k in range(len(result["steps"]))
         ]
+    if disk is not None:
         result["fio"] = disk.what
     return result
 
 
 def _limit_s(result: dict[str, Any], k: int, phase: str) -> float:
-    """Seconds that the bytes of a phase take at the disk's bandwidth around that step."""
+    """Seconds that the bytes of a phase take at the disk's bandwidth around that step, or between an accelerator and
+    its host at the calibrated one, whichever are more."""
     must = result["built"]["must_bytes"]["first" if k == 0 else "later"][phase]
-    if not sum(must):
-        return 0.0
-    share = _share(*must)
-    rate = statistics.mean(near[str(share)] for near in result["disk"][k : k + 2])
-    return sum(must) / rate
+    files = copies = 0.0
+    if sum(must):
+        files = sum(must) / statistics.mean(near[str(_share(*must))] for near in result["disk"][k : k + 2])
+    if copied := result["built"]["copied_bytes"][phase]:
+        spec = json.loads(Path(os.environ[common.HARDWARE]).read_text())
+        copies = copied / spec["host_device"]["bytes_per_us"] / 1e6
+    return max(files, copies)
 
 
 def _share(read: int, write: int) -> int:
@@ -237,7 +244,9 @@ def train(call: dict[str, Any]) -> None:
     ]  # those are used up as they land
     torch.manual_seed(0)
     where: dict[str, Any] = {"nvme_dir": call["directory"], "hardware": os.environ.get(common.HARDWARE)}
-    with zero.init(**where, **{f"offload_{kind}": "nvme" for kind in files}):
+    device = torch.accelerator.current_accelerator(check_available=True)
+    tiers = dict.fromkeys(call["host"], "host") | dict.fromkeys(files, "nvme")
+    with zero.init(**where, **{f"offload_{kind}": tier for kind, tier in tiers.items()}):
         model = models.gpt(call["blocks"], call["width"], call["vocab"], call["tokens"])
     run_model = torch.compile(model, backend="zero", options={"compute": call["compute"]})
     optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-4, fused=True, overlap=call["overlap"])
@@ -251,11 +260,14 @@ def train(call: dict[str, Any]) -> None:
             "parameters": sum(p.numel() for p in params),
             "model_states_bytes": 4 * nbytes,
             "must_bytes": must(nbytes, read_once, files, call["overlap"]),
+            "copied_bytes": copied(
+                nbytes, read_once, {*tiers} if device is not None else set(), call["overlap"]
+            ),
         }
     )
     losses = []
     for step in range(call["steps"]):
-        tokens, targets = batch(step, call["tokens"], call["vocab"])
+        tokens, targets = (t.to(device or "cpu") for t in batch(step, call["tokens"], call["vocab"]))
         times, bytes_, at = {}, {}, limits.moved(os.getpid())
         loss = None
         for phase in PHASES:
@@ -267,6 +279,8 @@ def train(call: dict[str, Any]) -> None:
             else:
                 optimizer.step()
                 optimizer.zero_grad()
+            if device is not None:
+                torch.accelerator.synchronize()
             times[phase] = time.perf_counter() - began
             now = limits.moved(os.getpid())
             bytes_[phase], at = [now[0] - at[0], now[1] - at[1]], now
@@ -324,6 +338,17 @@ def must(nbytes: int, read_once: int, files: list[str], overlap: bool) -> dict[s
     return out
 
 
+def copied(nbytes: int, read_once: int, away: set[str], overlap: bool) -> dict[str, int]:
+    """Bytes that each phase must copy between an accelerator and its host: weights that rest elsewhere come twice and
+    their gradients go; states come and go where the weights stay."""
+    params = nbytes * ("params" in away)
+    backward = max(0, params - read_once) + params
+    update = 4 * nbytes * ("optimizer" in away and not params)
+    if overlap:
+        backward, update = backward + update, 0
+    return dict(zip(PHASES, (params, backward, update)))
+
+
 def say(what: dict[str, Any]) -> None:
     """Tell the parent, and wait until it has measured the disk."""
     print(json.dumps(what), flush=True)
@@ -345,7 +370,9 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"GPT, {args['blocks']} blocks of width {args['width']}, vocabulary {args['vocab']}, {args['tokens']} tokens "
         f"a step: {built['parameters']:,} parameters, {built['model_states_bytes'] / GIB:.1f} GiB of model states in "
-        f"fp32 (parameters, gradients, two states of AdamW); in files: {', '.join(args['files']) or 'nothing'}. Built "
+        f"fp32 (parameters, gradients, two states of AdamW); in files: {', '.join(args['files']) or 'nothing'}"
+        + (f", on the host: {', '.join(args['host'])}" if args["host"] else "")
+        + f". Built "
         f"in {built['build_s']:.1f} s.",
         "",
         f"Limit {memory['limit_bytes'] / GIB:.2f} GiB (0: none); memory cgroup: {memory['cgroup']}, peak with page "

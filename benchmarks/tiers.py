@@ -2,11 +2,12 @@
 
     python benchmarks/tiers.py DIR --json benchmarks/results/tiers.json
 
-Runs `large.py` once for each placement, on one rank, with everything in memory first: compute is on the CPU, so that
-is the host's memory too. The row "optimizer" is the streaming of optimizer states alone. "files busy" is the share of
-forward and of backward for which the plan's timeline sees the lane of files at work. DeepSpeed's ZeRO-3 with its own
-offload to files stands beside where it can be imported and runs; where not, the table says why. Medians over the steps
-after the first.
+Runs `large.py` once for each placement, on one rank, with everything on the compute device first. Where that is the
+CPU, this is the host's memory too; where there is an accelerator, its host is one more tier. The row "optimizer in
+files" is the streaming of optimizer states alone, beside its own limit. "plan" is the predicted time of forward and
+backward, "files busy" the share of each for which the plan's timeline sees the lane of files at work. DeepSpeed's
+ZeRO-3 with its own offload to files stands beside where it can be imported and runs; where not, a line says why.
+Medians over the steps after the first. Takes some ten minutes, most of them for compiling.
 """
 
 from __future__ import annotations
@@ -17,19 +18,43 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from typing import Any
 
 import common
 import large
+import torch
 
-PLACEMENTS: dict[str, tuple[list[str], bool]] = {
-    "none": ([], False),
-    "optimizer": (["optimizer"], False),
-    "optimizer, overlap": (["optimizer"], True),
-    "grads, optimizer": (["grads", "optimizer"], False),
-    "params, grads, optimizer": (["params", "grads", "optimizer"], False),
-    "params, optimizer, overlap": (["params", "optimizer"], True),
-}
+ALL = ["params", "grads", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What rests in files and on an accelerator's host, and whether updates run while backward does."""
+
+    name: str
+    files: list[str] = field(default_factory=list)
+    host: list[str] = field(default_factory=list)
+    overlap: bool = False
+
+
+CPU = [
+    Placement("none"),
+    Placement("optimizer in files", ["optimizer"]),
+    Placement("optimizer in files, overlap", ["optimizer"], overlap=True),
+    Placement("grads, optimizer in files", ["grads", "optimizer"]),
+    Placement("all in files", ALL),
+    Placement("params, optimizer in files, overlap", ["params", "optimizer"], overlap=True),
+]
+# Torch has a gradient where its parameter is.
+ACCELERATOR = [
+    Placement("none"),
+    Placement("optimizer on the host", host=["optimizer"]),
+    Placement("all on the host", host=ALL),
+    Placement("optimizer in files", ["optimizer"]),
+    Placement("all in files", ALL),
+]
+DEEPSPEED_SECONDS = 120
 
 
 def main() -> None:
@@ -38,7 +63,7 @@ def main() -> None:
         deepspeed(call)
         return
     parser = large.options(__doc__)
-    parser.set_defaults(blocks=12, width=1024, steps=6, limit_gib=0.0, seconds=1.0)
+    parser.set_defaults(blocks=12, width=1024, steps=5, limit_gib=0.0, seconds=0.6)
     parser.add_argument(
         "--deepspeed-python", default=sys.executable, help="a Python that can import deepspeed"
     )
@@ -50,27 +75,32 @@ def main() -> None:
         "runs": {},
     }
     losses, rows = None, []
-    for name, (files, overlap) in PLACEMENTS.items():
-        args.files, args.overlap = files, overlap
+    apart = torch.accelerator.is_available()
+    for placement in ACCELERATOR if apart else CPU:
+        name = placement.name
+        args.files, args.host, args.overlap = placement.files, placement.host, placement.overlap
         print(f"{name}:", flush=True)
         one = result["runs"][name] = large.run(args)
         losses = losses or one["losses"]
-        if one["losses"] != losses:
+        if one["losses"] != losses and not apart:
             raise SystemExit(f"{name}: losses {one['losses']} differ from {losses}, of everything in memory")
         rows.append(_row(name, one))
+        print(" | ".join(rows[-1]), flush=True)
     result["deepspeed"] = {tier: _deepspeed(args, tier) for tier in ("none", "nvme")}
     for tier, one in result["deepspeed"].items():
-        what = "DeepSpeed ZeRO-3, " + ("in memory" if tier == "none" else "params, optimizer")
-        rows.append([what, *([f"{_median(one['s']):.2f}"] if "s" in one else [one["why"]]), *[""] * 7])
+        what = "DeepSpeed ZeRO-3, " + ("none" if tier == "none" else "params, optimizer in files")
+        rows.append([what, *([f"{_median(one['s']):.2f}"] if "s" in one else ["-"]), *[""] * 9])
     built = result["runs"]["none"]["built"]
     head = [
-        "in files",
+        "placement",
         "step, s",
         "forward",
         "backward",
         "optimizer",
         "limit, s",
         "s / limit",
+        "optimizer / its limit",
+        "plan, s",
         "files busy, plan",
         "resident, GiB",
     ]
@@ -83,9 +113,15 @@ def main() -> None:
             common.machine_text(result["machine"]),
             "",
             f"GPT, {args.blocks} blocks of width {args.width}, {built['parameters']:,} parameters, {args.tokens} "
-            "tokens a step, AdamW in fp32, one rank. The losses of all of ours are equal in every bit.",
+            "tokens a step, AdamW in fp32, one rank."
+            + ("" if apart else " The losses of all of ours are equal in every bit."),
             "",
             common.table("Seconds a step, median", head, rows),
+            *(
+                f"DeepSpeed, {tier}: {one['why']}"
+                for tier, one in result["deepspeed"].items()
+                if "why" in one
+            ),
         ]
     )
     print(text)
@@ -105,13 +141,19 @@ def _row(name: str, one: dict[str, Any]) -> list[str]:
     times = [step["s"] for step in one["steps"]]
     by_phase = [f"{_median([t[p] for t in times]):.2f}" for p in large.PHASES]
     whole = [sum(t.values()) for t in times]
-    limits = [sum(x.values()) for x in one.get("limit_s", [])]
-    beside = ["", ""]
-    if limits:
-        beside = [f"{_median(limits):.2f}", f"{_median([a / b for a, b in zip(whole, limits)]):.2f}"]
+    beside = ["", "", ""]
+    if limits := one.get("limit_s", []):
+        whole_limits, update_limits = [sum(x.values()) for x in limits], [x["optimizer"] for x in limits]
+        beside[:2] = [
+            f"{_median(whole_limits):.2f}",
+            f"{_median([a / b for a, b in zip(whole, whole_limits)]):.2f}",
+        ]
+        if all(update_limits):
+            beside[2] = f"{_median([t['optimizer'] / x for t, x in zip(times, update_limits)]):.2f}"
+    plan = f"{sum(p['predicted_s'] for p in one['planned'].values()):.2f}"
     busy = ", ".join(f"{p['files_busy']:.0%}" for p in one["planned"].values() if p["files_busy"])
     peak = one["memory"]["sampled_peak_bytes"] / large.GIB
-    return [name, f"{_median(whole):.2f}", *by_phase, *beside, busy, f"{peak:.2f}"]
+    return [name, f"{_median(whole):.2f}", *by_phase, *beside, plan, busy, f"{peak:.2f}"]
 
 
 def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
@@ -124,7 +166,12 @@ def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
     ) as folder:  # it leaves its files behind
         call = {k: getattr(args, k) for k in keys} | {"directory": folder, "tier": tier}
         env[common.RANK_CALL] = json.dumps(call)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=1800)
+        try:
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, check=False, timeout=DEEPSPEED_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return {"why": f"not done after {DEEPSPEED_SECONDS} s"}
     for line in done.stdout.splitlines():
         if line.startswith('{"s"') or line.startswith('{"why"'):
             return json.loads(line)
@@ -146,7 +193,6 @@ def _deepspeed_steps(call: dict[str, Any]) -> list[float]:
     import time
 
     import models
-    import torch
     import torch.distributed as dist
 
     try:

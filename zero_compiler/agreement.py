@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -55,17 +56,21 @@ def first_difference(a_text: str, b_text: str, a_name: str, b_name: str) -> str:
     return f"{longer[min(len(a), len(b))].strip()!r} only on {who}"
 
 
-def agree(group: Group, key: str, what: str, text: str) -> None:
+def agree(group: Group, key: str, what: str, text: str, failed: str | None = None) -> None:
     """Every rank of the mesh must say the same ``text`` under ``key``; blocks until all have spoken.
 
+    Args:
+        failed: the key under which a rank that cannot speak any more says why, see :func:`give_up`.
+
     Raises:
-        RankMismatchError: on every rank, naming the first difference.
-        ShardError: a rank did not speak within the process group's timeout.
+        RankMismatchError: on every rank, naming the first difference; or a rank did not speak within the process
+            group's timeout.
+        ZeroError: of a rank that gave up.
     """
     group = group.everyone
     if group.alone:
         return
-    texts = show(group, key, text, what)
+    texts = show(group, key, text, what, failed=failed)
     # The same two ranks on every rank, so that all say the same.
     for rank in range(1, group.world):
         if texts[rank] != texts[0]:
@@ -95,6 +100,15 @@ def raise_together(group: Group, key: str, what: str, problem: ZeroError | None)
             raise Failure.read(text).error()
 
 
+def give_up(group: Group, key: str, what: str, error: BaseException) -> None:
+    """Tell ranks that wait for this one, and look under ``key``, that it could not do ``what``, and why."""
+    group = group.everyone
+    if not group.alone:
+        failure = Failure.of(error, group.name_of(group.rank), what)
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are they
+            store_of(group).set(in_store(group, key), failure.text())
+
+
 def decide(group: Group, key: str, text: str) -> str:
     """Rank 0's ``text``, for all ranks: a choice that may depend on local sizes is made once.
 
@@ -109,17 +123,20 @@ def decide(group: Group, key: str, text: str) -> str:
         post_text(group, key, text)
         return text
     timeout_s = group_timeout_s(group)
-    said = _await_text(group, in_store(group, f"{key}/0"), timeout_s, group)
+    said = _await_text(group, in_store(group, f"{key}/0"), timeout_s, [notice(group)])
     if said is None:
         raise RankMismatchError(f"{key}: rank 0 did not decide within {timeout_s:.0f} s")
     return said
 
 
-def show(group: Group, key: str, text: str, what: str, calls: Group | None = None) -> list[str]:
+def show(
+    group: Group, key: str, text: str, what: str, calls: Group | None = None, failed: str | None = None
+) -> list[str]:
     """Texts of all ranks of the group under ``key``, in order, given this rank's; blocks until all have spoken.
 
     Args:
         calls: all ranks of the call in which this is asked, where those are more than ``group``.
+        failed: as in :func:`agree`.
 
     Raises:
         RankMismatchError: a rank did not speak within the process group's timeout.
@@ -129,24 +146,24 @@ def show(group: Group, key: str, text: str, what: str, calls: Group | None = Non
     timeout_s = group_timeout_s(group)
     texts = []
     for rank in range(group.world):
-        said = _await_text(group, in_store(group, f"{key}/{rank}"), timeout_s, calls or group)
+        notices = [notice(calls or group), *([] if failed is None else [in_store(group, failed)])]
+        said = _await_text(group, in_store(group, f"{key}/{rank}"), timeout_s, notices)
         if said is None:
             raise RankMismatchError(f"{what}: {group.name_of(rank)} did not arrive within {timeout_s:.0f} s")
         texts.append(said)
     return texts
 
 
-def _await_text(group: Group, name: str, timeout_s: float, calls: Group) -> str | None:
+def _await_text(group: Group, name: str, timeout_s: float, notices: Sequence[str]) -> str | None:
     """What is posted under ``name``; None where nothing is in time.
 
     Args:
-        calls: all ranks of the call; that of one which has failed may not come.
+        notices: where a rank would say that it has failed, whose text may not come then.
 
     Raises:
         ZeroError: that of such a rank.
     """
     store, end = store_of(group), time.monotonic() + timeout_s
-    failed = notice(calls)
     while (left := end - time.monotonic()) > 0:
         try:
             store.wait([name], timedelta(seconds=max(0.01, min(_LOOK_S, left))))
@@ -154,7 +171,7 @@ def _await_text(group: Group, name: str, timeout_s: float, calls: Group) -> str 
         except (RuntimeError, dist.DistStoreError):
             pass
         try:
-            text = store.get(failed).decode() if store.check([failed]) else None
+            text = next((store.get(failed).decode() for failed in notices if store.check([failed])), None)
             if text is not None and store.check([name]):
                 continue  # both came since: what was said before the failure holds
         except (RuntimeError, dist.DistStoreError):

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from . import eager
-from .agreement import agree
+from .agreement import agree, give_up
 from .config import Config
 from .errors import ShardError
 from .group import Group
@@ -35,7 +35,8 @@ from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import state_of, swap_classes
 from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
-from .policy import Policy
+from .placing import ASSUMED_STATE_BYTES
+from .policy import Policy, in_file
 from .runtime import heap
 from .runtime.stores import Nvme
 from .shard import SUCCESSOR, collect, contiguous_stride, inherit, install
@@ -67,30 +68,40 @@ class Placement:
         # is the same on every rank.
         self.met: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.nvme: Nvme | None = None  # made when first needed; the models of the scope go on with it
-        self._in_memory = 0  # bytes of shards
+        self._held = {"none": 0, "host": 0}  # bytes that were put on each tier
 
-    def in_files(self, layout: Layout, full: torch.Tensor) -> bool:
-        """Whether the shard of the parameter ``full`` is to rest in a file; asked once for each.
+    def tier(self, layout: Layout, full: torch.Tensor) -> str:
+        """Where the shard of the parameter ``full`` is to rest; asked once for each.
 
-        Where the planner decides, which needs to know all parameters: what still fits ``device_rest_bytes`` is put
-        into memory meanwhile.
+        Where the planner decides, which needs to know all parameters, what still fits the budgets is put into memory
+        meanwhile. CPU ranks may move it to files later; rows of an accelerator stay where they are, so that there is
+        room beside them for what belongs to them.
         """
-        config = self.config
-        if not layout.cut or full.is_meta or isinstance(full, FakeTensor):
-            return False
-        if config.offload_params is not None or config.device_rest_bytes is None or config.nvme_dir is None:
-            return config.offload_params == "nvme"
-        if config.stage != 3 or self._in_memory + layout.bytes_local() <= config.device_rest_bytes:
-            self._in_memory += layout.bytes_local()
-            return False
-        return self.group.device.type == "cpu"
+        config, asked = self.config, self.config.offload_params
+        apart = self.group.device.type != "cpu"
+        if not layout.cut:
+            return "none"
+        if asked is not None or config.device_rest_bytes is None or config.stage != 3:
+            return asked if asked is not None and (apart or asked == "nvme") else "none"
+        if full.is_meta or isinstance(full, FakeTensor):
+            return "none"
+        nbytes = layout.bytes_local()
+        if apart and full.requires_grad:
+            if "none" in (config.offload_grads, config.offload_optimizer):
+                return "none"
+            nbytes = 2 * nbytes + layout.chunk_numel * ASSUMED_STATE_BYTES
+        room = {"none": config.device_rest_bytes, "host": (config.host_rest_bytes or 0) if apart else 0}
+        for tier, limit in room.items():
+            if self._held[tier] + nbytes <= limit:
+                self._held[tier] += nbytes
+                return tier
+        return "nvme" if config.nvme_dir is not None else "none"
 
-    def at_rest(self, layout: Layout, full: torch.Tensor) -> torch.device:
+    def at_rest(self, tier: str, full: torch.Tensor) -> torch.device:
         """The device of the rows of the parameter ``full``."""
         if full.is_meta:
             return full.device
-        far = layout.cut and self.config.offload_params in ("host", "nvme")
-        return torch.device("cpu") if far else self.group.device
+        return self.group.device if tier == "none" else torch.device("cpu")
 
     def chunk(
         self, layout: Layout, device: torch.device, full: torch.Tensor, what: str, filed: bool
@@ -274,9 +285,10 @@ class Construction:
         layout = layout_of(old, group.world, placement.config.stage)
         full = old.data  # not detach(): a view would keep its base alive
         stride = contiguous_stride(layout.shape) if full.is_contiguous() else tuple(full.stride())
-        at_rest = placement.at_rest(layout, full)
+        tier = placement.tier(layout, old)
+        at_rest = placement.at_rest(tier, full)
         alone = storage_uses(full) <= 2 and full.untyped_storage().nbytes() == full.numel() * full.itemsize
-        filed = placement.in_files(layout, full)
+        filed = tier == "nvme" and not (full.is_meta or isinstance(full, FakeTensor))
         keep = (
             not filed
             and (group.world == 1 or not layout.cut)
@@ -326,9 +338,13 @@ class Construction:
         group = placement.group
         policy = Policy(group, placement.config)
         targets = collect(model, policy, lambda param: self._is_ours(param, placement))
-        self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+        try:
+            self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+        except BaseException:
+            policy.unmade()
+            raise
         params = {name: param for name, (param, _) in targets.items()}
-        policy.place_tensors(params)
+        policy.place_tensors(params, {name: self._settled(policy, param) for name, param in params.items()})
         policy.choose_transport()
         policy.take_files(placement.nvme)
         policy.make_room(params)
@@ -361,6 +377,17 @@ class Construction:
         guard_optimizers()
         self._roots.append(model)
 
+    def _settled(self, policy: Policy, param: torch.Tensor) -> str | None:
+        """The tier where rows of a parameter stay: a file, or a side of an accelerator."""
+        if in_file(param):
+            return "nvme"
+        cut = cut_of(param)
+        if cut is None or not cut.layout.cut or cut.local.is_meta or isinstance(cut.local, FakeTensor):
+            return None
+        if policy.config.device_rest_bytes is None or policy.group.device.type == "cpu":
+            return None
+        return "host" if cut.local.device.type == "cpu" else "none"
+
     # --- agreement -------------------------------------------------------------------------------------------
 
     def _meet(self, group: Group, line: str) -> None:
@@ -370,7 +397,15 @@ class Construction:
     def _agree(self, group: Group, lines: list[str]) -> None:
         # One sequence of keys for reads and results: ranks that do not even agree in which it is find out.
         key = f"construct/{self._serial}/{next(self._meetings)}"
-        agree(group, key, "the model under construction", "\n".join(lines))
+        agree(group, key, "the model under construction", "\n".join(lines), self._failed)
+
+    @property
+    def _failed(self) -> str:
+        return f"construct/{self._serial}/failed"
+
+    def fail(self, group: Group, error: BaseException) -> None:
+        """This rank builds no further: the others would wait for it where they next agree."""
+        give_up(group, self._failed, "build its part of the model", error)
 
 
 def current() -> Construction | None:
@@ -422,6 +457,11 @@ class Building:
         try:
             if kind is None:
                 construction.finish(placement, self._root)
+            else:
+                construction.fail(placement.group, value)
+        except BaseException as error:
+            construction.fail(placement.group, error)
+            raise
         finally:
             construction.placements.remove(placement)
             if self._root is not None:

@@ -21,12 +21,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from . import io_bench
 from .group import all_gather_flat, reduce_scatter_flat
 from .hardware import Collective, HardwareSpec, Link
 from .ir import ops
 from .mesh import make_group
+from .runtime import aio
 from .transport import choose
 
+_FILE_BYTES = 512 << 20
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
 
 
@@ -37,7 +40,7 @@ def calibrate(
 
     Args:
         worlds: numbers of ranks to measure collectives with; each runs as processes of this machine.
-        directory: where to write test files of 256 MiB; None: the disk is not measured and takes the preset's
+        directory: where to write a test file of 512 MiB a rank; None: the disk is not measured and takes the preset's
             numbers.
         say: called with a line before each measurement.
     """
@@ -60,7 +63,7 @@ def calibrate(
     if directory is not None:
         files = "files: measured"
         say(f"files in {directory}")
-        read, write = _disk(Path(directory))
+        read, write = _in_ranks(max(worlds), _files_rank, directory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
     return HardwareSpec(
@@ -147,11 +150,11 @@ def _rates_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _in_ranks(world: int, fn: Callable[[int, int, str], None]) -> Any:
+def _in_ranks(world: int, fn: Callable[..., None], *args: Any) -> Any:
     """What rank 0 of ``world`` processes saved as "rows"."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(fn, (world, folder), nprocs=world)
-        return torch.load(os.path.join(folder, "rows"))
+        mp.spawn(fn, (world, folder, *args), nprocs=world)
+        return torch.load(os.path.join(folder, "rows"), weights_only=False)
 
 
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
@@ -334,31 +337,43 @@ def _over_shared_memory(world: int) -> dict[str, list[float]]:
     return rows
 
 
-def _disk(directory: Path) -> tuple[Link, Link]:
-    """Sequential bandwidth past the page cache where the file system allows it."""
-    size, block = 256 << 20, 4 << 20
-    direct = getattr(os, "O_DIRECT", 0)
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="zero-calibrate-") as file:
-        try:
-            fd = os.open(file.name, os.O_RDWR | direct)
-        except OSError:
-            fd = os.open(file.name, os.O_RDWR)
-        try:
-            import mmap
+def _files_rank(rank: int, world: int, folder: str, directory: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mine = _files(Path(directory), dist.barrier)
+    if rank == 0:
+        torch.save(mine, os.path.join(folder, "rows"))
+    dist.barrier()
+    dist.destroy_process_group()
 
-            buffer = mmap.mmap(-1, block)  # page aligned, as O_DIRECT wants
 
-            def write() -> None:
-                for at in range(0, size, block):
-                    os.pwrite(fd, buffer, at)
-                os.fsync(fd)
+def _files(directory: Path, together: Callable[[], Any]) -> tuple[Link, Link]:
+    """Reads and writes as Programs have them: through the engine's queue, past the page cache where that can be.
 
-            def read() -> None:
-                for at in range(0, size, block):
-                    os.preadv(fd, [buffer], at)
-
-            host = torch.device("cpu")
-            written, got = _median_us(write, host, 3), _median_us(read, host, 3)
-        finally:
-            os.close(fd)
-    return Link(100.0, size / got), Link(100.0, size / written)
+    Args:
+        together: waits until all ranks are there: they share the disk, and each gets its part.
+    """
+    path = directory / f"zero-calibrate-{os.getpid()}"
+    try:
+        with aio.Engine() as io:
+            block, depth = io.block_bytes, io.depth
+            memory = aio.buffer(io_bench.memory_bytes(block, depth))
+            file = io.open(path, _FILE_BYTES, create=True)
+            for at in range(
+                0, _FILE_BYTES, io_bench.PIECE
+            ):  # written once: later writes find their blocks in place
+                io.write(file, memory[: io_bench.PIECE], at).wait()
+            io.flush(file)
+            report = io_bench.Report(str(directory), _FILE_BYTES, 0.3, io.backend, file.direct, "not run")
+            part, host = memory[: aio.ALIGN], torch.device("cpu")
+            alone = [lambda: io.read(file, part, 0).wait(), lambda: io.write(file, part, 0).wait()]
+            latencies = _medians_us(alone, host, 50)
+        links = []
+        for mode, latency in zip(("read", "write"), latencies, strict=True):
+            rates = []
+            for _ in range(5):
+                together()
+                rates.append(io_bench.our_rate(report, path, memory, mode, block, depth))
+            links.append(Link(latency, statistics.median(rates) / 1e6))
+    finally:
+        path.unlink(missing_ok=True)
+    return links[0], links[1]

@@ -106,6 +106,11 @@ class Policy:
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
 
+    def unmade(self) -> None:
+        """The model is not made after all, and maybe another rank has not even begun: the next one gets its number."""
+        global _serial
+        _serial = itertools.count(*self.serial)
+
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
         self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
@@ -150,14 +155,19 @@ class Policy:
         layouts = [i.layout for i in self.params.values() if not self.path("params", i.name)]
         self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
 
-    def place_tensors(self, params: Mapping[str, torch.Tensor]) -> None:
+    def place_tensors(
+        self, params: Mapping[str, torch.Tensor], settled: Mapping[str, str | None] | None = None
+    ) -> None:
         """Decide on which tier everything rests; the parameters are known, and not installed yet.
+
+        Args:
+            settled: tiers where construction has put rows that stay there, by name.
 
         Raises:
             MemoryBudgetError: the model does not fit the budgets.
         """
         given = {
-            name: Given(info.layout, params[name].requires_grad, in_file(params[name]))
+            name: Given(info.layout, params[name].requires_grad, (settled or {}).get(name))
             for name, info in self.params.items()
         }
         self.placed = tiers_of(self.config, self.apart, given, self.hardware)

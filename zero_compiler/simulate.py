@@ -267,6 +267,8 @@ def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = T
             sim.wait(reduces[instr.index])
             r = program.reduces[instr.index]
             if r.tiers[-1:] == ("nvme",):
+                if not r.copied:
+                    sim.compute(f"buffer of the {r.label}", 2 * r.result_bytes / spec.memory_bytes_per_us)
                 us = spec.nvme_write.us(r.result_bytes)
                 sim.start(DISK, f"file of the {r.label}", us, r.result_bytes)
         reached.append(sim.now)

@@ -24,10 +24,11 @@ CALLS = {
     "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",
     "pass_time": "--nodes 1000",
     "predict": "--model tiny --steps 2 --warmup 2 --hardware PRESET",
+    "tiers": "DIR --blocks 1 --width 64 --vocab 64 --tokens 8 --steps 2 --seconds 0.1 --compute aten --hardware PRESET",
     "where": "--model tiny --steps 2 --hardware PRESET",
     "without": "DIR --cases weights --size tiny --compute aten --steps 1 --warmup 1 --hardware PRESET",
 }
-LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large", "tiers"}
+LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large"}
 PARTS = {"common", "limits", "models", "modes", "simple_fsdp"}
 
 

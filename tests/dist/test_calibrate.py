@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
-from zero_compiler import hardware
-from zero_compiler.calibrate import calibrate
+from zero_compiler import hardware, io_bench
+from zero_compiler.calibrate import _files, calibrate
 from zero_compiler.hardware import HardwareSpec
+from zero_compiler.runtime import aio
 
 pytestmark = pytest.mark.alone
 
@@ -47,3 +49,23 @@ def test_the_file_gives_back_the_spec(spec, tmp_path):
     assert again == spec
     assert again.digest() == spec.digest()
     assert HardwareSpec.from_dict(json.loads(spec.to_json())) == spec
+
+
+def test_files_are_measured_as_programs_use_them(tmp_path, monkeypatch):
+    """Through the engine, many blocks at once, and by all ranks in the same moment."""
+    said = []
+
+    def rate(report, path, memory, mode, block, depth):
+        assert os.path.getsize(path) == report.nbytes
+        assert report.backend == engine.backend
+        assert (block, depth) == (engine.block_bytes, engine.depth)
+        said.append(mode)
+        return {"read": 3e9, "write": 2e9}[mode]
+
+    with aio.Engine() as engine:
+        monkeypatch.setattr(io_bench, "our_rate", rate)
+        read, write = _files(tmp_path, lambda: said.append("together"))
+    assert said == ["together", "read"] * 5 + ["together", "write"] * 5
+    assert (read.bytes_per_us, write.bytes_per_us) == (3000, 2000)
+    assert 0 < read.latency_us < 1e5
+    assert list(tmp_path.iterdir()) == []

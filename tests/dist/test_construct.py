@@ -3,6 +3,9 @@
 import gc
 import json
 import os
+import time
+from contextlib import nullcontext
+from unittest import mock
 
 import made
 import pytest
@@ -14,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError
+from zero_compiler.errors import RankMismatchError, StorageError
 from zero_compiler.runtime import _C
+from zero_compiler.runtime.stores import Nvme
 from zero_compiler.transport import Segment
 
 pytestmark = pytest.mark.dist
@@ -430,3 +434,36 @@ def test_a_rank_reads_its_own_rows(tmp_path):
     for peak, right in run_ranks(load_peak, 2, file):
         assert peak <= 512 * 512 * 4 // 2 + 4096
         assert right
+
+
+def breaks_off(rank, world, folder):
+    """Rank 1 has no room for a shard, then cannot open a file of the user's; afterwards both build again."""
+
+    def build(missing=False):
+        torch.manual_seed(0)
+        with zero.init(offload_params="nvme", nvme_dir=folder):
+            first = nn.Linear(64, 64)
+            if missing and rank == 1:
+                raise FileNotFoundError("words.txt")
+            return nn.Sequential(first, nn.Linear(64, 4))
+
+    full = mock.patch.object(Nvme, "grow", side_effect=StorageError("no room"))
+    said = []
+    for missing in (False, True):
+        began = time.monotonic()
+        with pytest.raises(Exception) as error, full if rank == 1 and not missing else nullcontext():
+            build(missing)
+        said.append(f"{type(error.value).__name__}: {error.value}")
+        assert time.monotonic() - began < 10
+    return said, build()(torch.ones(2, 64)).sum().item()
+
+
+def test_a_rank_that_cannot_build_tells_the_others(tmp_path):
+    (first, value), (second, other) = run_ranks(breaks_off, 2, str(tmp_path))
+    assert value == other
+    assert second == ["StorageError: no room", "FileNotFoundError: words.txt"]
+    begin = "rank 1 of 2 could not build its part of the model"
+    assert first == [
+        f"StorageError: {begin}: no room",
+        f"RankMismatchError: {begin}: FileNotFoundError: words.txt; its own traceback says where",
+    ]

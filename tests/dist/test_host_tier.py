@@ -45,6 +45,32 @@ def test_on_two_ranks(transport, tmp_path):
         assert lanes == [{HOST, LINK}, {DISK, HOST, LINK}, {DISK, HOST, LINK}, {DISK, HOST, LINK}]
 
 
+def _placed(rank, world, transport, folder):
+    """Under budgets tensors of one model rest on the device, on the host and in files, on every rank alike."""
+    want = made(folder, transport=transport)
+    losses = train(want, compiled(want), O.AdamW(want.parameters()), rank)
+    with accelerator():
+        model = made(
+            folder,
+            tiers=(None,) * 3,
+            transport=transport,
+            device_rest_bytes=60_000,
+            host_rest_bytes=250_000,
+        )
+        assert train(model, compiled(model), zero.optimizer(O.AdamW, model), rank) == losses
+        assert_same(model, want)
+    tiers = policies_of(model)[0].placed.tiers
+    assert set(tiers.values()) == {"none", "host", "nvme"}
+    return tiers
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
+def test_placed_under_budgets(transport, tmp_path):
+    one, other = run_ranks(_placed, 2, transport, str(tmp_path))
+    assert one == other
+
+
 def _replicas(rank, world):
     torch.manual_seed(0)
     mesh = torch.distributed.device_mesh.init_device_mesh(

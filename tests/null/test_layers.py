@@ -25,6 +25,7 @@ RANKS = {
     "calibrate": TOP,
     "hardware": 2,
     "arena": 3,
+    "assign": 3,
     "cost": 3,
     "knapsack": 3,
     "keeping": 7,

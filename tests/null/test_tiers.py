@@ -82,6 +82,9 @@ def test_the_simulation_has_a_lane_for_files(tmp_path):
     assert files.nbytes(DISK) == chunks + grads
     assert files.total_us >= none.total_us
     assert any("files" in line for line in files.lines())
+    # A gradient is copied to the buffer that is written, by the thread that computes.
+    copies = [s for s in files.spans if s.lane == COMPUTE and s.label.startswith("buffer of")]
+    assert sum(s.alone_us for s in copies) == pytest.approx(2 * grads / spec.memory_bytes_per_us)
     # A disk that is slow enough bounds the step, and a fast one does not.
     slow = dataclasses.replace(spec, nvme_read=hardware.Link(1e5, 1.0), nvme_write=hardware.Link(1e5, 1.0))
     assert simulate(program, slow, 2).bound == DISK
