@@ -394,6 +394,17 @@ def test_moving_a_model_that_was_trained(how):
 
 
 @both
+def test_a_model_that_has_no_values_yet(how):
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    call = use(zero.shard(model, device="cpu"), how)
+    with pytest.raises(
+        ShardError, match="parameter 'weight' has no values: .*zero.load_safetensors, or with to_empty"
+    ):
+        call(torch.ones(2, 4))
+
+
+@both
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_parameter_replaced_by_a_plain_one(how, called_before):
     model = zero.shard(net())
