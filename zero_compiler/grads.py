@@ -381,8 +381,8 @@ def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> No
         )
     if param.is_meta:
         raise ShardError(
-            f"parameter {name!r} has no values: it is on the meta device; give the model some with zero.load_safetensors, "
-            "or with to_empty() and its initialisers inside zero.init()"
+            f"parameter {name!r} has no values: it is on the meta device; give the model some with "
+            "zero.load_safetensors, or with to_empty() and its initialisers inside zero.init()"
         )
     raise ShardError(
         f"parameter {name!r} was sharded as {info.layout.dtype} on {device}, and is {param.dtype} on {param.device} "
