@@ -41,7 +41,9 @@ class LocalRows(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions]
         out: list[Any] = [None, None, None]
         for param, grad, runs in zip(ctx.params, given, grads.will_run(nodes, given), strict=True):
-            if grad is not None and not (runs and not grads.hooked(param) and grads.added(param, grad)):
+            # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
+            direct = runs and param.requires_grad and not grads.hooked(param)
+            if grad is not None and not (direct and grads.added(param, grad)):
                 out.append(grads.as_dtensor(param, grad))
             else:
                 out.append(None)

@@ -72,6 +72,9 @@ def zero(
         raise
 
 
+plain.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
+
+
 def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
     """The same error, of a class that Dynamo does not wrap in one of its own.
 

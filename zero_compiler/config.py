@@ -194,7 +194,7 @@ class Config:
         known = {f.name for f in dataclasses.fields(Config)}
         for name in fields:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(str(name), known, n=1)
                 hint = (
                     f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
                 )
@@ -251,8 +251,7 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
         return None
     if isinstance(value, str) and value in _DTYPES:
         value = _DTYPES[value]
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise ConfigError(
-            f"{name} must be a floating torch.dtype or one of {', '.join(_DTYPES)}, not {value!r}"
-        )
+    # Others that float (of 8 bits, say) have no arithmetic of their own: torch only casts them.
+    if value not in _DTYPES.values():
+        raise ConfigError(f"{name} must be one of {', '.join(_DTYPES)}, or the torch.dtype, not {value!r}")
     return value

@@ -167,7 +167,14 @@ class FrameState:
         base = os.environ.get("ZERO_DUMP")
         if not base or (self.first is not None and self.first.group.everyone.rank != 0):
             return None
-        return os.path.join(base, f"frame{self.index}")
+        folder = os.path.join(base, f"frame{self.index}")
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"ZERO_DUMP={base!r} is no folder for dumps ({error.strerror}); name one that can be written to"
+            ) from error
+        return folder
 
     def context(self, phase: str) -> Context:
         """What the passes of a phase ("joint" too) are told."""

@@ -379,6 +379,11 @@ def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> No
             f"parameter {name!r} was sharded with shape {list(info.shape)}, and a sharded parameter of shape "
             f"{list(param.shape)} stands in its place now; a shape can only change before zero.shard"
         )
+    if param.is_meta:
+        raise ShardError(
+            f"parameter {name!r} has no values: it is on the meta device; give the model some with "
+            "zero.load_safetensors, or with to_empty() and its initialisers inside zero.init()"
+        )
     raise ShardError(
         f"parameter {name!r} was sharded as {info.layout.dtype} on {device}, and is {param.dtype} on {param.device} "
         "now: call .to() before zero.shard, or give zero.shard a device or param_dtype"

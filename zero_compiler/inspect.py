@@ -31,7 +31,11 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     Raises:
         ShardError: nothing in ``model`` is sharded.
     """
-    policies = policies_of(model)
+    policies = policies_of(model) if isinstance(model, nn.Module) else None
+    if policies is None:
+        raise ShardError(
+            f"zero.inspect takes a sharded nn.Module, plain or compiled, not {type(model).__name__}"
+        )
     if not policies:
         raise ShardError("zero.inspect: nothing in this model is sharded; call zero.shard(model) first")
     if example_inputs is not None:

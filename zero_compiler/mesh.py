@@ -57,6 +57,12 @@ def make_group(
                 f'device must be one of torch, such as "cpu" or "cuda", not {device!r}; leave it out for the current '
                 "accelerator"
             ) from error
+        here = torch.accelerator.current_accelerator(check_available=True)
+        if dev.type not in ("cpu", here.type if here is not None else "cpu"):
+            raise ShardError(
+                f"device={str(device)!r} cannot be computed on here, where the accelerator is "
+                f"{here.type if here is not None else 'none'}; leave it out for that, or give 'cpu'"
+            )
         if dev.type != "cpu" and dev.index is None:
             dev = torch.device(dev.type, torch.accelerator.current_device_index())
     if mesh is None:

@@ -289,7 +289,7 @@ def _get(self: nn.Module) -> Any:
         if policy.opened:
             return param
         if not isinstance(param, DTensor):
-            grads.replaced(name)
+            return lent(param, name)
         info = managed(param, name, policy)
         shape = param.shape if info.part is None else info.layout.shape
         full = torch.ops.zero.unshard(param.to_local(), shape, info.gather_dtype, policy.key, name)
@@ -333,13 +333,21 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
-        grads.replaced(name)
+        return lent(param, name)
     policy.group.check_still_valid()
     info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     if policy.scope.copies is not None:
         policy.scope.copies.add(name, param, full)
     return full if info.part is None else info.part.of(full)
+
+
+def lent(value: Any, name: str) -> Any:
+    """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
+    parameter itself, which ``nn.Module`` asks of what is to stay."""
+    if isinstance(value, nn.Parameter):
+        grads.replaced(name)
+    return value
 
 
 def managed(param: Any, name: str, policy: Policy) -> ParamInfo:

@@ -7,6 +7,7 @@ back; reads, updates and writes of neighbouring groups overlap (ZeRO-Infinity, R
 from __future__ import annotations
 
 import contextlib
+import numbers
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -60,7 +61,7 @@ def optimizer(
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, numbers.Real) and max_grad_norm > 0):
         raise OptimizerError(f"max_grad_norm must be a number above 0 or None, not {max_grad_norm!r}")
     if kw.get("differentiable"):
         raise OptimizerError(

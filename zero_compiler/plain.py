@@ -275,12 +275,53 @@ def _ranks_of(model: nn.Module) -> Group | None:
     return max(parts, key=lambda group: group.world, default=None)
 
 
-def watch(example_inputs: Sequence[Any]) -> None:
-    """See to it that the plain parameters of the model of a frame are averaged."""
+def watch_compiled(is_ours: Callable[[Any], bool]) -> None:
+    """From now on, see to it that a model given to ``torch.compile`` is averaged also where Dynamo captures nothing of
+    it (an RNN, a graph break within a loop): then nobody asks the backend.
+
+    Args:
+        is_ours: whether a backend, as ``torch.compile`` holds it, is this one.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+    def registered(wrapper: nn.Module, name: str, model: Any) -> None:
+        # torch says of every module what it is registered in, and Dynamo's wrapper registers the model.
+        if (
+            name != "_orig_mod"
+            or not isinstance(wrapper, OptimizedModule)
+            or not isinstance(model, nn.Module)
+        ):
+            return
+        made = sys._getframe(1)
+        while made is not None and made.f_code is not OptimizedModule.__init__.__code__:
+            made = made.f_back  # type: ignore[assignment]
+        callback = getattr(made.f_locals.get("dynamo_ctx"), "callback", None) if made is not None else None
+        if callable(callback) and is_ours(innermost_backend(callback)):
+            for param in plain_parameters(model).values():
+                if param.requires_grad:
+                    _watch_gradient(param, model)
+
+    torch.nn.modules.module.register_module_module_registration_hook(registered)
+
+
+def _watch_gradient(param: nn.Parameter, model: nn.Module) -> None:
+    """Join ``model`` when a gradient of ``param`` comes and no frame has."""
+
+    def arriving(grad: torch.Tensor) -> None:
+        if _several_ranks(None) and _plain(param) and not _known(param):
+            watch([param], model)
+            state = getattr(param, ATTRIBUTE)
+            state._arriving(next(i for i, p in enumerate(state.params) if p is param))
+
+    param.register_hook(arriving)
+
+
+def watch(example_inputs: Sequence[Any], model: nn.Module | None = None) -> None:
+    """See to it that the plain parameters of ``model`` are averaged, by default that of the frame that runs."""
     params = [p for p in example_inputs if _plain(p)]
     if not params:
         return
-    model = _model_of(params)
+    model = model or _model_of(params)
     if model is not None:
         members = plain_parameters(model)
     else:

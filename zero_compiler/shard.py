@@ -120,6 +120,11 @@ def collect(
             raise ShardError(
                 f"{prefix or 'the model'} is a TorchScript module; zero.shard takes eager modules"
             )
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ShardError(
+                f"{prefix or 'the model'} is a {type(module).__name__}, which averages gradients by itself; give "
+                "zero.shard the module inside it, and train with that"
+            )
         _check_table(prefix, module)
         for attribute, param in module._parameters.items():
             if param is None:

@@ -496,8 +496,9 @@ def test_a_class_that_draws_random_numbers_is_refused():
 def test_arguments_that_do_not_fit():
     with pytest.raises(OptimizerError, match="subclass of torch.optim.Optimizer"):
         zero.optimizer(nn.Linear, made())
-    with pytest.raises(OptimizerError, match="max_grad_norm must be"):
-        zero.optimizer(O.SGD, made(), max_grad_norm=0)
+    for norm in (0, "1"):
+        with pytest.raises(OptimizerError, match="max_grad_norm must be"):
+            zero.optimizer(O.SGD, made(), max_grad_norm=norm)
     with pytest.raises(OptimizerError, match="differentiable"):
         zero.optimizer(O.SGD, made(), differentiable=True)
     with pytest.raises(OptimizerError, match="must be one of none, host, nvme, not 'disk'"):

@@ -103,6 +103,45 @@ def test_gradients_are_those_of_ddp():
     assert run_ranks(beside_ddp, 2, timeout=200) == [True, True]
 
 
+class Unseen(nn.Module):
+    """Dynamo captures nothing of it: it takes no RNN, and skips what breaks the graph within a loop."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.middle = nn.LSTM(4, 4) if recurrent else nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        if isinstance(self.middle, nn.LSTM):
+            return self.last(self.middle(x)[0]).sum()
+        for _ in range(2):
+            x = self.middle(x)
+            torch._dynamo.graph_break()
+        return self.last(x).sum()
+
+
+def unseen(rank, world):
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    for recurrent in (False, True):
+        torch.manual_seed(0)
+        ours = Unseen(recurrent)
+        twin = copy.deepcopy(ours)
+        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+        for quiet in (False, True, False):
+            with zero.no_sync(call) if quiet else contextlib.nullcontext():
+                call(x).backward()
+            twin(x).backward()
+        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+            mean = q.grad.clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(p.grad, mean / world, msg=lambda m, n=name: f"{n}: {m}")
+    return True
+
+
+def test_a_model_of_which_nothing_is_captured():
+    assert run_ranks(unseen, 2, timeout=200) == [True, True]
+
+
 def no_sync_first(rank, world):
     """zero.no_sync before the first call, on the module and on what compile returns."""
     for form in ("module", "compiled"):

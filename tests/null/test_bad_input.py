@@ -72,6 +72,26 @@ def test_sharding_what_is_no_module(thing):
         zero.shard(thing)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_sharding_what_averages_gradients_itself(inside):
+    wrapped = nn.DataParallel(net())
+    model = nn.Sequential(wrapped) if inside else wrapped
+    with pytest.raises(
+        ShardError, match="is a DataParallel, which averages gradients by itself; give zero.shard the"
+    ):
+        zero.shard(model)
+
+
+def test_a_folder_for_dumps_that_cannot_be(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ZERO_DUMP", str(tmp_path / "file"))
+    call = use(zero.shard(net()), "compiled")
+    with pytest.raises(
+        ConfigError, match=r"ZERO_DUMP='.*file' is no folder for dumps \(Not a directory\); name one"
+    ):
+        call(batch())
+
+
 def test_sharding_a_lazy_module():
     with pytest.raises(ShardError, match=r"parameter 0\.weight is lazy; run one forward before zero\.shard"):
         zero.shard(nn.Sequential(nn.LazyLinear(3)))
@@ -142,9 +162,10 @@ def test_an_unknown_option_names_the_nearest():
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("param_dtype", "int8", "param_dtype must be a floating torch.dtype or one of"),
-        ("param_dtype", torch.int32, "param_dtype must be a floating torch.dtype or one of"),
-        ("reduce_dtype", 32, "reduce_dtype must be a floating torch.dtype or one of"),
+        ("param_dtype", "int8", "param_dtype must be one of float32, fp32, bfloat16,"),
+        ("param_dtype", torch.int32, "param_dtype must be one of float32, fp32, bfloat16,"),
+        ("param_dtype", torch.float8_e4m3fn, "param_dtype must be one of float32, .*not torch.float8_e4m3fn"),
+        ("reduce_dtype", 32, "reduce_dtype must be one of float32, fp32, bfloat16,"),
         ("offload_params", "disk", "offload_params must be one of none, host, nvme, not 'disk'"),
         ("compute", "cuda", "compute must be one of inductor, aten, not 'cuda'"),
         ("bucket_bytes", -1, "bucket_bytes must be a number of bytes"),
@@ -373,6 +394,17 @@ def test_moving_a_model_that_was_trained(how):
 
 
 @both
+def test_a_model_that_has_no_values_yet(how):
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    call = use(zero.shard(model, device="cpu"), how)
+    with pytest.raises(
+        ShardError, match="parameter 'weight' has no values: .*zero.load_safetensors, or with to_empty"
+    ):
+        call(torch.ones(2, 4))
+
+
+@both
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_parameter_replaced_by_a_plain_one(how, called_before):
     model = zero.shard(net())
@@ -550,6 +582,15 @@ def test_arguments_of_the_wrong_type():
         zero.shard(net(), mesh="x")
     with pytest.raises(ShardError, match="device must be one of torch, .*not 'foo'"):
         zero.shard(net(), device="foo")
+    absent = "cuda" if torch.accelerator.current_accelerator(check_available=True) is None else "meta"
+    with pytest.raises(
+        ShardError, match=f"device='{absent}' cannot be computed on here, where the accelerator is"
+    ):
+        zero.shard(net(), device=absent)
+    with pytest.raises(ShardError, match=r"zero\.inspect takes a sharded nn\.Module, .*not NoneType"):
+        zero.inspect(None)
+    with pytest.raises(ConfigError, match="unknown option 1; known options"):
+        torch.compile(zero.shard(net()), backend="zero", options={1: 2})(batch())
     for manager in (zero.gathered, zero.no_sync):
         with pytest.raises(ShardError, match=rf"zero\.{manager.__name__} takes an nn\.Module, .*not int"):
             with manager(3):

@@ -5,6 +5,7 @@ Every test runs at world size 1: what an attribute means, what copies are, and w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -125,6 +126,43 @@ def test_freezing_in_mid_training_is_seen_by_the_next_call(how):
     model.first.requires_grad_(True)
     call(batch()).sum().backward()
     assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_freezing_between_forward_and_backward(how):
+    """As in plain PyTorch, what is frozen when its gradient comes gets none."""
+    for quiet in (False, True):
+        model = zero.shard(net())
+        call = compiled(model) if how == "compiled" else model
+        loss = call(batch()).sum()
+        model.first.weight.requires_grad_(False)
+        with zero.no_sync(model) if quiet else contextlib.nullcontext():
+            loss.backward()
+        assert [n for n, p in model.named_parameters() if p.grad is None] == ["first.weight"]
+
+
+class Lender(nn.Module):
+    """Calls a part of itself with other tensors in the place of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        lent = {"weight": self.inner.weight * 2, "bias": self.inner.bias}
+        return torch.func.functional_call(self.inner, lent, (x,)) + self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_forward_that_lends_a_part_other_weights(how):
+    plain, model = Lender(), zero.shard(Lender())
+    model.load_state_dict(plain.state_dict())
+    call = compiled(model) if how == "compiled" else model
+    x = torch.randn(3, 4)
+    for m in (call, plain):
+        m(x).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 class Spy(nn.Module):
