@@ -9,7 +9,7 @@ from .base import Context, ParamPlan, Pass, SplitPass, Trace, run_passes, run_sp
 from .bucket_transfers import BucketTransfers
 from .choose_saved import ChooseSaved
 from .clone_escapes import CloneEscapes
-from .expand_tiles import ExpandTiles, finer, read_by_tiles
+from .expand_tiles import ExpandTiles, finer, read_by_tiles, set_tiles, tiles_in
 from .keep_old_values import KeepOldValues
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
@@ -91,4 +91,6 @@ __all__ = [
     "remade",
     "run_passes",
     "run_split",
+    "set_tiles",
+    "tiles_in",
 ]

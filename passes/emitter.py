@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -23,7 +24,11 @@ class Emitter:
     def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
         self.graph, self.origin = graph, origin
         self.made: list[fx.Node] = []
-        self.mode = torch._guards.detect_fake_mode([facts.value(n) for n in graph.nodes])
+        # One value tells the mode: of as many emitters as layers, each may not look at the whole graph.
+        values = (facts.value(n) for n in graph.nodes)
+        self.mode = torch._guards.detect_fake_mode(
+            next((v for v in values if isinstance(v, FakeTensor)), None)
+        )
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         args, kwargs = tree_map(

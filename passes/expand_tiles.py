@@ -60,6 +60,18 @@ class ExpandTiles:
             graph.erase_node(node)
 
 
+def tiles_in(graph: fx.Graph) -> list[int]:
+    """In how many tiles each computation is done that is done in tiles."""
+    return [facts.tiling(n).tiles for n in graph.find_nodes(op="call_function", target=ops.tiled)]
+
+
+def set_tiles(graph: fx.Graph, tiles: Sequence[int]) -> None:
+    """Inverse of :func:`tiles_in`."""
+    nodes = graph.find_nodes(op="call_function", target=ops.tiled)
+    for node, count in zip(nodes, tiles, strict=True):
+        facts.set_tiling(node, replace(facts.tiling(node), tiles=count))
+
+
 def finer(graphs: Iterable[fx.Graph]) -> bool:
     """Cut every computation that is done in tiles into twice as many; False where none can be cut further."""
     found = False

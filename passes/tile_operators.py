@@ -106,9 +106,8 @@ def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Context)
         what = f"{plan.ref.name}, {plan.gather_bytes:,} bytes"
         facts.add_note(graph, f"gathered whole: {what}, because {why}")
         return
-    order = {n: i for i, n in enumerate(graph.nodes)}
     sweeps: dict[fx.Node, list[Reader]] = {}
-    for k, reader in enumerate(sorted(found, key=lambda r: order[r.node])):
+    for k, reader in enumerate(sorted(found, key=lambda r: r.node)):  # in the order of the graph
         if reader.node.target is ops.tiled:
             sweeps.setdefault(reader.node, []).append(reader)
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -14,10 +14,10 @@ from . import beside, budget, live, passes, schedule, tiling
 from .cost import CostModel
 from .errors import ConfigError, MemoryBudgetError
 from .frame_state import FrameState
-from .ir import facts, spec
+from .ir import facts, ops, spec
 from .ir.facts import ParamRef
 from .lowering import Lowering
-from .passes import run_passes, run_split
+from .passes import Context, run_passes, run_split
 from .saving import Cut, Phases, check_held, within_activations, within_memory
 from .verify import verify_program
 
@@ -36,6 +36,20 @@ _PLANNED = (
 )
 
 
+# And what a cut tells it.
+_CUT = ("order", "away", "backward_params", "reduced")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Phases that were cut, all that they follow from beside the joint graph, and what the state was told of them."""
+
+    asked: tuple[int, Context]
+    graphs: Phases
+    tiles: dict[str, list[int]]
+    state: dict[str, Any]
+
+
 class Fitting:
     """Cuts a frame's joint graph so that it fits what the user gave."""
 
@@ -43,6 +57,7 @@ class Fitting:
         self.state = state
         self.lowering = lowering
         self._cuts: dict[float, frozenset[str]] = {}  # what a smaller cut saves, as found before
+        self._known: list[_Known] = []
 
     def _joint(self, gm: fx.GraphModule, outputs: int, activation_bytes: int | None) -> None:
         state = self.state
@@ -64,6 +79,9 @@ class Fitting:
 
         def cut(nbytes: int | None) -> Phases:
             """Forward and backward whose activations take at most so many bytes."""
+            return cut_anew(nbytes) if nbytes is not None else self._cut_once(gm.graph, cut_anew)
+
+        def cut_anew(nbytes: int | None = None) -> Phases:
             joint = gm if activations is None and memory is None else facts.copy_module(gm)
             self._joint(joint, kwargs["num_fwd_outputs"], nbytes)
             state.backward_params = passes.gathered_in_backward(
@@ -113,6 +131,7 @@ class Fitting:
             self._offload(graphs["forward"], graphs["backward"], kwargs["num_fwd_outputs"], None)
         if memory is not None and state.policies:
             self._spend_budget(graphs, memory)
+        self._known.clear()
         state.frame.held_bytes = self._held_bytes(graphs)
         state.frame.saved_bytes = facts.saved_bytes(graphs["backward"].graph)
         state.frame.offloaded = passes.offloaded(graphs["backward"].graph)
@@ -147,6 +166,25 @@ class Fitting:
         run_passes(gm.graph, passes.INFERENCE, state.context("joint"), state.trace, state.dump_dir())
         state.order_weights(gm.graph)
         return gm
+
+    def _cut_once(self, joint: fx.Graph, anew: Callable[[], Phases]) -> Phases:
+        """Phases without a limit, cut ``anew`` unless they were: buckets of another size change only what is sent
+        together, as long as the same weights are smaller than a bucket."""
+        state = self.state
+        marks = joint.find_nodes(op="call_function", target=ops.unshard)
+        small = sum(facts.bytes_of(facts.value(m)) < state.bucket_bytes for m in marks)
+        asked = small, replace(state.context("joint"), bucket_bytes=0, units={})
+        for known in self._known:
+            if known.asked == asked:
+                vars(state).update(known.state)
+                for phase, gm in known.graphs.items():
+                    passes.set_tiles(gm.graph, known.tiles[phase])
+                state.plan_again()  # units follow the size of buckets
+                return known.graphs
+        graphs = anew()
+        tiles = {phase: passes.tiles_in(gm.graph) for phase, gm in graphs.items()}
+        self._known.append(_Known(asked, graphs, tiles, {name: getattr(state, name) for name in _CUT}))
+        return graphs
 
     def _offload(
         self,
@@ -256,11 +294,29 @@ class Fitting:
             budget.check_rest(state.memory([]), budget_bytes, list(state.policies.values()))
 
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
-        """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes."""
-        while (over := self._over(graphs, budget_bytes)) > 0:
-            if not passes.finer([gm.graph for gm in graphs.values()]):
-                break
-        return over
+        """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes.
+
+        The smallest tiles take the least: where they do not fit none do, and else what just fits lies between.
+        """
+        over, every = self._over(graphs, budget_bytes), [gm.graph for gm in graphs.values()]
+        if over <= 0:
+            return over
+        sizes = [[passes.tiles_in(graph) for graph in every]]
+        while passes.finer(every):
+            sizes.append([passes.tiles_in(graph) for graph in every])
+
+        def over_in(size: int) -> int:
+            for graph, tiles in zip(every, sizes[size], strict=True):
+                passes.set_tiles(graph, tiles)
+            return self._over(graphs, budget_bytes)
+
+        large, small = 0, len(sizes) - 1
+        if small == 0 or (over := over_in(small)) > 0:
+            return over
+        while small - large > 1:
+            middle = (large + small) // 2
+            large, small = (large, middle) if over_in(middle) <= 0 else (middle, small)
+        return over_in(small)
 
     def _over(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes a plan passes the budget of memory, or that of activations where both are given."""
@@ -407,6 +463,7 @@ class Fitting:
         cut = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
         both = graphs["forward"].graph, graphs["backward"].graph
         run_split(cut, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())
+        self.lowering.forget(graphs)
 
     def _spend_budget(self, graphs: Phases, budget_bytes: int) -> None:
         """Plan both phases with every weight released, and keep what fits in the room that is left.

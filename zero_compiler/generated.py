@@ -23,6 +23,7 @@ from .ir import facts
 
 log = logging.getLogger("zero_compiler")
 
+_LIBRARIES = ("aten", "extern_kernels", "torch")  # whose operators the code calls
 _FUNCTIONS = {"math": math, "max": max, "min": min, "abs": abs, "round": round}  # in expressions of sizes
 
 
@@ -74,7 +75,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator of the graph is called, by its name."""
+    """An operator is called, by its name."""
 
     operator: str
 
@@ -92,6 +93,7 @@ class Generated:
 
     def __init__(self, inputs: Sequence[str], steps: Sequence[_Step]) -> None:
         self._inputs, self._steps = inputs, steps
+        self.operators = frozenset(step.operator for step in steps if isinstance(step, _Call))
 
     def most(
         self,
@@ -322,10 +324,11 @@ class _Reader:
                         _New(name, _code(size), _code(stride), self._most_itemsize(operator, index))
                     )
                 return ""
-        words = ast.unparse(made.func).split(".")[-2:]  # an operator and its overload, or a kernel alone
-        found = next((word for word in words if word in self._values), "")
-        if found:
-            self.steps.append(_Call(found))
+        words = ast.unparse(made.func).split(".")
+        last = words[-2:]  # an operator and its overload, or a kernel alone
+        found = next((word for word in last if word in self._values), "")
+        if found or words[0] in _LIBRARIES:
+            self.steps.append(_Call(found or last[words[0] == "extern_kernels"]))
         return found
 
     def _most_itemsize(self, operator: str, index: int | None) -> int:

@@ -8,28 +8,27 @@ from torch import fx
 
 from .cut import SegmentGraph
 from .ir import facts, ops
-
-_PACKED = 256 << 10
+from .workspaces import onednn_bytes, workspaces
 
 
 def peak_inside(seg: SegmentGraph, dying: Sequence[bool], sizes: facts.Sizes | None = None) -> int:
     """Most bytes live at once in a segment: inputs that die in it, what it makes, and what it returns.
 
-    Budgets are met by plans that count operators one by one, before anything is compiled. So the code that a segment
-    was compiled to counts where it takes more than they do, and where it takes less the plan stays what it was.
+    Before anything is compiled operators are counted one by one, and budgets are met by that. The code that a segment
+    was compiled to tells what it holds indeed, together with what the operators that it calls hold while they run.
+    Where that is not known of one, whichever takes more counts.
 
     Args:
         dying: of each input, whether the segment is the last to hold it.
         sizes: for symbols; None: as the capture saw them.
     """
-    graph = seg.graph
-    most = _unfused(graph, dying, sizes)
     if seg.generated is None:
+        return _unfused(seg.graph, dying, sizes)
+    own = workspaces(seg.graph, sizes)
+    most = seg.generated.most(seg.inputs, dying, sizes, own)
+    if seg.generated.operators <= own.keys():
         return most
-    beside: dict[str, int] = {}
-    for node in graph.find_nodes(op="call_function", target=ops.onednn_linear):
-        beside["onednn_linear"] = max(_copied(node, sizes), beside.get("onednn_linear", 0))
-    return max(most, seg.generated.most(seg.inputs, dying, sizes, beside))
+    return max(most, _unfused(seg.graph, dying, sizes))
 
 
 def _unfused(graph: fx.Graph, dying: Sequence[bool], sizes: facts.Sizes | None) -> int:
@@ -56,16 +55,7 @@ def _unfused(graph: fx.Graph, dying: Sequence[bool], sizes: facts.Sizes | None) 
     for i, node in enumerate(order):
         if node.op != "placeholder":
             live += size.get(node, 0)
-        peak = max(peak, live + _copied(node, sizes))
+        peak = max(peak, live + (onednn_bytes(node, sizes) if node.target is ops.onednn_linear else 0))
         if node.op != "output":
             live -= ends.get(i, 0)
     return peak
-
-
-def _copied(node: fx.Node, sizes: facts.Sizes | None) -> int:
-    """Bytes that an operator holds while it runs: oneDNN copies an input whose rows do not lie in one piece, and packs
-    blocks of both operands (measured: up to a quarter of a MiB)."""
-    if node.target is not ops.onednn_linear:
-        return 0
-    given = facts.value(node.args[0])
-    return (facts.bytes_of(given, sizes) if given.stride(-1) != 1 else 0) + _PACKED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from .cost import CostModel, at_hints, hints
 from .emit import Emitted, emit
 from .frame_state import FrameState
 from .ir import facts
-from .passes import run_passes
+from .passes import Context, run_passes
+from .program import Program
 from .schedule import Choice
 
 
@@ -24,11 +26,22 @@ class Lowered:
     emitted: Emitted
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """A Program that a phase was lowered to on trial, and all that it follows from beside the graph."""
+
+    context: Context
+    tiles: list[int]
+    offsets: dict[str, dict[str, int]]  # of kept weights
+    program: Program
+
+
 class Lowering:
     """Lowers phases of one frame, on trial or for good."""
 
     def __init__(self, state: FrameState) -> None:
         self.state = state
+        self._tried: weakref.WeakKeyDictionary[fx.GraphModule, list[_Tried]] = weakref.WeakKeyDictionary()
 
     def phase(self, gm: fx.GraphModule, phase: str) -> Lowered:
         """Lower ``gm`` itself, with distances that are decided here where they are not known yet."""
@@ -36,21 +49,46 @@ class Lowering:
 
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
-        lowered = [self._lowered(facts.copy_module(gm), phase, trial=True) for phase, gm in graphs.items()]
-        return self.state.peak([low.emitted.program for low in lowered])
+        return self.state.peak([self._trial(gm, phase) for phase, gm in graphs.items()])
+
+    def forget(self, graphs: Mapping[str, fx.GraphModule]) -> None:
+        """These were rewritten: what trials found of them is no longer so."""
+        for gm in graphs.values():
+            self._tried.pop(gm, None)
+
+    def _trial(self, gm: fx.GraphModule, phase: str) -> Program:
+        """The Program of a phase, on trial. What was tried before is not lowered again: of two phases a search often
+        changes one, and asks for the same plan at several places."""
+        context, tiles, offsets = self.state.context(phase), passes.tiles_in(gm.graph), self._offsets()
+        tried = self._tried.setdefault(gm, [])
+        for t in tried:
+            if t.tiles == tiles and t.offsets == offsets and t.context == context:
+                return t.program
+        program = self._lowered(facts.copy_module(gm), phase, trial=True).emitted.program
+        if self._offsets() == offsets:  # else a weight got its place just now, which is to be noted again
+            tried.append(_Tried(context, tiles, offsets, program))
+        return program
+
+    def _offsets(self) -> dict[str, dict[str, int]]:
+        return {owner: dict(table) for owner, table in self.state.loader.kept_offsets().items()}
 
     def scheduled(self, gm: fx.GraphModule, phase: str) -> fx.GraphModule:
-        """A copy of the graph after the passes of its phase."""
-        return self._lowered(facts.copy_module(gm), phase).gm
+        """A copy of the graph after the passes of its phase, to be looked at."""
+        return self._lowered(facts.copy_module(gm), phase, trial=True).gm
 
     def _lowered(
         self, gm: fx.GraphModule, phase: str, segment_us: list[float] | None = None, trial: bool = False
     ) -> Lowered:
-        """Run the passes of a phase on its graph, and emit its Program with the predicted time of every segment."""
+        """Run the passes of a phase on its graph, and emit its Program with the predicted time of every segment.
+
+        Of a trial only bytes are asked, which times change where chunks are copied to a device.
+        """
         state = self.state
         run_passes(gm.graph, passes.PHASE, state.context(phase), state.trace, state.dump_dir(), trial)
-        emitted = emit(gm, state.params, phase, state.loader.kept_offsets())
+        emitted = emit(gm, state.params, phase, state.loader.kept_offsets(), trial=trial)
         state.lay_beside(emitted.program)
+        if trial and not any(g.hops for g in emitted.program.gathers):
+            return Lowered(gm, emitted)
         if segment_us is None:
             cost, fused = CostModel(state.machine), state.fused
             known = hints(gm.graph)

@@ -11,14 +11,17 @@ from harness import SimulatedModel
 from machines import machine
 from null.test_tile_mlp import Net as Mlps
 from null.test_tile_mlp import x
-from torch import nn
+from torch import fx, nn
 
 from zero_compiler import fitting as fitting_module
+from zero_compiler import lowering as lowering_module
+from zero_compiler import passes
 from zero_compiler.cost import smaller_buckets
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.fitting import _PLANNED, Fitting
 from zero_compiler.hardware import load
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.lowering import Lowering
 from zero_compiler.planning import report
 from zero_compiler.saving import Phases
 
@@ -66,6 +69,69 @@ def test_a_rank_that_compiles_again_asks_nobody():
     model.check([rows(24), rows(24)], lambda out: out)
     assert len(model.frames) == 2
     assert model.asked == ()
+
+
+@pytest.mark.slow
+def test_a_search_lowers_no_phase_twice_alike_and_takes_as_many_steps_at_any_depth(monkeypatch):
+    """Cuts and trials are what planning within a budget takes time for."""
+    tried: list[tuple] = []
+    cuts: list[int] = []
+    lowered, partitioned = Lowering._lowered, fitting_module.min_cut_rematerialization_partition
+    copy = lowering_module.facts.copy_module
+    copied: list[fx.GraphModule] = []  # alive, so that ids are of one graph each
+
+    def lower(self, gm, phase, segment_us=None, trial=False):
+        if trial:
+            context = self.state.context(phase)
+            of = copied[-1]
+            tried.append(
+                (id(of), tuple(passes.tiles_in(gm.graph)), context.bucket_bytes, str(context.params))
+            )
+        return lowered(self, gm, phase, segment_us, trial)
+
+    monkeypatch.setattr(Lowering, "_lowered", lower)
+    monkeypatch.setattr(lowering_module.facts, "copy_module", lambda gm: copied.append(gm) or copy(gm))
+    monkeypatch.setattr(
+        fitting_module,
+        "min_cut_rematerialization_partition",
+        lambda *args, **kwargs: cuts.append(1) or partitioned(*args, **kwargs),
+    )
+    steps = []
+    for layers in (5, 10):
+        free = planned(256, layers).memory
+        tried.clear(), cuts.clear(), copied.clear()
+        budget = free.at_rest + (free.peak - free.at_rest) // 2
+        assert planned(256, layers, memory_budget_bytes=budget).memory.peak <= budget
+        assert len(set(tried)) == len(tried)
+        steps.append((len(tried), len(cuts)))
+    assert steps[0] == steps[1]
+    assert steps[0][0] <= 24
+    assert steps[0][1] <= 8
+
+
+@pytest.mark.parametrize("fits_from", [1, 2, 4, 8, 16, 32, 64])
+def test_tiles_are_as_small_as_the_budget_asks_for(fits_from, monkeypatch):
+    """Found between the first and the smallest without a look at each; what was looked at before costs nothing."""
+    tiles = [1]
+    looked = []
+
+    def finer(graphs):
+        before, tiles[0] = tiles[0], min(32, 2 * tiles[0])
+        return tiles[0] > before
+
+    def over(graphs, budget_bytes):
+        looked.append(tiles[0])
+        return fits_from - tiles[0]
+
+    fitting = Fitting(SimpleNamespace(), None)
+    monkeypatch.setattr(fitting_module.passes, "finer", finer)
+    monkeypatch.setattr(fitting_module.passes, "tiles_in", lambda graph: tiles[0])
+    monkeypatch.setattr(fitting_module.passes, "set_tiles", lambda graph, n: tiles.__setitem__(0, n))
+    monkeypatch.setattr(fitting, "_over", over)
+    left = fitting._over_in_small_tiles({"forward": SimpleNamespace(graph=None)}, 1)
+    assert tiles == [min(32, fits_from)]
+    assert left == fits_from - tiles[0]
+    assert len(set(looked)) <= 4 + (fits_from > 1)
 
 
 def planned(tokens: int = 512, layers: int = 8, **fields):

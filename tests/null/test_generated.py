@@ -17,6 +17,7 @@ from zero_compiler.cut import SegmentGraph
 from zero_compiler.ir import facts
 from zero_compiler.runtime import _C
 from zero_compiler.segments import SegmentCompiler, alike_one_by_one
+from zero_compiler.workspaces import workspaces
 
 HEAD = """
 class Runner:
@@ -222,6 +223,11 @@ CASES = {
         lambda: [torch.randn(64, 32), torch.randn(64, 32)],
         0,
     ),
+    "fused": (
+        lambda x, w: ((torch.sin(x) * torch.cos(x)) @ w,),
+        lambda: [torch.randn(64, 32), torch.randn(32, 32)],
+        0,
+    ),
     "sort": (sort, lambda: [torch.randn(64, 32), torch.randn(64, 32)], 1024),  # a row of it
 }
 
@@ -250,14 +256,82 @@ def test_the_meter_measures_what_was_read(name):
     assert most <= measured <= most + beside, "operators may have memory of their own while they run"
 
 
-def test_a_segment_counts_as_what_takes_more_its_graph_or_its_code():
-    function, make, _ = CASES["shared"]
+def counted(name: str) -> tuple[int, int, int]:
+    """Of a segment: by its operators one by one, by its code, and as it counts."""
+    function, make, _ = CASES[name]
     seg = graph_of(function, *make())
     code = SegmentCompiler("inductor").compile(seg, True, False).generated
-    dying = [True] * 3
+    dying = [True] * len(seg.inputs)
     alone = inside.peak_inside(seg, dying)
     both = inside.peak_inside(SegmentGraph(seg.root, seg.graph, seg.inputs, code), dying)
-    assert both == code.most(seg.inputs, dying) == alone + 64 * 32 * 4
+    return alone, code.most(seg.inputs, dying), both
+
+
+def test_a_segment_counts_as_its_code_does():
+    alone, code, both = counted("shared")
+    assert both == code == alone + 64 * 32 * 4
+    alone, code, both = counted("fused")
+    assert both == code == alone - 64 * 32 * 4  # of what is multiplied nothing is laid down
+
+
+def test_code_that_calls_what_is_not_known_counts_at_least_as_its_operators(monkeypatch):
+    monkeypatch.setattr(inside, "workspaces", lambda graph, sizes: {})
+    alone, code, both = counted("fused")
+    assert both == alone > code
+
+
+@pytest.mark.parametrize("laid", ["as the query", "rows together"])
+@pytest.mark.parametrize("length", [100, 256, 800])
+def test_attention_holds_what_is_known_of_it(length, laid):
+    def attention(q, k, v, grad):
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        return (
+            out,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, sums, 0.0, True
+            ),
+        )
+
+    given = [torch.randn(2, length, 4, 64).transpose(1, 2) for _ in range(4)]
+    if laid == "rows together":
+        given[3] = given[3].contiguous()
+    gm = make_fx(attention, tracing_mode="fake")(*given)
+    own = workspaces(gm.graph)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    out, sums = forward(*given[:3], 0.0, True)
+    measured = meter_beside(lambda: forward(*given[:3], 0.0, True))
+    assert measured == own["_scaled_dot_product_flash_attention_for_cpu"]
+    measured = meter_beside(lambda: backward(given[3], *given[:3], out, sums, 0.0, True))
+    # Sums of rows are made by each thread as it begins: not all may be there at once.
+    rows = torch.get_num_threads() * 256 * 4
+    assert measured <= own["_scaled_dot_product_flash_attention_for_cpu_backward"] <= measured + rows
+
+
+def test_of_products_in_half_precision_nothing_is_known():
+    for dtype, known in ((torch.float32, True), (torch.bfloat16, False)):
+        gm = make_fx(torch.mm, tracing_mode="fake")(torch.randn(4, 4).to(dtype), torch.randn(4, 4).to(dtype))
+        assert ("mm" in workspaces(gm.graph)) == known
+
+
+def test_a_matrix_with_neither_rows_nor_columns_in_one_piece_is_copied():
+    a, b = torch.randn(64, 128)[:, ::2], torch.randn(64, 64)
+    gm = make_fx(torch.mm, tracing_mode="fake")(a, b)
+    assert workspaces(gm.graph)["mm"] == meter_beside(lambda: torch.mm(a, b)) == 64 * 64 * 4
+
+
+def meter_beside(run) -> int:
+    """Most bytes that a call holds beside its results."""
+    run()
+    _C.meter_install()
+    try:
+        gc.collect()
+        _C.meter_reset_peak()
+        before = _C.meter_current()
+        kept = run()
+        return _C.meter_peak() - (_C.meter_current() if kept is not None else before)
+    finally:
+        _C.meter_uninstall()
 
 
 def test_what_may_run_operator_by_operator():

@@ -57,6 +57,7 @@ RANKS = {
     "emit": 7,
     "generated": 3,
     "inside": 7,
+    "workspaces": 6,
     "fetches": 7,
     "live": 7,
     "recount": 7,
