@@ -381,7 +381,8 @@ def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> No
         )
     if param.is_meta:
         raise ShardError(
-            f"parameter {name!r} has no values: it is on the meta device; give the model some with "
+            f"parameter {name!r} was sharded as {info.layout.dtype} on {device}, and is {param.dtype} on meta now: it "
+            "has no values; call .to() before zero.shard, and give a model that was built on meta its values with "
             "zero.load_safetensors, or with to_empty() and its initialisers inside zero.init()"
         )
     raise ShardError(
