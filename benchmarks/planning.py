@@ -1,24 +1,90 @@
-"""Seconds that planning takes, without a memory budget and under ever smaller ones; nothing is run or compiled.
+"""Time that planning takes, without a memory budget and under ever smaller ones; nothing is run or compiled.
 
-    python benchmarks/planning.py deep-60 --parts 0.8 0.5 0.2
+    python benchmarks/planning.py --model gpt-6x512 --parts 0.8,0.5,0.2 --json planning.json
 
 A budget is what rests, and a part of what else the peak without a budget takes. Seconds are of the processor: of one
-thread, so that other work of the machine counts little. `lowered` is how often a phase ran through all passes, and
-`cut` how often the joint graph was partitioned: equal on any machine.
+thread, so that other work of the machine counts little. "lowered" is how often a phase ran through all passes, and
+"cut" how often the joint graph was partitioned: equal on any machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
+import common
 import models
 import torch
 
 from zero_compiler import fitting, planning
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.lowering import Lowering
+
+RANKS = 2
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", choices=sorted(models.MODELS), default="gpt-6x512")
+    parser.add_argument(
+        "--parts", type=lambda text: [float(x) for x in text.split(",")], default=[0.8, 0.5, 0.2]
+    )
+    parser.add_argument(
+        "--hardware", default="laptop", help="a preset, or what `zero-compiler calibrate` wrote"
+    )
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    m = common.machine()
+    print(common.machine_text(m), flush=True)
+    seen: list[str] = []
+    counted(Lowering, "_lowered", seen)
+    counted(fitting, "min_cut_rematerialization_partition", seen)
+    spec = models.MODELS[args.model]
+    with torch.device("meta"):
+        model = spec.make()
+        tokens = torch.zeros(spec.batch, spec.length, dtype=torch.long)
+    rows: list[dict[str, Any]] = []
+
+    def plan(**fields: Any) -> Any:
+        torch._dynamo.reset()
+        seen.clear()
+        begin = time.process_time()
+        try:
+            memory = planning.report(model, (tokens, tokens), RANKS, hardware=args.hardware, **fields).memory
+        except MemoryBudgetError:
+            memory = None
+        rows.append(
+            {
+                "budget": fields.get("memory_budget_bytes"),
+                "s": time.process_time() - begin,
+                "lowered": seen.count("_lowered"),
+                "cut": seen.count("min_cut_rematerialization_partition"),
+                "peak": memory.peak if memory else None,
+            }
+        )
+        return memory
+
+    plan()  # the first one also loads what planning needs
+    rows.clear()
+    free = plan()
+    for part in args.parts:
+        plan(memory_budget_bytes=int(free.at_rest + part * (free.peak - free.at_rest)))
+    head = ["budget, bytes", "CPU s", "lowered", "cut", "peak, bytes"]
+    table = [
+        [
+            f"{r['budget']:,}" if r["budget"] else "none",
+            f"{r['s']:.1f}",
+            r["lowered"],
+            r["cut"],
+            f"{r['peak']:,}" if r["peak"] else "refused",
+        ]
+        for r in rows
+    ]
+    title = f"{args.model}, {RANKS} ranks"
+    common.print_table(title, head, table)
+    if args.json:
+        text = common.heading("Time of planning", m) + common.table(title, head, table)
+        common.save(args.json, {"machine": m, "rows": rows}, text)
 
 
 def counted(owner: Any, name: str, seen: list[str]) -> None:
@@ -30,43 +96,6 @@ def counted(owner: Any, name: str, seen: list[str]) -> None:
         return plain(*args, **kwargs)
 
     setattr(owner, name, call)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", choices=sorted(models.MODELS))
-    parser.add_argument("--parts", type=float, nargs="*", default=[0.8, 0.5, 0.2])
-    parser.add_argument("--hardware", default="laptop")
-    args = parser.parse_args()
-    seen: list[str] = []
-    counted(Lowering, "_lowered", seen)
-    counted(fitting, "min_cut_rematerialization_partition", seen)
-    spec = models.MODELS[args.model]
-    with torch.device("meta"):
-        model = spec.make()
-        tokens = torch.zeros(spec.batch, spec.length, dtype=torch.long)
-
-    def plan(**fields: Any) -> Any:
-        torch._dynamo.reset()
-        seen.clear()
-        begin = time.process_time()
-        try:
-            memory = planning.report(model, (tokens, tokens), 2, hardware=args.hardware, **fields).memory
-            what = f"peak {memory.peak:,}"
-        except MemoryBudgetError as error:
-            memory, what = None, str(error).split(":")[0]
-        seconds, lowered = time.process_time() - begin, seen.count("_lowered")
-        budget = f"{fields['memory_budget_bytes']:,}" if fields else "none"
-        print(
-            f"budget {budget:>15}  {seconds:7.1f} s  lowered {lowered:3}  cut {len(seen) - lowered:2}  {what}",
-            flush=True,
-        )
-        return memory
-
-    plan()  # the first one also loads what planning needs
-    free = plan()
-    for part in args.parts:
-        plan(memory_budget_bytes=int(free.at_rest + part * (free.peak - free.at_rest)))
 
 
 if __name__ == "__main__":
