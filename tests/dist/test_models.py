@@ -1,8 +1,7 @@
 """Every model: the curve of plain data-parallel PyTorch.
 
-Every model meets every stage on two ranks, and small ones on four, where large ones meet stage 3. Optimizers and
-transports take turns over stages, and what stands against a stage on two ranks does not on four: each model meets both
-optimizers, and at stage 3 both transports.
+Every model meets every stage on two ranks and on four. Optimizers and transports take turns over stages, and what
+stands against a stage on two ranks does not on four: each model meets both optimizers, and at stage 3 both transports.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def test_odd_models_on_two_ranks(names: list[str]) -> None:
     "names", [["gpt2", "llama"], ["bert", "t5"], ["vit", "lora"], ["mixtral", "lstm"]], ids="-".join
 )
 def test_architectures_on_four_ranks(names: list[str]) -> None:
-    check(4, [case for name in names for case in cases(4, name, (3,))])
+    check(4, [case for name in names for case in cases(4, name)])
 
 
 @pytest.mark.timeout(900)
