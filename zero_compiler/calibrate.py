@@ -358,9 +358,8 @@ def _files(directory: Path, together: Callable[[], Any]) -> tuple[Link, Link]:
             block, depth = io.block_bytes, io.depth
             memory = aio.buffer(io_bench.memory_bytes(block, depth))
             file = io.open(path, _FILE_BYTES, create=True)
-            for at in range(
-                0, _FILE_BYTES, io_bench.PIECE
-            ):  # written once: later writes find their blocks in place
+            # Written once: later writes find their blocks in place.
+            for at in range(0, _FILE_BYTES, io_bench.PIECE):
                 io.write(file, memory[: io_bench.PIECE], at).wait()
             io.flush(file)
             report = io_bench.Report(str(directory), _FILE_BYTES, 0.3, io.backend, file.direct, "not run")
