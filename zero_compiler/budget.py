@@ -2,7 +2,7 @@
 
 Between stage 3 (every weight released after its last use) and stage 2 (every weight kept until the shards
 change) lies a choice for each weight: keeping it costs its bytes and saves its gather in backward. That is a
-0/1 knapsack (``knapsack.py``).
+knapsack (``assign.py``).
 """
 
 from __future__ import annotations
@@ -10,18 +10,37 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .arena import aligned
+from .assign import Option, assign
 from .errors import MemoryBudgetError
 from .ir.facts import ParamRef
 from .keeping import most_accumulating
-from .knapsack import Candidate, choose
 from .live import most
 from .placing import ASSUMED_STATE_BYTES, TRANSFERS
 from .program import Compute, Program
 from .report import Memory
 from .scratch import scratch_bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A weight that could be kept: ``nbytes`` of memory save ``saved_us`` a step."""
+
+    name: str
+    nbytes: int
+    saved_us: float
+
+
+def choose(candidates: Sequence[Candidate], room_bytes: int) -> frozenset[str]:
+    """Names of the candidates to keep within ``room_bytes``, so that the time saved is largest."""
+    useful = [c for c in candidates if c.saved_us > 0]
+    items = [(Option((0,), c.saved_us), Option((c.nbytes,), 0.0)) for c in useful]
+    kept = assign(items, [room_bytes])
+    assert kept is not None  # nothing takes nothing
+    return frozenset(c.name for c, k in zip(useful, kept, strict=True) if k)
 
 
 def keep(

@@ -27,7 +27,6 @@ RANKS = {
     "arena": 3,
     "assign": 3,
     "cost": 3,
-    "knapsack": 3,
     "keeping": 7,
     "layout": 3,
     "failing": 3,
