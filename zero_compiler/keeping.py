@@ -116,12 +116,12 @@ def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
     """Live bytes of ``out``, whose instructions are those of ``program`` at ``came_from``."""
     before, added = moments(program), _added(program, {k.owner for k in out.keeps})
     beside = program.before_bytes + program.again_bytes  # of other frames: not what this Program holds
-    rows, results = [], 0
+    rows, results, always = [], 0, out.buffer_bytes + out.waiting_bytes
     for instr, at in zip(out.instrs, came_from, strict=True):
         results += results_of(out, instr)
         cast = out.keeps[instr.index].cast_bytes if isinstance(instr, Keep) else 0
         others = before[at].others - beside - added[at] + cast
-        rows.append(out.buffer_bytes + out.waiting_bytes + others + results)
+        rows.append(always + others + results)
     return rows
 
 
