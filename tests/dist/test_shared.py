@@ -8,7 +8,9 @@ import json
 import os
 import random
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import transport
+from zero_compiler import hardware, transport
 from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, TransferError
 from zero_compiler.modules import policies_of
 from zero_compiler.runtime import _C
@@ -510,6 +512,34 @@ def test_where_processes_cannot_be_watched_ranks_share_nothing_and_say_so_once()
 
 def test_the_choice_is_made_together_and_shown():
     assert run_ranks(chosen, 2, timeout=60.0) == [{"shared"}] * 2
+
+
+def planned_for_a_gpu_machine(rank, world):
+    """What describes no shared memory gives no plan for it: the process group it is, or an error before a parameter moves."""
+    spec, file = json.loads(hardware.load("laptop").to_json()), Path(tempfile.mkdtemp()) / "mine.json"
+    spec["collectives"] = [
+        c for c in spec["collectives"] if (c["transport"], c["kind"]) != ("shared", "all_reduce")
+    ]
+    file.write_text(json.dumps(spec))
+    for given, name in (("dgx-h100", "dgx-h100"), (str(file), "laptop")):
+        torch.manual_seed(0)
+        model = zero.shard(nn.Linear(8, 8), hardware=given)
+        loss = torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(4, 8)).sum()
+        loss.backward()
+        found = policies_of(model)[0].transport
+        assert found.name == "c10d"
+        assert f"hardware spec '{name}' says nothing of its speed" in found.reason
+        plain = nn.Linear(8, 8)
+        with pytest.raises(
+            ShardError, match=f"\"shared\" is not possible: .*'{name}' says nothing of its speed; use"
+        ):
+            zero.shard(plain, hardware=given, transport="shared")
+        assert type(plain.weight) is nn.Parameter
+    return True
+
+
+def test_a_machine_of_which_no_shared_memory_is_known_takes_the_process_group():
+    assert run_ranks(planned_for_a_gpu_machine, 2, timeout=60.0) == [True] * 2
 
 
 def counters(rank, world):
