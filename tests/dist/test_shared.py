@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -413,6 +414,30 @@ def gives_up(rank, world):
 
 def test_a_rank_that_breaks_off_tells_why():
     assert run_ranks(gives_up, 2, timeout=60.0) == [True] * 2
+
+
+def interrupted(rank, world):
+    """Ctrl-C on a rank that waits for its peer to begin a call."""
+    _model, compiled = make("shared")
+    loss_of(compiled, batch(rank, 0)).backward()
+    if rank == 0:
+        time.sleep(2.0)
+    else:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else TransferError) as error:
+        loss_of(compiled, batch(rank, 1)).backward()
+    assert time.monotonic() - began < 10
+    if rank == 0:
+        assert "rank 1 of 2" in str(error.value)
+        assert "KeyboardInterrupt" in str(error.value)
+    with pytest.raises(TransferError, match="broke off.*KeyboardInterrupt"):
+        compiled(batch(rank, 2))
+    return True
+
+
+def test_ctrl_c_between_the_meeting_and_the_first_transfer_ends_the_call_on_all():
+    assert run_ranks(interrupted, 2, timeout=60.0, group_timeout=20.0) == [True] * 2
 
 
 def forked(rank, world):
