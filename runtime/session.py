@@ -263,7 +263,14 @@ class Session:
             return self._keeping(quiet).run(inputs)
         env = inputs + self._empty
         inputs.clear()
-        need = self._begin(env)
+        try:
+            need = self._begin(env)
+        except Exception:
+            raise  # on every rank: none has begun
+        except BaseException as error:
+            # Ctrl-C comes when the ranks have met, not while they wait for each other: peers may have begun.
+            self._break_off(error)
+            raise
         try:
             if need.idle_bytes >= 0:
                 for runtime in self.runtimes.values():
@@ -275,17 +282,20 @@ class Session:
             if self._talks:
                 self._leave()
         except BaseException as error:
-            # Transfers in flight hold buffers of the arena: end them before anything else uses it.
-            self._hops.end()
-            if self._moves is not None:
-                self._moves.end()
-            self._reductions.forget()
-            for runtime in self.runtimes.values():
-                runtime.engine.abandon(f"{type(error).__name__}: {error}")
-                runtime.policy.break_off(f"{type(error).__name__}: {error}")
-                runtime.fresh.clear()
+            self._break_off(error)
             raise
         return [None if v is None else env[v] for v in self.program.outputs]
+
+    def _break_off(self, error: BaseException) -> None:
+        """Transfers in flight hold buffers of the arena: end them before anything else uses it, and tell peers."""
+        self._hops.end()
+        if self._moves is not None:
+            self._moves.end()
+        self._reductions.forget()
+        for runtime in self.runtimes.values():
+            runtime.engine.abandon(f"{type(error).__name__}: {error}")
+            runtime.policy.break_off(f"{type(error).__name__}: {error}")
+            runtime.fresh.clear()
 
     def _begin(self, env: Sequence[Any]) -> accumulation.Need:
         """What this call takes, with which all ranks begin."""

@@ -203,7 +203,8 @@ def _rest(memory: Memory) -> str:
 
 
 def _advice(memory: Memory, policies: Sequence[Any]) -> str:
-    """Of what can be done, what helps with the most bytes."""
+    """Of what can be done, what helps with the most bytes: a batch, ranks or weights of half the size save half of what
+    they are counted in, and weights that are released all of it."""
     world = policies[0].group.world
     if any(p.config.stage == 0 for p in policies):  # every rank has all of everything
         on = f"the {world} ranks" if world > 1 else "more ranks than 1"
@@ -213,12 +214,12 @@ def _advice(memory: Memory, policies: Sequence[Any]) -> str:
             f"more ranks than {world} would help most, which share these bytes, or device_rest_bytes of zero.shard, "
             "which moves them to other tiers"
         )
-    options = [
+    options: list[tuple[float, str]] = [
         (
-            memory.programs,
+            memory.programs / 2,
             "a smaller batch, or torch.utils.checkpoint on the repeated blocks, would help most",
         ),
-        (memory.optimizer + memory.parameters + memory.gradients, rest),
+        ((memory.optimizer + memory.parameters + memory.gradients) / 2, rest),
     ]
     if any(p.config.stage in (1, 2) for p in policies):
         options.append((memory.kept, "stage=3, which releases gathered weights, would help most"))
@@ -226,7 +227,7 @@ def _advice(memory: Memory, policies: Sequence[Any]) -> str:
     gathered = [i for p in policies if p.config.stage > 0 for i in p.params.values()]
     if any(i.gather_dtype.itemsize > 2 for i in gathered):
         options.append(
-            (memory.arena, "param_dtype=torch.bfloat16, which halves gathered weights, would help most")
+            (memory.arena / 2, "param_dtype=torch.bfloat16, which halves gathered weights, would help most")
         )
     return max(options, key=lambda option: option[0])[1]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import hardware
-from .errors import ZeroError
+from .errors import ConfigError, ZeroError
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="ZeRO as an ahead-of-time compiler for PyTorch."
@@ -57,8 +57,12 @@ def doctor() -> None:
     row("process groups", ", ".join(b for b in ("gloo", "nccl", "mpi") if _has(b)) or "none", _has("gloo"))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     row("accelerator", str(accelerator) if accelerator is not None else "none: compute runs on the CPU")
-    spec = hardware.load()
-    row("hardware", f"{spec.name} of {spec.date}" + ("" if hardware.cache_path().is_file() else " (preset)"))
+    try:
+        spec = hardware.load()
+        preset = "" if hardware.cache_path().is_file() else " (preset)"
+        row("hardware", f"{spec.name} of {spec.date}{preset}")
+    except ConfigError as error:
+        row("hardware", str(error), False)
     table = Table(box=None, show_header=False)
     for what, found, good in rows:
         table.add_row(what, "ok" if good else "WRONG", found)

@@ -158,6 +158,12 @@ class Config:
             raise ConfigError(
                 f'offload_params="nvme" needs stage=3, not {self.stage}: the other stages keep every weight gathered'
             )
+        for name in ("hardware", "nvme_dir"):
+            given = getattr(self, name)
+            if isinstance(given, os.PathLike):
+                object.__setattr__(self, name, os.fspath(given))  # a plan is written as JSON
+            elif given is not None and not isinstance(given, str):
+                raise ConfigError(f"{name} must be a str or None, not {given!r}")
         if self.nvme_dir is not None and not os.path.isdir(self.nvme_dir):
             raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
         for name in REST_FIELDS[1:]:

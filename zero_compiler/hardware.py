@@ -8,23 +8,57 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 
 LANES = ("compute", "device-device", "host-device", "nvme-host")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+TRANSPORTS = ("c10d", "shared")
+_BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured
+
+
+def _check_number(name: str, value: Any, least: str = "> 0") -> None:
+    """``least``: "> 0", ">= 0" or ">= 2". What is infinitely fast is no mistake, what is not a number is one."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    if not number or not (value > 0 if least == "> 0" else value >= int(least[2:])):
+        raise ConfigError(f"hardware spec: {name} must be a number {least}, not {value!r}")
+
+
+def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"hardware spec: {name} must be one of {', '.join(known)}, not {value!r}")
+
+
+def _check_rates(name: str, rates: Any) -> None:
+    if not isinstance(rates, dict) or _BASE_DTYPE not in rates:
+        raise ConfigError(
+            f"hardware spec: {name} must give a rate for {_BASE_DTYPE!r}, and may for other dtypes, not {rates!r}"
+        )
+    for dtype, rate in rates.items():
+        _check_number(f"{name}[{dtype!r}]", rate)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A transfer of ``n`` bytes takes ``latency_us + n / bytes_per_us``."""
+    """A transfer of ``n`` bytes takes ``latency_us + n / bytes_per_us``.
+
+    Raises:
+        ConfigError: a number that no link can have.
+    """
 
     latency_us: float
     bytes_per_us: float
+
+    def __post_init__(self) -> None:
+        _check_number("latency_us of a link", self.latency_us, ">= 0")
+        _check_number("bytes_per_us of a link", self.bytes_per_us)
 
     def us(self, nbytes: Any) -> Any:
         return self.latency_us + nbytes / self.bytes_per_us
@@ -32,12 +66,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective over ``world`` ranks; bytes are those of the full (gathered) tensor."""
+    """One kind of collective (of ``KINDS``) over ``world`` ranks and one of ``TRANSPORTS``; bytes are those of the full
+    (gathered) tensor.
 
-    kind: str  # "all_gather" | "reduce_scatter" | "all_reduce"
-    transport: str  # "c10d" | "shared"
+    Raises:
+        ConfigError: there is no such kind, transport or number of ranks.
+    """
+
+    kind: str
+    transport: str
     world: int
     link: Link
+
+    def __post_init__(self) -> None:
+        _check_one_of("kind of a collective", self.kind, KINDS)
+        _check_one_of("transport of a collective", self.transport, TRANSPORTS)
+        _check_number("world of a collective", self.world, ">= 2")
 
 
 @dataclass(frozen=True)
@@ -57,6 +101,9 @@ class HardwareSpec:
         collectives: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.
+
+    Raises:
+        ConfigError: a number that no machine can have.
     """
 
     name: str
@@ -76,6 +123,22 @@ class HardwareSpec:
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
     onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _check_rates("matmul_flops_per_us", self.matmul_flops_per_us)
+        if self.onednn_flops_per_us != {}:
+            _check_rates("onednn_flops_per_us", self.onednn_flops_per_us)
+        for name in (
+            "memory_bytes_per_us",
+            "vector_per_us",
+            "special_per_us",
+            "memory_bytes",
+            "host_memory_bytes",
+        ):
+            _check_number(name, getattr(self, name))
+        _check_number("kernel_us", self.kernel_us, ">= 0")
+        for lane in (lane for group in self.shared for lane in group):
+            _check_one_of("a lane in shared", lane, LANES)
+
     def collective(self, kind: str, world: int, shared: bool = False) -> Link:
         """Link of a collective over the process group, or over memory that ranks share.
 
@@ -93,7 +156,8 @@ class HardwareSpec:
         rows = [c for c in self.collectives if c.kind == kind and c.transport == transport]
         if not rows:
             raise ConfigError(
-                f"hardware spec {self.name!r} has no {kind} over {transport}; calibrate this machine"
+                f"hardware spec {self.name!r} has no {kind} over {transport}, which {world} ranks need; "
+                f"`zero-compiler calibrate --world {world}` measures it on this machine"
             )
         near = min(rows, key=lambda c: (abs(c.world - world), c.world))
         if near.world == world:
@@ -101,6 +165,10 @@ class HardwareSpec:
         share = ((near.world - 1) / near.world) / ((world - 1) / world)
         steps = (world - 1) / (near.world - 1)
         return Link(near.link.latency_us * steps, near.link.bytes_per_us * share)
+
+    def covers(self, transport: str) -> bool:
+        """Whether every kind of collective over this transport (of ``TRANSPORTS``) is known, at some world size."""
+        return {c.kind for c in self.collectives if c.transport == transport} == set(KINDS)
 
     def links(self, tier: str) -> tuple[Link, Link]:
         """Links of one rank from a tier ("host" or "nvme"), and to it."""
@@ -121,20 +189,23 @@ class HardwareSpec:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            ConfigError: a field is missing or unknown.
+            ConfigError: a field is missing or unknown, or has a value that it cannot have.
         """
+        if not isinstance(data, dict):
+            raise ConfigError(f"hardware spec: must be an object of fields, not {data!r}")
         try:
             data = dict(data)
             data["collectives"] = tuple(
-                Collective(c["kind"], c["transport"], c["world"], Link(**c["link"]))
-                for c in data["collectives"]
+                Collective(**{**c, "link": Link(**c["link"])}) for c in data["collectives"]
             )
             for name in ("host_device", "nvme_read", "nvme_write"):
                 data[name] = Link(**data[name])
             data["shared"] = tuple(tuple(group) for group in data.get("shared", ()))
             return HardwareSpec(**data)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"hardware spec: {error}; see `zero-compiler calibrate`") from None
+        except KeyError as error:
+            raise ConfigError(f"hardware spec: {error} is missing") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"hardware spec: {error}") from None
 
 
 def presets() -> list[str]:
@@ -153,17 +224,26 @@ def load(name: str | None = None) -> HardwareSpec:
     """A preset, a file, or (None) this machine's calibration, else the preset ``laptop``.
 
     Raises:
-        ConfigError: no such preset or file.
+        ConfigError: no such preset or file, or one that describes no machine.
     """
     if name is None:
         path = cache_path()
         if path.is_file():
-            return HardwareSpec.from_dict(json.loads(path.read_text()))
+            return _read(path, "run `zero-compiler calibrate` again, or remove it")
         name = "laptop"
     folder = resources.files("zero_compiler") / "presets"
     preset = folder / f"{name}.json"
     if preset.is_file():
-        return HardwareSpec.from_dict(json.loads(preset.read_text()))
+        return _read(preset, "install zero_compiler again")
     if os.path.isfile(name):
-        return HardwareSpec.from_dict(json.loads(Path(name).read_text()))
+        return _read(Path(name), f"`zero-compiler calibrate --output {name}` writes one for this machine")
     raise ConfigError(f"hardware {name!r} is neither a file nor a preset; presets: {', '.join(presets())}")
+
+
+def _read(path: Traversable, what_to_do: str) -> HardwareSpec:
+    try:
+        return HardwareSpec.from_dict(json.loads(path.read_text()))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; {what_to_do}") from None
+    except (OSError, ValueError) as error:  # no text, or no JSON
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}; {what_to_do}") from None

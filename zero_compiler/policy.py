@@ -153,7 +153,12 @@ class Policy:
         """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
         # What rests on another tier is brought into buffers: there is nothing at rest that peers could read.
         layouts = [i.layout for i in self.params.values() if not self.path("params", i.name)]
-        self.transport = choose(self.group, self.config.transport, f"transport/{self.title()}", layouts)
+        spec = self.hardware
+        unplanned = (
+            None if spec.covers("shared") else f"hardware spec {spec.name!r} says nothing of its speed"
+        )
+        key = f"transport/{self.title()}"
+        self.transport = choose(self.group, self.config.transport, key, layouts, unplanned)
 
     def place_tensors(
         self, params: Mapping[str, torch.Tensor], settled: Mapping[str, str | None] | None = None

@@ -132,13 +132,16 @@ def home_bytes(layout: Layout) -> int:
     return aligned(layout.world * layout.bytes_local()) if layout.cut else 0
 
 
-def choose(group: Group, asked: str, key: str, layouts: Iterable[Layout]) -> Transport:
+def choose(
+    group: Group, asked: str, key: str, layouts: Iterable[Layout], unplanned: str | None = None
+) -> Transport:
     """The transport of one sharded model. Collective: every rank chooses the same, through the store.
 
     Args:
         asked: "auto", "c10d" or "shared" (``Config.transport``).
         key: names the model in the store.
         layouts: those of its parameters.
+        unplanned: why no plan can be made for "shared", in words; between several hosts c10d is planned for.
 
     Raises:
         ShardError: on every rank, when "shared" was asked for and cannot be.
@@ -151,7 +154,7 @@ def choose(group: Group, asked: str, key: str, layouts: Iterable[Layout]) -> Tra
     if group.device.type != "cpu":
         problem = f"the compute device is {group.device}"
     else:
-        found = _meet(group, key, sum(home_bytes(x) for x in layouts))
+        found = _meet(group, key, sum(home_bytes(x) for x in layouts), unplanned)
         if isinstance(found, Transport):
             return found
         problem = found
@@ -168,7 +171,7 @@ def _say_slower(problem: str) -> None:
     log.warning("ranks of one host share no memory, and use the process group: %s", problem)
 
 
-def _meet(group: Group, key: str, nbytes: int) -> Transport | str:
+def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transport | str:
     """The first rank of each host makes a memory file, the others open it; a sentence where one of them could not."""
     timeout_s = group_timeout_s(group)
     fd = -1
@@ -178,6 +181,8 @@ def _meet(group: Group, key: str, nbytes: int) -> Transport | str:
     try:
         host = _host()
         inside, hosts = _neighbours(group, key, host, timeout_s)
+        if hosts == 1 and unplanned is not None:
+            raise ValueError(unplanned)
         _check_watching()
         # What lies at rest is shared where all ranks can map it.
         nbytes = nbytes if hosts == 1 else 0

@@ -8,7 +8,10 @@ import json
 import os
 import random
 import signal
+import tempfile
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import transport
+from zero_compiler import hardware, transport
 from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, TransferError
 from zero_compiler.modules import policies_of
 from zero_compiler.runtime import _C
@@ -413,6 +416,30 @@ def test_a_rank_that_breaks_off_tells_why():
     assert run_ranks(gives_up, 2, timeout=60.0) == [True] * 2
 
 
+def interrupted(rank, world):
+    """Ctrl-C on a rank that waits for its peer to begin a call."""
+    _model, compiled = make("shared")
+    loss_of(compiled, batch(rank, 0)).backward()
+    if rank == 0:
+        time.sleep(2.0)
+    else:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else TransferError) as error:
+        loss_of(compiled, batch(rank, 1)).backward()
+    assert time.monotonic() - began < 10
+    if rank == 0:
+        assert "rank 1 of 2" in str(error.value)
+        assert "KeyboardInterrupt" in str(error.value)
+    with pytest.raises(TransferError, match="broke off.*KeyboardInterrupt"):
+        compiled(batch(rank, 2))
+    return True
+
+
+def test_ctrl_c_between_the_meeting_and_the_first_transfer_ends_the_call_on_all():
+    assert run_ranks(interrupted, 2, timeout=60.0, group_timeout=20.0) == [True] * 2
+
+
 def forked(rank, world):
     """A forked copy of a rank, as a worker that loads data is, drops what it has of the model and ends."""
     model, compiled = make("shared")
@@ -510,6 +537,34 @@ def test_where_processes_cannot_be_watched_ranks_share_nothing_and_say_so_once()
 
 def test_the_choice_is_made_together_and_shown():
     assert run_ranks(chosen, 2, timeout=60.0) == [{"shared"}] * 2
+
+
+def planned_for_a_gpu_machine(rank, world):
+    """What describes no shared memory gives no plan for it: the process group it is, or an error before a parameter moves."""
+    spec, file = json.loads(hardware.load("laptop").to_json()), Path(tempfile.mkdtemp()) / "mine.json"
+    spec["collectives"] = [
+        c for c in spec["collectives"] if (c["transport"], c["kind"]) != ("shared", "all_reduce")
+    ]
+    file.write_text(json.dumps(spec))
+    for given, name in (("dgx-h100", "dgx-h100"), (str(file), "laptop")):
+        torch.manual_seed(0)
+        model = zero.shard(nn.Linear(8, 8), hardware=given)
+        loss = torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(4, 8)).sum()
+        loss.backward()
+        found = policies_of(model)[0].transport
+        assert found.name == "c10d"
+        assert f"hardware spec '{name}' says nothing of its speed" in found.reason
+        plain = nn.Linear(8, 8)
+        with pytest.raises(
+            ShardError, match=f"\"shared\" is not possible: .*'{name}' says nothing of its speed; use"
+        ):
+            zero.shard(plain, hardware=given, transport="shared")
+        assert type(plain.weight) is nn.Parameter
+    return True
+
+
+def test_a_machine_of_which_no_shared_memory_is_known_takes_the_process_group():
+    assert run_ranks(planned_for_a_gpu_machine, 2, timeout=60.0) == [True] * 2
 
 
 def counters(rank, world):

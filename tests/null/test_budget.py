@@ -96,6 +96,10 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
     assert advice(rest, stage=0) == "stage=3, under which the 2 ranks share these bytes, would help most"
     assert advice(kept, stage=2).startswith("stage=3, which releases")
     assert advice(arena, stage=3).startswith("param_dtype=torch.bfloat16")
+    # All that is kept can be released, where a batch of half the size saves half of the activations.
+    both = Memory(**some | {"kept": 600, "programs": 1000})
+    assert advice(both, stage=2).startswith("stage=3, which releases")
+    assert "checkpoint" in advice(Memory(**some | {"kept": 400, "programs": 1000}), stage=2)
     # What has been done already, or does not help, is not said.
     assert advice(kept, stage=3).startswith("more ranks than 2")
     assert advice(arena, stage=3, param_dtype="bf16").startswith("more ranks than 2")
@@ -141,4 +145,8 @@ def test_the_advice_for_a_plan_helps():
         # Its kept weights are the most of it, and released weights take less.
         assert refused(**fields).startswith("stage=3, which releases")
         assert planned(**fields | {"stage": 3}).memory.peak < planned(**fields).memory.peak
+    # Beside them activations are more, of which a smaller batch leaves a part.
+    busy = {"stage": 2, "world": 16, "param_dtype": "bf16", "rows": 32}
+    assert refused(**busy).startswith("stage=3, which releases")
+    assert planned(**busy | {"stage": 3}).memory.peak < planned(**busy | {"rows": 16}).memory.peak
     assert "param_dtype" not in refused(stage=3, param_dtype="bf16", bucket_bytes=1 << 20, world=16)

@@ -15,8 +15,10 @@ from machines import machine
 from torch import nn
 from typer.testing import CliRunner
 
+import zero_compiler as zero
 from zero_compiler import calibrate, hardware
 from zero_compiler.cli import app
+from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError
 from zero_compiler.hardware import HardwareSpec, Link
 from zero_compiler.planning import report
@@ -48,6 +50,96 @@ def test_the_machines_of_the_documentation_are_there():
         ConfigError, match="hardware 'dgx' is neither a file nor a preset; presets: dgx-2-v100,"
     ):
         hardware.load("dgx")
+
+
+LINK = {"latency_us": 1.0, "bytes_per_us": 1.0}
+ROW = {"kind": "all_gather", "transport": "c10d", "world": 2, "link": LINK}
+WRONG = [
+    ({"memory_bytes_per_us": 0}, "memory_bytes_per_us must be a number > 0, not 0"),
+    ({"vector_per_us": "9"}, "vector_per_us must be a number > 0, not '9'"),
+    ({"special_per_us": math.nan}, "special_per_us must be a number > 0, not nan"),
+    ({"memory_bytes": None}, "memory_bytes must be a number > 0, not None"),
+    ({"host_memory_bytes": True}, "host_memory_bytes must be a number > 0, not True"),
+    ({"kernel_us": -1}, "kernel_us must be a number >= 0, not -1"),
+    ({"matmul_flops_per_us": 5}, "matmul_flops_per_us must give a rate for 'float32', .*, not 5"),
+    ({"matmul_flops_per_us": {"bfloat16": 5}}, "matmul_flops_per_us must give a rate for 'float32'"),
+    (
+        {"matmul_flops_per_us": {"float32": 0}},
+        r"matmul_flops_per_us\['float32'\] must be a number > 0, not 0",
+    ),
+    ({"onednn_flops_per_us": {"bfloat16": 5}}, "onednn_flops_per_us must give a rate for 'float32'"),
+    ({"nvme_read": LINK | {"bytes_per_us": 0}}, "bytes_per_us of a link must be a number > 0, not 0"),
+    ({"nvme_read": LINK | {"latency_us": -1}}, "latency_us of a link must be a number >= 0, not -1"),
+    ({"nvme_read": 5}, "must be a mapping, not int"),
+    (
+        {"collectives": [ROW | {"kind": "gather"}]},
+        "kind of a collective must be one of all_gather, .*'gather'",
+    ),
+    (
+        {"collectives": [ROW | {"transport": "tcp"}]},
+        "transport of a collective must be one of c10d, shared, not",
+    ),
+    ({"collectives": [ROW | {"world": 1}]}, "world of a collective must be a number >= 2, not 1"),
+    ({"collectives": [ROW | {"size": 1}]}, "unexpected keyword argument 'size'"),
+    ({"shared": [["compute", "disk"]]}, "a lane in shared must be one of compute, .*, not 'disk'"),
+    ({"speed": 1}, "unexpected keyword argument 'speed'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), WRONG)
+def test_what_no_machine_can_have_is_refused_before_a_plan_is_made_with_it(fields, said, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(machine(**fields)))
+    again = f"; `zero-compiler calibrate --output {file}` writes one for this machine"
+    with pytest.raises(ConfigError, match=f"^{file}: hardware spec: .*{said}.*{again}$"):
+        hardware.load(str(file))
+
+
+def test_a_field_that_is_missing_is_named(tmp_path):
+    for name in ("collectives", "nvme_write", "kernel_us"):
+        file = tmp_path / "mine.json"
+        file.write_text(json.dumps({k: v for k, v in machine().items() if k != name}))
+        with pytest.raises(ConfigError, match=name):
+            hardware.load(str(file))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe\x00", b"3", b"[1]"])
+def test_a_file_that_is_no_description_says_which_it_is_and_what_to_do(text, tmp_path, monkeypatch):
+    file = tmp_path / "mine.json"
+    file.write_bytes(text)
+    with pytest.raises(
+        ConfigError, match=f"^{file}: .*; `zero-compiler calibrate --output {file}` writes one"
+    ):
+        zero.shard(Net(), hardware=str(file))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached = hardware.cache_path()
+    cached.parent.mkdir()
+    cached.write_bytes(text)
+    with pytest.raises(
+        ConfigError, match=f"^{cached}: .*; run `zero-compiler calibrate` again, or remove it$"
+    ):
+        zero.shard(Net())
+    said = CliRunner().invoke(app, ["doctor"])
+    assert said.exit_code == 1
+    assert "run `zero-compiler calibrate` again" in " ".join(said.output.split())
+
+
+def test_paths_are_taken_as_text_and_nothing_else_is(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(machine()))
+    config = Config(hardware=file, nvme_dir=tmp_path)
+    assert json.loads(config.to_json())["hardware"] == str(file)
+    assert json.loads(config.to_json())["nvme_dir"] == str(tmp_path)
+    for name in ("hardware", "nvme_dir"):
+        with pytest.raises(ConfigError, match=f"{name} must be a str or None, not 3"):
+            Config(**{name: 3})
+
+
+def test_a_machine_measured_with_one_rank_says_what_more_ranks_need():
+    with pytest.raises(
+        ConfigError, match="no all_gather over c10d, which 4 ranks need; `zero-compiler calibrate --world 4`"
+    ):
+        HardwareSpec.from_dict(machine(collectives=[])).collective("all_gather", 4)
 
 
 class Net(nn.Module):
