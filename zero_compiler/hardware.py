@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-LANES = ("compute", "device-device", "host-device", "nvme-host")
+LANES = ("compute", "device-device", "nvme-read", "nvme-write", "host-device")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class HardwareSpec:
         collectives: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.
+        checksum_bytes_per_us: bytes that the host sums up for ``nvme_checksums``, on one core; where that was not
+            calibrated, what a core of a server of 2024 does.
     """
 
     name: str
@@ -75,6 +77,7 @@ class HardwareSpec:
     nvme_write: Link
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
     onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
+    checksum_bytes_per_us: float = 1000.0
 
     def collective(self, kind: str, world: int, shared: bool = False) -> Link:
         """Link of a collective over the process group, or over memory that ranks share.
@@ -132,9 +135,16 @@ class HardwareSpec:
             for name in ("host_device", "nvme_read", "nvme_write"):
                 data[name] = Link(**data[name])
             data["shared"] = tuple(tuple(group) for group in data.get("shared", ()))
-            return HardwareSpec(**data)
+            spec = HardwareSpec(**data)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"hardware spec: {error}; see `zero-compiler calibrate`") from None
+        for lane in (lane for group in spec.shared for lane in group):
+            if lane not in LANES:
+                raise ConfigError(
+                    f"hardware spec {spec.name!r}: `shared` must name lanes of {', '.join(LANES)}, not {lane!r}; run "
+                    "`zero-compiler calibrate` again"
+                )
+        return spec
 
 
 def presets() -> list[str]:

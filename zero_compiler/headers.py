@@ -204,7 +204,9 @@ def fail_later(group: Group, failure: Failure) -> None:
     if group.alone or group.pg in _owed:
         return
     told_at = notice(group)
-    with contextlib.suppress(RuntimeError):  # a peer is gone, or the store is: the error of this rank says more
+    with contextlib.suppress(
+        RuntimeError
+    ):  # a peer is gone, or the store is: the error of this rank says more
         warn_others(group, failure)
         said = lay_text(group, failure.text(), _SAID_BYTES)
         _owed[group.pg] = (_Exchange(group, _FAILED + bytes([False]) + said), told_at)

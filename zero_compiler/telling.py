@@ -1,4 +1,4 @@
-"""An error of one rank while it makes or steps its optimizer: no peer waits for it there, so their next call is told."""
+"""Errors of a rank as it makes or steps its optimizer: no peer waits for it there, so the next call of each is told."""
 
 from __future__ import annotations
 
