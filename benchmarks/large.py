@@ -294,7 +294,7 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
     """Of the Programs of forward and backward: bytes that they read from files, and their predicted timelines."""
     import zero_compiler as zero
     from zero_compiler.program import Fetch
-    from zero_compiler.simulate import COMPUTE, DISK
+    from zero_compiler.simulate import COMPUTE, READ, WRITE
 
     (frame,) = zero.inspect(model).frames
     out = {}
@@ -306,7 +306,7 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
             ),
             "predicted_s": time_.total_us / 1e6,
             "compute_busy": time_.busy_us(COMPUTE) / time_.total_us,
-            "files_busy": time_.busy_us(DISK) / time_.total_us,
+            "files_busy": time_.busy_us(READ, WRITE) / time_.total_us,
         }
     return out
 

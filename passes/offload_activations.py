@@ -146,8 +146,8 @@ def move_us(node: fx.Node, machine: HardwareSpec, tier: str) -> float:
 
 def can_hide(machine: HardwareSpec, tier: str) -> bool:
     """Whether tensors move while the device computes, and neither slows the other down."""
-    lane = "host-device" if tier == "host" else "nvme-host"
-    return not any({"compute", lane} <= set(group) for group in machine.shared)
+    lanes = {"host-device"} if tier == "host" else {"nvme-read", "nvme-write"}
+    return not any("compute" in group and lanes & set(group) for group in machine.shared)
 
 
 def hidden(found: Sequence[Saved], forward_us: float, busy_us: float) -> list[Saved]:

@@ -37,7 +37,7 @@ from .program import Program
 from .report import Frame
 from .runtime.shards import LocalRows
 from .segments import SegmentCompiler
-from .simulate import simulate
+from .simulate import Timeline, simulate
 from .slots import kept_bytes
 from .verify import verify_accumulating
 
@@ -237,12 +237,16 @@ class _FrameCompiler:
         fns = compile_segments(emitted, self.segments, phase, state)
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
-        timeline = simulate(program, state.machine, state.world)
+        timeline = self._simulated(program)
         state.frame.add(program, kept_bytes(state.loader.kept_offsets()), timeline, state.choices[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)
         return _boxed(state.loader.load(program, fns, state.frame))
+
+    def _simulated(self, program: Program) -> Timeline:
+        state = self.state
+        return simulate(program, state.machine, state.world, checksums=state.config.nvme_checksums)
 
     def _accumulating(self, program: Program) -> None:
         """Show what a backward does under ``zero.no_sync``."""
@@ -250,7 +254,7 @@ class _FrameCompiler:
         owners = {r.owner for r in program.reduces}
         kept = accumulating(program, owners)
         verify_accumulating(kept, program, owners, {ref.owner: p.world for ref, p in state.params.items()})
-        state.frame.accumulating = kept, simulate(kept, state.machine, state.world)
+        state.frame.accumulating = kept, self._simulated(kept)
         self._dump(kept, program.phase, "program_no_sync.txt")
 
     def _dump(self, program: Program, folder: str, name: str) -> None:

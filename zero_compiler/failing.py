@@ -13,6 +13,7 @@ from .errors import RankMismatchError, ZeroError
 from .group import Group, in_store, store_of
 
 COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
+STEP, MAKE = "complete a step of its zero.optimizer", "make its zero.optimizer"
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,24 @@ def warn_others(group: Group, failure: Failure) -> None:
         store_of(group).set(notice(group), failure.text())
 
 
+def noticed(group: Group) -> ZeroError | None:
+    """The error of another rank that has failed and is gone since, where it could still say so."""
+    group = group.everyone
+    with contextlib.suppress(RuntimeError):  # the store is gone as well
+        if store_of(group).check([notice(group)]):
+            failure = Failure.read(store_of(group).get(notice(group)).decode())
+            return failure.error() if failure.who != group.name_of(group.rank) else None
+    return None
+
+
 def ended(group: Group) -> None:
     """A call has ended on all ranks because one could not make its part: none looks for its notice any more."""
     with contextlib.suppress(RuntimeError):  # the store is gone, or keeps what it has
         store_of(group).delete_key(notice(group))
+    passed(group)
+
+
+def passed(group: Group) -> None:
+    """The same on a rank whose peers may still look for its notice."""
     pg = group.everyone.pg
     _ended[pg] = _ended.get(pg, 0) + 1

@@ -18,6 +18,13 @@ _WRITE_BYTES = 8 << 20
 _WRITES = 16
 
 
+def write_buffers(largest_bytes: int) -> tuple[int, int]:
+    """Bytes of one write of gradients at most, and how many are under way or in the making, where the largest gradient
+    of a model takes ``largest_bytes`` in its file."""
+    size = min(_WRITE_BYTES, blocks(largest_bytes))
+    return size, 1 + min(_WRITES, 2 * -(-largest_bytes // max(size, 1)))
+
+
 class Files:
     """The files of one sharded model on this rank: where its parameters and gradients rest.
 
@@ -102,9 +109,7 @@ class GradientFiles:
 
     def _writes(self) -> tuple[int, int]:
         """Bytes of one write at most, and how many buffers there are."""
-        largest = max((r.nbytes for r in self._regions.values()), default=0)
-        size = min(_WRITE_BYTES, largest)
-        return size, 1 + min(_WRITES, 2 * -(-largest // max(size, 1)))
+        return write_buffers(max((r.nbytes for r in self._regions.values()), default=0))
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""

@@ -7,20 +7,22 @@ that of a peer whatever call the peer is in, since each begins with it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .agreement import digest, first_difference
 from .errors import RankMismatchError, TransferError, ZeroError
-from .failing import BEGIN, Failure, ended, warn_others
+from .failing import BEGIN, Failure, ended, notice, noticed, passed, warn_others
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
+_SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: where the reason lies
 # Far from the small tags that people choose for their own messages, and not one of the engine's. One tag for all
 # headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
 _HEADER_TAG = 0x59000000
@@ -60,32 +62,76 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
 
 
 def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
-    """The headers of all ranks, in order, given this rank's.
+    """The headers of all ranks, in order, given this rank's. One that is still owed goes first."""
+    owed = _owed.pop(group.pg, None)
+    if owed is not None:
+        exchange, told_at = owed
+        exchange.wait("a call that this rank could not make")
+        with contextlib.suppress(RuntimeError):  # all have met, so nobody looks there any more
+            store_of(group).delete_key(told_at)
+    with _named(group, None, what):
+        exchange = _Exchange(group, mine)
+    return exchange.wait(what)
+
+
+class _Exchange:
+    """A header of this rank on its way to each peer, and one of each peer to this rank.
 
     An accelerator's backend has no tags that would keep these messages apart from others, and reads no host memory:
     there an all-gather on the device carries them, and reading it waits for what the device was given before.
+
+    Raises:
+        RuntimeError: a peer is gone.
     """
-    peer: int | None = None
-    try:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+
+    def __init__(self, group: Group, mine: bytes) -> None:
+        self._group = group
+        self._works: list[tuple[int | None, Any]] = []
+        # Kept until they have been read, whoever looks at the result.
+        self._sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self._got = torch.empty(group.world, len(mine), dtype=torch.uint8)
         if not _has_gloo(group):
-            out = torch.empty(group.world * len(mine), dtype=torch.uint8, device=group.device)
-            all_gather_flat(out, sent.to(group.device), group=group.pg)
-            return [bytes(row) for row in out.view(group.world, -1).tolist()]
-        got = torch.empty(group.world, len(mine), dtype=torch.uint8)
-        got[group.rank] = sent
+            self._sent, self._got = self._sent.to(group.device), self._got.to(group.device)
+            work = all_gather_flat(self._got.view(-1), self._sent, group=group.pg, async_op=True)
+            self._works.append((None, work))
+            return
+        self._got[group.rank] = self._sent
         others = [r for r in range(group.world) if r != group.rank]
-        receives = []
-        sends = []
         for peer in others:
-            receives.append(group.pg.recv([got[peer]], peer, _HEADER_TAG))
+            self._works.append((peer, group.pg.recv([self._got[peer]], peer, _HEADER_TAG)))
         for peer in others:
-            sends.append(group.pg.send([sent], peer, _HEADER_TAG))
-        for whom, work in zip([*others, *others], [*receives, *sends], strict=True):
-            peer = whom
-            work.wait()
-        return [row.numpy().tobytes() for row in got]
+            self._works.append((peer, group.pg.send([self._sent], peer, _HEADER_TAG)))
+
+    def wait(self, what: str) -> list[bytes]:
+        """The headers of all ranks, in order.
+
+        Args:
+            what: the call, for messages.
+
+        Raises:
+            TransferError: a peer did not answer.
+            ZeroError: a peer is gone that had said why.
+        """
+        for peer, work in self._works:
+            with _named(self._group, peer, what):
+                work.wait()
+        with _named(self._group, None, what):
+            return [bytes(row) for row in self._got.tolist()]
+
+
+# What a rank that failed has posted where no peer was waiting for it, and where in the store it has said why.
+_owed: weakref.WeakKeyDictionary[Any, tuple[_Exchange, str]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
+    """Errors of a backend say whom this rank was waiting for; None: all peers."""
+    try:
+        yield
     except RuntimeError as error:
+        told = noticed(group)
+        if told is not None:
+            raise told from error
         who = "its peers" if peer is None else group.name_of(peer)
         reason = str(error).splitlines()[0]
         raise TransferError(
@@ -142,10 +188,29 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
         return new
     group = group.everyone
     warn_others(group, failure)
-    said = lay_text(group, failure.text(), HEADER_BYTES - _DIGEST_BYTES - 1)
+    said = lay_text(group, failure.text(), _SAID_BYTES)
     headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that this rank could not make")
     ended(group)
     return all(h.startswith(_FAILED + bytes([True])) for h in headers)
+
+
+def fail_later(group: Group, failure: Failure) -> None:
+    """Have the next call of every peer end with ``failure``. For what fails where no peer waits for this rank, which
+    therefore does not wait either: its own next call comes behind theirs.
+
+    While peers have not met one failure, there is room for no other.
+    """
+    group = group.everyone
+    if group.alone or group.pg in _owed:
+        return
+    told_at = notice(group)
+    with contextlib.suppress(
+        RuntimeError
+    ):  # a peer is gone, or the store is: the error of this rank says more
+        warn_others(group, failure)
+        said = lay_text(group, failure.text(), _SAID_BYTES)
+        _owed[group.pg] = (_Exchange(group, _FAILED + bytes([False]) + said), told_at)
+    passed(group)
 
 
 def cannot_begin(group: Group, error: BaseException) -> None:

@@ -102,7 +102,12 @@ class Lowering:
         budgeted = state.config.memory_budget_bytes is not None
         while True:
             found = schedule.hop_distances(
-                emitted.program, len(ahead) + 1, state.machine, state.world, budgeted
+                emitted.program,
+                len(ahead) + 1,
+                state.machine,
+                state.world,
+                budgeted,
+                state.config.nvme_checksums,
             )
             if found is None:
                 for lane, far in zip(("copied to the device", "read from files"), ahead, strict=False):

@@ -19,11 +19,14 @@ from torch.optim import Optimizer
 from .config import TIERS
 from .elementwise import States, declared, states_of
 from .errors import GradientError, OptimizerError
+from .failing import MAKE
 from .grads import AppliedGrad, check_reduced, used_up
+from .group import Group
 from .ir import ops
 from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
 from .runtime.streaming import Stream
+from .telling import Telling, groups_of, tells
 from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of
 
 # A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
@@ -74,8 +77,11 @@ def optimizer(
     )
 
 
-class StreamedOptimizer(Optimizer, Done):
-    """See :func:`optimizer`, which makes it. ``cls`` is the class that it runs."""
+class StreamedOptimizer(Optimizer, Done, Telling):
+    """See :func:`optimizer`, which makes it. ``cls`` is the class that it runs.
+
+    What fails in its making or in a step on one rank is told to the others: their next call raises it.
+    """
 
     streams = True  # for the guard against plain optimizers
 
@@ -131,7 +137,8 @@ class StreamedOptimizer(Optimizer, Done):
         units, stores = list(self._units), len(self._stores)
         try:
             self._place(self.param_groups[-1])
-        except BaseException:
+        except BaseException as error:
+            self.tell(error, MAKE)
             self.param_groups.pop()
             self._units = units
             for store in self._stores[stores:]:
@@ -221,8 +228,20 @@ class StreamedOptimizer(Optimizer, Done):
             local = local_of(entry.param)
             entry.regions[key] = store.allocate(f"{key} of {entry.name}", local.shape, dtype)
 
+    def _peers(self) -> list[Group]:
+        params = [p for g in self.param_groups for p in g["params"]]
+        owners = _owners()
+        placing = {owners[id(p)][0] for p in params if id(p) in owners}  # while it is made
+        return groups_of(placing | self._policies(), params)
+
+    def _policies(self) -> set[Any]:
+        """The sharded models whose parameters it has."""
+        return {policy for ref, _, _ in self._managed if (policy := ref()) is not None}
+
     # Steps -------------------------------------------------------------------------------------------------
 
+    @tells
+    @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient, as ``cls.step`` would.
@@ -231,11 +250,14 @@ class StreamedOptimizer(Optimizer, Done):
             OptimizerError: a parameter was replaced since the optimizer was made.
             GradientError: gradients wait for their reduction.
             StorageError: a transfer failed; the parameters may then be half updated, and later steps raise.
+            RankMismatchError: with ``max_grad_norm``, ranks are in different calls.
+            ZeroError: with ``max_grad_norm``, of a rank that failed; it names the rank.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._known_to_peers():
                 loss = closure()
+        self.check_whole()
         self._check_current()
         if self._overlap is not None:
             self._overlap.check_ended()
@@ -271,6 +293,10 @@ class StreamedOptimizer(Optimizer, Done):
         """First phase of clipping: the norm; and what gradients are to be multiplied by."""
         if self.max_grad_norm is None:
             return None
+        policies = sorted(self._policies(), key=lambda p: p.serial)
+        with self._known_to_peers():
+            for policy in {id(p.group.everyone.pg): p for p in policies}.values():
+                policy.meet("norm of the gradients in a step of zero.optimizer")
         given = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(given)
         self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -18,6 +18,7 @@ import torch
 
 from . import grads
 from .errors import OptimizerError
+from .failing import STEP
 from .grads import AppliedGrad
 from .ir import ops
 from .plain import averages_follow, check_averaged
@@ -44,6 +45,7 @@ class Overlap:
         self._hooks: list[Any] = []
         self._params: list[weakref.ref[Any]] = []
         self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
+        self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
         self._first = True  # no backward has ended yet
         self._apart = contextlib.ExitStack()
@@ -116,7 +118,7 @@ class Overlap:
             if (optimizer := self._optimizer()) is not None:
                 optimizer.check_whole()
             raise grads.used_up()
-        self._task = task
+        self._task, self._failed = task, None
         self._apart.close()  # of a backward that broke off
         if (
             self._first
@@ -156,8 +158,17 @@ class Overlap:
                 missing.discard(id(param))
                 if not missing:
                     del self._missing[id(unit)]
-                    self._partly = True
-                    optimizer.feed(unit)
+                    self._feed(optimizer, unit)
+
+    def _feed(self, optimizer: StreamedOptimizer, unit: Unit) -> None:
+        """Begin the update of ``unit``. An error waits for the end of the backward: raised here, it would leave peers
+        alone in the collectives that are still to come."""
+        self._partly = True
+        if self._failed is None:
+            try:
+                optimizer.feed(unit)
+            except Exception as error:
+                self._failed = error
 
     def check_ended(self) -> None:
         """No backward broke off after some of its updates, by an error or Ctrl-C.
@@ -174,6 +185,7 @@ class Overlap:
 
         Raises:
             GradientError: before any was used, where they are those of this rank alone.
+            StorageError: of an update.
         """
         params = [p for u in self._units for p in u.params]
         if averages_follow(params):
@@ -188,9 +200,12 @@ class Overlap:
             entry.take_grad()
         for unit in self._units:
             if self._missing.pop(id(unit), None) is not None:
-                self._partly = True
-                optimizer.feed(unit)
+                self._feed(optimizer, unit)
         self._partly = False
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            optimizer.tell(failed, STEP)
+            raise failed
 
     def finish(self) -> None:
         """After ``step()``, or a ``load_state_dict`` after one that broke off: there are no gradients."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import jinja2
 
-from .simulate import COMPUTE, DISK, HOST, LINK, Timeline, duration
+from .simulate import COMPUTE, HOST, LINK, READ, WRITE, Timeline, duration
 
 _LANES = {
     COMPUTE: "compute",
     LINK: "transfers between ranks",
-    DISK: "files",
+    READ: "reads of files",
+    WRITE: "writes of files",
     HOST: "copies to and from the host",
 }
 # In the order of a step; a phase that is no part of one has a process of its own in a trace.
@@ -107,7 +108,7 @@ def _drawn(title: str, program: Any, timeline: Timeline, choice: Any) -> dict[st
                     "told": told,
                 }
             )
-        if lane in (DISK, HOST) and not bars:
+        if lane in (READ, WRITE, HOST) and not bars:
             continue
         lanes.append({"name": name, "bars": bars, "busy": f"{timeline.busy_us(lane) / total:.0%} busy"})
     peak = max(program.live, default=0)

@@ -128,10 +128,12 @@ class PlainModel:
         self.changed = None
         self.left.clear()
         if self.sync and _several_ranks(self.group):
-            cannot_begin(self._everyone(), error)
+            cannot_begin(self.everyone, error)
         raise error
 
-    def _everyone(self) -> Group:
+    @property
+    def everyone(self) -> Group:
+        """The ranks over which gradients are averaged."""
         return self.group or make_group(None, self.params[0].device)
 
     @property
@@ -151,7 +153,7 @@ class PlainModel:
             return "\n".join([_DOING, *(f"parameter {n}: {list(p.shape)} {p.dtype}" for n, p in named)])
 
         self.digest = self.digest or short_digest(text())
-        meet(self._everyone(), self.digest, text, _DOING)
+        meet(self.everyone, self.digest, text, _DOING)
 
     def _compare(self) -> None:
         """Before the first average of parameters: ranks began with the same values, which nobody sent around.
@@ -195,6 +197,12 @@ def check_averaged(params: Iterable[Any]) -> None:
                 "these gradients are those of this rank alone: parameters that are not sharded are averaged when a "
                 "backward outside zero.no_sync ends; run one before stepping"
             )
+
+
+def averaged_over(params: Iterable[Any]) -> list[Group]:
+    """Groups of ranks that average gradients of ``params``."""
+    states = {getattr(param, ATTRIBUTE, None) for param in params}
+    return [s.everyone for s in states if s is not None and s.params and _several_ranks(s.group)]
 
 
 def averages_follow(params: Iterable[Any]) -> bool:

@@ -6,7 +6,7 @@ collectives must not. So rank 0 decides, and what was decided stands for every l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from .program import (
     WaitGather,
     WaitReduce,
 )
-from .simulate import HOST, duration, fetch_us, lane_of, share_cores, simulate, transfers
+from .simulate import HOST, READ, WRITE, duration, fetch_us, lane_of, share_cores, simulate, transfers
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
 # than at distance 1.
@@ -203,7 +203,12 @@ def _room(seen: Look, spare_bytes: int | None) -> tuple[int, str]:
 
 
 def hop_distances(
-    program: Program, stage: int, spec: HardwareSpec, world: int, budgeted: bool
+    program: Program,
+    stage: int,
+    spec: HardwareSpec,
+    world: int,
+    budgeted: bool,
+    checksums: bool = False,
 ) -> list[int] | None:
     """How far ahead the hops of a stage start (see `fetches.py`), by unit; None where the Program has no such stage, or
     its chunks are not copied to a device.
@@ -214,15 +219,17 @@ def hop_distances(
     copied = any(hop.pool == "device" for g in program.gathers for hop in g.hops)
     if not copied or all(len(g.hops) < stage for g in program.gathers):
         return None
-    phase = hop_phase(program, stage, spec, world)
+    phase = hop_phase(program, stage, spec, world, checksums)
     largest = max(phase.nbytes, default=0)
     return distances(phase, largest if budgeted else _LARGEST_UNITS * largest)
 
 
-def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int) -> Phase:
+def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int, checksums: bool = False) -> Phase:
     """The hops of one stage as the search sees them: the host's time between them is what it would take if chunks
     came from other tiers in no time."""
-    lane = HOST if stage == 1 else lane_of("nvme")
+    lanes = {HOST} if stage == 1 else {READ}
+    if READ in lanes and any({READ, WRITE} <= set(group) for group in spec.shared):
+        lanes.add(WRITE)
     unit_of: list[int] = []
     for k, g in enumerate(program.gathers):
         before = program.gathers[k - 1] if k else None
@@ -244,7 +251,7 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int) -> P
             waits.setdefault(unit, at)
         elif not isinstance(instr, WaitFetch) and now == stage - 1:
             starts[unit] = at
-    reached = [0.0, *simulate(program, spec, world, fetches=False).reached_us]
+    reached = [0.0, *simulate(program, spec, world, fetches=False, checksums=checksums).reached_us]
     other_us: list[float] = []
     between: list[list[Event]] = []
     begin = next((at for at, i in enumerate(program.instrs) if isinstance(i, (Fetch, Gather))), 0)
@@ -253,7 +260,7 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int) -> P
         events: list[Event] = []
         now_us = reached[begin]
         for at in range(begin, end):
-            if cost := _other_us(program, program.instrs[at], lane, spec):
+            if cost := _other_us(program, program.instrs[at], lanes, spec):
                 events += [("compute", reached[at] - now_us), ("start", len(other_us))]
                 other_us.append(cost)
                 now_us = reached[at]
@@ -262,14 +269,14 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int) -> P
     return Phase(us, nbytes, between, other_us)
 
 
-def _other_us(program: Program, instr: Any, lane: str, spec: HardwareSpec) -> float:
-    """Time on ``lane`` of what an instruction puts there, if that is no hop."""
+def _other_us(program: Program, instr: Any, lanes: Collection[str], spec: HardwareSpec) -> float:
+    """Time on ``lanes`` of what an instruction puts there, if that is no hop."""
     if isinstance(instr, (Offload, Restore)):
-        o = program.offloads[instr.index]
-        return spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes) if lane_of(o.tier) == lane else 0.0
-    if isinstance(instr, Store) and lane == HOST:
+        o, out = program.offloads[instr.index], isinstance(instr, Offload)
+        return spec.links(o.tier)[out].us(o.nbytes) if lane_of(o.tier, out) in lanes else 0.0
+    if isinstance(instr, Store) and HOST in lanes:
         return spec.links("host")[1].us(program.reduces[instr.index].result_bytes)
-    if isinstance(instr, WaitReduce) and lane != HOST:
+    if isinstance(instr, WaitReduce) and WRITE in lanes:
         r = program.reduces[instr.index]
         return spec.nvme_write.us(r.result_bytes) if r.tiers[-1:] == ("nvme",) else 0.0
     return 0.0

@@ -1,8 +1,9 @@
 """Discrete-event simulation of a Program: when each instruction would run, and what bounds the step.
 
 The host walks the instructions in order. A start puts a transfer on its lane, which serves one at a time in
-order; a wait blocks the host until the transfer is done. Lanes that share a core (``HardwareSpec.shared``)
-slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed.
+order; a wait blocks the host until the transfer is done. Lanes that share a core or a disk (``HardwareSpec.shared``)
+slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed. Files have a lane of reads and one of
+writes, as the engine has: those of one kind begin in order, and while both wait they take turns on the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .hardware import HardwareSpec
+from .files import write_buffers
+from .hardware import LANES, HardwareSpec
 from .program import (
     Compute,
     Fetch,
@@ -24,6 +26,7 @@ from .program import (
     Offload,
     Program,
     Reduce,
+    ReduceDesc,
     Restore,
     Store,
     WaitFetch,
@@ -33,7 +36,7 @@ from .program import (
     WaitRestore,
 )
 
-COMPUTE, LINK, DISK, HOST = "compute", "device-device", "nvme-host", "host-device"
+COMPUTE, LINK, READ, WRITE, HOST = LANES
 _SHOWN = 4  # transfers that the step waits for, in the report
 
 
@@ -93,8 +96,13 @@ class Timeline:
         """What a lane has to do, in the time that it takes with its cores to itself."""
         return sum(s.alone_us for s in self.spans if s.lane == lane)
 
-    def busy_us(self, lane: str) -> float:
-        return sum(s.end_us - s.start_us for s in self.spans if s.lane == lane)
+    def busy_us(self, *lanes: str) -> float:
+        """For how long one of ``lanes`` at least has something under way."""
+        busy, until = 0.0, 0.0
+        for s in sorted((s for s in self.spans if s.lane in lanes), key=lambda s: s.start_us):
+            busy += max(0.0, s.end_us - max(s.start_us, until))
+            until = max(until, s.end_us)
+        return busy
 
     def nbytes(self, lane: str) -> int:
         return sum(s.nbytes for s in self.spans if s.lane == lane)
@@ -102,7 +110,7 @@ class Timeline:
     @property
     def bound(self) -> str:
         """The lane that bounds the step: the one that would gain most from being faster."""
-        exposed = {lane: self.exposed_us(lane) for lane in (LINK, DISK, HOST)}
+        exposed = {lane: self.exposed_us(lane) for lane in (LINK, READ, WRITE, HOST)}
         if sum(exposed.values()) <= self.total_us / 2:
             return COMPUTE
         return max(exposed, key=exposed.__getitem__)
@@ -124,7 +132,12 @@ class Timeline:
         """For the report: what the time is spent on, and which transfers are not hidden. Times of lanes are those that
         they take alone; where they share cores, less of them is hidden."""
         parts = [f"compute {self.alone_us(COMPUTE) / 1e3:.2f} ms"]
-        for lane, what in ((LINK, "transfers"), (DISK, "files"), (HOST, "copies")):
+        for lane, what in (
+            (LINK, "transfers"),
+            (READ, "reads of files"),
+            (WRITE, "writes of files"),
+            (HOST, "copies"),
+        ):
             us = self.alone_us(lane)
             hidden = _hidden(self.exposed_us(lane), us) if us else 0.0
             if us or lane == LINK:
@@ -161,6 +174,7 @@ class _Task:
     start_us: float = 0.0
     slowed_us: float = 0.0  # by so much compute takes longer for it
     wanted_us: float | None = None  # since when the host waits for it
+    done: bool = False
 
 
 def share_cores(spec: HardwareSpec) -> bool:
@@ -206,21 +220,25 @@ def fetch_us(program: Program, fetch: Fetch, spec: HardwareSpec) -> float:
     return spec.links(g.hops[fetch.hop].tier)[0].us(g.chunk_bytes)
 
 
-def lane_of(tier: str) -> str:
-    """The lane between a tier and the one above it."""
-    return DISK if tier == "nvme" else HOST
+def lane_of(tier: str, out: bool) -> str:
+    """The lane between a tier and the one above it: from there, or ``out`` to it."""
+    return HOST if tier == "host" else WRITE if out else READ
 
 
-def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = True) -> Timeline:
+def simulate(
+    program: Program, spec: HardwareSpec, world: int, fetches: bool = True, checksums: bool = False
+) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
 
     Args:
         fetches: whether chunks at rest on other tiers take time to come.
+        checksums: whether the host sums up what is read from files and written to them (``Config.nvme_checksums``).
 
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
+    files = _Files(sim, program, spec, checksums)
     gather_costs, reduce_costs = transfers(program, spec, world)
     fetched: dict[tuple[int, int], _Task | None] = {}
     gathers: dict[int, _Task | None] = {}
@@ -237,9 +255,11 @@ def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = T
             hop = g.hops[instr.hop]
             us = fetch_us(program, instr, spec) if fetches else 0.0
             label = f"{hop.what} of the {g.label}"
-            fetched[instr.index, instr.hop] = sim.start(lane_of(hop.tier), label, us, g.chunk_bytes)
+            fetched[instr.index, instr.hop] = sim.start(lane_of(hop.tier, False), label, us, g.chunk_bytes)
         elif isinstance(instr, WaitFetch):
-            sim.wait(fetched[instr.index, instr.hop])
+            task = fetched[instr.index, instr.hop]
+            sim.wait(task)
+            files.check(task)
         elif isinstance(instr, Gather):
             label = program.gathers[instr.index].label
             gathers[instr.index] = sim.start(LINK, label, *gather_costs[instr.index])
@@ -253,11 +273,16 @@ def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = T
             sim.wait(gathers[instr.index])
         elif isinstance(instr, (Offload, Restore)):
             o = program.offloads[instr.index]
-            us = spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes)
-            what = "copy" if o.tier == "host" else "file"
-            offloads[instr.index] = sim.start(lane_of(o.tier), f"{what} of the {o.label}", us, o.nbytes)
+            out = isinstance(instr, Offload)
+            us = spec.links(o.tier)[out].us(o.nbytes)
+            label = f"{'copy' if o.tier == 'host' else 'file'} of the {o.label}"
+            if out and o.tier == "nvme":
+                files.sum_up(label, o.nbytes)
+            offloads[instr.index] = sim.start(lane_of(o.tier, out), label, us, o.nbytes)
         elif isinstance(instr, (WaitOffload, WaitRestore)):
             sim.wait(offloads[instr.index])
+            if isinstance(instr, WaitRestore):
+                files.check(offloads[instr.index])
         elif isinstance(instr, Store):
             sim.wait(reduces[instr.index])
             r = program.reduces[instr.index]
@@ -267,10 +292,7 @@ def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = T
             sim.wait(reduces[instr.index])
             r = program.reduces[instr.index]
             if r.tiers[-1:] == ("nvme",):
-                if not r.copied:
-                    sim.compute(f"buffer of the {r.label}", 2 * r.result_bytes / spec.memory_bytes_per_us)
-                us = spec.nvme_write.us(r.result_bytes)
-                sim.start(DISK, f"file of the {r.label}", us, r.result_bytes)
+                files.land(r)
         reached.append(sim.now)
     sim.drain()
     return Timeline(sim.now, sim.stalled, sim.spans, reached, sim.slowed)
@@ -281,6 +303,61 @@ def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
     numel = sum(map(math.prod, keep.shapes))
     item = getattr(torch, keep.grad_dtype).itemsize + 2 * getattr(torch, keep.dtype).itemsize
     return numel * item / spec.memory_bytes_per_us + len(keep.names) * spec.kernel_us
+
+
+class _Files:
+    """What the host does itself for transfers of files: sums of bytes, and gradients that go by way of buffers.
+
+    A gradient is copied to one buffer of a few (`files.py`) for each part of it, and that is free again when its part
+    is in the file. So a disk that is slower than backward makes gradients holds it up.
+    """
+
+    def __init__(self, sim: _Simulator, program: Program, spec: HardwareSpec, checksums: bool) -> None:
+        self._sim, self._spec, self._checksums = sim, spec, checksums
+        nbytes: dict[tuple[str, str], int] = {}  # of each gradient: one in tiles lands in parts
+        for r in program.reduces:
+            for name, part in _results(r) if r.tiers[-1:] == ("nvme",) else ():
+                nbytes[r.owner, name] = nbytes.get((r.owner, name), 0) + part
+        largest: dict[str, int] = {}
+        for (owner, _), size in nbytes.items():
+            largest[owner] = max(largest.get(owner, 0), size)
+        self._buffers = {owner: write_buffers(size) for owner, size in largest.items()}
+        self._writing: dict[str, deque[_Task]] = {owner: deque() for owner in largest}
+
+    def sum_up(self, label: str, nbytes: int) -> None:
+        if self._checksums:
+            self._sim.compute(f"checksums of the {label}", nbytes / self._spec.checksum_bytes_per_us)
+
+    def check(self, task: _Task | None) -> None:
+        """What was read is compared with the sums of what was written."""
+        if task is not None and task.lane == READ:
+            self.sum_up(task.label, task.nbytes)
+
+    def land(self, r: ReduceDesc) -> None:
+        """A reduction whose results go to files has been waited for."""
+        sim, writing, (size, count) = self._sim, self._writing[r.owner], self._buffers[r.owner]
+        link, label = self._spec.nvme_write, f"file of the {r.label}"
+        first = True
+        for _, nbytes in _results(r):
+            for at in range(0, nbytes, size):
+                part = min(size, nbytes - at)
+                while len(writing) >= count or (writing and writing[0].done):
+                    sim.wait(writing.popleft())
+                if not r.copied:  # else it is the host's memory that is copied, while the device computes
+                    sim.compute(f"buffer of the {r.label}", 2 * part / self._spec.memory_bytes_per_us)
+                self.sum_up(label, part)
+                # The requests of one landing are in the engine's queue together: it begins but once.
+                us = link.us(part) if first else part / link.bytes_per_us
+                task = sim.start(WRITE, label, us, part)
+                if task is not None:
+                    writing.append(task)
+                first = False
+
+
+def _results(r: ReduceDesc) -> list[tuple[str, int]]:
+    """Bytes of this rank's part of each result of a reduction."""
+    item = getattr(torch, r.out_dtype).itemsize
+    return [(name, numel * item) for name, numel in zip(r.names, r.chunk_numels, strict=True)]
 
 
 class _Simulator:
@@ -315,7 +392,7 @@ class _Simulator:
         if task is None:
             return
         begin = task.wanted_us = self.now
-        while any(t is task for t in self.queues[task.lane]):
+        while not task.done:
             rates = self._rates(computing=False)
             self._advance(min(q[0].left_us / rates[lane] for lane, q in self._busy()), rates)
         self.stalled[task.lane] = self.stalled.get(task.lane, 0.0) + self.now - begin
@@ -352,6 +429,7 @@ class _Simulator:
             head.left_us -= us * rates[lane]
             if head.left_us <= 1e-9:
                 queue.popleft()
+                head.done = True
                 stalled = 0.0 if head.wanted_us is None else self.now - head.wanted_us
                 self.spans.append(
                     Span(

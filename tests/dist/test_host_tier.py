@@ -9,7 +9,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.modules import policies_of
-from zero_compiler.simulate import DISK, HOST, LINK
+from zero_compiler.simulate import HOST, LINK, READ, WRITE
 
 O = torch.optim
 CHAINS = [("host", None, None), ("host", "nvme", None), ("nvme", None, None), ("nvme", "nvme", "nvme")]
@@ -34,7 +34,7 @@ def _ranks(rank, world, transport, folder):
             assert zero.inspect(model).memory.parameters == 4  # the scalar
             (frame,) = policies_of(model)[0].frames
             backward = frame.timelines["backward"]
-            lanes.append({lane for lane in (DISK, HOST, LINK) if backward.busy_us(lane)})
+            lanes.append({lane for lane in (READ, WRITE, HOST, LINK) if backward.busy_us(lane)})
     return lanes
 
 
@@ -42,7 +42,7 @@ def _ranks(rank, world, transport, folder):
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 def test_on_two_ranks(transport, tmp_path):
     for lanes in run_ranks(_ranks, 2, transport, str(tmp_path)):
-        assert lanes == [{HOST, LINK}, {DISK, HOST, LINK}, {DISK, HOST, LINK}, {DISK, HOST, LINK}]
+        assert lanes == [{HOST, LINK}, {WRITE, HOST, LINK}, {READ, HOST, LINK}, {READ, WRITE, HOST, LINK}]
 
 
 def _placed(rank, world, transport, folder):

@@ -38,10 +38,22 @@ def test_every_preset_loads_and_names_its_source(name):
             assert link.latency_us > 0
             assert link.bytes_per_us > 0
     assert {"float32", "bfloat16"} <= set(spec.matmul_flops_per_us)
-    rates = (spec.memory_bytes_per_us, spec.vector_per_us, spec.special_per_us, spec.kernel_us)
+    rates = (
+        spec.memory_bytes_per_us,
+        spec.checksum_bytes_per_us,
+        spec.vector_per_us,
+        spec.special_per_us,
+        spec.kernel_us,
+    )
     assert min(*rates, *spec.matmul_flops_per_us.values(), spec.memory_bytes, spec.host_memory_bytes) > 0
     assert {lane for group in spec.shared for lane in group} <= set(hardware.LANES)
     assert HardwareSpec.from_dict(json.loads(spec.to_json())) == spec
+
+
+def test_lanes_that_share_are_known_ones():
+    data = hardware.load("laptop").to_dict() | {"shared": [["compute", "nvme-host"]]}
+    with pytest.raises(ConfigError, match="a lane in `shared` must be one of compute, .*, not 'nvme-host'"):
+        HardwareSpec.from_dict(data)
 
 
 def test_the_machines_of_the_documentation_are_there():
@@ -81,7 +93,7 @@ WRONG = [
     ),
     ({"collectives": [ROW | {"world": 1}]}, "world of a collective must be a number >= 2, not 1"),
     ({"collectives": [ROW | {"size": 1}]}, "unexpected keyword argument 'size'"),
-    ({"shared": [["compute", "disk"]]}, "a lane in shared must be one of compute, .*, not 'disk'"),
+    ({"shared": [["compute", "disk"]]}, "a lane in `shared` must be one of compute, .*, not 'disk'"),
     ({"speed": 1}, "unexpected keyword argument 'speed'"),
 ]
 

@@ -32,7 +32,7 @@ from zero_compiler.recount import recount
 from zero_compiler.runtime.hops import Aside
 from zero_compiler.runtime.stores import region_of
 from zero_compiler.shard import sharded_parameter
-from zero_compiler.simulate import COMPUTE, DISK, HOST, LINK, simulate
+from zero_compiler.simulate import COMPUTE, HOST, LINK, READ, simulate
 from zero_compiler.verify import verify_accumulating, verify_program
 
 
@@ -365,13 +365,13 @@ def test_the_three_lanes_overlap_with_each_other_and_with_compute(tmp_path):
     rate = chunk / 60.0
     spec = spec_of(host_device=rate, nvme_read=rate, nvme_write=rate)
     spans = simulate(program, spec, 2).spans
-    lanes = {lane: [s for s in spans if s.lane == lane] for lane in (COMPUTE, LINK, HOST, DISK)}
+    lanes = {lane: [s for s in spans if s.lane == lane] for lane in (COMPUTE, LINK, HOST, READ)}
 
     def overlap(a, b):
         return any(x.start_us < y.end_us and y.start_us < x.end_us for x in lanes[a] for y in lanes[b])
 
     assert all(lanes.values())
-    for a, b in ((DISK, HOST), (DISK, COMPUTE), (HOST, COMPUTE), (LINK, COMPUTE), (DISK, LINK), (HOST, LINK)):
+    for a, b in ((READ, HOST), (READ, COMPUTE), (HOST, COMPUTE), (LINK, COMPUTE), (READ, LINK), (HOST, LINK)):
         assert overlap(a, b), (a, b)
 
 

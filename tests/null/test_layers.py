@@ -34,6 +34,7 @@ RANKS = {
     "agreement": 3,
     "headers": 3,
     "mesh": 3,
+    "telling": 4,
     "tensor_parallel": 4,
     "copies": 4,
     "eager": 4,

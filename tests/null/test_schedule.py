@@ -13,6 +13,7 @@ from machines import machine
 from torch import nn
 
 from zero_compiler import schedule
+from zero_compiler.files import write_buffers
 from zero_compiler.hardware import HardwareSpec, Link, load
 from zero_compiler.planning import plan, report
 from zero_compiler.prefetch import phase_us
@@ -29,7 +30,7 @@ from zero_compiler.program import (
     WaitGather,
     WaitReduce,
 )
-from zero_compiler.simulate import COMPUTE, DISK, LINK, simulate
+from zero_compiler.simulate import COMPUTE, LINK, READ, WRITE, simulate
 
 LAYERS = 8
 
@@ -267,9 +268,9 @@ def test_two_lanes_that_slow_compute_down_are_charged_alike():
     stored = gather_of(25, hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32")
     instrs = [Fetch(1), Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,)), WaitFetch(1)]
     program = program_of(instrs, [gather_of(50), stored], segment_us=[12.0])
-    timeline = simulate(program, spec_of([("compute", LINK, DISK)]), 2)
+    timeline = simulate(program, spec_of([("compute", LINK, READ)]), 2)
     assert timeline.total_us == pytest.approx(12.0 + 6.0 + 7.0)
-    assert timeline.slowed == {LINK: pytest.approx(6.0), DISK: pytest.approx(7.0)}
+    assert timeline.slowed == {LINK: pytest.approx(6.0), READ: pytest.approx(7.0)}
     assert all(s.hidden == pytest.approx(0.0) for s in timeline.spans if s.lane != COMPUTE)
 
 
@@ -278,23 +279,93 @@ def test_three_lanes_that_share_go_at_a_third():
     stored = gather_of(25, hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32")
     instrs = [Fetch(1), Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,)), WaitFetch(1)]
     program = program_of(instrs, [gather_of(50), stored], segment_us=[6.0])
-    timeline = simulate(program, spec_of([("compute", LINK, DISK)]), 2)
+    timeline = simulate(program, spec_of([("compute", LINK, READ)]), 2)
     ends = {s.lane: s.end_us for s in timeline.spans}
     # After 18 us both of 6 us are done, and 1 us of the file is left, alone.
     assert ends == {
         "compute": pytest.approx(18.0),
         LINK: pytest.approx(18.0),
-        DISK: pytest.approx(19.0),
+        READ: pytest.approx(19.0),
     }
     alone = simulate(program, spec_of(), 2)
     assert alone.total_us == pytest.approx(7.0)
     # Groups of two: a lane in both is as slow as in the one that is fuller.
-    pairs = simulate(program, spec_of([("compute", LINK), ("compute", DISK)]), 2)
+    pairs = simulate(program, spec_of([("compute", LINK), ("compute", READ)]), 2)
     assert {s.lane: s.end_us for s in pairs.spans} == {
         "compute": pytest.approx(12.0),
         LINK: pytest.approx(12.0),
-        DISK: pytest.approx(13.0),
+        READ: pytest.approx(13.0),
     }
+
+
+DISK = [(READ, WRITE)]
+
+
+def test_reads_and_writes_of_files_go_on_together_and_share_the_disk():
+    """A gradient of 400 bytes is written (10 + 20 us) while as many are read (5 + 8 us)."""
+    stored = gather_of(100, hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32")
+    instrs = [Reduce(0, (-1,), ()), WaitReduce(0, (-1,)), Fetch(0), WaitFetch(0)]
+    program = program_of(instrs, [stored], [reduce_of(100, tiers=("nvme",))])
+    for shared, read_us, written_us in (([], 13.0, 30.0), (DISK, 26.0, 43.0)):
+        timeline = simulate(program, spec_of(shared), 1)
+        begin = timeline.reached_us[1]
+        ends = {s.lane: s.end_us - begin for s in timeline.spans if s.lane != COMPUTE}
+        # The read does not stand behind the write; on one disk each has half of it until the read has ended.
+        assert ends == {READ: pytest.approx(read_us), WRITE: pytest.approx(written_us)}
+        assert timeline.busy_us(READ, WRITE) == pytest.approx(written_us)
+        assert timeline.busy_us(READ) == pytest.approx(read_us)
+        assert timeline.stalls[READ] == pytest.approx(read_us)
+        assert timeline.bound == WRITE if not shared else timeline.bound in (READ, WRITE)
+        assert any("reads of files 0.01 ms for 400 bytes" in line for line in timeline.lines())
+        assert any("writes of files 0.03 ms for 400 bytes" in line for line in timeline.lines())
+
+
+def test_gradients_wait_for_a_buffer_that_is_written():
+    """Three buffers of the size of the largest gradient: the fourth is not copied before the first is in its file."""
+    count = 6
+    reduces = [dataclasses.replace(reduce_of(1024, tiers=("nvme",)), names=(f"w{k}",)) for k in range(count)]
+    assert write_buffers(4096) == (4096, 3)
+    instrs = [i for k in range(count) for i in (Reduce(k, (-1,), ()), WaitReduce(k, (-1,)))]
+    spec = spec_of(DISK)
+    timeline = simulate(program_of(instrs, [], reduces), spec, 1)
+    writes = [s for s in timeline.spans if s.lane == WRITE]
+    copies = [s for s in timeline.spans if s.label.startswith("buffer of")]
+    one_us = spec.nvme_write.us(4096)
+    assert [s.alone_us for s in writes] == [pytest.approx(one_us)] * count
+    for k in range(3, count):
+        assert copies[k].start_us == pytest.approx(writes[k - 3].end_us)
+    assert timeline.stalls[WRITE] == pytest.approx(timeline.total_us - sum(s.alone_us for s in copies))
+    assert timeline.bound == WRITE
+    # So many are under way that a landing within them is not held up.
+    few = simulate(program_of(instrs[:6], [], reduces[:3]), spec, 1)
+    assert few.reached_us[-1] == pytest.approx(3 * copies[0].alone_us)
+
+
+def test_a_large_gradient_goes_to_its_file_in_parts():
+    numel = (20 << 20) // 4
+    program = program_of(
+        [Reduce(0, (-1,), ()), WaitReduce(0, (-1,))], [], [reduce_of(numel, tiers=("nvme",))]
+    )
+    spec = spec_of(DISK)
+    writes = [s for s in simulate(program, spec, 1).spans if s.lane == WRITE]
+    assert [s.nbytes for s in writes] == [8 << 20, 8 << 20, 4 << 20]
+    assert sum(s.alone_us for s in writes) == pytest.approx(spec.nvme_write.us(20 << 20))
+
+
+def test_checksums_take_the_time_of_the_host():
+    """Of what is read when it is there, and of what is written before it goes."""
+    stored = gather_of(100, hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32")
+    instrs = [Fetch(0), WaitFetch(0), Reduce(0, (-1,), ()), WaitReduce(0, (-1,))]
+    program = program_of(instrs, [stored], [reduce_of(50, tiers=("nvme",))])
+    spec = dataclasses.replace(spec_of(DISK), checksum_bytes_per_us=40.0)
+    off, on = simulate(program, spec, 1), simulate(program, spec, 1, checksums=True)
+    assert on.total_us == pytest.approx(off.total_us + 400 / 40 + 200 / 40)
+    sums = [(s.label, s.alone_us) for s in on.spans if s.label.startswith("checksums")]
+    assert sums == [
+        ("checksums of the file of the gather of w0", pytest.approx(10.0)),
+        ("checksums of the file of the reduction of the gradients of w0", pytest.approx(5.0)),
+    ]
+    assert {s.lane for s in on.spans if s.label.startswith("checksums")} == {COMPUTE}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -326,9 +397,9 @@ def test_bytes_of_a_lane_are_those_of_its_descriptors(world):
     between += 10 * 4 * world + 8 * 4 + 8 * 4 * world + 4 * 4 * world + 6 * 2 * world  # reductions
     # Between the three replicas of the rows this rank's part of a sum travels too, also where no rank shares the rest.
     assert moved.nbytes(LINK) == (between if world > 1 else 0) + 4 * 4
-    assert moved.nbytes(DISK) == 9 * 4 + 8 * 4
+    assert (moved.nbytes(READ), moved.nbytes(WRITE)) == (9 * 4, 8 * 4)
     assert moved.nbytes("compute") == 0
-    times = {s.label: s.end_us - s.start_us for s in moved.spans if s.lane == DISK}
+    times = {s.label: s.end_us - s.start_us for s in moved.spans if s.lane in (READ, WRITE)}
     assert times == {
         "file of the gather of w0": pytest.approx(5 + 36 / 50),
         "file of the reduction of the gradients of w0": pytest.approx(10 + 32 / 20),
