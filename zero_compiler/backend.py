@@ -116,7 +116,14 @@ def _compile(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
     guard_optimizers()
-    compiled, captured, frame = compile_frame(gm, example_inputs, options, EngineLoader())
+    return compile_with(gm, example_inputs, options, EngineLoader())
+
+
+def compile_with(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
+) -> Callable[..., Any]:
+    """The callable that Dynamo is given for a frame whose Programs go to ``loader``."""
+    compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
 
@@ -237,7 +244,7 @@ class _FrameCompiler:
         fns = compile_segments(emitted, self.segments, phase, state)
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
-        timeline = simulate(program, state.machine, state.world)
+        timeline = simulate(program, state.machine, state.world, params=len(state.params))
         state.frame.add(program, kept_bytes(state.loader.kept_offsets()), timeline, state.choices[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
@@ -250,7 +257,8 @@ class _FrameCompiler:
         owners = {r.owner for r in program.reduces}
         kept = accumulating(program, owners)
         verify_accumulating(kept, program, owners, {ref.owner: p.world for ref, p in state.params.items()})
-        state.frame.accumulating = kept, simulate(kept, state.machine, state.world)
+        timeline = simulate(kept, state.machine, state.world, params=len(state.params))
+        state.frame.accumulating = kept, timeline
         self._dump(kept, program.phase, "program_no_sync.txt")
 
     def _dump(self, program: Program, folder: str, name: str) -> None:

@@ -41,6 +41,17 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class PythonTime:
+    """What Python, autograd and torch's guards take around a Program: ``call_us`` and ``param_us`` a parameter."""
+
+    call_us: float = 0.0
+    param_us: float = 0.0
+
+    def us(self, params: int) -> float:
+        return self.call_us + params * self.param_us
+
+
+@dataclass(frozen=True)
 class HardwareSpec:
     """One rank's share of a machine.
 
@@ -57,6 +68,8 @@ class HardwareSpec:
         collectives: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.
+        forward_python, backward_python: time of the host around a forward by its parameters, and around a backward by
+            their gradients; 0 in files of versions that did not measure it.
     """
 
     name: str
@@ -75,6 +88,8 @@ class HardwareSpec:
     nvme_write: Link
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
     onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
+    forward_python: PythonTime = PythonTime()
+    backward_python: PythonTime = PythonTime()
 
     def collective(self, kind: str, world: int, shared: bool = False) -> Link:
         """Link of a collective over the process group, or over memory that ranks share.
@@ -131,6 +146,8 @@ class HardwareSpec:
             )
             for name in ("host_device", "nvme_read", "nvme_write"):
                 data[name] = Link(**data[name])
+            for name in ("forward_python", "backward_python"):
+                data[name] = PythonTime(**data.get(name, {}))
             data["shared"] = tuple(tuple(group) for group in data.get("shared", ()))
             return HardwareSpec(**data)
         except (KeyError, TypeError) as error:

@@ -3,6 +3,10 @@
 The host walks the instructions in order. A start puts a transfer on its lane, which serves one at a time in
 order; a wait blocks the host until the transfer is done. Lanes that share a core (``HardwareSpec.shared``)
 slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed.
+
+Around the Program stands what Python does for each parameter: local rows go in before a forward, gradients become
+``.grad`` after a backward. Where compute shares cores with transfers it is the CPU that computes, and this adds to the
+step; an accelerator computes meanwhile, and the step is longer only where Python takes longer than all of that.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from .program import (
 )
 
 COMPUTE, LINK, DISK, HOST = "compute", "device-device", "nvme-host", "host-device"
+PYTHON = "python"  # no transfers: the host's time around a Program
+AROUND = "Python around the Program"
 _SHOWN = 4  # transfers that the step waits for, in the report
 
 
@@ -72,7 +78,8 @@ class Timeline:
 
     ``stalls`` is how long the host waited for each lane, and computed nothing; ``slowed`` is by how much each lane made
     compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
-    ``reached_us`` is when the host was done with each instruction of the Program.
+    ``reached_us`` is when the host was done with each instruction of the Program. ``python_us`` is by how much the step
+    takes longer for what Python does around it.
     """
 
     total_us: float
@@ -80,6 +87,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     reached_us: list[float] = field(default_factory=list)
     slowed: dict[str, float] = field(default_factory=dict)
+    python_us: float = 0.0
 
     @property
     def stalled_us(self) -> float:
@@ -101,8 +109,8 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """The lane that bounds the step: the one that would gain most from being faster."""
-        exposed = {lane: self.exposed_us(lane) for lane in (LINK, DISK, HOST)}
+        """What bounds the step: the lane, or Python, from which it would gain most if that were faster."""
+        exposed = {lane: self.exposed_us(lane) for lane in (LINK, DISK, HOST)} | {PYTHON: self.python_us}
         if sum(exposed.values()) <= self.total_us / 2:
             return COMPUTE
         return max(exposed, key=exposed.__getitem__)
@@ -112,6 +120,7 @@ class Timeline:
         return {
             "total_us": self.total_us,
             "stalled_us": self.stalled_us,
+            "python_us": self.python_us,
             "bound": self.bound,
             "spans": [asdict(s) for s in self.spans],
         }
@@ -124,6 +133,8 @@ class Timeline:
         """For the report: what the time is spent on, and which transfers are not hidden. Times of lanes are those that
         they take alone; where they share cores, less of them is hidden."""
         parts = [f"compute {self.alone_us(COMPUTE) / 1e3:.2f} ms"]
+        if us := self.alone_us(PYTHON):
+            parts.append(f"Python {us / 1e3:.2f} ms")
         for lane, what in ((LINK, "transfers"), (DISK, "files"), (HOST, "copies")):
             us = self.alone_us(lane)
             hidden = _hidden(self.exposed_us(lane), us) if us else 0.0
@@ -211,16 +222,22 @@ def lane_of(tier: str) -> str:
     return DISK if tier == "nvme" else HOST
 
 
-def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = True) -> Timeline:
+def simulate(
+    program: Program, spec: HardwareSpec, world: int, fetches: bool = True, params: int | None = None
+) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
 
     Args:
         fetches: whether chunks at rest on other tiers take time to come.
+        params: number of parameters that the frame takes; None: the Program alone, without Python around it.
 
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
+    python_us = 0.0 if params is None else _python_us(program, spec, params)
+    if program.phase != "backward":
+        sim.python(python_us)
     gather_costs, reduce_costs = transfers(program, spec, world)
     fetched: dict[tuple[int, int], _Task | None] = {}
     gathers: dict[int, _Task | None] = {}
@@ -272,8 +289,20 @@ def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = T
                 us = spec.nvme_write.us(r.result_bytes)
                 sim.start(DISK, f"file of the {r.label}", us, r.result_bytes)
         reached.append(sim.now)
+    if program.phase == "backward":
+        sim.python(python_us)
     sim.drain()
-    return Timeline(sim.now, sim.stalled, sim.spans, reached, sim.slowed)
+    total_us = max(sim.now, python_us)
+    exposed_us = python_us if share_cores(spec) else total_us - sim.now
+    return Timeline(total_us, sim.stalled, sim.spans, reached, sim.slowed, exposed_us)
+
+
+def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
+    """Time of the host around a phase of a frame with ``params`` parameters; a backward's counts by its gradients."""
+    if program.phase != "backward":
+        return spec.forward_python.us(params)
+    made = {(d.owner, name) for d in (*program.reduces, *program.keeps) for name in d.names}
+    return spec.backward_python.us(len(made))
 
 
 def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
@@ -288,6 +317,7 @@ class _Simulator:
 
     def __init__(self, spec: HardwareSpec) -> None:
         self.shared = spec.shared
+        self.on_cpu = share_cores(spec)
         self.now = 0.0
         self.stalled: dict[str, float] = {}
         self.slowed: dict[str, float] = {}
@@ -301,7 +331,14 @@ class _Simulator:
         self.queues.setdefault(lane, deque()).append(task)
         return task
 
-    def compute(self, label: str, us: float) -> None:
+    def python(self, us: float) -> None:
+        """The host's time around a Program: an accelerator computes what is before and behind it meanwhile."""
+        if us and self.on_cpu:
+            self.compute(AROUND, us, PYTHON)
+        elif us:
+            self.spans.append(Span(PYTHON, 0.0, us, AROUND, alone_us=us))
+
+    def compute(self, label: str, us: float, lane: str = COMPUTE) -> None:
         begin, left_us = self.now, us
         while left_us > 1e-9:
             rates = self._rates(computing=True)
@@ -309,7 +346,7 @@ class _Simulator:
             left_us -= step * rates[COMPUTE]
             self._note_slowed(step * (1 - rates[COMPUTE]))
             self._advance(step, rates)
-        self.spans.append(Span(COMPUTE, begin, self.now, label, alone_us=us))
+        self.spans.append(Span(lane, begin, self.now, label, alone_us=us))
 
     def wait(self, task: _Task | None) -> None:
         if task is None:
