@@ -259,22 +259,22 @@ def _through(a: tuple[int, float], b: tuple[int, float]) -> Link:
 
 
 # Layers of the two models that are compared: each is a LayerNorm and a Linear, so four parameters.
-_LAYERS = (4, 20)
-_CALLS = 15
+_LAYERS = (4, 16)
+_CALLS = 41
 
 
 def _python_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    times = [_around_us(layers) for layers in _LAYERS]
+    times = _around_us(_LAYERS)
     if rank == 0:
-        counts = [4 * layers for layers in _LAYERS]
-        torch.save([_python_time(counts, us) for us in zip(*times, strict=True)], os.path.join(folder, "rows"))
+        params = [4 * layers for layers in _LAYERS]
+        torch.save([_python_time(params, us) for us in times], os.path.join(folder, "rows"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _python_time(params: list[int], us: Sequence[float]) -> PythonTime:
+def _python_time(params: Sequence[int], us: Sequence[float]) -> PythonTime:
     """What two models of so many parameters take, as a time for each parameter and one for the call."""
     each = max(0.0, (us[1] - us[0]) / (params[1] - params[0]))
     return PythonTime(max(0.0, us[0] - params[0] * each), each)
@@ -296,23 +296,18 @@ class _BesideSegments(EngineLoader):
         return out
 
 
-def _around_us(count: int) -> tuple[float, float]:
-    """Median time of a forward and of a backward of ``count`` tiny layers, beside their compute segments.
+def _around_us(counts: Sequence[int]) -> list[list[float]]:
+    """Median times of a forward, and of a backward, of models of so many tiny layers, beside their compute segments.
 
     It is time of the CPU, so waiting for peers is none of it. The layers are one block, whose weights and gradients
     travel together: what the number of transfers costs is in the links. Between calls memory is swept: in training,
-    compute fills the caches with other things.
+    compute fills the caches with other things. The models take turns, so that what else runs slows all of them alike.
     """
-    loader = _BesideSegments()
+    loader, x = _BesideSegments(), torch.ones(1, 8)
+    swept = torch.zeros(_OPERANDS_BYTES // 4)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with(gm, inputs, None, loader)
-
-    layers = (m for _ in range(count) for m in (nn.LayerNorm(8), nn.Linear(8, 8)))
-    model = shard(nn.Sequential(nn.Sequential(*layers)), device="cpu")
-    step = torch.compile(model, backend=backend)
-    x, swept = torch.ones(1, 8), torch.zeros(_OPERANDS_BYTES // 4)
-    rows: tuple[list[float], list[float]] = ([], [])
 
     def timed(fn: Callable[[], Any], row: list[float]) -> Any:
         swept.add_(1)
@@ -321,12 +316,20 @@ def _around_us(count: int) -> tuple[float, float]:
         row.append((time.thread_time() - start) * 1e6 - loader.spent_us)
         return out
 
+    steps = []
+    for count in counts:
+        layers = (m for _ in range(count) for m in (nn.LayerNorm(8), nn.Linear(8, 8)))
+        model = shard(nn.Sequential(nn.Sequential(*layers)), device="cpu")
+        steps.append(torch.compile(model, backend=backend))
+    forward: list[list[float]] = [[] for _ in steps]
+    backward: list[list[float]] = [[] for _ in steps]
     for _ in range(_CALLS):
-        loss = timed(lambda: step(x).sum(), rows[0])
-        timed(loss.backward, rows[1])
-        model.zero_grad()
+        for step, f, b in zip(steps, forward, backward, strict=True):
+            loss = timed(partial(step, x), f).sum()
+            timed(loss.backward, b)
+            step.zero_grad()
     # The first calls compile.
-    return statistics.median(rows[0][2:]), statistics.median(rows[1][2:])
+    return [[statistics.median(row[2:]) for row in rows] for rows in (forward, backward)]
 
 
 def _collectives(world: int) -> list[Collective]:
