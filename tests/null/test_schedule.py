@@ -181,11 +181,11 @@ def test_a_choice_means_the_same_on_every_rank():
 # The simulation, by hand -----------------------------------------------------------------------------------
 
 
-def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0) -> HardwareSpec:
+def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0, **fields) -> HardwareSpec:
     """Links of 2 us and 100 bytes/us between ranks, 5 us and 50 bytes/us from files, 10 us and 20 bytes/us to them."""
     spec = HardwareSpec.from_dict(machine(latency_us, bytes_per_us))
     return dataclasses.replace(
-        spec, shared=tuple(shared), nvme_read=Link(5.0, 50.0), nvme_write=Link(10.0, 20.0)
+        spec, shared=tuple(shared), nvme_read=Link(5.0, 50.0), nvme_write=Link(10.0, 20.0), **fields
     )
 
 
