@@ -283,10 +283,12 @@ def _python_time(params: Sequence[int], us: Sequence[float]) -> PythonTime:
 class _BesideSegments(EngineLoader):
     """Adds up the CPU time of this thread in compute segments, ``spent_us``."""
 
-    compute = "aten"
+    compute: str | None = "aten"
     spent_us = 0.0
 
-    def load(self, program: Program, segments: Sequence[Any], frame: Frame) -> Callable[[list[Any]], list[Any]]:
+    def load(
+        self, program: Program, segments: Sequence[Any], frame: Frame
+    ) -> Callable[[list[Any]], list[Any]]:
         return super().load(program, [partial(self._timed, segment) for segment in segments], frame)
 
     def _timed(self, segment: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -316,7 +318,7 @@ def _around_us(counts: Sequence[int]) -> list[list[float]]:
         row.append((time.thread_time() - start) * 1e6 - loader.spent_us)
         return out
 
-    steps = []
+    steps: list[Any] = []
     for count in counts:
         layers = (m for _ in range(count) for m in (nn.LayerNorm(8), nn.Linear(8, 8)))
         model = shard(nn.Sequential(nn.Sequential(*layers)), device="cpu")

@@ -28,6 +28,7 @@ from .program import (
     Offload,
     Program,
     Reduce,
+    ReduceDesc,
     Restore,
     Store,
     WaitFetch,
@@ -301,7 +302,8 @@ def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
     """Time of the host around a phase of a frame with ``params`` parameters; a backward's counts by its gradients."""
     if program.phase != "backward":
         return spec.forward_python.us(params)
-    made = {(d.owner, name) for d in (*program.reduces, *program.keeps) for name in d.names}
+    descs: list[ReduceDesc | KeepDesc] = [*program.reduces, *program.keeps]
+    made = {(d.owner, name) for d in descs for name in d.names}
     return spec.backward_python.us(len(made))
 
 

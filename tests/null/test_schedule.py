@@ -292,7 +292,9 @@ def test_a_step_of_many_parameters_is_bound_by_python(shared):
 def test_python_around_a_backward_counts_gradients_once():
     """Two gradients; one comes in two parts. Python comes after them: a plan looks at the Program alone."""
     instrs = [Reduce(0, (), ()), Reduce(1, (), ()), WaitReduce(0, ()), WaitReduce(1, ())]
-    program = dataclasses.replace(program_of(instrs, reduces=[reduce_of(50), reduce_of(50, 25)]), phase="backward")
+    program = dataclasses.replace(
+        program_of(instrs, reduces=[reduce_of(50), reduce_of(50, 25)]), phase="backward"
+    )
     spec = spec_of(CORES, forward_python=PythonTime(100.0, 100.0), backward_python=PythonTime(4.0, 3.0))
     plain = simulate(program, spec, 2)
     assert plain.python_us == 0
