@@ -10,10 +10,14 @@ from typing import Any
 def machine(
     latency_us: float = 1.0, bytes_per_us: float = 10_000.0, share: bool = False, **fields: Any
 ) -> dict[str, Any]:
-    """A spec, as JSON values, whose lanes overlap unless they ``share`` cores, with these links between ranks."""
+    """A spec, as JSON values, whose lanes overlap unless they ``share`` cores, with these links between ranks.
+
+    Python takes no time around Programs: what tests look at is inside.
+    """
     preset = resources.files("zero_compiler") / "presets" / "laptop.json"
     spec = json.loads(preset.read_text())
     for row in spec["collectives"]:
         row["link"] = {"latency_us": latency_us, "bytes_per_us": bytes_per_us}
     spec["shared"] = [["compute", "device-device"]] if share else []
+    spec["forward_python"] = spec["backward_python"] = {}
     return spec | {"name": "test"} | fields

@@ -116,7 +116,14 @@ def _compile(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
     guard_optimizers()
-    compiled, captured, frame = compile_frame(gm, example_inputs, options, EngineLoader())
+    return compile_with(gm, example_inputs, options, EngineLoader())
+
+
+def compile_with(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
+) -> Callable[..., Any]:
+    """The callable that Dynamo is given for a frame whose Programs go to ``loader``."""
+    compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
 
@@ -246,7 +253,8 @@ class _FrameCompiler:
 
     def _simulated(self, program: Program) -> Timeline:
         state = self.state
-        return simulate(program, state.machine, state.world, checksums=state.config.nvme_checksums)
+        sums, params = state.config.nvme_checksums, len(state.params)
+        return simulate(program, state.machine, state.world, checksums=sums, params=params)
 
     def _accumulating(self, program: Program) -> None:
         """Show what a backward does under ``zero.no_sync``."""

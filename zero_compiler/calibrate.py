@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 from . import io_bench
+from .backend import compile_with
 from .group import all_gather_flat, reduce_scatter_flat
-from .hardware import Collective, HardwareSpec, Link
+from .hardware import Collective, HardwareSpec, Link, PythonTime
 from .ir import ops
+from .loader import EngineLoader
 from .mesh import make_group
+from .program import Program
+from .report import Frame
 from .runtime import aio
 from .runtime.checksums import sums
+from .shard import shard
 from .transport import choose
 
 _FILE_BYTES = 512 << 20
@@ -37,7 +43,8 @@ _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
 def calibrate(
     worlds: list[int], directory: str | None, say: Callable[[str], None] = lambda _: None
 ) -> HardwareSpec:
-    """Measure matrix products, memory, collectives, host-device copies and the disk under ``directory``.
+    """Measure matrix products, memory, collectives, host-device copies, Python around a Program, and the disk under
+    ``directory``.
 
     Args:
         worlds: numbers of ranks to measure collectives with; each runs as processes of this machine.
@@ -53,6 +60,8 @@ def calibrate(
     say("matrix products, vectors and memory")
     # CPU ranks share cores' caches and memory: what one of them gets shows while all are busy.
     rates = _in_ranks(max(worlds), _rates_rank) if device.type == "cpu" else _rates(device)
+    say("Python around forward and backward")
+    forward, backward = _in_ranks(max(worlds), _python_rank)
     say("host to device")
     copy = _copy(device)
     collectives: list[Collective] = []
@@ -88,6 +97,8 @@ def calibrate(
         ),
         checksum_bytes_per_us=rates["checksum"],
         onednn_flops_per_us=rates["onednn"],
+        forward_python=forward,
+        backward_python=backward,
     )
 
 
@@ -260,6 +271,82 @@ def _through(a: tuple[int, float], b: tuple[int, float]) -> Link:
     """The line through two points, ``a`` of the smaller size."""
     rate = (b[0] - a[0]) / max(b[1] - a[1], 1e-3)
     return Link(max(a[1] - a[0] / rate, 0.1), rate)
+
+
+# Layers of the two models that are compared: each is a LayerNorm and a Linear, so four parameters.
+_LAYERS = (4, 16)
+_CALLS = 41
+
+
+def _python_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    times = _around_us(_LAYERS)
+    if rank == 0:
+        params = [4 * layers for layers in _LAYERS]
+        torch.save([_python_time(params, us) for us in times], os.path.join(folder, "rows"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _python_time(params: Sequence[int], us: Sequence[float]) -> PythonTime:
+    """What two models of so many parameters take, as a time for each parameter and one for the call."""
+    each = max(0.0, (us[1] - us[0]) / (params[1] - params[0]))
+    return PythonTime(max(0.0, us[0] - params[0] * each), each)
+
+
+class _BesideSegments(EngineLoader):
+    """Adds up the CPU time of this thread in compute segments, ``spent_us``."""
+
+    compute: str | None = "aten"
+    spent_us = 0.0
+
+    def load(
+        self, program: Program, segments: Sequence[Any], frame: Frame
+    ) -> Callable[[list[Any]], list[Any]]:
+        return super().load(program, [partial(self._timed, segment) for segment in segments], frame)
+
+    def _timed(self, segment: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        start = time.thread_time()
+        out = segment(args)
+        self.spent_us += (time.thread_time() - start) * 1e6
+        return out
+
+
+def _around_us(counts: Sequence[int]) -> list[list[float]]:
+    """Median times of a forward, and of a backward, of models of so many tiny layers, beside their compute segments.
+
+    It is time of the CPU, so waiting for peers is none of it. The layers are one block, whose weights and gradients
+    travel together: what the number of transfers costs is in the links. Between calls memory is swept: in training,
+    compute fills the caches with other things. The models take turns, so that what else runs slows all of them alike.
+    """
+    loader, x = _BesideSegments(), torch.ones(1, 8)
+    swept = torch.zeros(_OPERANDS_BYTES // 4)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_with(gm, inputs, None, loader)
+
+    def timed(fn: Callable[[], Any], row: list[float]) -> Any:
+        swept.add_(1)
+        loader.spent_us, start = 0.0, time.thread_time()
+        out = fn()
+        row.append((time.thread_time() - start) * 1e6 - loader.spent_us)
+        return out
+
+    steps: list[Any] = []
+    for count in counts:
+        layers = (m for _ in range(count) for m in (nn.LayerNorm(8), nn.Linear(8, 8)))
+        model = shard(nn.Sequential(nn.Sequential(*layers)), device="cpu")
+        steps.append(torch.compile(model, backend=backend))
+    forward: list[list[float]] = [[] for _ in steps]
+    backward: list[list[float]] = [[] for _ in steps]
+    for _ in range(_CALLS):
+        for step, f, b in zip(steps, forward, backward, strict=True):
+            loss = timed(partial(step, x), f).sum()
+            timed(loss.backward, b)
+            step.zero_grad()
+    # The first calls compile.
+    return [[statistics.median(row[2:]) for row in rows] for rows in (forward, backward)]
 
 
 def _collectives(world: int) -> list[Collective]:

@@ -136,6 +136,10 @@ def calibrate(
     table.add_row("sums in cache", f"{spec.vector_per_us / 1e3:,.2f} G elements/s")
     table.add_row("special functions in cache", f"{spec.special_per_us / 1e3:,.2f} G elements/s")
     table.add_row("one kernel", f"{spec.kernel_us:,.1f} us")
+    for phase, python in (("forward", spec.forward_python), ("backward", spec.backward_python)):
+        table.add_row(
+            f"Python around a {phase}", f"{python.call_us:,.0f} us + {python.param_us:,.1f} us a parameter"
+        )
     for c in spec.collectives:
         table.add_row(
             f"{c.kind}, {c.world} ranks, {c.transport}",

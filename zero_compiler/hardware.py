@@ -85,6 +85,17 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class PythonTime:
+    """What Python, autograd and torch's guards take around a Program: ``call_us`` and ``param_us`` a parameter."""
+
+    call_us: float = 0.0
+    param_us: float = 0.0
+
+    def us(self, params: int) -> float:
+        return self.call_us + params * self.param_us
+
+
+@dataclass(frozen=True)
 class HardwareSpec:
     """One rank's share of a machine.
 
@@ -103,6 +114,8 @@ class HardwareSpec:
         shared: groups of lanes that share a core or a disk and so do not overlap.
         checksum_bytes_per_us: bytes that the host sums up for ``nvme_checksums``. Calibrated; where it was not, what
             was seen in training steps on one core of a server with AVX-512 that others used too (8 to 12 GB/s).
+        forward_python, backward_python: time of the host around a forward by its parameters, and around a backward by
+            their gradients; 0 in files of versions that did not measure it.
 
     Raises:
         ConfigError: a number that no machine can have.
@@ -125,9 +138,14 @@ class HardwareSpec:
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
     onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
     checksum_bytes_per_us: float = 10000.0
+    forward_python: PythonTime = PythonTime()
+    backward_python: PythonTime = PythonTime()
 
     def __post_init__(self) -> None:
         _check_rates("matmul_flops_per_us", self.matmul_flops_per_us)
+        for python in ("forward_python", "backward_python"):
+            for name in ("call_us", "param_us"):
+                _check_number(f"{name} of {python}", getattr(getattr(self, python), name), ">= 0")
         if self.onednn_flops_per_us != {}:
             _check_rates("onednn_flops_per_us", self.onednn_flops_per_us)
         for name in (
@@ -204,6 +222,8 @@ class HardwareSpec:
             )
             for name in ("host_device", "nvme_read", "nvme_write"):
                 data[name] = Link(**data[name])
+            for name in ("forward_python", "backward_python"):
+                data[name] = PythonTime(**data.get(name, {}))
             data["shared"] = tuple(tuple(group) for group in data.get("shared", ()))
             return HardwareSpec(**data)
         except ConfigError:

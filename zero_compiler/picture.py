@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from .simulate import COMPUTE, HOST, LINK, READ, WRITE, Timeline, duration
+from .simulate import COMPUTE, HOST, LINK, PYTHON, READ, WRITE, Timeline, duration
 
 _LANES = {
     COMPUTE: "compute",
@@ -15,7 +15,9 @@ _LANES = {
     READ: "reads of files",
     WRITE: "writes of files",
     HOST: "copies to and from the host",
+    PYTHON: "Python around the Program",
 }
+_WORK = (COMPUTE, PYTHON)  # no transfers
 # In the order of a step; a phase that is no part of one has a process of its own in a trace.
 _STEP = ("forward", "backward")
 
@@ -53,7 +55,7 @@ def _events(
     lanes = list(_LANES)
     for s in timeline.spans:
         args: dict[str, Any] = {"phase": phase}
-        if s.lane != COMPUTE:
+        if s.lane not in _WORK:
             args |= {"bytes": s.nbytes, "hidden": round(s.hidden, 3), "stalled_us": s.stalled_us}
         yield {
             "name": s.label,
@@ -93,11 +95,11 @@ def _drawn(title: str, program: Any, timeline: Timeline, choice: Any) -> dict[st
                 continue
             us = s.end_us - s.start_us
             told = f"{s.label}: {duration(us)}"
-            if lane != COMPUTE:
+            if lane not in _WORK:
                 told += f", {s.nbytes:,} bytes, {s.hidden:.0%} hidden"
             # What is waited for is the end of a transfer.
             shown = us - min(us, s.stalled_us)
-            kind = "compute" if lane == COMPUTE else "reduce" if s.label.startswith("reduction") else "gather"
+            kind = "compute" if lane in _WORK else "reduce" if s.label.startswith("reduction") else "gather"
             bars.append(
                 {
                     "x": 1000 * s.start_us / total,
@@ -108,7 +110,7 @@ def _drawn(title: str, program: Any, timeline: Timeline, choice: Any) -> dict[st
                     "told": told,
                 }
             )
-        if lane in (READ, WRITE, HOST) and not bars:
+        if lane in (READ, WRITE, HOST, PYTHON) and not bars:
             continue
         lanes.append({"name": name, "bars": bars, "busy": f"{timeline.busy_us(lane) / total:.0%} busy"})
     peak = max(program.live, default=0)

@@ -4,6 +4,10 @@ The host walks the instructions in order. A start puts a transfer on its lane, w
 order; a wait blocks the host until the transfer is done. Lanes that share a core or a disk (``HardwareSpec.shared``)
 slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed. Files have a lane of reads and one of
 writes, as the engine has: those of one kind begin in order, and while both wait they take turns on the disk.
+
+Around the Program stands what Python does for each parameter: local rows go in before a forward, gradients become
+``.grad`` after a backward. Where compute shares cores with transfers it is the CPU that computes, and this adds to the
+step; an accelerator computes meanwhile, and the step is longer only where Python takes longer than all of that.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ from .program import (
 )
 
 COMPUTE, LINK, READ, WRITE, HOST = LANES
+PYTHON = "python"  # no transfers: the host's time around a Program
+AROUND = "Python around the Program"
 _SHOWN = 4  # transfers that the step waits for, in the report
 
 
@@ -75,7 +81,8 @@ class Timeline:
 
     ``stalls`` is how long the host waited for each lane, and computed nothing; ``slowed`` is by how much each lane made
     compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
-    ``reached_us`` is when the host was done with each instruction of the Program.
+    ``reached_us`` is when the host was done with each instruction of the Program. ``python_us`` is by how much the step
+    takes longer for what Python does around it.
     """
 
     total_us: float
@@ -83,6 +90,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     reached_us: list[float] = field(default_factory=list)
     slowed: dict[str, float] = field(default_factory=dict)
+    python_us: float = 0.0
 
     @property
     def stalled_us(self) -> float:
@@ -109,8 +117,10 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """The lane that bounds the step: the one that would gain most from being faster."""
-        exposed = {lane: self.exposed_us(lane) for lane in (LINK, READ, WRITE, HOST)}
+        """What bounds the step: the lane, or Python, from which it would gain most if that were faster."""
+        exposed = {lane: self.exposed_us(lane) for lane in (LINK, READ, WRITE, HOST)} | {
+            PYTHON: self.python_us
+        }
         if sum(exposed.values()) <= self.total_us / 2:
             return COMPUTE
         return max(exposed, key=exposed.__getitem__)
@@ -120,6 +130,7 @@ class Timeline:
         return {
             "total_us": self.total_us,
             "stalled_us": self.stalled_us,
+            "python_us": self.python_us,
             "bound": self.bound,
             "spans": [asdict(s) for s in self.spans],
         }
@@ -132,6 +143,8 @@ class Timeline:
         """For the report: what the time is spent on, and which transfers are not hidden. Times of lanes are those that
         they take alone; where they share cores, less of them is hidden."""
         parts = [f"compute {self.alone_us(COMPUTE) / 1e3:.2f} ms"]
+        if us := self.alone_us(PYTHON):
+            parts.append(f"Python {us / 1e3:.2f} ms")
         for lane, what in (
             (LINK, "transfers"),
             (READ, "reads of files"),
@@ -226,19 +239,28 @@ def lane_of(tier: str, out: bool) -> str:
 
 
 def simulate(
-    program: Program, spec: HardwareSpec, world: int, fetches: bool = True, checksums: bool = False
+    program: Program,
+    spec: HardwareSpec,
+    world: int,
+    fetches: bool = True,
+    checksums: bool = False,
+    params: int | None = None,
 ) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
 
     Args:
         fetches: whether chunks at rest on other tiers take time to come.
         checksums: whether the host sums up what is read from files and written to them (``Config.nvme_checksums``).
+        params: number of parameters that the frame takes; None: the Program alone, without Python around it.
 
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
     files = _Files(sim, program, spec, checksums)
+    python_us = 0.0 if params is None else _python_us(program, spec, params)
+    if program.phase != "backward":
+        sim.python(python_us)
     gather_costs, reduce_costs = transfers(program, spec, world)
     fetched: dict[tuple[int, int], _Task | None] = {}
     gathers: dict[int, _Task | None] = {}
@@ -294,8 +316,21 @@ def simulate(
             if r.tiers[-1:] == ("nvme",):
                 files.land(r)
         reached.append(sim.now)
+    if program.phase == "backward":
+        sim.python(python_us)
     sim.drain()
-    return Timeline(sim.now, sim.stalled, sim.spans, reached, sim.slowed)
+    total_us = max(sim.now, python_us)
+    exposed_us = python_us if share_cores(spec) else total_us - sim.now
+    return Timeline(total_us, sim.stalled, sim.spans, reached, sim.slowed, exposed_us)
+
+
+def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
+    """Time of the host around a phase of a frame with ``params`` parameters; a backward's counts by its gradients."""
+    if program.phase != "backward":
+        return spec.forward_python.us(params)
+    descs: list[ReduceDesc | KeepDesc] = [*program.reduces, *program.keeps]
+    made = {(d.owner, name) for d in descs for name in d.names}
+    return spec.backward_python.us(len(made))
 
 
 def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
@@ -365,6 +400,7 @@ class _Simulator:
 
     def __init__(self, spec: HardwareSpec) -> None:
         self.shared = spec.shared
+        self.on_cpu = share_cores(spec)
         self.now = 0.0
         self.stalled: dict[str, float] = {}
         self.slowed: dict[str, float] = {}
@@ -378,7 +414,14 @@ class _Simulator:
         self.queues.setdefault(lane, deque()).append(task)
         return task
 
-    def compute(self, label: str, us: float) -> None:
+    def python(self, us: float) -> None:
+        """The host's time around a Program: an accelerator computes what is before and behind it meanwhile."""
+        if us and self.on_cpu:
+            self.compute(AROUND, us, PYTHON)
+        elif us:
+            self.spans.append(Span(PYTHON, 0.0, us, AROUND, alone_us=us))
+
+    def compute(self, label: str, us: float, lane: str = COMPUTE) -> None:
         begin, left_us = self.now, us
         while left_us > 1e-9:
             rates = self._rates(computing=True)
@@ -386,7 +429,7 @@ class _Simulator:
             left_us -= step * rates[COMPUTE]
             self._note_slowed(step * (1 - rates[COMPUTE]))
             self._advance(step, rates)
-        self.spans.append(Span(COMPUTE, begin, self.now, label, alone_us=us))
+        self.spans.append(Span(lane, begin, self.now, label, alone_us=us))
 
     def wait(self, task: _Task | None) -> None:
         if task is None:

@@ -29,6 +29,9 @@ def test_every_rate_was_measured(spec):
     rates = ["memory_bytes_per_us", "vector_per_us", "special_per_us", "kernel_us", "host_device"]
     for name in [*rates, "nvme_read", "nvme_write", "matmul_flops_per_us"]:
         assert getattr(spec, name) != getattr(preset, name), name
+    for python in (spec.forward_python, spec.backward_python):
+        assert 1 < python.param_us < 1000
+        assert python.call_us >= 0
     assert set(spec.matmul_flops_per_us) == {"float32", "bfloat16", "float16", "float64"}
     assert spec.special_per_us < spec.vector_per_us
     assert torch.__version__ in spec.source

@@ -20,7 +20,7 @@ from zero_compiler import calibrate, hardware
 from zero_compiler.cli import app
 from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError
-from zero_compiler.hardware import HardwareSpec, Link
+from zero_compiler.hardware import HardwareSpec, Link, PythonTime
 from zero_compiler.planning import report
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -46,6 +46,8 @@ def test_every_preset_loads_and_names_its_source(name):
         spec.kernel_us,
     )
     assert min(*rates, *spec.matmul_flops_per_us.values(), spec.memory_bytes, spec.host_memory_bytes) > 0
+    for python in (spec.forward_python, spec.backward_python):
+        assert min(python.call_us, python.param_us) > 0
     assert {lane for group in spec.shared for lane in group} <= set(hardware.LANES)
     assert HardwareSpec.from_dict(json.loads(spec.to_json())) == spec
 
@@ -152,6 +154,17 @@ def test_a_machine_measured_with_one_rank_says_what_more_ranks_need():
         ConfigError, match="no all_gather over c10d, which 4 ranks need; `zero-compiler calibrate --world 4`"
     ):
         HardwareSpec.from_dict(machine(collectives=[])).collective("all_gather", 4)
+
+
+def test_a_file_without_times_of_python_is_read_as_one_that_did_not_measure_them():
+    spec = hardware.load("laptop")
+    data = spec.to_dict()
+    del data["forward_python"], data["backward_python"]
+    old = HardwareSpec.from_dict(data)
+    assert old == dataclasses.replace(spec, forward_python=PythonTime(0, 0), backward_python=PythonTime(0, 0))
+    data["forward_python"] = {"param": 3.0}
+    with pytest.raises(ConfigError, match="hardware spec: .*'param'"):
+        HardwareSpec.from_dict(data)
 
 
 class Net(nn.Module):
@@ -261,3 +274,12 @@ def test_times_that_fall_with_size_still_make_a_link():
     found = calibrate._fit(SIZES, [50.0, 40.0, 30.0, 20.0, 10.0])
     assert found.latency_us > 0
     assert found.bytes_per_us > 0
+
+
+def test_two_models_tell_what_a_call_takes_and_what_a_parameter():
+    found = calibrate._python_time((16, 64), [16 * 20.0 + 700.0, 64 * 20.0 + 700.0])
+    assert (found.call_us, found.param_us) == (pytest.approx(700.0), pytest.approx(20.0))
+    assert found.us(100) == pytest.approx(2700.0)
+    # Times that something else spoiled: never less than nothing.
+    assert calibrate._python_time((16, 64), [900.0, 800.0]) == PythonTime(900.0, 0.0)
+    assert calibrate._python_time((16, 64), [100.0, 4900.0]) == PythonTime(0.0, 100.0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_compiler import schedule
 from zero_compiler.files import write_buffers
-from zero_compiler.hardware import HardwareSpec, Link, load
+from zero_compiler.hardware import HardwareSpec, Link, PythonTime, load
 from zero_compiler.planning import plan, report
 from zero_compiler.prefetch import phase_us
 from zero_compiler.program import (
@@ -30,7 +30,7 @@ from zero_compiler.program import (
     WaitGather,
     WaitReduce,
 )
-from zero_compiler.simulate import COMPUTE, LINK, READ, WRITE, simulate
+from zero_compiler.simulate import COMPUTE, LINK, PYTHON, READ, WRITE, simulate
 
 LAYERS = 8
 
@@ -182,11 +182,11 @@ def test_a_choice_means_the_same_on_every_rank():
 # The simulation, by hand -----------------------------------------------------------------------------------
 
 
-def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0) -> HardwareSpec:
+def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0, **fields) -> HardwareSpec:
     """Links of 2 us and 100 bytes/us between ranks, 5 us and 50 bytes/us from files, 10 us and 20 bytes/us to them."""
     spec = HardwareSpec.from_dict(machine(latency_us, bytes_per_us))
     return dataclasses.replace(
-        spec, shared=tuple(shared), nvme_read=Link(5.0, 50.0), nvme_write=Link(10.0, 20.0)
+        spec, shared=tuple(shared), nvme_read=Link(5.0, 50.0), nvme_write=Link(10.0, 20.0), **fields
     )
 
 
@@ -261,6 +261,47 @@ def test_a_step_is_bound_by_what_takes_longer(shared, numel, bound):
     assert timeline.bound == bound
     assert timeline.exposed_us(LINK) == pytest.approx(timeline.total_us - 10.0)
     assert (timeline.alone_us(COMPUTE), timeline.alone_us(LINK)) == (10.0, 2.0 + 8 * numel / 100)
+
+
+@pytest.mark.parametrize("params", [1, 5])
+def test_python_adds_to_a_step_on_cpu_and_runs_beside_an_accelerator(params):
+    """10 us of computing; Python takes 4 us, and 3 for each parameter."""
+    program = program_of(BEHIND, [gather_of(50)], segment_us=[10.0])
+    python_us = 4.0 + 3.0 * params
+    around = {"forward_python": PythonTime(4.0, 3.0), "backward_python": PythonTime(100.0, 100.0)}
+    alone, cpu = (simulate(program, spec_of(CORES, **f), 2, params=params) for f in ({}, around))
+    assert cpu.total_us == pytest.approx(alone.total_us + python_us)
+    assert cpu.python_us == python_us
+    # First come the parameters, then the Program.
+    assert cpu.reached_us == pytest.approx([us + python_us for us in alone.reached_us])
+    assert (cpu.alone_us(PYTHON), cpu.alone_us(COMPUTE)) == (python_us, 10.0)
+    assert f"compute 0.01 ms, Python {python_us / 1e3:.2f} ms, transfers" in cpu.lines()[0]
+
+    far = simulate(program, spec_of([], **around), 2, params=params)
+    assert far.total_us == max(10.0, python_us)
+    assert far.python_us == pytest.approx(max(0.0, python_us - 10.0))
+    assert far.reached_us == simulate(program, spec_of(), 2, params=params).reached_us
+
+
+@pytest.mark.parametrize("shared", [[], CORES])
+def test_a_step_of_many_parameters_is_bound_by_python(shared):
+    program = program_of(BEHIND, [gather_of(50)], segment_us=[10.0])
+    spec = spec_of(shared, forward_python=PythonTime(1.0, 2.0))
+    assert [simulate(program, spec, 2, params=n).bound for n in (1, 30)] == [COMPUTE, PYTHON]
+
+
+def test_python_around_a_backward_counts_gradients_once():
+    """Two gradients; one comes in two parts. Python comes after them: a plan looks at the Program alone."""
+    instrs = [Reduce(0, (), ()), Reduce(1, (), ()), WaitReduce(0, ()), WaitReduce(1, ())]
+    program = dataclasses.replace(
+        program_of(instrs, reduces=[reduce_of(50), reduce_of(50, 25)]), phase="backward"
+    )
+    spec = spec_of(CORES, forward_python=PythonTime(100.0, 100.0), backward_python=PythonTime(4.0, 3.0))
+    plain = simulate(program, spec, 2)
+    assert plain.python_us == 0
+    around = simulate(program, spec, 2, params=7)
+    assert around.total_us == pytest.approx(plain.total_us + 4.0 + 2 * 3.0)
+    assert around.reached_us == plain.reached_us
 
 
 def test_two_lanes_that_slow_compute_down_are_charged_alike():
