@@ -18,6 +18,7 @@ from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us
 from .program import (
+    Bring,
     Compute,
     Fetch,
     Gather,
@@ -30,8 +31,9 @@ from .program import (
     WaitFetch,
     WaitGather,
     WaitReduce,
+    Write,
 )
-from .simulate import HOST, duration, fetch_us, lane_of, share_cores, simulate, transfers
+from .simulate import HOST, duration, fetch_us, lane_of, offload_us, share_cores, simulate, transfers
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
 # than at distance 1.
@@ -264,9 +266,9 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int) -> P
 
 def _other_us(program: Program, instr: Any, lane: str, spec: HardwareSpec) -> float:
     """Time on ``lane`` of what an instruction puts there, if that is no hop."""
-    if isinstance(instr, (Offload, Restore)):
-        o = program.offloads[instr.index]
-        return spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes) if lane_of(o.tier) == lane else 0.0
+    if isinstance(instr, (Offload, Write, Restore, Bring)):
+        where, us = offload_us(program, instr, spec)
+        return us if where == lane else 0.0
     if isinstance(instr, Store) and lane == HOST:
         return spec.links("host")[1].us(program.reduces[instr.index].result_bytes)
     if isinstance(instr, WaitReduce) and lane != HOST:

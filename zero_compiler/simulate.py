@@ -16,6 +16,7 @@ import torch
 
 from .hardware import HardwareSpec
 from .program import (
+    Bring,
     Compute,
     Fetch,
     Gather,
@@ -31,6 +32,7 @@ from .program import (
     WaitOffload,
     WaitReduce,
     WaitRestore,
+    Write,
 )
 
 COMPUTE, LINK, DISK, HOST = "compute", "device-device", "nvme-host", "host-device"
@@ -206,6 +208,15 @@ def fetch_us(program: Program, fetch: Fetch, spec: HardwareSpec) -> float:
     return spec.links(g.hops[fetch.hop].tier)[0].us(g.chunk_bytes)
 
 
+def offload_us(
+    program: Program, instr: Offload | Write | Restore | Bring, spec: HardwareSpec
+) -> tuple[str, float]:
+    """Lane and time of one step of an offloaded tensor, out or back."""
+    o = program.offloads[instr.index]
+    tier = o.tiers[0] if isinstance(instr, (Offload, Bring)) else o.tiers[-1]
+    return lane_of(tier), spec.links(tier)[isinstance(instr, (Offload, Write))].us(o.nbytes)
+
+
 def lane_of(tier: str) -> str:
     """The lane between a tier and the one above it."""
     return DISK if tier == "nvme" else HOST
@@ -251,11 +262,13 @@ def simulate(program: Program, spec: HardwareSpec, world: int, fetches: bool = T
             sim.compute(keep.label, _sum_us(keep, spec))
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
-        elif isinstance(instr, (Offload, Restore)):
+        elif isinstance(instr, (Offload, Write, Restore, Bring)):
+            if isinstance(instr, (Write, Bring)):
+                sim.wait(offloads[instr.index])
             o = program.offloads[instr.index]
-            us = spec.links(o.tier)[isinstance(instr, Offload)].us(o.nbytes)
-            what = "copy" if o.tier == "host" else "file"
-            offloads[instr.index] = sim.start(lane_of(o.tier), f"{what} of the {o.label}", us, o.nbytes)
+            lane, us = offload_us(program, instr, spec)
+            what = "copy" if lane == HOST else "file"
+            offloads[instr.index] = sim.start(lane, f"{what} of the {o.label}", us, o.nbytes)
         elif isinstance(instr, (WaitOffload, WaitRestore)):
             sim.wait(offloads[instr.index])
         elif isinstance(instr, Store):
