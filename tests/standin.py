@@ -94,7 +94,14 @@ class LateAside(Aside):
 
 
 @contextlib.contextmanager
-def accelerator() -> Iterator[None]:
-    """Models that are sharded and run inside are on an accelerator."""
-    with mock.patch.object(Policy, "apart", True), mock.patch.object(model, "Aside", LateAside):
+def accelerator(late: bool = True) -> Iterator[None]:
+    """Models that are sharded and run inside are on an accelerator.
+
+    Args:
+        late: False: copies are done at once, and take no memory beside what they are to and from.
+    """
+    with (
+        mock.patch.object(Policy, "apart", True),
+        mock.patch.object(model, "Aside", LateAside if late else Aside),
+    ):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import operator
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from standin import accelerator
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import MemoryBudgetError, StorageError
+from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
 from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, facts
 from zero_compiler.passes import OffloadActivations, run_split
@@ -50,10 +51,12 @@ from zero_compiler.program import (
     WaitRestore,
     Write,
 )
+from zero_compiler.recount import recount
 from zero_compiler.runtime.hops import Aside
 from zero_compiler.runtime.moves import Staged
 from zero_compiler.runtime.parcels import Parcels
 from zero_compiler.simulate import DISK, HOST
+from zero_compiler.verify import verify_program
 
 pytestmark = pytest.mark.slow
 
@@ -217,25 +220,35 @@ def test_bytes_of_the_device_the_host_and_files(on):
     assert memory.programs < plain.memory.programs
     forward, backward = programs["forward"], programs["backward"]
     # A tensor leaves the device when its copy is done, and counts there again from the begin of the one back.
-    for program, kind, sign in ((forward, Write, -1), (backward, Bring, 1)):
-        rows = [k for k, i in enumerate(program.instrs[:-1]) if isinstance(i, kind)]
-        for k in rows:
-            if sign < 0 and not isinstance(program.instrs[k + 1], Compute):
-                o = program.offloads[program.instrs[k].index]
-                assert program.live[k + 1] - program.live[k] >= -o.nbytes
-            if sign > 0:
-                o = program.offloads[program.instrs[k].index]
-                assert program.live[k] - program.live[k - 1] <= o.nbytes
-        first = rows[0]
-        o = program.offloads[program.instrs[first].index]
-        at = first + 1 if sign < 0 else first
-        assert program.live[at] - program.live[at - 1] == sign * o.nbytes
+    up = {o.name: o.nbytes for o in forward.offloads if o.module.endswith(".up")}
+    assert len(up) == here.LAYERS
+    for k, instr in enumerate(forward.instrs):
+        if isinstance(instr, Write) and (name := forward.offloads[instr.index].name) in up:
+            assert forward.live[k] - forward.live[k + 1] == up[name]
+    for k, instr in enumerate(backward.instrs):
+        if isinstance(instr, Bring) and isinstance(backward.instrs[k - 1], Bring):
+            assert backward.live[k] - backward.live[k - 1] == backward.offloads[instr.index].nbytes
     for phase in ("forward", "backward"):
         timeline = told.frames[0].timelines[phase]
         assert timeline.nbytes(DISK) == timeline.nbytes(HOST) == moved
     text = str(told)
     assert "tensors of which each waits in files" in text
     assert "bytes of this rank on the host" in text
+
+
+def test_places_in_the_pool_and_bytes_are_verified(on):
+    for program in planned(on()).frames[0].programs.values():
+        worlds = {g.owner: 2 for g in (*program.gathers, *program.reduces)}
+        verify_program(program, worlds)
+        counted = [reduced + others for reduced, others in recount(program)]
+        planned_for = [live - program.buffer_bytes for live in program.live]
+        assert all(map(operator.le, counted, planned_for))
+        for k, instr in enumerate(program.instrs):
+            if isinstance(instr, (Offload, Bring)):
+                assert counted[k] == planned_for[k]
+        program.offloads[:] = [replace(o, offset=0) for o in program.offloads]
+        with pytest.raises(VerifyError, match=r"planned memory \(host\): slots .*activation"):
+            verify_program(program, worlds)
 
 
 def test_the_pool_does_not_grow_with_the_layers(on, monkeypatch):
@@ -375,8 +388,10 @@ def test_many_steps_leave_nothing(on):
             model.zero_grad()
         return held()
 
-    before = steps(3)
-    assert steps(20) == before
+    files, tensors = steps(3)
+    now = steps(20)
+    assert now[0] == files
+    assert now[1] <= tensors
     runtime = model._zero.policy.runtime
     assert (len(runtime.parcels._idle), len(runtime.parcels._living)) == (1, 0)
     assert runtime.aside._reading == []
@@ -415,7 +430,8 @@ def test_system_calls_that_fail(on, tmp_path):
     (tmp_path / "target").mkdir()
     body = here._LOOP.format(tests=str(Path(__file__).parents[1]), fields=fields)
     body = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" + body.replace(
-        "torch.manual_seed(0)\n", "from standin import accelerator\naccelerator().__enter__()\ntorch.manual_seed(0)\n"
+        "torch.manual_seed(0)\n",
+        "from standin import accelerator\naccelerator().__enter__()\ntorch.manual_seed(0)\n",
     )
     want = [str(loss.item()) for loss in trained(steps=4)[0]]
     for call, number, words in (
