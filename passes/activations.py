@@ -389,7 +389,7 @@ def remade(backward: fx.Graph, cost: CostModel, fused: bool) -> list[Remade]:
         if n.op != "call_function" or n in tangents or n in weights or not isinstance(val, torch.Tensor):
             continue
         listed = n.target is operator.getitem
-        if n.target is ops.restore or facts.aliased_inputs(n) and not listed:
+        if n.target in (ops.restore, ops.bring) or facts.aliased_inputs(n) and not listed:
             continue
         node = n.args[0] if listed else n
         light = fused and not cost.heavy(node) and node.target is not ops.tiled

@@ -106,8 +106,8 @@ class Context:
         mlp_bytes: then of at most so many bytes at a time; None: of as many as ``tile_bytes`` says.
         tile_heads: a budget asks for weights of heads that can be gathered in tiles. The same on every rank: backward
             then gathers them too.
-        away: saved values may wait on ``tier``; those named cost no time there. None: they may not.
-        tier: "host" (of an accelerator) or "nvme".
+        away: saved values may wait on another tier; those named cost no time there. None: they may not.
+        tiers: those on their way there from the compute device: "host" (of an accelerator), "nvme", or both in turn.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -129,7 +129,7 @@ class Context:
     mlp_bytes: int | None = None
     tile_heads: bool = False
     away: frozenset[str] | None = None
-    tier: str = "nvme"
+    tiers: tuple[str, ...] = ("nvme",)
 
 
 class Pass(Protocol):

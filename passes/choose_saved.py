@@ -68,9 +68,9 @@ def _away_us(ctx: Context) -> Callable[[fx.Node], float | None]:
     free, machine = ctx.away, ctx.machine
 
     def us(node: fx.Node) -> float | None:
-        if free is None or machine is None or not may_move(node, machine, ctx.tier):
+        if free is None or machine is None or not may_move(node, machine, ctx.tiers):
             return None
-        return 0.0 if node.name in free else move_us(node, machine, ctx.tier)
+        return 0.0 if node.name in free else move_us(node, machine, ctx.tiers)
 
     return us
 

@@ -26,7 +26,8 @@ class Saved:
     """A tensor that forward hands to backward and that could wait elsewhere; times are of a run with no stall.
 
     ``ready_us``: its last use in forward is over, counted from the begin of forward; ``need_us``: its first in
-    backward, from the begin of backward. ``write_us`` and ``read_us``: on the lane of its tier.
+    backward, from the begin of backward. ``out_us`` and ``back_us``: on the lane of each tier on its way, the nearest
+    to the compute device first.
     """
 
     name: str
@@ -35,8 +36,8 @@ class Saved:
     nbytes: int
     ready_us: float
     need_us: float
-    write_us: float
-    read_us: float
+    out_us: tuple[float, ...]
+    back_us: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class OffloadActivations:
         backward:  %k = input               %p = zero.restore %k             %a = zero.restored %p
                    %g = aten.mul %tangents_1, %a
 
-    Without a budget as many tensors go as the lane hides, the first ones of forward first, since they wait longest: all
+    From an accelerator to files it goes by way of the host, and backward has ``%b = zero.bring %p`` between the two.
+
+    Without a budget as many tensors go as the lanes hide, the first ones of forward first, since they wait longest: all
     are written before forward ends, and read behind the compute of backward. Under a budget `choose_saved.py` has said
     which. `place_offloads.py` then places the transfers.
 
@@ -62,10 +65,10 @@ class OffloadActivations:
     another saved tensor, or becomes a gradient; symbolic sizes; what takes less time to move than to begin to.
 
     Args:
-        busy_us: what else the lane has to do in each phase.
+        busy_us: what else the lane of each tier has to do in each phase; () for nothing.
     """
 
-    busy_us: float = 0.0
+    busy_us: tuple[float, ...] = ()
     name: str = "offload-activations"
 
     def run(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int, ctx: Context) -> None:
@@ -76,20 +79,28 @@ class OffloadActivations:
         """
         if ctx.away is None or ctx.machine is None:
             return
-        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, ctx.tier, ctx.fused)
+        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, ctx.tiers, ctx.fused)
         if ctx.activation_bytes is None:
-            chosen = hidden(found, forward_us, self.busy_us) if can_hide(ctx.machine, ctx.tier) else []
+            busy = self.busy_us or (0.0,) * len(ctx.tiers)
+            chosen = hidden(found, forward_us, busy) if can_hide(ctx.machine, ctx.tiers) else []
             free = frozenset(s.name for s in chosen)
         else:
             said = {n.name for n in forward.nodes if facts.goes_away(n)}
             chosen, free = [s for s in found if s.name in said], ctx.away
-        rewrite(forward, backward, num_outputs, {s.name: _facts(s, s.name in free, ctx.tier) for s in chosen})
+        rewrite(
+            forward, backward, num_outputs, {s.name: _facts(s, s.name in free, ctx.tiers) for s in chosen}
+        )
 
 
 def candidates(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, machine: HardwareSpec, tier: str, fused: bool
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    machine: HardwareSpec,
+    tiers: Sequence[str],
+    fused: bool,
 ) -> tuple[list[Saved], float]:
-    """What could wait on ``tier``, in the order in which forward is done with it; and the time of forward."""
+    """What could wait behind ``tiers``, in the order in which forward is done with it; and the time of forward."""
     (output,) = forward.find_nodes(op="output")
     roots = storages(n for n in forward.nodes if n.op != "output")
     holders: dict[fx.Node, int] = {}
@@ -103,7 +114,7 @@ def candidates(
     leaving = _leaving(backward)
     found = []
     for n in output.args[0][num_outputs:]:
-        if not isinstance(n, fx.Node) or n.op != "call_function" or not may_move(n, machine, tier):
+        if not isinstance(n, fx.Node) or n.op != "call_function" or not may_move(n, machine, tiers):
             continue
         (root, *others) = roots[n]
         entry = inputs.get(n.name)
@@ -119,52 +130,56 @@ def candidates(
         if facts.bytes_of(facts.value(root)) != (nbytes := facts.bytes_of(facts.value(n))):
             continue  # a part of something larger, which would stay for nobody
         need = min(begun[u] for u in entry.users if u.op != "output")
-        read, write = (link.us(nbytes) for link in machine.links(tier))
+        back, out = zip(*([link.us(nbytes) for link in machine.links(tier)] for tier in tiers), strict=True)
         found.append(
             Saved(
-                n.name, dump.target_text(n), facts.module_path(n), nbytes, done[last[root]], need, write, read
+                n.name, dump.target_text(n), facts.module_path(n), nbytes, done[last[root]], need, out, back
             )
         )
     return sorted(found, key=lambda s: (s.ready_us, s.name)), max(done.values(), default=0.0)
 
 
-def may_move(node: fx.Node, machine: HardwareSpec, tier: str) -> bool:
+def may_move(node: fx.Node, machine: HardwareSpec, tiers: Sequence[str]) -> bool:
     """Whether a value is a tensor of known size, of a block at least, that takes longer to move than to begin to."""
     val = facts.value(node)
     if not isinstance(val, torch.Tensor) or facts.symbols_of(val):
         return False
-    least = max(link.latency_us * link.bytes_per_us for link in machine.links(tier))
+    least = max(link.latency_us * link.bytes_per_us for tier in tiers for link in machine.links(tier))
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(val)
     return dense and facts.bytes_of(val) >= max(least, BLOCK_BYTES)
 
 
-def move_us(node: fx.Node, machine: HardwareSpec, tier: str) -> float:
-    """Time of both transfers of a value."""
+def move_us(node: fx.Node, machine: HardwareSpec, tiers: Sequence[str]) -> float:
+    """Time of all transfers of a value, out and back."""
     nbytes = facts.bytes_of(facts.value(node))
-    return float(sum(link.us(nbytes) for link in machine.links(tier)))
+    return float(sum(link.us(nbytes) for tier in tiers for link in machine.links(tier)))
 
 
-def can_hide(machine: HardwareSpec, tier: str) -> bool:
-    """Whether tensors move while the device computes, and neither slows the other down."""
-    lanes = {"host-device"} if tier == "host" else {"nvme-read", "nvme-write"}
-    return not any("compute" in group and lanes & set(group) for group in machine.shared)
+def can_hide(machine: HardwareSpec, tiers: Sequence[str]) -> bool:
+    """Whether tensors move while the device computes, and none of it slows another down."""
+    out = {"compute", *("host-device" if tier == "host" else "nvme-write" for tier in tiers)}
+    back = {"compute", *("host-device" if tier == "host" else "nvme-read" for tier in tiers)}
+    return all(len(lanes.intersection(group)) < 2 for group in machine.shared for lanes in (out, back))
 
 
-def hidden(found: Sequence[Saved], forward_us: float, busy_us: float) -> list[Saved]:
-    """As many as the lane hides: written before forward ends, read after backward begins, and in time.
+def hidden(found: Sequence[Saved], forward_us: float, busy_us: Sequence[float]) -> list[Saved]:
+    """As many as the lanes hide: written before forward ends, read after backward begins, and in time.
 
     The first are taken first: they wait longest.
 
     Args:
-        busy_us: what else the lane has to do in each phase.
+        busy_us: what else each lane has to do in each phase.
     """
     taken: list[Saved] = []
-    end = busy_us
+    ends = list(busy_us)
     for s in found:
-        written = max(end, s.ready_us) + s.write_us
-        if written <= forward_us and _in_time([*taken, s], busy_us):
+        there, now = s.ready_us, []
+        for end, us in zip(ends, s.out_us, strict=True):
+            there = max(end, there) + us
+            now.append(there)
+        if there <= forward_us and _in_time([*taken, s], busy_us):
             taken.append(s)
-            end = written
+            ends = now
     return taken
 
 
@@ -178,15 +193,20 @@ def latest_starts(needs: Sequence[tuple[float, float]]) -> list[float]:
     return starts[::-1]
 
 
-def _in_time(taken: Sequence[Saved], busy_us: float) -> bool:
+def _in_time(taken: Sequence[Saved], busy_us: Sequence[float]) -> bool:
     order = sorted(taken, key=lambda s: s.need_us)
-    return latest_starts([(s.need_us, s.read_us) for s in order])[0] >= busy_us
+    needs = [s.need_us for s in order]
+    for lane, busy in enumerate(busy_us):
+        needs = latest_starts([(need, s.back_us[lane]) for need, s in zip(needs, order, strict=True)])
+        if needs[0] < busy:
+            return False
+    return True
 
 
-def _facts(saved: Saved, free: bool, tier: str) -> facts.Away:
-    us = 0.0 if free else saved.write_us + saved.read_us
+def _facts(saved: Saved, free: bool, tiers: tuple[str, ...]) -> facts.Away:
+    us = 0.0 if free else sum(saved.out_us) + sum(saved.back_us)
     why = HIDDEN if free else BUDGET
-    return facts.Away(saved.name, saved.op, saved.module, tier, why, saved.nbytes, us)
+    return facts.Away(saved.name, saved.op, saved.module, tiers, why, saved.nbytes, us)
 
 
 def rewrite(
@@ -218,9 +238,13 @@ def rewrite(
             start = backward.call_function(
                 ops.restore, (new, n.name, where, size, stride, val.dtype, val.device)
             )
-            back = backward.call_function(ops.restored, (start,))
-        for made in (start, back):
+            staged = chosen[n.name].staged
+            there = backward.call_function(ops.bring, (start,)) if staged else start
+            back = backward.call_function(ops.restored, (there,))
+        for made in (start, there, back):
             facts.set_value(made, facts.value(old))
+        if staged:  # until it is brought on it takes nothing of the device's memory
+            facts.set_value(start, facts.fake_empty(backward, (0,), val.dtype, torch.device("cpu")))
         facts.set_away(start, chosen[n.name])
         old.replace_all_uses_with(back)
         backward.erase_node(old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from .offload_activations import latest_starts, node_us
 from .units import unit_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_READS = frozenset({ops.restore, ops.restored})
+_READS = frozenset({ops.restore, ops.bring, ops.restored})
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,21 @@ class PlaceOffloads:
     starts as late as hides it behind compute, with the reads after it on the lane taken into account, and not before
     all that an earlier segment reads is there.
 
+    Between an accelerator and files there are two steps. Out, the second (``zero.write``) starts where the first is
+    done by the times of the operators, one segment later at least, and has as long as the next ones take for their
+    first. Back, the first is placed before the second (``zero.bring``) as that is before the segment.
+
     Refuses: nothing.
     """
 
     name: str = "place-offloads"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        _place_writes(graph)
+        _place_writes(graph, ctx)
         _place_reads(graph, ctx)
 
 
-def _place_writes(graph: fx.Graph) -> None:
+def _place_writes(graph: fx.Graph, ctx: Context) -> None:
     gathers = bool(graph.find_nodes(op="call_function", target=ops.gather))
     for node in list(graph.find_nodes(op="call_function", target=ops.offload)):
         border = node.next
@@ -59,10 +64,28 @@ def _place_writes(graph: fx.Graph) -> None:
         border.prepend(node)
     (output,) = graph.find_nodes(op="output")
     groups = _adjacent(list(graph.find_nodes(op="call_function", target=ops.offload)))
+    begins = _clock(graph, ctx)
+    copied_us = 0.0  # when all copies so far are done
     for k, group in enumerate(groups):
-        with graph.inserting_before(groups[k + 1][0] if k + 1 < len(groups) else output):
+        steps = len(facts.away(group[0]).tiers)
+        end = groups[k + steps][0] if k + steps < len(groups) else output
+        for node in group if steps > 1 else ():
+            copied_us = max(copied_us, begins[node]) + _move_us(ctx, "host", node.args[0], out=True)
+            with graph.inserting_before(_border_at(node, copied_us, begins, end)):
+                graph.call_function(ops.write, (node,))
+        with graph.inserting_before(end):
             for node in group:
                 graph.call_function(ops.offloaded, (node,))
+
+
+def _border_at(node: fx.Node, us: float, begins: Mapping[fx.Node, float], end: fx.Node) -> fx.Node:
+    """The first border behind the next segment, that is not reached before ``us``; ``end`` where that comes first."""
+    at = node.next
+    while at is not end and (
+        at not in begins or at.target not in ops.BORDERS or not begins[node] < begins[at] >= us
+    ):
+        at = at.next
+    return at
 
 
 def _leaves_unit(node: fx.Node) -> bool:
@@ -95,10 +118,19 @@ def _place_reads(graph: fx.Graph, ctx: Context) -> None:
             point = point.prev
         point.prepend(wait)
     waits.sort()  # by their place in the graph
+    groups = _groups(waits)
+    for tier in facts.away(_restore(waits[0])).tiers:
+        groups = _start(graph, ctx, tier, groups)
+    _discard(graph, waits)
+
+
+def _start(graph: fx.Graph, ctx: Context, tier: str, groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Place what starts the transfers from a tier for which ``groups`` wait; those that stand together, in order."""
+    waits = [wait for group in groups for wait in group]
     begins = _clock(graph, ctx)
-    late = latest_starts([(begins[w], _read_us(ctx, w)) for w in waits])
+    late = latest_starts([(begins[w], _move_us(ctx, tier, w)) for w in waits])
     latest = dict(zip(waits, late, strict=True))
-    top = next(n for n in graph.nodes if n.op != "placeholder" and n.target is not ops.restore)
+    top = next(n for n in graph.nodes if n.op != "placeholder" and n.target not in (ops.restore, ops.bring))
     points = [
         top,
         *(n for n in graph.nodes if n.target in ops.BORDERS and n.target not in _READS and n > top),
@@ -106,14 +138,19 @@ def _place_reads(graph: fx.Graph, ctx: Context) -> None:
     place = {n: i for i, n in enumerate(graph.nodes)}
     places, times = [place[p] for p in points], [begins[p] for p in points]  # both grow
     first = 0
-    for group in _groups(waits):
+    for group in groups:
         last = bisect_right(places, place[group[0]])
         for wait in group:
             in_time = bisect_right(times, latest[wait], first, last)
             at = points[max(first, in_time - 1)] if first < last else group[0]
             at.prepend(wait.args[0])
         first = bisect_right(places, place[group[-1]])
-    _discard(graph, waits)
+    return _groups([wait.args[0] for wait in waits])
+
+
+def _restore(wait: fx.Node) -> fx.Node:
+    start = wait.args[0]
+    return _restore(start) if start.target is ops.bring else start
 
 
 def _groups(waits: list[fx.Node]) -> list[list[fx.Node]]:
@@ -121,7 +158,7 @@ def _groups(waits: list[fx.Node]) -> list[list[fx.Node]]:
     groups: list[list[fx.Node]] = []
     for wait in waits:
         before = wait.prev
-        while before.target is ops.restore:
+        while before.target is ops.restore or before.target is ops.bring and wait.target is not ops.bring:
             before = before.prev
         if groups and before is groups[-1][-1]:
             groups[-1].append(wait)
@@ -140,10 +177,10 @@ def _clock(graph: fx.Graph, ctx: Context) -> dict[fx.Node, float]:
     return out
 
 
-def _read_us(ctx: Context, wait: fx.Node) -> float:
-    return (
-        0.0 if ctx.machine is None else ctx.machine.links(ctx.tier)[0].us(facts.bytes_of(facts.value(wait)))
-    )
+def _move_us(ctx: Context, tier: str, moved: fx.Node, out: bool = False) -> float:
+    if ctx.machine is None:
+        return 0.0
+    return ctx.machine.links(tier)[out].us(facts.bytes_of(facts.value(moved)))
 
 
 def _discard(graph: fx.Graph, waits: list[fx.Node]) -> None:

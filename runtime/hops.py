@@ -38,7 +38,11 @@ class Aside:
         are held until that has been waited for."""
         pin = self._device.type != "cpu"
         there = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pin) for t in of]
-        return there, self._start(there, of)
+        return there, self.to_places(there, of)
+
+    def to_places(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> Any:
+        """The same to memory of the host that is there; the event of the end."""
+        return self._start(into, of)
 
     def _start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> Any:
         """Behind what the device has been told to compute so far."""
@@ -57,6 +61,11 @@ class Aside:
         """What the device computes from here on finds the copy done."""
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def land(self, event: Any) -> None:
+        """Wait until a copy is done: the host may read what came to it, and what it was copied from may go."""
+        if event is not None:
+            event.synchronize()
 
     def finish(self) -> None:
         """Wait until all copies are done: the host may read what came to it, and write what has left it."""

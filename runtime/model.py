@@ -16,7 +16,7 @@ from zero_compiler.runtime import _C
 
 from .aio import buffer
 from .hops import Aside
-from .moves import Copies, Files, Moves
+from .moves import Copies, Files, Moves, Staged
 from .parcels import Parcels
 from .stores import Region, region_of
 
@@ -112,10 +112,13 @@ class ModelRuntime:
         """
         if program.phase == "forward":
             self.parcels.reserve(program.file_bytes)
-        if self.policy.activation_tier == "host":
-            device = self.policy.group.device
-            return Copies(self.parcels, program.offloads, program.file_bytes, device, _stream(self))
-        return Files(self.parcels, program.offloads, program.file_bytes, lambda: self.host)
+        what = self.parcels, program.offloads, program.file_bytes
+        device, path = self.policy.group.device, self.policy.activation_path
+        if path == ("host",):
+            return Copies(*what, device, _stream(self))
+        if path == ("nvme",):
+            return Files(*what, lambda: self.host)
+        return Staged(*what, lambda: self.host, device, self.aside)
 
     @functools.cached_property
     def aside(self) -> Aside:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from zero_compiler.program import Discard, Offload, Restore, WaitOffload, WaitRestore
+from zero_compiler.program import Bring, Discard, Offload, Restore, WaitOffload, WaitRestore, Write
 
+from .hops import Aside
 from .parcels import Parcel, Parcels
 from .stores import Span, Store, blocks, settle
 
-INSTRUCTIONS = (Offload, WaitOffload, Restore, WaitRestore, Discard)
+INSTRUCTIONS = (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)
 Step = Callable[[list[Any]], None]
 
 
@@ -116,7 +117,7 @@ class Files(Moves):
 
     def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
         """Copy ``value`` to its place in the pool, and start to write it from there; its ticket."""
-        self.view(which).copy_(value)
+        self._in_pool(which).copy_(value)
         parcel = self._filled()
         store: Store = parcel.place
         self._begin(which, store)
@@ -139,6 +140,9 @@ class Files(Moves):
         del self._under_way[which]
 
     def view(self, which: int) -> torch.Tensor:
+        return self._in_pool(which)
+
+    def _in_pool(self, which: int) -> torch.Tensor:
         """The place of an activation in the pool, as the tensor that it is."""
         return self._shaped(which, self._pool(), self._offloads[which].offset)
 
@@ -151,6 +155,81 @@ class Files(Moves):
     def _span(self, store: Store, which: int) -> Span:
         o = self._offloads[which]
         return Span(store, o.where, blocks(o.nbytes), o.offset, o.label)
+
+
+class Staged(Files):
+    """Between an accelerator and the file of a parcel, by way of the pool on its host.
+
+    Args:
+        device: that computes.
+        aside: what copies between it and the pool.
+    """
+
+    def __init__(
+        self,
+        parcels: Parcels,
+        offloads: Sequence[Any],
+        nbytes: int,
+        pool: Callable[[], torch.Tensor],
+        device: torch.device,
+        aside: Aside,
+    ) -> None:
+        super().__init__(parcels, offloads, nbytes, pool)
+        self._device, self._aside = device, aside
+        # Events of copies, and what they read or write on the device: it is held until nothing needs it there.
+        self._copying: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def step(self, instr: Any) -> Step:
+        if not isinstance(instr, (Write, Bring)):
+            return super().step(instr)
+        onward, which = (self._write if isinstance(instr, Write) else self._bring), instr.index
+        return lambda env: onward(which)
+
+    def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
+        """Start to copy ``value`` to its place in the pool; its ticket."""
+        parcel = self._filled()
+        self._copying[which] = None, value
+        self._copying[which] = self._aside.to_places([self._in_pool(which)], [value]), value
+        return parcel.ticket()
+
+    def _write(self, which: int) -> None:
+        """Wait for the copy, and start to write what came."""
+        self._aside.land(self._copying[which][0])
+        del self._copying[which]
+        store: Store = self._filled().place
+        self._begin(which, store)
+        self._under_way[which] = store.write(self._span(store, which), self._pool())
+
+    def restore(self, which: int, ticket: torch.Tensor) -> None:
+        o = self._offloads[which]
+        self._aside.spare(o.offset, o.offset + blocks(o.nbytes))
+        super().restore(which, ticket)
+
+    def _bring(self, which: int) -> None:
+        """Wait for the file, and start to copy what was read to the device."""
+        super().wait(which)
+        place, o = self._in_pool(which), self._offloads[which]
+        value = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device)
+        self._copying[which] = None, value
+        event = self._aside.to_device([value], [place])
+        self._copying[which] = event, value
+        self._aside.reads(event, [(o.offset, o.offset + o.nbytes)])
+
+    def wait(self, which: int) -> None:
+        """For a file; or what computes from here on finds the copy done."""
+        if which in self._copying:
+            self._aside.wait(self._copying[which][0])
+        else:
+            super().wait(which)
+
+    def view(self, which: int) -> torch.Tensor:
+        return self._copying.pop(which)[1]
+
+    def end(self) -> None:
+        if self._copying:
+            self._aside.finish()  # nothing reads or writes what goes now
+            self._copying.clear()
+        super().end()
 
 
 class Copies(Moves):

@@ -17,6 +17,7 @@ from zero_compiler.errors import TransferError
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.layout import Layout, tiled_rows
 from zero_compiler.program import (
+    Bring,
     Compute,
     Discard,
     Fetch,
@@ -35,6 +36,7 @@ from zero_compiler.program import (
     WaitGather,
     WaitOffload,
     WaitRestore,
+    Write,
 )
 
 _PATIENCE_S = 120.0  # for the ranks of one process to meet
@@ -65,6 +67,7 @@ class Rank:
         self.files: dict[tuple[int, int], torch.Tensor] = {}
         self.tickets = 0
         self.moving: dict[str, int] = {}
+        self.copying: dict[str, torch.Tensor] = {}  # to the pool
 
     def arena(self, pool: str, nbytes: int) -> torch.Tensor:
         """Bytes of a pool ("transient" or "kept"), at least ``nbytes`` of them."""
@@ -134,7 +137,7 @@ class Reference:
                 for k, (rank, env) in enumerate(zip(self.ranks, envs, strict=True)):
                     sent = inputs_of[k - k % self.world :][: self.world]
                     _write(env, instr.outs, self._gather_end(rank, p.gathers[instr.index], sent))
-            elif isinstance(instr, (Offload, WaitOffload, Restore, WaitRestore, Discard)):
+            elif isinstance(instr, (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)):
                 for rank, env in zip(self.ranks, envs, strict=True):
                     self._activation(rank, env, instr)
             elif isinstance(instr, Release):
@@ -252,9 +255,10 @@ class Reference:
         return out
 
     def _activation(self, rank: Rank, env: list[Any], instr: Any) -> None:
-        """Other tiers are a dictionary by ticket and place; a file is written when the wait is over, and so read."""
+        """Other tiers are a dictionary by ticket and place; a file is written when the wait is over, and so read. A
+        copy to the pool is there when it is sent on, and one from it when it has been waited for."""
         o = self.program.offloads[instr.index]
-        pooled = o.tier == "nvme"
+        pooled = o.pooled
         pool = (
             rank.arena("host", self.program.host_bytes)
             if pooled
@@ -263,13 +267,20 @@ class Reference:
         raw = pool[o.offset : o.offset + o.nbytes] if pooled else pool
         slot = raw.view(_dtype(o.dtype)).as_strided(o.shape, o.stride)
         if isinstance(instr, Offload):
-            slot.copy_(_read(env, instr.ins[0]))
+            value = _read(env, instr.ins[0])
             rank.tickets += 1
             env[instr.outs[0]] = torch.tensor([rank.tickets])
             rank.moving[o.name] = rank.tickets
+            if o.staged:
+                raw.fill_(_POISON)
+                rank.copying[o.name] = value
+            else:
+                slot.copy_(value)
             if not pooled:
                 rank.files[rank.tickets, o.where] = raw
             _free(env, instr.free)
+        elif isinstance(instr, Write):
+            slot.copy_(rank.copying.pop(o.name))
         elif isinstance(instr, WaitOffload):
             key = rank.moving.pop(o.name), o.where
             if pooled:
@@ -278,11 +289,17 @@ class Reference:
         elif isinstance(instr, Restore):
             raw.fill_(_POISON)
             rank.moving[o.name] = int(_read(env, instr.ins[0]))
+        elif isinstance(instr, Bring):
+            raw.copy_(rank.files[rank.moving.pop(o.name), o.where])
+        elif isinstance(instr, WaitRestore) and o.staged:
+            env[instr.outs[0]] = slot.clone()
+            raw.fill_(_POISON)
         elif isinstance(instr, WaitRestore):
             raw.copy_(rank.files[rank.moving.pop(o.name), o.where])
             env[instr.outs[0]] = slot
         else:
-            raw.fill_(_POISON)
+            if not o.staged:
+                raw.fill_(_POISON)
             _free(env, instr.values)
 
     # Reductions --------------------------------------------------------------------------------------------

@@ -91,7 +91,11 @@ class Session:
             if g.home:
                 self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
         self._hops = Hops([(self.runtimes[g.owner], g) for g in program.gathers])
-        self._copies = program.device_bytes > 0 or any(r.copied for r in program.reduces)
+        self._copies = (
+            program.device_bytes > 0
+            or any(r.copied for r in program.reduces)
+            or any(o.staged for o in program.offloads)
+        )
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         sends = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and sends

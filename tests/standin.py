@@ -25,16 +25,14 @@ class _Copy:
     def __init__(self, aside, into, of, to_host):
         self.aside, self.into, self.of, self.to_host = aside, into, of, to_host
         for there in into:
-            there.view(-1).view(torch.uint8).fill_(0xFF)
+            there.as_strided((there.numel(),), (1,)).view(torch.uint8).fill_(0xFF)
         self.read = self.over = False
 
     def query(self):
         return self.over
 
     def synchronize(self):
-        self.aside.wait(self)
-        if not self.to_host:
-            self.end()
+        self.aside.land(self)
 
     def end(self):
         """The host has waited."""
@@ -44,6 +42,12 @@ class _Copy:
             else:
                 assert self.over or torch.equal(here, was), "written while the device may still read it"
         self.over = True
+
+
+def _meet(these, those):
+    """Whether tensors of the two lie on the same bytes."""
+    spans = [[(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors] for tensors in (these, those)]
+    return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
 
 
 class LateAside(Aside):
@@ -56,10 +60,14 @@ class LateAside(Aside):
         self._waiting.append(_Copy(self, into, of, to_host=False))
         return self._waiting[-1]
 
-    def to_host(self, of):
-        there = [torch.empty_like(t) for t in of]
-        self._waiting.append(_Copy(self, there, of, to_host=True))
-        return there, self._waiting[-1]
+    def to_places(self, into, of):
+        # In order: what was copied from there has been read when this writes to it.
+        assert not any(_meet(copy.of, into) for copy in self._waiting if not copy.to_host)
+        for copy in [c for c in self._ending if not c.to_host and _meet(c.of, into)]:
+            copy.end()
+            self._ending.remove(copy)
+        self._waiting.append(_Copy(self, into, of, to_host=True))
+        return self._waiting[-1]
 
     def wait(self, event):
         while not event.read:  # in order
@@ -70,8 +78,14 @@ class LateAside(Aside):
             for there, here in () if copy.to_host else zip(copy.into, copy.of, strict=True):
                 there.copy_(here)
 
+    def land(self, event):
+        """With it, in order, what was started before."""
+        self.wait(event)
+        while not event.over:
+            self._ending.pop(0).end()
+
     def finish(self):
-        while self._waiting:
+        if self._waiting:
             self.wait(self._waiting[-1])
         for copy in self._ending:
             copy.end()
@@ -80,7 +94,14 @@ class LateAside(Aside):
 
 
 @contextlib.contextmanager
-def accelerator() -> Iterator[None]:
-    """Models that are sharded and run inside are on an accelerator."""
-    with mock.patch.object(Policy, "apart", True), mock.patch.object(model, "Aside", LateAside):
+def accelerator(late: bool = True) -> Iterator[None]:
+    """Models that are sharded and run inside are on an accelerator.
+
+    Args:
+        late: False: copies are done at once, and take no memory beside what they are to and from.
+    """
+    with (
+        mock.patch.object(Policy, "apart", True),
+        mock.patch.object(model, "Aside", LateAside if late else Aside),
+    ):
         yield

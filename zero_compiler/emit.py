@@ -15,6 +15,7 @@ from .ir import facts, ops
 from .ir.facts import ParamRef
 from .live import live_bytes
 from .program import (
+    Bring,
     Compute,
     Discard,
     Gather,
@@ -29,6 +30,7 @@ from .program import (
     WaitOffload,
     WaitReduce,
     WaitRestore,
+    Write,
 )
 from .slots import kept_ends, plan_slots
 from .storages import storages_of
@@ -155,7 +157,7 @@ def emit(
         elif step.target in (ops.offload, ops.restore):
             index = index_of[step] = len(offloads)
             away, where = facts.away(step), step.args[2]
-            value = facts.value(step.args[0] if step.target is ops.offload else step)
+            value = facts.value(step.args[0] if step.target is ops.offload else _back(step))
             offloads.append({"away": away, "where": where, "value": value, "start": len(instrs)})
             source = (number(step.args[0]),)
             if step.target is ops.offload:
@@ -163,17 +165,24 @@ def emit(
             else:
                 instrs.append(Restore(index, source))
             reads.append([step.args[0]])
+        elif step.target in (ops.write, ops.bring):
+            index = index_of[step] = index_of[step.args[0]]
+            instrs.append(Write(index) if step.target is ops.write else Bring(index))
+            reads.append([])
         elif step.target is ops.offloaded:
             index = index_of[step.args[0]]
             offloads[index]["end"] = len(instrs)
             instrs.append(WaitOffload(index))
             reads.append([])
         elif step.target is ops.restored:
-            instrs.append(WaitRestore(index_of[step.args[0]], (number(step),)))
+            index = index_of[step] = index_of[step.args[0]]
+            offloads[index]["end"] = len(instrs)  # staged: nothing reads its place in the pool from here on
+            instrs.append(WaitRestore(index, (number(step),)))
             reads.append([])
         elif step.target is ops.discard:
-            index = index_of[step.args[0].args[0]]
-            offloads[index]["end"] = len(instrs)
+            index = index_of[step.args[0]]
+            if not offloads[index]["away"].staged:
+                offloads[index]["end"] = len(instrs)
             instrs.append(Discard(index, (number(step.args[0]),)))
             reads.append([])
 
@@ -210,6 +219,12 @@ def emit(
         verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
     program.live, program.inside = live_bytes(program, graph, numbers, segments)
     return Emitted(program, segments, graph, numbers)
+
+
+def _back(restore: fx.Node) -> fx.Node:
+    """What a ``zero.restore`` brings back, once it is there."""
+    (user,) = restore.users
+    return _back(user) if user.target is ops.bring else user
 
 
 def _modules(nodes: list[fx.Node]) -> str:

@@ -198,14 +198,17 @@ class Fitting:
         if state.away is None:
             return
         context = replace(state.context("joint"), activation_bytes=activation_bytes)
-        link, _ = state.machine.links(state.tier)
-        far = [p for p in state.params.values() if state.tier in p.path]
-        busy = sum(link.us(p.gather_bytes // p.world) for p in far)
-        offload = passes.OffloadActivations(busy)
+        offload = passes.OffloadActivations(tuple(self._fetched_us(tier) for tier in state.tiers))
         graphs = forward.graph, backward.graph
         run_split(offload, *graphs, num_outputs, context, state.trace, state.dump_dir())
         if activation_bytes is None:
             state.away = frozenset(a.name for a in passes.offloaded(backward.graph))
+
+    def _fetched_us(self, tier: str) -> float:
+        """Time in which the lane of a tier brings the parameters that rest behind it."""
+        link, _ = self.state.machine.links(tier)
+        far = [p for p in self.state.params.values() if tier in p.path]
+        return sum(link.us(p.gather_bytes // p.world) for p in far)
 
     def _held_bytes(self, graphs: Phases) -> int:
         """Most bytes that backward holds at once of what forward made, or of what it makes again.

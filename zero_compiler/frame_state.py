@@ -71,8 +71,10 @@ class FrameState:
         self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
         # And of weights of heads, which backward then gathers in tiles.
         self.tile_heads = False
-        self.tier = "none" if self.first is None else self.first.activation_tier
-        self.away: frozenset[str] | None = None if self.tier == "none" else frozenset()  # as in Context
+        self.tiers: tuple[str, ...] = (
+            () if self.first is None else self.first.activation_path
+        )  # as in Context
+        self.away: frozenset[str] | None = frozenset() if self.tiers else None  # as in Context
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
         # Called under zero.no_sync: a budget leaves room for full gradients that wait.
@@ -197,7 +199,7 @@ class FrameState:
             mlp_bytes=self.mlp_bytes,
             tile_heads=self.tile_heads,
             away=self.away,
-            tier=self.tier,
+            tiers=self.tiers,
         )
 
     def order_weights(self, graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from .cut import SegmentGraph
 from .inside import peak_inside
 from .ir import facts, ops
 from .program import (
+    Bring,
     Compute,
     Discard,
     Instr,
@@ -24,7 +25,11 @@ from .program import (
     Store,
     WaitOffload,
     WaitReduce,
+    Write,
 )
+
+# What comes back lies in the pool, or is counted where it begins to.
+_BROUGHT = frozenset({ops.restore, ops.bring})
 
 
 def live_bytes(
@@ -82,8 +87,7 @@ def live_bytes(
             inside = live + beyond[-1]
             for o in instr.outs:
                 for r in roots[node_of[o]]:
-                    # What came back lies in the pool, or is counted where it does.
-                    if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target is ops.restore:
+                    if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target in _BROUGHT:
                         continue
                     made[r] = facts.bytes_of(facts.value(r), sizes)
                     live += made[r]
@@ -94,9 +98,9 @@ def live_bytes(
             in_flight[instr.index], free = free, ()
         if isinstance(instr, Reduce) and _written_there(program, program.reduces[instr.index]):
             live += sums_of(program.reduces[instr.index])
-        if isinstance(instr, Offload) and program.offloads[instr.index].tier == "host":
+        if isinstance(instr, Offload) and program.offloads[instr.index].copied:
             leaving[instr.index], free = free, ()
-        if isinstance(instr, WaitOffload):
+        if isinstance(instr, (Write, WaitOffload)):
             free = leaving.pop(instr.index, free)
         copied = isinstance(instr, WaitReduce) and program.reduces[instr.index].copied
         if (
@@ -115,9 +119,11 @@ def live_bytes(
                     held.discard(o)
                     if not held and r in made:
                         gone += made.pop(r)
-        if isinstance(instr, (Restore, Discard)) and program.offloads[instr.index].tier == "host":
-            nbytes = program.offloads[instr.index].nbytes
-            live, gone = (live + nbytes, gone) if isinstance(instr, Restore) else (live, gone + nbytes)
+        if isinstance(instr, (Restore, Bring, Discard)) and (moved := program.offloads[instr.index]).copied:
+            if isinstance(instr, Discard):
+                gone += moved.nbytes
+            elif isinstance(instr, Bring) == moved.staged:
+                live += moved.nbytes
         live += results_of(program, instr)
         before, after = passing_of(program, instr)
         live, gone = live + before, gone + after

@@ -358,6 +358,14 @@ class Policy:
         tier = self.config.offload_activations
         return tier if self.apart or tier != "host" else "none"
 
+    @property
+    def activation_path(self) -> tuple[str, ...]:
+        """Tiers from the compute device to where saved tensors may wait, nearest first; () where they may not."""
+        tier = self.activation_tier
+        if tier == "none":
+            return ()
+        return ("host", "nvme") if tier == "nvme" and self.apart else (tier,)
+
     def param(self, name: str) -> Any:
         """The sharded parameter called ``name`` as it stands in the module now.
 
@@ -467,10 +475,6 @@ def _check_apart(config: Config, device: torch.device) -> None:
     Raises:
         ConfigError: naming the option that does not fit.
     """
-    if config.offload_activations == "nvme":
-        raise ConfigError(
-            f'offload_activations="nvme" is not available in this version on {device}; use "none" or "host"'
-        )
     params, grads_, states = config.offload_params, config.offload_grads, config.offload_optimizer
     if params in (None, "none"):
         if grads_ not in (None, "none"):

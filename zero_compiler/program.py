@@ -18,7 +18,7 @@ import torch
 from .ir.facts import ParamRef
 from .runtime.stores import blocks
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,13 @@ def _of(tile: Part | None) -> str:
 @dataclass(frozen=True)
 class OffloadDesc:
     """A tensor of ``nbytes`` that waits on a tier between forward and backward, ``where`` bytes behind the begin of all
-    that do. ``module`` made it. On the way to a file ("nvme") ``offset`` is its place in the pool "host"; -1 for what
-    goes to an accelerator's host memory ("host"), where it passes no pool."""
+    that do. ``module`` made it. ``tiers`` are those on its way from the compute device, where it rests last: "host" of
+    an accelerator, or files ("nvme"), to which those of an accelerator go by way of the host. On the way to a file
+    ``offset`` is its place in the pool "host"; -1 for what passes no pool."""
 
     name: str
     module: str
-    tier: str
+    tiers: tuple[str, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
@@ -206,6 +207,21 @@ class OffloadDesc:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it passes the pool on the host."""
+        return self.tiers[-1] == "nvme"
+
+    @property
+    def copied(self) -> bool:
+        """Whether it leaves the device by a copy, which reads it until it has been waited for."""
+        return self.tiers[0] == "host"
+
+    @property
+    def staged(self) -> bool:
+        """Whether it stops in the pool between a copy and a file."""
+        return len(self.tiers) > 1
 
     @property
     def label(self) -> str:
@@ -313,7 +329,8 @@ class Keep:
 
 @dataclass(frozen=True)
 class Offload:
-    """Copy the value ``ins`` to its place in the pool and start to write it to its file; ``outs`` is its ticket."""
+    """Start to take the value ``ins`` to the first tier on its way; ``outs`` is its ticket. To a file it is copied into
+    the pool at once, and written from there."""
 
     index: int
     ins: tuple[int, ...]
@@ -323,8 +340,16 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Write:
+    """Wait until offloaded tensor ``index`` has been copied into the pool, and start to write it to its file."""
+
+    index: int
+    op: str = "write"
+
+
+@dataclass(frozen=True)
 class WaitOffload:
-    """Wait until offloaded tensor ``index`` is written: its place in the pool is free."""
+    """Wait until offloaded tensor ``index`` is where it waits: its place in the pool is free."""
 
     index: int
     op: str = "wait_offload"
@@ -332,7 +357,8 @@ class WaitOffload:
 
 @dataclass(frozen=True)
 class Restore:
-    """Start to read offloaded tensor ``index``, for which the ticket ``ins`` stands, back into the pool."""
+    """Start to bring back offloaded tensor ``index``, for which the ticket ``ins`` stands: a file is read into the
+    pool, memory of the host is copied to the device."""
 
     index: int
     ins: tuple[int, ...]
@@ -340,8 +366,16 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class Bring:
+    """Wait until offloaded tensor ``index`` has been read into the pool, and start to copy it to the device."""
+
+    index: int
+    op: str = "bring"
+
+
+@dataclass(frozen=True)
 class WaitRestore:
-    """Wait until it is there: the value ``outs``."""
+    """Wait until it is back: the value ``outs``."""
 
     index: int
     outs: tuple[int, ...]
@@ -350,7 +384,7 @@ class WaitRestore:
 
 @dataclass(frozen=True)
 class Discard:
-    """Offloaded tensor ``index`` is dead: its place in the pool is free."""
+    """Offloaded tensor ``index`` is dead: so is the memory that it came back to."""
 
     index: int
     values: tuple[int, ...]
@@ -369,8 +403,10 @@ Instr = (
     | WaitReduce
     | Keep
     | Offload
+    | Write
     | WaitOffload
     | Restore
+    | Bring
     | WaitRestore
     | Discard
 )
@@ -386,8 +422,10 @@ _KINDS: dict[str, type] = {
     "wait_reduce": WaitReduce,
     "keep": Keep,
     "offload": Offload,
+    "write": Write,
     "wait_offload": WaitOffload,
     "restore": Restore,
+    "bring": Bring,
     "wait_restore": WaitRestore,
     "discard": Discard,
 }
@@ -541,13 +579,15 @@ class Program:
         return "\n".join(lines)
 
     def _line(self, instr: Instr) -> str:
-        if isinstance(instr, (Offload, WaitOffload, Restore, WaitRestore, Discard)):
+        if isinstance(instr, (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)):
             o = self.offloads[instr.index]
-            if isinstance(instr, (Offload, Restore)):
-                return f"{instr.op:<15} {o.name} {o.dtype}{list(o.shape)}, {o.nbytes:,} bytes"
+            if isinstance(instr, (Offload, Write, Restore, Bring)):
+                to = ", to the device" if isinstance(instr, Bring) else ""
+                return f"{instr.op:<15} {o.name} {o.dtype}{list(o.shape)}, {o.nbytes:,} bytes{to}"
             if isinstance(instr, Discard):
                 return f"discard         {o.name}"
-            return f"wait            {'copy' if o.tier == 'host' else 'file'} of {o.name}"
+            last = o.tiers[-1] if isinstance(instr, WaitOffload) else o.tiers[0]
+            return f"wait            {'copy' if last == 'host' else 'file'} of {o.name}"
         if isinstance(instr, (Fetch, WaitFetch)):
             g = self.gathers[instr.index]
             hop, what = g.hops[instr.hop], f"{_few(g.names)}{_of(g.tile)}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from .program import (
+    Bring,
     Compute,
     Discard,
     Keep,
@@ -19,6 +20,7 @@ from .program import (
     Store,
     WaitOffload,
     WaitReduce,
+    Write,
 )
 
 
@@ -57,7 +59,7 @@ def recount(program: Program) -> list[tuple[int, int]]:
     reduced = 0  # gradients
     lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
     sums = early = 0  # on their way between ranks with the same rows; of these, what is not waited for yet
-    restored = 0  # back from the host of an accelerator
+    restored = 0  # back on an accelerator
     passing = 0  # reduced, and on their way to another tier or to the place of a whole gradient
     waiting = (
         program.waiting_bytes
@@ -71,11 +73,13 @@ def recount(program: Program) -> list[tuple[int, int]]:
             values.die(free)
             free = ()
             values.born(instr.outs)
-        elif isinstance(instr, Offload) and program.offloads[instr.index].tier == "host":
+        elif isinstance(instr, Offload) and program.offloads[instr.index].copied:
             lent["offload", instr.index], free = free, ()
-        elif isinstance(instr, WaitOffload):
+        elif isinstance(instr, (Write, WaitOffload)):
             free = lent.pop(("offload", instr.index), ())
-        elif isinstance(instr, Restore) and program.offloads[instr.index].tier == "host":
+        elif isinstance(instr, Bring) or (
+            isinstance(instr, Restore) and program.offloads[instr.index].tiers == ("host",)
+        ):
             restored += program.offloads[instr.index].nbytes
         elif isinstance(instr, Keep):
             most = values.nbytes + program.keeps[instr.index].cast_bytes
@@ -107,7 +111,7 @@ def recount(program: Program) -> list[tuple[int, int]]:
         most = max(most, values.nbytes)
         rows.append((reduced, most + sums + early + restored + passing + waiting))
         values.die(free)
-        if isinstance(instr, Discard) and program.offloads[instr.index].tier == "host":
+        if isinstance(instr, Discard) and program.offloads[instr.index].copied:
             restored -= program.offloads[instr.index].nbytes
         if isinstance(instr, WaitReduce):
             passing -= _passes(program.reduces[instr.index])

@@ -18,6 +18,7 @@ from .hardware import HardwareSpec
 from .ir.facts import ParamRef
 from .prefetch import Event, Phase, distances, in_flight, phase_us
 from .program import (
+    Bring,
     Compute,
     Fetch,
     Gather,
@@ -30,8 +31,9 @@ from .program import (
     WaitFetch,
     WaitGather,
     WaitReduce,
+    Write,
 )
-from .simulate import HOST, READ, WRITE, duration, fetch_us, lane_of, share_cores, simulate, transfers
+from .simulate import HOST, READ, WRITE, duration, fetch_us, offload_us, share_cores, simulate, transfers
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
 # than at distance 1.
@@ -271,9 +273,9 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int, chec
 
 def _other_us(program: Program, instr: Any, lanes: Collection[str], spec: HardwareSpec) -> float:
     """Time on ``lanes`` of what an instruction puts there, if that is no hop."""
-    if isinstance(instr, (Offload, Restore)):
-        o, out = program.offloads[instr.index], isinstance(instr, Offload)
-        return spec.links(o.tier)[out].us(o.nbytes) if lane_of(o.tier, out) in lanes else 0.0
+    if isinstance(instr, (Offload, Write, Restore, Bring)):
+        where, us = offload_us(program, instr, spec)
+        return us if where in lanes else 0.0
     if isinstance(instr, Store) and HOST in lanes:
         return spec.links("host")[1].us(program.reduces[instr.index].result_bytes)
     if isinstance(instr, WaitReduce) and WRITE in lanes:

@@ -22,6 +22,7 @@ import torch
 from .files import write_buffers
 from .hardware import LANES, HardwareSpec
 from .program import (
+    Bring,
     Compute,
     Fetch,
     Gather,
@@ -38,6 +39,7 @@ from .program import (
     WaitOffload,
     WaitReduce,
     WaitRestore,
+    Write,
 )
 
 COMPUTE, LINK, READ, WRITE, HOST = LANES
@@ -238,6 +240,15 @@ def lane_of(tier: str, out: bool) -> str:
     return HOST if tier == "host" else WRITE if out else READ
 
 
+def offload_us(
+    program: Program, instr: Offload | Write | Restore | Bring, spec: HardwareSpec
+) -> tuple[str, float]:
+    """Lane and time of one step of an offloaded tensor, out or back."""
+    o, out = program.offloads[instr.index], isinstance(instr, (Offload, Write))
+    tier = o.tiers[0] if isinstance(instr, (Offload, Bring)) else o.tiers[-1]
+    return lane_of(tier, out), spec.links(tier)[out].us(o.nbytes)
+
+
 def simulate(
     program: Program,
     spec: HardwareSpec,
@@ -293,14 +304,16 @@ def simulate(
             sim.compute(keep.label, _sum_us(keep, spec))
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
-        elif isinstance(instr, (Offload, Restore)):
+        elif isinstance(instr, (Offload, Write, Restore, Bring)):
+            if isinstance(instr, (Write, Bring)):
+                sim.wait(offloads[instr.index])
+                files.check(offloads[instr.index])
             o = program.offloads[instr.index]
-            out = isinstance(instr, Offload)
-            us = spec.links(o.tier)[out].us(o.nbytes)
-            label = f"{'copy' if o.tier == 'host' else 'file'} of the {o.label}"
-            if out and o.tier == "nvme":
+            lane, us = offload_us(program, instr, spec)
+            label = f"{'copy' if lane == HOST else 'file'} of the {o.label}"
+            if lane == WRITE:
                 files.sum_up(label, o.nbytes)
-            offloads[instr.index] = sim.start(lane_of(o.tier, out), label, us, o.nbytes)
+            offloads[instr.index] = sim.start(lane, label, us, o.nbytes)
         elif isinstance(instr, (WaitOffload, WaitRestore)):
             sim.wait(offloads[instr.index])
             if isinstance(instr, WaitRestore):

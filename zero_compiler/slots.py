@@ -96,7 +96,7 @@ def plan_slots(
             need("transient", ("reduce", k, 0), Slot(size, *live))
         reduce_rows.append((node, plans, chunks))
     for k, o in enumerate(offloads):
-        if o["away"].tier == "nvme":
+        if o["away"].tier == "nvme":  # by way of the pool
             size = blocks(facts.bytes_of(o["value"]))
             need("host", ("offload", k, 0), Slot(size, o["start"], o["end"]))
     at: dict[tuple[str, int, int], int] = {}
@@ -155,7 +155,7 @@ def plan_slots(
         OffloadDesc(
             name=o["away"].name,
             module=o["away"].module,
-            tier=o["away"].tier,
+            tiers=o["away"].tiers,
             shape=tuple(map(int, o["value"].shape)),
             stride=tuple(map(int, o["value"].stride())),
             dtype=_dtype_text(o["value"].dtype),

@@ -15,6 +15,7 @@ import torch
 from .arena import Slot, check
 from .errors import VerifyError
 from .program import (
+    Bring,
     Compute,
     Discard,
     Fetch,
@@ -34,6 +35,7 @@ from .program import (
     WaitOffload,
     WaitReduce,
     WaitRestore,
+    Write,
 )
 from .recount import recount
 from .runtime.stores import BLOCK_BYTES, blocks
@@ -156,8 +158,10 @@ def _transfers(program: Program) -> None:
         WaitReduce: ("reduce", "started", "done"),
         Keep: ("keep", "idle", "done"),
         Offload: ("offload", "idle", "started"),
+        Write: ("offload", "started", "sent on"),
         WaitOffload: ("offload", "started", "released"),
         Restore: ("offload", "idle", "started"),
+        Bring: ("offload", "started", "sent on"),
         WaitRestore: ("offload", "started", "ready"),
         Discard: ("offload", "ready", "released"),
     }
@@ -184,6 +188,10 @@ def _transfers(program: Program) -> None:
             need = "started" if isinstance(instr, Store) else "stored"
         elif isinstance(instr, Store):
             _fail(i, instr, f"reduction {instr.index} rests where it is, and is not to be copied")
+        if isinstance(instr, (WaitOffload, WaitRestore)) and program.offloads[instr.index].staged:
+            need = "sent on"
+        elif isinstance(instr, (Write, Bring)) and not program.offloads[instr.index].staged:
+            _fail(i, instr, f"offload {instr.index} has one step to go, and is not sent on")
         have = state.get((kind, instr.index), "idle")
         if have != need:
             _fail(i, instr, f"{kind} {instr.index} is {have}, must be {need}")
@@ -309,9 +317,11 @@ def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str
             use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
     read = _read_by_peers(program)
     for k, o in enumerate(program.offloads):
-        if o.tier == "host":
+        if not o.pooled:
             continue
-        kinds = (Offload, WaitOffload) if (Offload, k) in at else (Restore, Discard)
+        # What came back to a device has left the pool when the device has been told to wait for it.
+        back = WaitRestore if o.staged else Discard
+        kinds = (Offload, WaitOffload) if (Offload, k) in at else (Restore, back)
         if o.offset % BLOCK_BYTES or o.where % BLOCK_BYTES:
             raise VerifyError(f"{o.label}: lies at no multiple of {BLOCK_BYTES}")
         use(o.label, o.offset, blocks(o.nbytes), at[kinds[0], k], at[kinds[1], k], "host")

@@ -45,10 +45,11 @@ def settled() -> int:
     return _C.meter_current()
 
 
-def train(rank: int, net: dict[str, float], rows: int, compute: str = "aten", **fields):
+def train(rank: int, net: dict[str, float], rows: int, compute: str = "aten", optimizer=None, **fields):
     """Losses of three steps, the measured peak in bytes, and the model: a ``Net`` of ``net``.
 
-    At stage 3 and over the process group, unless ``fields`` say otherwise.
+    At stage 3 and over the process group, unless ``fields`` say otherwise. ``optimizer`` makes one of a class and a
+    model, as ``zero.optimizer`` does; None: AdamW of torch.
     """
     base = settled()
     torch.manual_seed(0)
@@ -56,13 +57,16 @@ def train(rank: int, net: dict[str, float], rows: int, compute: str = "aten", **
     gc.collect()
     _C.meter_reset_peak()
     step = torch.compile(model, backend="zero", options={"compute": compute})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if optimizer is None:
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    else:
+        opt = optimizer(torch.optim.AdamW, model, lr=1e-3)
     torch.manual_seed(1 + rank)
     losses = []
     for _ in range(3):
         loss = step(torch.randn(rows, net["width"]))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        opt.step()
+        opt.zero_grad()
         losses.append(loss.item())
     return losses, _C.meter_peak() - base, model

@@ -6,13 +6,16 @@ import json
 import os
 
 import pytest
-from dist.measured import train
+import torch
+from dist.measured import Net, train
 from dist.spawn import run_ranks
 from machines import machine
+from standin import accelerator
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.runtime import _C
+from zero_compiler.simulate import DISK, HOST
 
 pytestmark = pytest.mark.dist
 WIDTH, LAYERS, ROWS = 64, 4, 512
@@ -97,6 +100,88 @@ def test_what_waits_in_files_is_not_held(tmp_path):
         for fallen, moved, pool in rows:
             assert moved > pool, rows
             assert fallen >= 0.5 * (moved - pool), rows
+
+
+def _staged(rank, world, transport, folder):
+    """On an accelerator, for which a CPU stands in: by way of the host, beside every other offload."""
+    _C.meter_install()
+    fast = {"latency_us": 1e-3, "bytes_per_us": 1e6}
+    path = os.path.join(folder, f"machine{rank}.json")
+    with open(path, "w") as f:
+        json.dump(machine(nvme_read=fast, nvme_write=fast, host_device=fast), f)
+    files = {"offload_activations": "nvme", "nvme_dir": folder}
+    rest = {"offload_params": "nvme", "offload_grads": "nvme", "offload_optimizer": "nvme"}
+    rows = []
+    for others in ({}, rest):
+        make = zero.optimizer if others else None
+        with accelerator(late=False):
+            fields = {"hardware": path, "transport": transport, "nvme_dir": folder, **others}
+            want, free, model = _run(rank, optimizer=make, **fields)
+            del model
+            got, measured, model = _run(rank, optimizer=make, **fields | files)
+            assert got == want
+            report = zero.inspect(model)
+            moved = sum(r.nbytes for r in _held(model).offloaded)
+            assert {r.tier for r in _held(model).offloaded} == {"nvme"}
+            assert measured <= report.memory.peak + ROWS * WIDTH * 4 * 2 + 4096
+            assert report.memory.apart >= max(p.host_bytes for p in _held(model).programs.values()) > 0
+            for timeline in _held(model).timelines.values():
+                assert min(timeline.nbytes(DISK), timeline.nbytes(HOST)) >= moved
+            counters = model._zero.policy.nvme().engine.counters()
+            assert counters["bytes_written"] >= 3 * moved > 0
+        rows.append((free - measured, moved))
+        del model, report
+    gc.collect()
+    assert not [name for name in os.listdir(folder) if name.startswith("zero-")]
+    return rows
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
+def test_what_an_accelerator_puts_into_files_is_not_held(transport, tmp_path):
+    for rows in run_ranks(_staged, 2, transport, str(tmp_path)):
+        for fallen, moved in rows:
+            # Of four blocks one is on its way, and one is computed with.
+            assert fallen >= 0.5 * moved, rows
+
+
+def _staged_accumulation(rank, world, folder):
+    """Backwards that keep their gradients, forwards whose backward comes later, and calls that have none."""
+    fast = {"latency_us": 1e-3, "bytes_per_us": 1e6}
+    path = os.path.join(folder, f"machine{rank}.json")
+    with open(path, "w") as f:
+        json.dump(machine(nvme_read=fast, nvme_write=fast, host_device=fast), f)
+
+    def run(**fields):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = zero.shard(Net(**NET), nvme_dir=folder, hardware=path, offload_params="nvme", **fields)
+        step = torch.compile(model, backend="zero", options={"compute": "aten"})
+        optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-3)
+        torch.manual_seed(1 + rank)
+        losses = []
+        for _ in range(3):
+            with zero.no_sync(model):
+                step(torch.randn(ROWS, WIDTH)).backward()
+            first, second = step(torch.randn(ROWS, WIDTH)), step(torch.randn(ROWS, WIDTH))
+            first.backward()
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses += [first.item(), second.item(), step(torch.randn(ROWS, WIDTH)).item()]
+        return losses, model
+
+    with accelerator():
+        want, _ = run()
+        got, model = run(offload_activations="nvme")
+        assert got == want
+        frames = model._zero.policy.frames
+        assert any(f.offloaded for f in frames)
+        return len(model._zero.policy.runtime.parcels._idle)
+
+
+def test_accumulation_and_inference_with_activations_of_an_accelerator_in_files(tmp_path):
+    assert run_ranks(_staged_accumulation, 2, str(tmp_path)) == [2, 2]
 
 
 def _uneven_files(rank, world, folder):

@@ -12,7 +12,7 @@ from machines import machine
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ConfigError, RankMismatchError
+from zero_compiler.errors import RankMismatchError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,18 +56,22 @@ def _train_on(device, loss_of, optimizer, steps=10, rank=0):
     return losses
 
 
-def test_activations_on_the_host(tmp_path):
+@pytest.mark.parametrize("others", [{}, {"offload_params": "nvme", "offload_optimizer": "nvme"}], ids=str)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_activations_on_the_host_and_in_files(tier, others, tmp_path):
     fast = {"latency_us": 1e-6, "bytes_per_us": 1e9}
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(machine(host_device=fast)))
+    path.write_text(json.dumps(machine(host_device=fast, nvme_read=fast, nvme_write=fast)))
     device = torch.accelerator.current_accelerator()
     torch.manual_seed(0)
     plain = Net().to(device)
 
     def losses(**fields):
         torch._dynamo.reset()
-        model = zero.shard(copy.deepcopy(plain), hardware=str(path), **fields)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = zero.shard(
+            copy.deepcopy(plain), hardware=str(path), nvme_dir=str(tmp_path), **others, **fields
+        )
+        optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-2)
         step = torch.compile(model, backend="zero", options={"compute": "aten"})
         out = []
         for k in range(5):
@@ -82,16 +86,9 @@ def test_activations_on_the_host(tmp_path):
         return out, model
 
     want, _ = losses()
-    got, model = losses(offload_activations="host")
+    got, model = losses(offload_activations=tier)
     assert got == want
-    assert {r.tier for r in zero.inspect(model).frames[0].offloaded} == {"host"}
-
-
-def test_activations_in_files_are_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match='offload_activations="nvme" is not available in this version on .*"host"'
-    ):
-        zero.shard(Net(), offload_activations="nvme", nvme_dir=str(tmp_path))
+    assert {r.tier for r in zero.inspect(model).frames[0].offloaded} == {tier}
 
 
 @pytest.mark.parametrize("compute", ["aten", "inductor"])

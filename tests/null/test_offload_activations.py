@@ -156,7 +156,7 @@ return %tanh_backward_default
 
 
 def saved(name: str, ready_us: float, need_us: float, us: float) -> Saved:
-    return Saved(name, "aten.mm", "", 100, ready_us, need_us, us, us)
+    return Saved(name, "aten.mm", "", 100, ready_us, need_us, (us,), (us,))
 
 
 def test_reads_start_as_late_as_the_reads_after_them_allow():
@@ -166,12 +166,12 @@ def test_reads_start_as_late_as_the_reads_after_them_allow():
 def test_only_what_is_written_in_forward_and_back_in_time_is_hidden():
     # Forward takes 10 us, and so does backward, which needs the last first.
     each = [saved(f"a{k}", k + 1.0, 9.0 - k, 2.0) for k in range(10)]
-    taken = hidden(each, 10.0, busy_us=0.0)
+    taken = hidden(each, 10.0, busy_us=(0.0,))
     # Written one after the other from 1 us on: at 3, 5, 7 and 9 us. Read until 9, 8, 7, ... us: from 1 us on at the
     # latest for four of them.
     assert [s.name for s in taken] == ["a0", "a1", "a2", "a3"]
-    assert hidden(each, 10.0, busy_us=4.0) == each[:2]
-    assert hidden([saved("b", 9.0, 9.0, 2.0)], 10.0, 0.0) == []
+    assert hidden(each, 10.0, busy_us=(4.0,)) == each[:2]
+    assert hidden([saved("b", 9.0, 9.0, 2.0)], 10.0, (0.0,)) == []
 
 
 def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):

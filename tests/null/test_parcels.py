@@ -71,7 +71,7 @@ def test_a_wait_that_breaks_off_leaves_nothing_under_way(what):
     """Ctrl-C ends a wait and not the transfer, which must not run into what the pool holds next."""
     request = Request(KeyboardInterrupt())
     parcels, pool = Parcels(lambda nbytes: File(request)), torch.zeros(4096, dtype=torch.uint8)
-    desc = OffloadDesc("a", "h.0", "nvme", (1024,), (1,), "float32", 0, 0)
+    desc = OffloadDesc("a", "h.0", ("nvme",), (1024,), (1,), "float32", 0, 0)
     files = Files(parcels, [desc], 4096, lambda: pool)
     parcel = parcels.take(4096)
     if what == "offload":
@@ -87,7 +87,7 @@ def test_a_wait_that_breaks_off_leaves_nothing_under_way(what):
 def test_a_transfer_that_failed_is_waited_for_once():
     request = Request(StorageError("the disk is gone"))
     parcels, pool = Parcels(lambda nbytes: File(request)), torch.zeros(4096, dtype=torch.uint8)
-    desc = OffloadDesc("a", "h.0", "nvme", (1024,), (1,), "float32", 0, 0)
+    desc = OffloadDesc("a", "h.0", ("nvme",), (1024,), (1,), "float32", 0, 0)
     files = Files(parcels, [desc], 4096, lambda: pool)
     files.offload(0, torch.ones(1024))
     with pytest.raises(StorageError):
@@ -119,7 +119,7 @@ def test_all_copies_of_a_model_share_one_stream(monkeypatch):
     """Else a place that a broken call gave back could be filled before the copy that is under way there ends."""
     streams = []
     monkeypatch.setattr(torch, "Stream", lambda device: streams.append(device) or object())
-    policy = SimpleNamespace(activation_tier="host", group=SimpleNamespace(device=torch.device("cuda")))
+    policy = SimpleNamespace(activation_path=("host",), group=SimpleNamespace(device=torch.device("cuda")))
     runtime = SimpleNamespace(policy=policy, parcels=Parcels(torch.empty), _aside=None)
     program = SimpleNamespace(phase="backward", offloads=[], file_bytes=0)
     for _ in range(2):

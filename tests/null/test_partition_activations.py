@@ -173,7 +173,7 @@ def test_a_part_waits_elsewhere_and_is_back_until_it_has_been_sent():
     )  # backward is busy when it wants the part
     graphs.run()
     spec = HardwareSpec.from_dict(machine(host_device=fast))
-    context = Context({}, "joint", 0, machine=spec, away=frozenset(), tier="host")
+    context = Context({}, "joint", 0, machine=spec, away=frozenset(), tiers=("host",))
     with graphs.mode:
         run_split(OffloadActivations(), graphs.forward, graphs.backward, 1, context)
         PlaceOffloads().run(graphs.backward, context)

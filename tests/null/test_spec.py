@@ -19,6 +19,7 @@ from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.passes import JOINT, Context, OffloadActivations, run_passes
 from zero_compiler.program import (
+    Bring,
     Compute,
     Gather,
     Program,
@@ -27,6 +28,8 @@ from zero_compiler.program import (
     WaitGather,
     WaitOffload,
     WaitReduce,
+    WaitRestore,
+    Write,
 )
 from zero_compiler.recount import recount
 from zero_compiler.verify import verify_program
@@ -518,21 +521,36 @@ def test_tiles_that_are_less_than_the_gradient():
     bad(p, f"tile 4 of 4 ends at element {whole - 1} of {whole}")
 
 
-def in_files() -> Program:
-    """A forward that hands a tensor on in a file."""
+def in_files(phase: str = "forward", tiers: tuple[str, ...] = ("nvme",)) -> Program:
+    """A forward that hands a tensor on in a file, or its backward."""
     forward, backward = two_products()
     disk = {"latency_us": 1e-6, "bytes_per_us": 1e9}
     machine = HardwareSpec.from_dict(machines.machine(nvme_read=disk, nvme_write=disk))
-    context = forward.context("joint", machine=machine, away=frozenset(), activation_bytes=0)
+    context = forward.context("joint", machine=machine, away=frozenset(), activation_bytes=0, tiers=tiers)
     facts.send_away(find(forward, aten.tanh.default))
     OffloadActivations().run(forward.graph, backward.graph, 1, context)
-    return forward.program(lower(forward, "forward", machine=machine), "forward")[0]
+    build = forward if phase == "forward" else backward
+    return build.program(lower(build, phase, machine=machine), phase)[0]
 
 
 def test_an_activation_that_is_not_waited_for():
     p = in_files()
     del p.instrs[at(p, WaitOffload)]
     bad(p, "activation .* ends started, must end released")
+
+
+@pytest.mark.parametrize(("phase", "onward"), [("forward", Write), ("backward", Bring)])
+def test_an_activation_that_stops_half_way(phase, onward):
+    p = in_files(phase, ("host", "nvme"))
+    del p.instrs[at(p, onward)]
+    bad(p, "offload 0 is started, must be sent on")
+
+
+@pytest.mark.parametrize(("phase", "onward"), [("forward", Write), ("backward", Bring)])
+def test_an_activation_that_is_sent_on_from_where_it_waits(phase, onward):
+    p = in_files(phase)
+    p.instrs.insert(at(p, WaitOffload if phase == "forward" else WaitRestore), onward(0))
+    bad(p, "offload 0 has one step to go, and is not sent on")
 
 
 @pytest.mark.parametrize("place", ["offset", "where"])

@@ -54,7 +54,7 @@ def live_bytes(graph: fx.Graph) -> list[tuple[int, int]]:
     for i, node in enumerate(nodes):
         if node.op == "placeholder" or facts.is_compute(node) and roots[node] == frozenset((node,)):
             size[node] = facts.bytes_of(facts.value(node))
-        elif node.target in (ops.gather, ops.reduce, ops.restore):
+        elif node.target in (ops.gather, ops.reduce, ops.restore, ops.bring):
             size[node] = facts.bytes_of(facts.value(node))
         held = {node}
         for r in roots[node]:
@@ -160,7 +160,7 @@ def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, 
         head = f"{name} = {target_text(node)} {arg(node.args[0])} [{node.args[4]}]"
     elif node.target in (ops.offload, ops.restore):
         head = f"{name} = {target_text(node)} {arg(node.args[0])} [{node.args[1]}]"
-    elif node.target in (ops.offloaded, ops.discard):
+    elif node.target in (ops.write, ops.offloaded, ops.discard):
         head = f"{' ' * len(name)}   {target_text(node)} {arg(node.args[0])}"
     elif node.target is ops.gather:
         head = f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]{_tile(node)}"

@@ -225,7 +225,7 @@ class Away:
 
     Args:
         name, op, module: of the node that makes it.
-        tier: "host" or "nvme".
+        tiers: those on its way from the compute device, where it rests last: "host" or "nvme", or one after the other.
         why: it is there, in words.
         nbytes: that are not held meanwhile.
         us: time of its transfers, both ways, where the lane does not hide them; 0 where it does.
@@ -234,10 +234,19 @@ class Away:
     name: str
     op: str
     module: str
-    tier: str
+    tiers: tuple[str, ...]
     why: str
     nbytes: int
     us: float
+
+    @property
+    def tier(self) -> str:
+        return self.tiers[-1]
+
+    @property
+    def staged(self) -> bool:
+        """Whether it stops on the host on its way between an accelerator and a file."""
+        return len(self.tiers) > 1
 
 
 def away(node: fx.Node) -> Away:

@@ -69,15 +69,18 @@ _lib.define(
 # This rank's part of a tensor that is the same on all ranks of a process group: flat, equally long on each.
 _lib.define("part(Tensor whole, str group, int ranks) -> Tensor")
 
-# A tensor that waits in a file between forward and backward: `where` is its place there, `name` what it is called. The
-# ticket stands for it meanwhile. `offloaded` waits until it is written, `restored` until it is back; `discard` ends its
-# life in the pool.
+# A tensor that waits on another tier between forward and backward: `where` is its place there, `name` what it is
+# called. The ticket stands for it meanwhile. `offloaded` waits until it is there, `restored` until it is back;
+# `discard` ends its life where it came back to. Between an accelerator and a file it stops on the host: `write` waits
+# until it is there and sends it on to the file, `bring` waits until it is read and sends it on to the device.
 _lib.define("offload(Tensor value, str name, int where) -> Tensor")
 _lib.define("offloaded(Tensor(a!) ticket) -> ()")
 _lib.define(
     "restore(Tensor ticket, str name, int where, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor"
 )
 _lib.define("restored(Tensor(a) pending) -> Tensor(a)")
+_lib.define("write(Tensor(a!) ticket) -> ()")
+_lib.define("bring(Tensor read) -> Tensor")
 _lib.define("discard(Tensor(a!) value) -> ()")
 
 unshard = torch.ops.zero.unshard.default
@@ -92,13 +95,15 @@ offload = torch.ops.zero.offload.default
 offloaded = torch.ops.zero.offloaded.default
 restore = torch.ops.zero.restore.default
 restored = torch.ops.zero.restored.default
+write = torch.ops.zero.write.default
+bring = torch.ops.zero.bring.default
 discard = torch.ops.zero.discard.default
 onednn_linear = torch.ops.zero.onednn_linear.default
 part = torch.ops.zero.part.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
 # Where one compute segment ends and the next begins.
-BORDERS = TRANSFERS | {cut, offload, offloaded, restore, restored, discard}
+BORDERS = TRANSFERS | {cut, offload, write, offloaded, restore, bring, restored, discard}
 
 
 def flat_sizes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
