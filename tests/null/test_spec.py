@@ -524,8 +524,8 @@ def test_tiles_that_are_less_than_the_gradient():
 def in_files(phase: str = "forward", tiers: tuple[str, ...] = ("nvme",)) -> Program:
     """A forward that hands a tensor on in a file, or its backward."""
     forward, backward = two_products()
-    disk = {"latency_us": 1e-6, "bytes_per_us": 1e9}
-    machine = HardwareSpec.from_dict(machines.machine(nvme_read=disk, nvme_write=disk))
+    fast = {"latency_us": 1e-6, "bytes_per_us": 1e9}
+    machine = HardwareSpec.from_dict(machines.machine(nvme_read=fast, nvme_write=fast, host_device=fast))
     context = forward.context("joint", machine=machine, away=frozenset(), activation_bytes=0, tiers=tiers)
     facts.send_away(find(forward, aten.tanh.default))
     OffloadActivations().run(forward.graph, backward.graph, 1, context)
