@@ -108,6 +108,7 @@ class Context:
             then gathers them too.
         away: saved values may wait on another tier; those named cost no time there. None: they may not.
         tiers: those on their way there from the compute device: "host" (of an accelerator), "nvme", or both in turn.
+        budgeted: memory counts more than the time that transfers of saved values take.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -130,6 +131,7 @@ class Context:
     tile_heads: bool = False
     away: frozenset[str] | None = None
     tiers: tuple[str, ...] = ("nvme",)
+    budgeted: bool = False
 
 
 class Pass(Protocol):

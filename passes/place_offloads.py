@@ -37,7 +37,7 @@ class PlaceOffloads:
     its block; it is written when the next ones go, or forward ends. In backward a tensor is there at the begin of the
     segment that reads it first, and its place in the pool is free at the end of the one that reads it last. Its read
     starts as late as hides it behind compute, with the reads after it on the lane taken into account, and not before
-    all that an earlier segment reads is there.
+    all that an earlier segment reads is there; under a budget, not before that is gone.
 
     Between an accelerator and files there are two steps. Out, the second (``zero.write``) starts where the first is
     done by the times of the operators, one segment later at least, and has as long as the next ones take for their
@@ -131,10 +131,7 @@ def _start(graph: fx.Graph, ctx: Context, tier: str, groups: list[list[fx.Node]]
     late = latest_starts([(begins[w], _move_us(ctx, tier, w)) for w in waits])
     latest = dict(zip(waits, late, strict=True))
     top = next(n for n in graph.nodes if n.op != "placeholder" and n.target not in (ops.restore, ops.bring))
-    points = [
-        top,
-        *(n for n in graph.nodes if n.target in ops.BORDERS and n.target not in _READS and n > top),
-    ]
+    points = [top, *(n for n in graph.nodes if n > top and _may_start(n, ctx))]
     place = {n: i for i, n in enumerate(graph.nodes)}
     places, times = [place[p] for p in points], [begins[p] for p in points]  # both grow
     first = 0
@@ -146,6 +143,14 @@ def _start(graph: fx.Graph, ctx: Context, tier: str, groups: list[list[fx.Node]]
             at.prepend(wait.args[0])
         first = bisect_right(places, place[group[-1]])
     return _groups([wait.args[0] for wait in waits])
+
+
+def _may_start(point: fx.Node, ctx: Context) -> bool:
+    """Whether transfers may start before a node: at the end of a segment, or at the begin of one for which others have
+    come, so that they pass while it computes. Under a budget what it reads is gone first."""
+    if point.target in ops.BORDERS:
+        return point.target not in _READS
+    return not ctx.budgeted and point.prev.target in _READS
 
 
 def _restore(wait: fx.Node) -> fx.Node:

@@ -200,6 +200,7 @@ class FrameState:
             tile_heads=self.tile_heads,
             away=self.away,
             tiers=self.tiers,
+            budgeted=(self.config.activation_budget_bytes, self.config.memory_budget_bytes) != (None, None),
         )
 
     def order_weights(self, graph: fx.Graph) -> None:

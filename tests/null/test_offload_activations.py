@@ -272,6 +272,14 @@ def test_out_after_the_last_use_and_back_before_the_first(on):
     assert behind > 0  # reads pass behind compute
 
 
+def test_reads_pass_while_the_segment_before_computes(on, monkeypatch):
+    monkeypatch.setattr(test_activations, "LAYERS", 12)
+    link = {"latency_us": 1e-6, "bytes_per_us": 2000.0}
+    backward = planned(on(link)).frames[0].timelines["backward"]
+    assert backward.alone_us("nvme-host") > 900
+    assert backward.exposed_us("nvme-host") <= 0.1 * backward.alone_us("nvme-host")
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_two_ranks_get_the_numbers_of_plain_pytorch(on, stage, link):

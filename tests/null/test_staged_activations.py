@@ -209,6 +209,18 @@ def test_both_steps_pass_behind_compute(on):
     assert brought > 0
 
 
+def test_what_the_lanes_hide_takes_next_to_no_time(on, monkeypatch):
+    """The first and the last tensors of twelve blocks alone."""
+    monkeypatch.setattr(here.test_activations, "LAYERS", 12)
+    link = {"latency_us": 1e-6, "bytes_per_us": 2000.0}
+    told = planned(on(link, link))
+    assert len(waits(told)) >= 40
+    for phase, timeline in told.frames[0].timelines.items():
+        for lane in (DISK, HOST):
+            assert timeline.alone_us(lane) > 900
+            assert timeline.exposed_us(lane) <= 0.25 * timeline.alone_us(lane), (phase, lane)
+
+
 def test_bytes_of_the_device_the_host_and_files(on):
     plain, told = planned({}), planned(on())
     memory, programs = told.memory, told.frames[0].programs
