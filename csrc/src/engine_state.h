@@ -38,7 +38,7 @@ std::invoke_result_t<Body> guarded(Body&& body) {
 }
 
 inline std::string describe(const char* operation, const std::string& label) {
-  return std::string(operation) + " '" + label + "'";
+  return label.empty() ? operation : std::string(operation) + " '" + label + "'";
 }
 
 inline Status misuse(

@@ -15,7 +15,7 @@ from standin import accelerator
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.runtime import _C
-from zero_compiler.simulate import DISK, HOST
+from zero_compiler.simulate import HOST, READ, WRITE
 
 pytestmark = pytest.mark.dist
 WIDTH, LAYERS, ROWS = 64, 4, 512
@@ -125,8 +125,9 @@ def _staged(rank, world, transport, folder):
             assert {r.tier for r in _held(model).offloaded} == {"nvme"}
             assert measured <= report.memory.peak + ROWS * WIDTH * 4 * 2 + 4096
             assert report.memory.apart >= max(p.host_bytes for p in _held(model).programs.values()) > 0
-            for timeline in _held(model).timelines.values():
-                assert min(timeline.nbytes(DISK), timeline.nbytes(HOST)) >= moved
+            for phase, timeline in _held(model).timelines.items():
+                files_lane = WRITE if phase == "forward" else READ
+                assert min(timeline.nbytes(files_lane), timeline.nbytes(HOST)) >= moved
             counters = model._zero.policy.nvme().engine.counters()
             assert counters["bytes_written"] >= 3 * moved > 0
         rows.append((free - measured, moved))

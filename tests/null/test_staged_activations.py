@@ -55,10 +55,12 @@ from zero_compiler.recount import recount
 from zero_compiler.runtime.hops import Aside
 from zero_compiler.runtime.moves import Staged
 from zero_compiler.runtime.parcels import Parcels
-from zero_compiler.simulate import DISK, HOST
+from zero_compiler.simulate import HOST, READ, WRITE
 from zero_compiler.verify import verify_program
 
 pytestmark = pytest.mark.slow
+
+FILES = {"forward": WRITE, "backward": READ}  # the lane of files in each phase
 
 
 @pytest.fixture
@@ -216,7 +218,7 @@ def test_what_the_lanes_hide_takes_next_to_no_time(on, monkeypatch):
     told = planned(on(link, link))
     assert len(waits(told)) >= 40
     for phase, timeline in told.frames[0].timelines.items():
-        for lane in (DISK, HOST):
+        for lane in (FILES[phase], HOST):
             assert timeline.alone_us(lane) > 900
             assert timeline.exposed_us(lane) <= 0.25 * timeline.alone_us(lane), (phase, lane)
 
@@ -242,7 +244,7 @@ def test_bytes_of_the_device_the_host_and_files(on):
             assert backward.live[k] - backward.live[k - 1] == backward.offloads[instr.index].nbytes
     for phase in ("forward", "backward"):
         timeline = told.frames[0].timelines[phase]
-        assert timeline.nbytes(DISK) == timeline.nbytes(HOST) == moved
+        assert timeline.nbytes(FILES[phase]) == timeline.nbytes(HOST) == moved
     text = str(told)
     assert "tensors of which each waits in files" in text
     assert "bytes of this rank on the host" in text
