@@ -26,6 +26,7 @@ _SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: wh
 # Far from the small tags that people choose for their own messages, and not one of the engine's. One tag for all
 # headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
 _HEADER_TAG = 0x59000000
+_UNMADE = "a call that this rank could not make"
 _FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
 
 
@@ -66,12 +67,10 @@ def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
     owed = _owed.pop(group.pg, None)
     if owed is not None:
         exchange, told_at = owed
-        exchange.wait("a call that this rank could not make")
+        exchange.wait(_UNMADE)
         with contextlib.suppress(RuntimeError):  # all have met, so nobody looks there any more
             store_of(group).delete_key(told_at)
-    with _named(group, None, what):
-        exchange = _Exchange(group, mine)
-    return exchange.wait(what)
+    return _Exchange(group, mine, what).wait(what)
 
 
 class _Exchange:
@@ -80,11 +79,15 @@ class _Exchange:
     An accelerator's backend has no tags that would keep these messages apart from others, and reads no host memory:
     there an all-gather on the device carries them, and reading it waits for what the device was given before.
 
+    Args:
+        what: the call, for messages.
+
     Raises:
-        RuntimeError: a peer is gone.
+        TransferError: a peer is gone.
+        ZeroError: one that had said why.
     """
 
-    def __init__(self, group: Group, mine: bytes) -> None:
+    def __init__(self, group: Group, mine: bytes, what: str) -> None:
         self._group = group
         self._works: list[tuple[int | None, Any]] = []
         # Kept until they have been read, whoever looks at the result.
@@ -92,15 +95,18 @@ class _Exchange:
         self._got = torch.empty(group.world, len(mine), dtype=torch.uint8)
         if not _has_gloo(group):
             self._sent, self._got = self._sent.to(group.device), self._got.to(group.device)
-            work = all_gather_flat(self._got.view(-1), self._sent, group=group.pg, async_op=True)
+            with _named(group, None, what):
+                work = all_gather_flat(self._got.view(-1), self._sent, group=group.pg, async_op=True)
             self._works.append((None, work))
             return
         self._got[group.rank] = self._sent
         others = [r for r in range(group.world) if r != group.rank]
         for peer in others:
-            self._works.append((peer, group.pg.recv([self._got[peer]], peer, _HEADER_TAG)))
+            with _named(group, peer, what):
+                self._works.append((peer, group.pg.recv([self._got[peer]], peer, _HEADER_TAG)))
         for peer in others:
-            self._works.append((peer, group.pg.send([self._sent], peer, _HEADER_TAG)))
+            with _named(group, peer, what):
+                self._works.append((peer, group.pg.send([self._sent], peer, _HEADER_TAG)))
 
     def wait(self, what: str) -> list[bytes]:
         """The headers of all ranks, in order.
@@ -189,7 +195,7 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
     group = group.everyone
     warn_others(group, failure)
     said = lay_text(group, failure.text(), _SAID_BYTES)
-    headers = _exchange(group, _FAILED + bytes([new]) + said, "a call that this rank could not make")
+    headers = _exchange(group, _FAILED + bytes([new]) + said, _UNMADE)
     ended(group)
     return all(h.startswith(_FAILED + bytes([True])) for h in headers)
 
@@ -204,12 +210,11 @@ def fail_later(group: Group, failure: Failure) -> None:
     if group.alone or group.pg in _owed:
         return
     told_at = notice(group)
-    with contextlib.suppress(
-        RuntimeError
-    ):  # a peer is gone, or the store is: the error of this rank says more
+    # Where a peer is gone, or the store, the error of this rank says more.
+    with contextlib.suppress(RuntimeError):
         warn_others(group, failure)
         said = lay_text(group, failure.text(), _SAID_BYTES)
-        _owed[group.pg] = (_Exchange(group, _FAILED + bytes([False]) + said), told_at)
+        _owed[group.pg] = _Exchange(group, _FAILED + bytes([False]) + said, _UNMADE), told_at
     passed(group)
 
 
