@@ -71,10 +71,9 @@ class FrameState:
         self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
         # And of weights of heads, which backward then gathers in tiles.
         self.tile_heads = False
-        self.tiers: tuple[str, ...] = (
-            () if self.first is None else self.first.activation_path
-        )  # as in Context
-        self.away: frozenset[str] | None = frozenset() if self.tiers else None  # as in Context
+        # Both as in Context.
+        self.tiers: tuple[str, ...] = () if self.first is None else self.first.activation_path
+        self.away: frozenset[str] | None = frozenset() if self.tiers else None
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
         # Called under zero.no_sync: a budget leaves room for full gradients that wait.

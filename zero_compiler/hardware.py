@@ -24,11 +24,12 @@ TRANSPORTS = ("c10d", "shared")
 _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured
 
 
-def _check_number(name: str, value: Any, least: str = "> 0") -> None:
-    """``least``: "> 0", ">= 0" or ">= 2". What is infinitely fast is no mistake, what is not a number is one."""
+def _check_number(name: str, value: Any, least: int | None = None) -> None:
+    """At ``least`` so much; None: above 0. What is infinitely fast is no mistake, what is not a number is one."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-    if not number or not (value > 0 if least == "> 0" else value >= int(least[2:])):
-        raise ConfigError(f"hardware spec: {name} must be a number {least}, not {value!r}")
+    if not number or not (value > 0 if least is None else value >= least):
+        wanted = "> 0" if least is None else f">= {least}"
+        raise ConfigError(f"hardware spec: {name} must be a number {wanted}, not {value!r}")
 
 
 def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -57,7 +58,7 @@ class Link:
     bytes_per_us: float
 
     def __post_init__(self) -> None:
-        _check_number("latency_us of a link", self.latency_us, ">= 0")
+        _check_number("latency_us of a link", self.latency_us, 0)
         _check_number("bytes_per_us of a link", self.bytes_per_us)
 
     def us(self, nbytes: Any) -> Any:
@@ -81,7 +82,7 @@ class Collective:
     def __post_init__(self) -> None:
         _check_one_of("kind of a collective", self.kind, KINDS)
         _check_one_of("transport of a collective", self.transport, TRANSPORTS)
-        _check_number("world of a collective", self.world, ">= 2")
+        _check_number("world of a collective", self.world, 2)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class HardwareSpec:
         _check_rates("matmul_flops_per_us", self.matmul_flops_per_us)
         for python in ("forward_python", "backward_python"):
             for name in ("call_us", "param_us"):
-                _check_number(f"{name} of {python}", getattr(getattr(self, python), name), ">= 0")
+                _check_number(f"{name} of {python}", getattr(getattr(self, python), name), 0)
         if self.onednn_flops_per_us != {}:
             _check_rates("onednn_flops_per_us", self.onednn_flops_per_us)
         for name in (
@@ -157,7 +158,7 @@ class HardwareSpec:
             "checksum_bytes_per_us",
         ):
             _check_number(name, getattr(self, name))
-        _check_number("kernel_us", self.kernel_us, ">= 0")
+        _check_number("kernel_us", self.kernel_us, 0)
         for lane in (lane for group in self.shared for lane in group):
             _check_one_of("a lane in `shared`", lane, LANES)
 

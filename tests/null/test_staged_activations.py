@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import operator
 import os
 from dataclasses import replace
@@ -15,18 +14,16 @@ import torch
 from expecttest import TestCase
 from faults import run_with_faults, small_tmpfs
 from harness import SimulatedModel
-from machines import machine
 from null import test_offload_activations as here
-from null.graphs import aten, lower
 from null.test_offload_activations import (
-    FAST,
     SLOW,
     Net,
-    gone_with_its_model,
+    at_of,
+    fields_in,
     least,
+    placed,
     planned,
     trained,
-    two_products,
     waits,
     x,
 )
@@ -36,9 +33,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
-from zero_compiler.hardware import HardwareSpec
-from zero_compiler.ir import dump, facts
-from zero_compiler.passes import OffloadActivations, run_split
+from zero_compiler.ir import dump
 from zero_compiler.passes.offload_activations import Saved, hidden
 from zero_compiler.program import (
     Bring,
@@ -66,14 +61,8 @@ FILES = {"forward": WRITE, "backward": READ}  # the lane of files in each phase
 @pytest.fixture
 def on(tmp_path):
     """Placement fields, inside of a model on an accelerator: activations in files, behind such links."""
-
-    def write(disk=FAST, link=FAST, **fields):
-        path = tmp_path / f"machine{len(list(tmp_path.iterdir()))}.json"
-        path.write_text(json.dumps(machine(nvme_read=disk, nvme_write=disk, host_device=link)))
-        return {"hardware": str(path), "nvme_dir": str(tmp_path), "offload_activations": "nvme"} | fields
-
     with accelerator():
-        yield write
+        yield fields_in(tmp_path)
 
 
 # The graphs -------------------------------------------------------------------------------------------------
@@ -81,14 +70,7 @@ def on(tmp_path):
 
 class Goldens(TestCase):
     def test_place_offloads(self):
-        forward, backward = two_products()
-        spec = HardwareSpec.from_dict(machine(nvme_read=FAST, nvme_write=FAST, host_device=FAST))
-        context = forward.context("joint", machine=spec)
-        facts.send_away(next(n for n in forward.graph.nodes if n.target is aten.tanh.default))
-        context = replace(context, away=frozenset(), activation_bytes=0, tiers=("host", "nvme"))
-        run_split(OffloadActivations(), forward.graph, backward.graph, 1, context)
-        lower(forward, "forward", "place-offloads", machine=context.machine)
-        lower(backward, "backward", "place-offloads", machine=context.machine)
+        forward, backward = placed(("host", "nvme"))
         self.assertExpectedInline(
             dump.text(forward.graph),
             """\
@@ -176,10 +158,6 @@ def test_files_help_a_device_whose_pool_is_on_the_host(on, monkeypatch):
 # The Program ------------------------------------------------------------------------------------------------
 
 
-def _at(program):
-    return {(type(i), i.index): k for k, i in enumerate(program.instrs) if not isinstance(i, Compute)}
-
-
 def _computes(program, begin, end):
     return sum(isinstance(i, Compute) for i in program.instrs[begin:end])
 
@@ -187,7 +165,7 @@ def _computes(program, begin, end):
 def test_both_steps_pass_behind_compute(on):
     told = planned(on())
     forward, backward = (told.frames[0].programs[p] for p in ("forward", "backward"))
-    at, copied, written = _at(forward), 0, 0
+    at, copied, written = at_of(forward), 0, 0
     for k, instr in enumerate(forward.instrs):
         if isinstance(instr, Offload):
             assert forward.offloads[instr.index].tiers == ("host", "nvme")
@@ -198,7 +176,7 @@ def test_both_steps_pass_behind_compute(on):
             written += _computes(forward, write, done)
     assert copied > 0
     assert written > 0
-    at, read, brought = _at(backward), 0, 0
+    at, read, brought = at_of(backward), 0, 0
     for k, instr in enumerate(backward.instrs):
         if isinstance(instr, WaitRestore):
             start, bring = at[Restore, instr.index], at[Bring, instr.index]
@@ -273,15 +251,6 @@ def test_the_pool_does_not_grow_with_the_layers(on, monkeypatch):
     assert pools[0] == pools[1] > 0
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("disk", [FAST, SLOW])
-def test_two_ranks_get_the_numbers_of_plain_pytorch(on, stage, disk):
-    budget = None if disk is FAST else int(least() * 0.9)
-    model = SimulatedModel(Net(), 2, stage=stage, activation_budget_bytes=budget, **on(disk, disk))
-    model.check([x(), x()], lambda out: out)
-    assert model.frames[-1].offloaded
-
-
 def test_in_one_pool_with_parameters_and_gradients(on):
     model = SimulatedModel(Net(), 2, offload_params="nvme", offload_grads="nvme", bucket_bytes=0, **on())
     model.check([x(), x()], lambda out: out)
@@ -290,45 +259,6 @@ def test_in_one_pool_with_parameters_and_gradients(on):
 
 
 # For real ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("drop", [0.0, 0.3])
-def test_losses_are_the_same_bits(on, drop, calls):
-    want, _ = trained(drop, calls=calls)
-    got, model = trained(drop, calls=calls, **on())
-    assert got == want
-    policy = model._zero.policy
-    engine, moved = policy.nvme().engine.counters(), sum(r.nbytes for r in policy.frames[0].offloaded)
-    assert engine["bytes_written"] >= 3 * calls * moved
-    assert engine["bytes_read"] >= 3 * calls * moved
-    # A file for every forward that waits for its backward, and none more.
-    assert len(policy.runtime.parcels._idle) == calls
-
-
-def test_with_every_other_offload_under_one_budget(on):
-    want, _ = trained(0.3)
-    every = {"offload_params": "nvme", "offload_grads": "nvme", "offload_optimizer": "nvme"}
-    got, model = trained(0.3, activation_budget_bytes=int(least() * 0.9), **on(), **every)
-    assert got == want
-    assert model._zero.policy.frames[0].offloaded
-
-
-def test_backward_twice_and_never(on):
-    torch._dynamo.reset()
-    model = zero.shard(Net(), **on())
-    step = torch.compile(model, backend="zero", options={"compute": "aten"})
-    loss = step(*x())
-    loss.backward(retain_graph=True)
-    once = model.first.weight.grad.clone()
-    loss.backward()
-    torch.testing.assert_close(model.first.weight.grad, 2 * once)
-    parcels = model._zero.policy.runtime.parcels
-    lost = step(*x())
-    assert len(parcels._living) == 1
-    del lost, loss
-    gc.collect()
-    assert len(parcels._living) == 0
 
 
 def test_accumulation_and_inference(on):
@@ -352,13 +282,6 @@ def test_accumulation_and_inference(on):
     assert all(map(torch.equal, theirs, grads))
     assert moved
     assert not none
-
-
-def test_compiled_segments(on):
-    want, _ = trained(0.3, compute="inductor")
-    got, model = trained(0.3, compute="inductor", **on())
-    assert model._zero.policy.frames[0].offloaded
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 def test_memory_that_is_not_contiguous(on):
@@ -411,32 +334,7 @@ def test_many_steps_leave_nothing(on):
     assert runtime.aside._reading == []
 
 
-def test_a_deleted_model_leaves_no_pool(on):
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    assert gone_with_its_model(lambda runtime: [runtime.host], **on())
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 # Storage that fails -----------------------------------------------------------------------------------------
-
-
-def test_checksums_find_a_changed_byte(on):
-    torch._dynamo.reset()
-    model = zero.shard(Net(), **on(nvme_checksums=True))
-    step = torch.compile(model, backend="zero", options={"compute": "aten"})
-    want = step(*x())
-    want.backward()
-    loss = step(*x())
-    (parcel,) = model._zero.policy.runtime.parcels._living.values()
-    byte = os.pread(parcel.place.fd, 1, 5000)
-    os.pwrite(parcel.place.fd, bytes([byte[0] ^ 16]), 5000)
-    with pytest.raises(StorageError, match="activation .*: the bytes at 4,096 in activations of rank 0"):
-        loss.backward()
-    del loss, parcel
-    again = step(*x())
-    again.backward()
-    assert torch.equal(again, want)
 
 
 def test_system_calls_that_fail(on, tmp_path):
