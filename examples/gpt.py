@@ -65,7 +65,16 @@ class GPT(nn.Module):
 
 
 def planned() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """For `zero-compiler plan gpt:planned`: a model and inputs of its shapes; nothing of it is allocated."""
-    cfg = GPTConfig(layers=12, width=768, heads=12, context=1024)
-    x = torch.zeros(4, cfg.context, dtype=torch.long)
+    """For `zero-compiler plan examples.gpt:planned`: a model and inputs of its shapes; nothing of it is allocated."""
+    return _with_inputs(GPTConfig(layers=12, width=768, heads=12, context=1024), batch=4)
+
+
+def trillion() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """The same with 1.0 trillion parameters: ZeRO-Infinity's 1T (Rajbhandari et al. 2021, table 1)."""
+    cfg = GPTConfig(layers=128, width=25600, heads=160, context=1024, vocabulary=50304)
+    return _with_inputs(cfg, batch=1)
+
+
+def _with_inputs(cfg: GPTConfig, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.zeros(batch, cfg.context, dtype=torch.long)
     return GPT(cfg), (x, x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import platform
 import sys
 from pathlib import Path
@@ -16,9 +15,13 @@ from rich.table import Table
 
 from . import hardware
 from .errors import ConfigError, ZeroError
+from .flags import with_config
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="ZeRO as an ahead-of-time compiler for PyTorch."
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its boxes cut the names of options short
+    help="ZeRO as an ahead-of-time compiler for PyTorch.",
 )
 console = Console(soft_wrap=True)
 
@@ -78,35 +81,30 @@ def _has(backend: str) -> bool:
 
 
 @app.command()
+@with_config
 def plan(
     model: Annotated[str, typer.Argument(help="module:function that returns (model, example_inputs)")],
     world: Annotated[int, typer.Option(min=1, help="number of ranks to plan for")] = 1,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 3,
-    option: Annotated[
-        list[str] | None, typer.Option("--set", help="another Config field, as name=value")
+    device: Annotated[str, typer.Option(help="kind of device that computes, as torch names it")] = "cpu",
+    brief: Annotated[bool, typer.Option(help="bytes and times only, no instructions")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write all of the plan here")] = None,
+    html: Annotated[Path | None, typer.Option(help="also draw it: a page that needs nothing else")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="also write the timeline, for Perfetto or chrome://tracing")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the plan here")] = None,
-    brief: Annotated[bool, typer.Option(help="bytes only, no instructions")] = False,
+    **fields: Any,
 ) -> None:
     """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated."""
     from .planning import report
 
-    fields: dict[str, Any] = {"stage": stage}
-    for item in option or []:
-        name, sep, value = item.partition("=")
-        if not sep:
-            raise typer.BadParameter(f"{item!r} is not name=value", param_hint="--set")
-        try:
-            fields[name] = json.loads(value)
-        except json.JSONDecodeError:
-            fields[name] = value
     with torch.device("meta"):
         module, inputs = _factory(model)()
-    made = report(module, inputs, world=world, **fields)
+    made = report(module, inputs, world=world, device=device, **fields)
     console.print(made.summary() if brief else str(made), highlight=False, markup=False)
-    if json_path is not None:
-        made.save_json(str(json_path))
-        console.print(f"written: {json_path}")
+    for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
+        if path is not None:
+            save(str(path))
+            console.print(f"written: {path}")
 
 
 @app.command()

@@ -59,8 +59,8 @@ class Config:
     """Options of a sharded model.
 
     Args:
-        stage: ZeRO stage. 0 replicates everything; 1 and 2 partition optimizer states and gradients (one plan: see
-            docs/semantics.md), 3 does not keep gathered weights either (ZeRO, Rajbhandari et al. 2020, section 5).
+        stage: ZeRO stage, 0 to 3. At 0 all is replicated; 1 and 2 partition optimizer states and gradients (one plan:
+            see docs/semantics.md), 3 does not keep gathered weights either (ZeRO, Rajbhandari et al. 2020, section 5).
         param_dtype: dtype in which weights are gathered and computed with; None keeps the parameter's own.
             Floating inputs of the root module are cast to it, as FSDP2's MixedPrecisionPolicy does.
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own

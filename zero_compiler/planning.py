@@ -71,9 +71,15 @@ def plan(
     return _planned(model, example_inputs, world, rank, device, dynamic, fields)[0]
 
 
-def report(model: nn.Module, example_inputs: Any, world: int = 1, **fields: Any) -> Report:
+def report(
+    model: nn.Module,
+    example_inputs: Any,
+    world: int = 1,
+    device: torch.device | str = "cpu",
+    **fields: Any,
+) -> Report:
     """The plan of ``model`` on ``world`` ranks as :func:`zero_compiler.inspect` would show it; see :func:`plan`."""
-    frames, policies = _planned(model, example_inputs, world, 0, "cpu", False, fields)
+    frames, policies = _planned(model, example_inputs, world, 0, device, False, fields)
     return report_of(policies, frames, planned_only=True)
 
 
