@@ -298,7 +298,7 @@ class Policy:
         Raises:
             ShardError: on all ranks, where one was refused the memory.
         """
-        if self.transport.shared:
+        if self.transport.segment is not None:
             raise_together(self.group, f"memory/{self.title()}", "place its part of the model", self._refused)
 
     def bring_home(self, name: str) -> bool:

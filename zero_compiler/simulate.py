@@ -119,13 +119,9 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """What bounds the step: the lane, or Python, from which it would gain most if that were faster."""
-        exposed = {lane: self.exposed_us(lane) for lane in (LINK, READ, WRITE, HOST)} | {
-            PYTHON: self.python_us
-        }
-        if sum(exposed.values()) <= self.total_us / 2:
-            return COMPUTE
-        return max(exposed, key=exposed.__getitem__)
+        """What bounds the step: compute, a lane or Python, whichever has most to do. No schedule makes it shorter than
+        that (a roofline: Williams et al. 2009)."""
+        return max((COMPUTE, LINK, READ, WRITE, HOST, PYTHON), key=self.alone_us)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

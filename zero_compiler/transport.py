@@ -120,7 +120,7 @@ class Transport:
     @property
     def shared(self) -> bool:
         """Whether every rank maps what lies at rest on all of them."""
-        return self.segment is not None
+        return self.name == "shared"
 
 
 LOCAL = Transport("local", "one rank")
@@ -146,8 +146,12 @@ def choose(
     Raises:
         ShardError: on every rank, when "shared" was asked for and cannot be.
     """
-    if group.world == 1 or group.pg is None:
+    if group.world == 1:
         return LOCAL
+    if group.pg is None:  # ranks that are planned for, and do not run
+        if asked == "auto":
+            return Transport("c10d", "planned for ranks on any hosts")
+        return Transport(asked, "asked for")
     if asked == "c10d":
         return Transport("c10d", "asked for")
     problem: str | None = None

@@ -103,6 +103,7 @@ def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, monkeypatch):
     done = CliRunner().invoke(cli.app, ["plan", "small_model:planned", *chosen, *words])
     assert done.exit_code == 0, done.output
     assert "stage 2, rank 0 of 512" in done.output
+    assert "transport between ranks: c10d (planned for ranks on any hosts)" in done.output
     assert json.loads(paths["json"].read_text())["world"] == 512
     assert "<svg" in paths["html"].read_text()
     assert json.loads(paths["trace"].read_text())["traceEvents"]
