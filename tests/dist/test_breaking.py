@@ -65,7 +65,9 @@ def made(transport: str, stage: int = 3, **fields: Any) -> tuple[nn.Module, Any]
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = zero.shard(Breaking(), stage=stage, transport=transport, **fields)
-    return model, torch.compile(model, backend="zero", dynamic=False, options={"compute": "aten", "bucket_bytes": 1})
+    return model, torch.compile(
+        model, backend="zero", dynamic=False, options={"compute": "aten", "bucket_bytes": 1}
+    )
 
 
 def step(call: Any) -> float:
