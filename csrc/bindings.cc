@@ -320,6 +320,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           py::arg("reason"))
       .def(
+          "stop_waiting",
+          [](Engine& engine, const std::string& reason) {
+            without_gil([&] { engine.stop_waiting(reason); });
+          },
+          py::arg("reason"))
+      .def(
           "gather_start",
           [](Engine& engine, int id, std::vector<at::Tensor> shards) {
             check(without_gil(

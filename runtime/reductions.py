@@ -13,6 +13,7 @@ from zero_compiler.errors import TransferError
 from zero_compiler.layout import tiled_rows
 from zero_compiler.program import Compute, Program, Reduce, ReduceDesc
 
+from . import watch
 from .model import ModelRuntime
 
 
@@ -157,7 +158,7 @@ class Reductions:
         for s in self._summing:
             try:
                 if s.work is not None:
-                    s.work.wait()
+                    watch.wait(s.work, self._all[s.which].runtime.policy.group)
             except RuntimeError as error:
                 raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
             out_dtype = getattr(torch, self._all[s.which].desc.out_dtype)

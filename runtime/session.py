@@ -13,8 +13,10 @@ import torch
 
 from zero_compiler import accumulation
 from zero_compiler.beside import frames_of, saved_before
-from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.headers import cannot_begin, laid_text, lay_text, meet, short_digest
+from zero_compiler.errors import MemoryBudgetError, StorageError, TransferError, ZeroError
+from zero_compiler.failing import noticed
+from zero_compiler.group import Group
+from zero_compiler.headers import broke_off, cannot_begin, laid_text, lay_text, meet, short_digest
 from zero_compiler.keeping import accumulating
 from zero_compiler.program import (
     Compute,
@@ -31,7 +33,7 @@ from zero_compiler.program import (
 )
 from zero_compiler.verify import verify_accumulating
 
-from . import moves
+from . import moves, watch
 from .hops import Hops
 from .model import ModelRuntime
 from .reductions import Reductions, load
@@ -99,6 +101,7 @@ class Session:
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
         sends = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
+        self._engines = [r.engine for r in runtimes.values()]
         self._take(program)
 
     def _take(self, program: Program) -> None:
@@ -183,6 +186,13 @@ class Session:
         r = self.program.reduces[instr.index]
         final = tuple(self._last_read.get((r.owner, name), -1) < at for name in r.names)
         return (_WAIT_REDUCE, instr.index, instr.outs, final, None)
+
+    @property
+    def _group(self) -> Group:
+        """The ranks of this call, where it talks to any."""
+        assert self.first is not None
+        group: Group = self.first.policy.group
+        return group
 
     # Agreement ---------------------------------------------------------------------------------------------
 
@@ -275,7 +285,10 @@ class Session:
             # Ctrl-C comes when the ranks have met, not while they wait for each other: peers may have begun.
             self._break_off(error)
             raise
+        call = watch.Call(self._group, self._engines) if self._talks else None
         try:
+            if call is not None:
+                watch.begin(call)
             if need.idle_bytes >= 0:
                 for runtime in self.runtimes.values():
                     runtime.engine.trim(need.idle_bytes // len(self.runtimes))
@@ -286,9 +299,22 @@ class Session:
             if self._talks:
                 self._leave()
         except BaseException as error:
-            self._break_off(error)
+            told = self._told(error)
+            self._break_off(told or error)
+            if told is not None:
+                raise told from error
             raise
+        finally:
+            if call is not None:
+                watch.end(call)
         return [None if v is None else env[v] for v in self.program.outputs]
+
+    def _told(self, error: BaseException) -> ZeroError | None:
+        """What a peer has said that failed in this call, where this ``error`` comes of that."""
+        lost = self._talks and isinstance(error, TransferError) and not isinstance(error, StorageError)
+        told = noticed(self._group) if lost else None
+        # Of a peer that is gone every rank has an error of its own, which says as much.
+        return None if type(told) is TransferError else told
 
     def _break_off(self, error: BaseException) -> None:
         """Transfers in flight hold buffers of the arena: end them before anything else uses it, and tell peers."""
@@ -296,6 +322,8 @@ class Session:
         if self._moves is not None:
             self._moves.end()
         self._reductions.forget()
+        if self._talks:
+            broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
             runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -318,8 +346,8 @@ class Session:
         try:
             yield
         except Exception as error:
-            if self._talks and self.first is not None:
-                cannot_begin(self.first.policy.group, error)
+            if self._talks:
+                cannot_begin(self._group, error)
             raise
 
     def _need(self, env: Sequence[Any]) -> accumulation.Need:

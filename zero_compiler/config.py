@@ -164,8 +164,11 @@ class Config:
                 object.__setattr__(self, name, os.fspath(given))  # a plan is written as JSON
             elif given is not None and not isinstance(given, str):
                 raise ConfigError(f"{name} must be a str or None, not {given!r}")
-        if self.nvme_dir is not None and not os.path.isdir(self.nvme_dir):
-            raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
+        if self.nvme_dir is not None:
+            if not os.path.isdir(self.nvme_dir):
+                raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
+            # Files are made later too, and a process may change its directory.
+            object.__setattr__(self, "nvme_dir", os.path.abspath(self.nvme_dir))
         for name in REST_FIELDS[1:]:
             if getattr(self, name) is not None and self.device_rest_bytes is None:
                 raise ConfigError(

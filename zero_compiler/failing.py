@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +14,23 @@ from .errors import RankMismatchError, ZeroError
 from .group import Group, in_store, store_of
 
 COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
+COMPLETE = "complete its part of this call"
 STEP, MAKE = "complete a step of its zero.optimizer", "make its zero.optimizer"
 
 
 @dataclass(frozen=True)
 class Failure:
     """``who``: the rank that failed; ``kind``: the class of its error; ``reason``: what the error says; ``what``:
-    what it could not do."""
+    what it could not do; ``broken``: titles of the models that no rank can call any more."""
 
     who: str
     kind: str
     reason: str
     what: str = COMPILE
+    broken: Sequence[str] = ()
 
     @staticmethod
-    def of(error: BaseException, who: str, what: str = COMPILE) -> Failure:
+    def of(error: BaseException, who: str, what: str = COMPILE, broken: Sequence[str] = ()) -> Failure:
         """That of an error on rank ``who``: its own, or what another rank has told it."""
         told = getattr(error, "failure", None)
         if isinstance(told, Failure):
@@ -35,10 +38,10 @@ class Failure:
         text = str(error)
         # Others add what stands in their stack; ours are one sentence.
         reason = text if isinstance(error, ZeroError) else next(iter(text.strip().splitlines()), "")
-        return Failure(who, type(error).__name__, reason, what)
+        return Failure(who, type(error).__name__, reason, what, broken)
 
     def text(self) -> str:
-        return json.dumps([self.who, self.kind, self.reason, self.what])
+        return json.dumps([self.who, self.kind, self.reason, self.what, self.broken])
 
     @staticmethod
     def read(text: str) -> Failure:

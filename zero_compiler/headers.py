@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from .agreement import digest, first_difference
 from .errors import RankMismatchError, TransferError, ZeroError
-from .failing import BEGIN, Failure, ended, notice, noticed, passed, warn_others
+from .failing import BEGIN, COMPLETE, Failure, ended, notice, noticed, passed, warn_others
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
+from .ir import ops
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
@@ -207,7 +208,7 @@ def fail_later(group: Group, failure: Failure) -> None:
     While peers have not met one failure, there is room for no other.
     """
     group = group.everyone
-    if group.alone or group.pg in _owed:
+    if group.alone or (group.pg in _owed and not _met(group)):
         return
     told_at = notice(group)
     # Where a peer is gone, or the store, the error of this rank says more.
@@ -216,6 +217,35 @@ def fail_later(group: Group, failure: Failure) -> None:
         said = lay_text(group, failure.text(), _SAID_BYTES)
         _owed[group.pg] = _Exchange(group, _FAILED + bytes([False]) + said, _UNMADE), told_at
     passed(group)
+
+
+def _met(group: Group) -> bool:
+    """Whether a peer was told by its call what this rank owed, which is done with then. What has happened to all is
+    told to nobody."""
+    exchange, told_at = _owed[group.pg]
+    try:
+        if store_of(group).check([told_at]):
+            return False
+        headers = exchange.wait(_UNMADE)  # whoever has deleted it had the headers of all
+    except RuntimeError:  # a peer is gone, or the store
+        return False
+    del _owed[group.pg]
+    return not all(h.startswith(_FAILED) for h in headers)
+
+
+def broke_off(group: Group, error: BaseException, titles: Sequence[str]) -> None:
+    """The same for a call that an ``error`` has ended on this rank among its collectives. Peers that are in it look for
+    that (`runtime/watch.py`), and none can call the models of these ``titles`` again.
+
+    A group without gloo would take a header for one of those collectives: there peers find why, and no more.
+    """
+    group = group.everyone
+    failure = Failure.of(error, group.name_of(group.rank), COMPLETE, titles)
+    if _has_gloo(group):
+        fail_later(group, failure)
+    else:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            warn_others(group, failure)
 
 
 def cannot_begin(group: Group, error: BaseException) -> None:
@@ -230,4 +260,9 @@ def _told(group: Group, header: bytes) -> ZeroError:
     text = laid_text(group, header[_DIGEST_BYTES + 1 :])
     if text is None:
         return RankMismatchError("another rank could not make its part of this call, and did not say why")
-    return Failure.read(text).error()
+    failure = Failure.read(text)
+    error = failure.error()
+    for policy in ops.owners():
+        if policy.title() in failure.broken:
+            policy.break_off(str(error))
+    return error

@@ -3,8 +3,11 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -44,19 +47,86 @@ std::string reason_of(const std::exception& error) {
   return error.what();
 }
 
-class WorkHandle final : public Handle {
+// What threads wait for, and why they are to wait no longer. A wait for a peer
+// looks nowhere else, so another thread must end it.
+class Waits {
  public:
-  WorkHandle(Work work, at::Tensor in, at::Tensor out)
-      : work_(std::move(work)), in_(std::move(in)), out_(std::move(out)) {}
+  void stop(const std::string& reason) {
+    const std::lock_guard lock(mutex_);
+    if (!stopped_) {
+      stopped_ = reason;
+    }
+    for (::c10d::Work* message : messages_) {
+      message->abort();
+    }
+  }
 
-  Status wait() override {
+  // For a send or a receive of gloo, which abort() ends.
+  Status wait_message(::c10d::Work& work) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopped_) {
+        return Status::error(*stopped_);
+      }
+      messages_.push_back(&work);
+    }
+    const Status done = finish([&] { return work.wait(); });
+    const std::lock_guard lock(mutex_);
+    std::erase(messages_, &work);
+    return !done.ok() && stopped_ ? Status::error(*stopped_) : done;
+  }
+
+  // For a collective of gloo on CPU tensors. It cannot be ended; its thread goes
+  // on until the group gives it up.
+  Status wait_collective(::c10d::Work& work) {
+    constexpr auto kSlice = std::chrono::milliseconds(250);
+    for (;;) {
+      const Status done = finish([&] { return work.wait(kSlice); });
+      if (done.ok() || work.isCompleted()) {
+        return done;
+      }
+      const std::lock_guard lock(mutex_);
+      if (stopped_) {
+        return Status::error(*stopped_);
+      }
+    }
+  }
+
+  template <typename Wait>
+  static Status finish(Wait&& wait) {
     try {
-      if (!work_->wait()) {
-        return Status::error("the collective was aborted");
+      if (!std::forward<Wait>(wait)()) {
+        return Status::error("the transfer was aborted");
       }
     } catch (const std::exception& error) {
       return Status::error(reason_of(error));
     }
+    return {};
+  }
+
+ private:
+  std::mutex mutex_;  // guards what follows
+  std::optional<std::string> stopped_;
+  std::vector<::c10d::Work*> messages_;  // that some thread waits for
+};
+
+// `waits`: null where a wait does not block the host.
+class WorkHandle final : public Handle {
+ public:
+  WorkHandle(
+      Work work,
+      at::Tensor in,
+      at::Tensor out,
+      std::shared_ptr<Waits> waits)
+      : work_(std::move(work)),
+        in_(std::move(in)),
+        out_(std::move(out)),
+        waits_(std::move(waits)) {}
+
+  Status wait() override {
+    ZERO_RETURN_IF_ERROR(
+        waits_ ? waits_->wait_collective(*work_)
+               : Waits::finish([&] { return work_->wait(); }));
     in_.reset();
     out_.reset();
     return {};
@@ -67,6 +137,7 @@ class WorkHandle final : public Handle {
   // Backends differ in whether they hold their tensors, so hold them here.
   at::Tensor in_;
   at::Tensor out_;
+  const std::shared_ptr<Waits> waits_;
 };
 
 // A gather moves bytes and adds nothing up, so any dtype can travel as bytes;
@@ -88,11 +159,15 @@ at::Tensor as_wire(const at::Tensor& tensor) {
 }
 
 template <typename Start>
-StartResult start_with(at::Tensor in, at::Tensor out, Start&& start) {
+StartResult start_with(
+    at::Tensor in,
+    at::Tensor out,
+    std::shared_ptr<Waits> waits,
+    Start&& start) {
   try {
     Work work = std::forward<Start>(start)(out, in);
     return StartResult(std::make_unique<WorkHandle>(
-        std::move(work), std::move(in), std::move(out)));
+        std::move(work), std::move(in), std::move(out), std::move(waits)));
   } catch (const std::exception& error) {
     return Status::error(reason_of(error));
   }
@@ -101,8 +176,8 @@ StartResult start_with(at::Tensor in, at::Tensor out, Start&& start) {
 // All the sends and receives of one direct exchange, and the sum after it.
 class ExchangeHandle final : public Handle {
  public:
-  ExchangeHandle(at::Tensor in, at::Tensor out)
-      : in_(std::move(in)), out_(std::move(out)) {}
+  ExchangeHandle(at::Tensor in, at::Tensor out, std::shared_ptr<Waits> waits)
+      : in_(std::move(in)), out_(std::move(out)), waits_(std::move(waits)) {}
 
   void add_work(Work work) {
     works_.push_back(std::move(work));
@@ -113,12 +188,10 @@ class ExchangeHandle final : public Handle {
   }
 
   Status wait() override {
+    for (const Work& work : works_) {
+      ZERO_RETURN_IF_ERROR(waits_->wait_message(*work));
+    }
     try {
-      for (const Work& work : works_) {
-        if (!work->wait()) {
-          return Status::error("the exchange was aborted");
-        }
-      }
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       for (const at::Tensor& summand : summands_) {
         out_.add_(summand);
@@ -136,6 +209,7 @@ class ExchangeHandle final : public Handle {
  private:
   at::Tensor in_;
   at::Tensor out_;
+  const std::shared_ptr<Waits> waits_;
   std::vector<at::Tensor> summands_;
   std::vector<Work> works_;  // destroyed first: they write to the tensors
 };
@@ -171,7 +245,8 @@ class C10dTransport final : public Transport {
       return guard([&] { return exchange_all_gather(as_wire(in), as_wire(out)); });
     }
     return start_with(
-        as_wire(in), as_wire(out), [this](at::Tensor& to, at::Tensor& from) {
+        as_wire(in), as_wire(out), waits_for(in),
+        [this](at::Tensor& to, at::Tensor& from) {
           return all_gather_flat(*group_, to, from);
         });
   }
@@ -181,16 +256,21 @@ class C10dTransport final : public Transport {
     if (exchanges_directly(in)) {
       return guard([&] { return exchange_reduce_scatter(in, out); });
     }
-    return start_with(in, out, [this](at::Tensor& to, at::Tensor& from) {
+    return start_with(in, out, waits_for(in), [this](at::Tensor& to, at::Tensor& from) {
       return reduce_scatter_flat(*group_, to, from);
     });
   }
 
   StartResult start_all_reduce(const at::Tensor& inout) override {
-    return start_with(inout, inout, [this](at::Tensor& to, at::Tensor&) {
-      std::vector<at::Tensor> tensors{to};
-      return group_->allreduce(tensors);
-    });
+    return start_with(
+        inout, inout, waits_for(inout), [this](at::Tensor& to, at::Tensor&) {
+          std::vector<at::Tensor> tensors{to};
+          return group_->allreduce(tensors);
+        });
+  }
+
+  void stop_waiting(const std::string& reason) override {
+    waits_->stop(reason);
   }
 
  private:
@@ -213,6 +293,10 @@ class C10dTransport final : public Transport {
           group_->getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
     }
     return *cpu_is_gloo_;
+  }
+
+  std::shared_ptr<Waits> waits_for(const at::Tensor& tensor) {
+    return exchanges_directly(tensor) ? waits_ : nullptr;
   }
 
   // Ranks start collectives in the same order, so they agree on the number. Far
@@ -259,7 +343,7 @@ class C10dTransport final : public Transport {
   }
 
   StartResult exchange_all_gather(const at::Tensor& in, const at::Tensor& out) {
-    auto handle = std::make_unique<ExchangeHandle>(in, out);
+    auto handle = std::make_unique<ExchangeHandle>(in, out, waits_);
     const int tag = next_tag();
     const int64_t chunk = in.numel();
     // Rank r begins with its neighbour: not all with rank 0 at once.
@@ -283,7 +367,7 @@ class C10dTransport final : public Transport {
   StartResult exchange_reduce_scatter(
       const at::Tensor& in,
       const at::Tensor& out) {
-    auto handle = std::make_unique<ExchangeHandle>(in, out);
+    auto handle = std::make_unique<ExchangeHandle>(in, out, waits_);
     const int tag = next_tag();
     const int64_t chunk = out.numel();
     at::Tensor scratch;
@@ -322,6 +406,7 @@ class C10dTransport final : public Transport {
   const c10::intrusive_ptr<::c10d::ProcessGroup> group_;
   const int rank_;
   const int world_;
+  const std::shared_ptr<Waits> waits_ = std::make_shared<Waits>();
   std::optional<bool> cpu_is_gloo_;
   int sequence_ = 0;
   std::vector<at::Tensor> scratch_;  // uint8 blocks, reused

@@ -211,6 +211,10 @@ void Engine::abandon(const std::string& reason) {
   }
 }
 
+void Engine::stop_waiting(const std::string& reason) {
+  transport_->stop_waiting(reason);
+}
+
 Status Engine::expect_output(int64_t nbytes, c10::Device device) {
   const std::lock_guard lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());

@@ -124,6 +124,10 @@ class Worker {
     peers_.give_up(reason);
   }
 
+  void stop_waiting(const std::string& reason) {
+    across_->stop_waiting(reason);
+  }
+
   void close() {
     peers_.close();
   }
@@ -329,6 +333,10 @@ class HostsTransport final : public Transport {
 
   void give_up(const std::string& reason) override {
     worker_->give_up(reason);
+  }
+
+  void stop_waiting(const std::string& reason) override {
+    worker_->stop_waiting(reason);
   }
 
   int64_t scratch_bytes() const override {

@@ -434,6 +434,12 @@ class SharedTransport final : public Transport {
       std::unique_ptr<SharedPeers> peers)
       : inner_(std::move(inner)), peers_(std::move(peers)) {}
 
+  void stop_waiting(const std::string& reason) override {
+    if (inner_) {
+      inner_->stop_waiting(reason);
+    }
+  }
+
   std::string name() const override {
     return "shared memory";
   }

@@ -227,6 +227,34 @@ def test_a_rank_that_is_gone_has_said_why(tmp_path):
     assert first.endswith("Input/output error")
 
 
+def fails_again(rank: int, world: int, folder: str) -> list[str]:
+    """Rank 1 fails in two steps without a call between them, in which time its peers have met the first failure."""
+    model = made(folder)
+    optimizer, call = zero.optimizer(AdamW, model), called(model)
+    hook = Hook(optimizer, False)
+    train(call, optimizer, rank)
+    texts = []
+    hook.armed = rank == 1
+    for _ in range(2):
+        if rank == 1:
+            texts.append(raised(ValueError, optimizer.step))
+            dist.barrier()
+        else:
+            dist.barrier()
+            texts.append(raised(RankMismatchError, lambda: call(batch(rank))))
+        dist.barrier()
+    hook.armed = False
+    train(call, optimizer, rank)
+    return texts
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_second_failure_is_told_once_the_first_is_met(world, tmp_path):
+    for rank, texts in enumerate(ranks(fails_again, world, str(tmp_path))):
+        told = STEPPING.format(world) + "ValueError: out of luck; its own traceback says where"
+        assert texts == ["out of luck" if rank == 1 else told] * 2
+
+
 def all_fail(rank: int, world: int, folder: str, gloo: bool) -> None:
     """Nobody is told what happens to all; a group may end with what nobody has read."""
     if not gloo:  # as on an accelerator, whose own backend has no tags

@@ -490,6 +490,19 @@ def test_a_file_system_where_the_two_ways_disagree_is_used_through_the_page_cach
     assert not any(store.file.direct for store in stores)
 
 
+def test_a_relative_directory_stays_where_it_was(tmp_path, monkeypatch):
+    """A process that changes its directory between the model and its optimizer."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        (folder / "nvme").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    model = made("nvme", tiers=ALL, nvme_keep=True)
+    monkeypatch.chdir(there)
+    zero.optimizer(O.AdamW, model)
+    assert len(list((here / "nvme").iterdir())) == 3
+    assert list((there / "nvme").iterdir()) == []
+
+
 def test_a_layer_of_half_precision_and_odd_sizes(tmp_path):
     """Nothing is a multiple of a block, and checks are on."""
 

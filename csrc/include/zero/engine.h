@@ -170,6 +170,10 @@ class Engine {
   // peers the sequence of collectives is broken, and the engine is poisoned.
   void abandon(const std::string& reason);
 
+  // A peer has failed: what waits for it over a process group, now or later,
+  // fails with the reason. Does not wait for a call that another thread is in.
+  void stop_waiting(const std::string& reason);
+
   // Drops transfers in flight, arenas and pool. Later calls fail. Idempotent.
   void close();
 

@@ -128,6 +128,10 @@ class Transport {
     }
   }
 
+  // Waits of this rank for a peer over a process group, now and later, fail with
+  // the reason: the peer has failed. From any thread.
+  virtual void stop_waiting(const std::string& /*reason*/) {}
+
   // Memory that the transport keeps for itself, for the engine's counters.
   virtual int64_t scratch_bytes() const {
     return 0;
