@@ -108,7 +108,7 @@ def candidates(
         for r in roots.get(n, ()):
             holders[r] = holders.get(r, 0) + 1
     cost = CostModel(machine)
-    last = _last_uses(forward, roots)
+    last = last_uses(forward, roots)
     done, begun = _clock(forward, cost, fused), _clock(backward, cost, fused, begin=True)
     inputs = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
     leaving = _leaving(backward)
@@ -216,7 +216,7 @@ def rewrite(
     (output,) = forward.find_nodes(op="output")
     returned = list(output.args[0])
     roots = storages(n for n in forward.nodes if n.op != "output")
-    last = _last_uses(forward, roots)
+    last = last_uses(forward, roots)
     inputs = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
     where = 0
     for k, n in enumerate(returned):
@@ -259,7 +259,7 @@ def offloaded(backward: fx.Graph) -> list[facts.Away]:
     return [facts.away(n) for n in sorted(found, key=lambda n: n.args[2])]
 
 
-def _last_uses(graph: fx.Graph, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
+def last_uses(graph: fx.Graph, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
     """The last node that reads each storage, or makes it."""
     last: dict[fx.Node, fx.Node] = {}
     for n in graph.nodes:
