@@ -18,7 +18,8 @@ from .activations import storages
 from .base import Context
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-HIDDEN, BUDGET = "the lane hides it", "the budget"
+# Why it waits there. What it costs is for the simulation of the Programs to say: this goes by the times of operators.
+HIDDEN, BUDGET = "the lane is to hide it", "the budget"
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ class OffloadActivations:
         else:
             said = {n.name for n in forward.nodes if facts.goes_away(n)}
             chosen, free = [s for s in found if s.name in said], ctx.away
-        rewrite(
-            forward, backward, num_outputs, {s.name: _facts(s, s.name in free, ctx.tiers) for s in chosen}
-        )
+        why = HIDDEN if ctx.activation_bytes is None else BUDGET
+        said_of = {s.name: _facts(s, s.name in free, why, ctx.tiers) for s in chosen}
+        rewrite(forward, backward, num_outputs, said_of)
 
 
 def candidates(
@@ -203,9 +204,8 @@ def _in_time(taken: Sequence[Saved], busy_us: Sequence[float]) -> bool:
     return True
 
 
-def _facts(saved: Saved, free: bool, tiers: tuple[str, ...]) -> facts.Away:
+def _facts(saved: Saved, free: bool, why: str, tiers: tuple[str, ...]) -> facts.Away:
     us = 0.0 if free else sum(saved.out_us) + sum(saved.back_us)
-    why = HIDDEN if free else BUDGET
     return facts.Away(saved.name, saved.op, saved.module, tiers, why, saved.nbytes, us)
 
 
