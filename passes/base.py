@@ -109,6 +109,8 @@ class Context:
         away: saved values may wait on another tier; those named cost no time there. None: they may not.
         tiers: those on their way there from the compute device: "host" (of an accelerator), "nvme", or both in turn.
         budgeted: memory counts more than the time that transfers of saved values take.
+        bytes_only: what is asked is the most bytes that live at once, and the order in which things happen does not
+            depend on how long they take: of tiles that are alike not all are written out.
     """
 
     params: Mapping[ParamRef, ParamPlan]
@@ -132,6 +134,7 @@ class Context:
     away: frozenset[str] | None = None
     tiers: tuple[str, ...] = ("nvme",)
     budgeted: bool = False
+    bytes_only: bool = False
 
 
 class Pass(Protocol):

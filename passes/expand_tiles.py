@@ -53,7 +53,7 @@ class ExpandTiles:
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         for node in list(graph.find_nodes(op="call_function", target=ops.tiled)):
             with graph.inserting_before(node):
-                results = _expand(graph, node, facts.tiling(node), _note(facts.tiling(node), ctx))
+                results = _expand(graph, node, facts.tiling(node), ctx)
             for user in list(node.users):
                 user.replace_all_uses_with(results[user.args[1]])
                 graph.erase_node(user)
@@ -119,13 +119,21 @@ def _note(tiling: Tiling, ctx: Context) -> str:
     )
 
 
-def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[fx.Node]:
+def written(tiling: Tiling, ctx: Context) -> Sequence[int]:
+    """The tiles of tokens that are written out: where only bytes are asked, the first two and the last. Those between
+    hold what the second one does, and there may be many more of them than there are operators in the model."""
+    every = range(tiling.tiles)
+    return every if not ctx.bytes_only or tiling.tiles <= 3 else (*every[:2], every[-1])
+
+
+def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, ctx: Context) -> list[fx.Node]:
     given: Sequence[fx.Node] = node.args[0]
     wholes: Sequence[torch.Tensor] = facts.value(node)
+    tiles, note = written(tiling, ctx), _note(tiling, ctx)
     emit = Emitter(graph, node)
     if tiling.tiles > 1:
         graph.call_function(ops.cut, ())
-    parts = [token_tiles(emit, n, dim, tiling) for n, dim in zip(given, tiling.inputs, strict=True)]
+    parts = [token_tiles(emit, n, dim, tiling, tiles) for n, dim in zip(given, tiling.inputs, strict=True)]
     if tiling.tiles == 1:
         outs = one_tile(emit, tiling, [p[0] for p in parts])
         facts.set_note(outs[0], note)
@@ -136,9 +144,10 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[f
     results = [_result(emit, kind, val) for kind, val in zip(tiling.outputs, wholes, strict=True)]
     facts.set_note(results[0], note)
     places = [
-        token_tiles(emit, r, kind.rows, tiling) for r, kind in zip(results, tiling.outputs, strict=True)
+        token_tiles(emit, r, kind.rows, tiling, tiles)
+        for r, kind in zip(results, tiling.outputs, strict=True)
     ]
-    for t in range(tiling.tiles):
+    for t in range(len(tiles)):
         graph.call_function(ops.cut, ())
         outs = one_tile(emit, tiling, [p[t] for p in parts])
         graph.call_function(ops.cut, ())
@@ -151,12 +160,14 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, note: str) -> list[f
     ]
 
 
-def token_tiles(emit: Emitter, node: fx.Node, dim: int | None, tiling: Tiling) -> list[fx.Node]:
-    """The tiles of a value; the whole of it for each where no dimension is cut."""
+def token_tiles(
+    emit: Emitter, node: fx.Node, dim: int | None, tiling: Tiling, tiles: Sequence[int]
+) -> list[fx.Node]:
+    """Those ``tiles`` of a value; the whole of it for each where no dimension is cut."""
     if dim is None or tiling.tiles == 1:
-        return [node] * tiling.tiles
+        return [node] * len(tiles)
     split = emit(aten.split.Tensor, node, -(-facts.value(node).shape[dim] // tiling.tiles), dim)
-    return [emit(operator.getitem, split, t) for t in range(tiling.tiles)]
+    return [emit(operator.getitem, split, t) for t in tiles]
 
 
 def _result(emit: Emitter, kind: TileOutput, val: torch.Tensor) -> fx.Node:

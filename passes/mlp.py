@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
-from zero_compiler.cost import CostModel, at_hints, hints, reread_bytes, tile_rows
+from zero_compiler.cost import CostModel, at_hints, reread_bytes, tile_rows
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import Tiling
 
@@ -46,12 +47,17 @@ class _Part:
 class Mlp:
     """Forward and backward of one MLP.
 
+    Args:
+        known: the values of symbols in the graph, which of as many MLPs as layers each may not look for itself.
+
     Raises:
         Left: it cannot be done tile by tile, or something else needs its intermediate whole.
     """
 
-    def __init__(self, graph: fx.Graph, chain: Chain, tangents: Collection[fx.Node]) -> None:
-        self.graph, self.chain, self.tangents = graph, chain, tangents
+    def __init__(
+        self, graph: fx.Graph, chain: Chain, tangents: Collection[fx.Node], known: Mapping[Any, int]
+    ) -> None:
+        self.graph, self.chain, self.tangents, self.known = graph, chain, tangents, known
         self.total = axes.shape(chain.down)[0]
         self.width = min(axes.shape(up)[1] for up in chain.ups)
         self.rows: dict[fx.Node, Rows] = dict.fromkeys(chain.ups, Rows(0, 1))
@@ -242,8 +248,8 @@ class Mlp:
         """Time of products that are done once more, where a machine is given."""
         if ctx.machine is None:
             return 0.0
-        cost, known = CostModel(ctx.machine), hints(self.graph)
-        return sum(at_hints(cost.node_us(n), known) for n in products)
+        cost = CostModel(ctx.machine)
+        return sum(at_hints(cost.node_us(n), self.known) for n in products)
 
     def _tile_rows(self, ctx: Context, row_bytes: int) -> int:
         rows = facts.hint(self.total)

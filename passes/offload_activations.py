@@ -18,7 +18,8 @@ from .activations import storages
 from .base import Context
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-HIDDEN, BUDGET = "the lane hides it", "the budget"
+# Why it waits there. What it costs is for the simulation of the Programs to say: this goes by the times of operators.
+HIDDEN, BUDGET = "the lane is to hide it", "the budget"
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ class OffloadActivations:
         else:
             said = {n.name for n in forward.nodes if facts.goes_away(n)}
             chosen, free = [s for s in found if s.name in said], ctx.away
-        rewrite(
-            forward, backward, num_outputs, {s.name: _facts(s, s.name in free, ctx.tiers) for s in chosen}
-        )
+        why = HIDDEN if ctx.activation_bytes is None else BUDGET
+        said_of = {s.name: _facts(s, s.name in free, why, ctx.tiers) for s in chosen}
+        rewrite(forward, backward, num_outputs, said_of)
 
 
 def candidates(
@@ -108,7 +109,7 @@ def candidates(
         for r in roots.get(n, ()):
             holders[r] = holders.get(r, 0) + 1
     cost = CostModel(machine)
-    last = _last_uses(forward, roots)
+    last = last_uses(forward, roots)
     done, begun = _clock(forward, cost, fused), _clock(backward, cost, fused, begin=True)
     inputs = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
     leaving = _leaving(backward)
@@ -203,9 +204,8 @@ def _in_time(taken: Sequence[Saved], busy_us: Sequence[float]) -> bool:
     return True
 
 
-def _facts(saved: Saved, free: bool, tiers: tuple[str, ...]) -> facts.Away:
+def _facts(saved: Saved, free: bool, why: str, tiers: tuple[str, ...]) -> facts.Away:
     us = 0.0 if free else sum(saved.out_us) + sum(saved.back_us)
-    why = HIDDEN if free else BUDGET
     return facts.Away(saved.name, saved.op, saved.module, tiers, why, saved.nbytes, us)
 
 
@@ -216,7 +216,7 @@ def rewrite(
     (output,) = forward.find_nodes(op="output")
     returned = list(output.args[0])
     roots = storages(n for n in forward.nodes if n.op != "output")
-    last = _last_uses(forward, roots)
+    last = last_uses(forward, roots)
     inputs = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
     where = 0
     for k, n in enumerate(returned):
@@ -259,7 +259,7 @@ def offloaded(backward: fx.Graph) -> list[facts.Away]:
     return [facts.away(n) for n in sorted(found, key=lambda n: n.args[2])]
 
 
-def _last_uses(graph: fx.Graph, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
+def last_uses(graph: fx.Graph, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
     """The last node that reads each storage, or makes it."""
     last: dict[fx.Node, fx.Node] = {}
     for n in graph.nodes:

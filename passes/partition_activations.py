@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef
 
 from .base import Context
+from .offload_activations import last_uses
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -79,9 +80,11 @@ class PartitionActivations:
         )
         chosen = common([text.splitlines() for text in self.show("\n".join(offers))])
         entries = {str(node.target): node for node in backward.find_nodes(op="placeholder")}
+        last = last_uses(forward, roots)
+        place = {v: k for k, v in enumerate(values) if k >= num_outputs and isinstance(v, fx.Node)}
         for node in (offers[text] for text in chosen):
-            k = values.index(node, num_outputs)
-            values[k] = self._cut(forward, node, roots)
+            k = place[node]
+            values[k] = self._cut(node, roots[node], last)
             self._gather(entries[node.name], values[k])
         output.args = (type(output.args[0])(values),)
 
@@ -152,16 +155,10 @@ class PartitionActivations:
                 made[node] = _way(node, made)
         return made
 
-    def _cut(self, graph: fx.Graph, node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> fx.Node:
+    def _cut(self, node: fx.Node, roots: Iterable[fx.Node], last: Mapping[fx.Node, fx.Node]) -> fx.Node:
         # Behind the last reader of its storage, which is dead then.
-        last = [
-            n
-            for n in graph.nodes
-            if n.op != "output" and any(roots[node] & roots[i] for i in n.all_input_nodes)
-        ]
-        part = _after(
-            last[-1] if last else node, ops.part, (node, self.group, self.ranks), f"{node.name}_part"
-        )
+        at = max(last[root] for root in roots)
+        part = _after(at, ops.part, (node, self.group, self.ranks), f"{node.name}_part")
         whole, mine = facts.bytes_of(facts.value(node)), facts.bytes_of(facts.value(part))
         facts.set_note(
             part, f"{mine:,} of {whole:,} bytes are saved: one part of {self.ranks}, the others are equal"
@@ -171,8 +168,8 @@ class PartitionActivations:
     def _gather(self, entry: fx.Node, part: fx.Node) -> None:
         """Make the tensor again where backward first reads it; ``entry`` becomes this rank's part, by its name."""
         name, val = entry.name, facts.value(entry)
-        first = next(n for n in entry.graph.nodes if entry in n.all_input_nodes)
         readers = list(entry.users)
+        first = min(readers)
         facts.set_value(entry, facts.value(part))
         entry.name = entry.target = part.name
         entry.meta.pop("tensor_meta", None)

@@ -14,7 +14,7 @@ from zero_compiler.ir.facts import Tile, TileOutput
 
 from .base import Context, ParamPlan
 from .emitter import Emitter
-from .expand_tiles import one_tile, token_tiles
+from .expand_tiles import one_tile, token_tiles, written
 from .readers import Reader
 from .sliced import part, parts
 from .tiles import gathered, note, on_tile
@@ -44,6 +44,7 @@ class Sweep:
         self.graph = node.graph
         self.emit = Emitter(self.graph, node)
         self.tiling = facts.tiling(node)
+        self.written = written(self.tiling, ctx)
         assert self.tiling.columns is not None
         self.columns = self.tiling.columns
         self.given: Sequence[fx.Node] = node.args[0]
@@ -70,7 +71,7 @@ class Sweep:
             if column is not None:
                 self.cut[i] = column, parts(emit, n, column, plan)
             else:
-                self.tokens[i] = token_tiles(emit, n, row, tiling)
+                self.tokens[i] = token_tiles(emit, n, row, tiling, self.written)
         self.results: dict[int, fx.Node] = {}
         self.places: dict[int, list[fx.Node]] = {}
         for i, (kind, how) in enumerate(zip(tiling.outputs, self.columns.outputs, strict=True)):
@@ -87,7 +88,7 @@ class Sweep:
             self.places[i] = parts(emit, result, how, self.plan)
         else:
             result = self._full(list(val.shape), 0 if how == "sum" else float("-inf"), val)
-            self.places[i] = token_tiles(emit, result, kind.rows, self.tiling)
+            self.places[i] = token_tiles(emit, result, kind.rows, self.tiling, self.written)
         self.results[i] = result
 
     def _full(self, sizes: list[Any], fill: float, like: torch.Tensor) -> fx.Node:
@@ -110,7 +111,7 @@ class Sweep:
                 out = on_tile(emit, node, {node.all_input_nodes[0]: out}, dim, columns)
             given |= {i: out for i, n in enumerate(self.given) if n is r.operand}
         born = self._born(columns)
-        for t in range(tiling.tiles):
+        for t in range(len(self.written)):
             self._cut()
             ins = given | {i: tokens[t] for i, tokens in self.tokens.items()}
             outs = one_tile(emit, tiling, [ins[i] for i in range(len(ins))])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zero_compiler.cost import hints
 from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
 
@@ -52,11 +53,11 @@ class TileMlp:
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         if not ctx.tile_mlp:
             return
-        tangents = facts.depends_on_tangents(graph)
+        tangents, known = facts.depends_on_tangents(graph), hints(graph)
         for k, chain in enumerate(chains(graph, tangents)):
             try:
                 _check(chain, ctx)
-                Mlp(graph, chain, tangents).replace(ctx, f"mlp{k}")
+                Mlp(graph, chain, tangents, known).replace(ctx, f"mlp{k}")
             except Left as why:
                 up = chain.ups[0]
                 what = f"{dump.type_text(facts.value(up))}, intermediate of {weights_of(up)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -12,7 +12,7 @@ from . import passes, schedule
 from .cost import CostModel, at_hints, hints
 from .emit import Emitted, emit
 from .frame_state import FrameState
-from .ir import facts
+from .ir import facts, ops
 from .passes import Context, run_passes
 from .program import Program
 from .schedule import Choice
@@ -84,7 +84,8 @@ class Lowering:
         Of a trial only bytes are asked, which times change where chunks are copied to a device.
         """
         state = self.state
-        run_passes(gm.graph, passes.PHASE, state.context(phase), state.trace, state.dump_dir(), trial)
+        context = replace(state.context(phase), bytes_only=trial and not self._timed(gm))
+        run_passes(gm.graph, passes.PHASE, context, state.trace, state.dump_dir(), trial)
         emitted = emit(gm, state.params, phase, state.loader.kept_offsets(), trial=trial)
         state.lay_beside(emitted.program)
         if trial and not any(g.hops for g in emitted.program.gathers):
@@ -95,6 +96,11 @@ class Lowering:
             segment_us = [at_hints(cost.region_us(seg.graph, fused), known) for seg in emitted.segments]
         emitted.program.segment_us = segment_us
         return Lowered(gm, self._with_hops(gm, phase, emitted))
+
+    def _timed(self, gm: fx.GraphModule) -> bool:
+        """Whether times decide where something stands: what waits on another tier, or chunks copied to a device."""
+        away = any(gm.graph.find_nodes(op="call_function", target=op) for op in (ops.offload, ops.restore))
+        return away or any("host" in plan.path for plan in self.state.params.values())
 
     def _with_hops(self, gm: fx.GraphModule, phase: str, emitted: Emitted) -> Emitted:
         """The same with every hop of chunks from other tiers as late as hides it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import picture
@@ -65,6 +66,12 @@ class Frame:
         self.timelines[program.phase] = timeline
         self.choices[program.phase] = choice
         self.kept_bytes = max(self.kept_bytes, kept_bytes)
+        if {o.name for o in self.offloaded} & timeline.away_us.keys():
+            # What the planner reckoned with stands on the times of operators alone: here is what the Programs say.
+            paid = [t.away_us for t in self.timelines.values()]
+            self.offloaded = [
+                replace(o, us=math.fsum(us.get(o.name, 0.0) for us in paid)) for o in self.offloaded
+            ]
 
     def every_program(self) -> list[Program]:
         """Those of its phases, and that of the backward under ``zero.no_sync``."""

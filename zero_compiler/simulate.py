@@ -84,7 +84,8 @@ class Timeline:
     ``stalls`` is how long the host waited for each lane, and computed nothing; ``slowed`` is by how much each lane made
     compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
     ``reached_us`` is when the host was done with each instruction of the Program. ``python_us`` is by how much the step
-    takes longer for what Python does around it.
+    takes longer for what Python does around it. ``away_us`` is, of each tensor that waits on another tier, by name, how
+    much longer the step takes for its transfers, and for what the host sums up of them.
     """
 
     total_us: float
@@ -93,6 +94,7 @@ class Timeline:
     reached_us: list[float] = field(default_factory=list)
     slowed: dict[str, float] = field(default_factory=dict)
     python_us: float = 0.0
+    away_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def stalled_us(self) -> float:
@@ -185,6 +187,7 @@ class _Task:
     start_us: float = 0.0
     slowed_us: float = 0.0  # by so much compute takes longer for it
     wanted_us: float | None = None  # since when the host waits for it
+    stalled_us: float = 0.0  # for so long it did, and computed nothing
     done: bool = False
 
 
@@ -273,6 +276,8 @@ def simulate(
     gathers: dict[int, _Task | None] = {}
     reduces: dict[int, _Task | None] = {}
     offloads: dict[int, _Task | None] = {}
+    moved: list[tuple[str, _Task]] = []
+    away_us = {o.name: 0.0 for o in program.offloads}
     reached: list[float] = []
     for instr in program.instrs:
         if isinstance(instr, Compute):
@@ -301,19 +306,21 @@ def simulate(
         elif isinstance(instr, WaitGather):
             sim.wait(gathers[instr.index])
         elif isinstance(instr, (Offload, Write, Restore, Bring)):
+            o = program.offloads[instr.index]
             if isinstance(instr, (Write, Bring)):
                 sim.wait(offloads[instr.index])
-                files.check(offloads[instr.index])
-            o = program.offloads[instr.index]
+                away_us[o.name] += files.check(offloads[instr.index])
             lane, us = offload_us(program, instr, spec)
             label = f"{'copy' if lane == HOST else 'file'} of the {o.label}"
             if lane == WRITE:
-                files.sum_up(label, o.nbytes)
-            offloads[instr.index] = sim.start(lane, label, us, o.nbytes)
+                away_us[o.name] += files.sum_up(label, o.nbytes)
+            offloads[instr.index] = task = sim.start(lane, label, us, o.nbytes)
+            if task is not None:
+                moved.append((o.name, task))
         elif isinstance(instr, (WaitOffload, WaitRestore)):
             sim.wait(offloads[instr.index])
             if isinstance(instr, WaitRestore):
-                files.check(offloads[instr.index])
+                away_us[program.offloads[instr.index].name] += files.check(offloads[instr.index])
         elif isinstance(instr, Store):
             sim.wait(reduces[instr.index])
             r = program.reduces[instr.index]
@@ -330,7 +337,9 @@ def simulate(
     sim.drain()
     total_us = max(sim.now, python_us)
     exposed_us = python_us if share_cores(spec) else total_us - sim.now
-    return Timeline(total_us, sim.stalled, sim.spans, reached, sim.slowed, exposed_us)
+    for name, task in moved:
+        away_us[name] += task.stalled_us + task.slowed_us
+    return Timeline(total_us, sim.stalled, sim.spans, reached, sim.slowed, exposed_us, away_us)
 
 
 def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
@@ -368,14 +377,19 @@ class _Files:
         self._buffers = {owner: write_buffers(size) for owner, size in largest.items()}
         self._writing: dict[str, deque[_Task]] = {owner: deque() for owner in largest}
 
-    def sum_up(self, label: str, nbytes: int) -> None:
-        if self._checksums:
-            self._sim.compute(f"checksums of the {label}", nbytes / self._spec.checksum_bytes_per_us)
+    def sum_up(self, label: str, nbytes: int) -> float:
+        """How long the host computes for it."""
+        if not self._checksums:
+            return 0.0
+        us = nbytes / self._spec.checksum_bytes_per_us
+        self._sim.compute(f"checksums of the {label}", us)
+        return us
 
-    def check(self, task: _Task | None) -> None:
-        """What was read is compared with the sums of what was written."""
-        if task is not None and task.lane == READ:
-            self.sum_up(task.label, task.nbytes)
+    def check(self, task: _Task | None) -> float:
+        """The same of what was read, which is compared with the sums of what was written."""
+        if task is None or task.lane != READ:
+            return 0.0
+        return self.sum_up(task.label, task.nbytes)
 
     def land(self, r: ReduceDesc) -> None:
         """A reduction whose results go to files has been waited for."""
@@ -482,7 +496,7 @@ class _Simulator:
             if head.left_us <= 1e-9:
                 queue.popleft()
                 head.done = True
-                stalled = 0.0 if head.wanted_us is None else self.now - head.wanted_us
+                head.stalled_us = 0.0 if head.wanted_us is None else self.now - head.wanted_us
                 self.spans.append(
                     Span(
                         lane,
@@ -490,7 +504,7 @@ class _Simulator:
                         self.now,
                         head.label,
                         head.nbytes,
-                        stalled,
+                        head.stalled_us,
                         head.slowed_us,
                         head.alone_us,
                     )

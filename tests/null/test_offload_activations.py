@@ -194,9 +194,9 @@ def test_only_what_is_written_in_forward_and_back_in_time_is_hidden():
 
 def test_a_fast_disk_takes_all_it_can_and_a_slow_one_nothing(on):
     fast, slow = planned(on(FAST)), planned(on(SLOW))
-    assert {r.why for r in waits(fast)} == {"the lane hides it"}
+    assert {r.why for r in waits(fast)} == {"the lane is to hide it"}
     assert sum(r.nbytes for r in waits(fast)) > fast.frames[0].held_bytes
-    assert all(r.us == 0 for r in waits(fast))
+    assert all(r.us < 1e-3 for r in waits(fast))  # each moves in less than 1e-4 us
     assert waits(slow) == []
     assert fast.memory.programs < slow.memory.programs
     assert fast.memory.files >= sum(r.nbytes for r in waits(fast))
@@ -214,6 +214,29 @@ def test_a_budget_sends_more_than_the_lane_hides(on):
     assert all(r.us > 0 for r in rows)
     with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=1 is .* bytes too small"):
         planned(on(SLOW), activation_budget_bytes=1)
+
+
+@pytest.mark.parametrize("disk", [10.0, 300.0])
+def test_the_time_of_a_row_is_what_the_simulated_step_waits_for_it(anywhere, disk):
+    """Some tensors are hidden by the times of operators alone: not where a budget has them read late."""
+    budget = int(least() * 0.9)
+    link = {"latency_us": 1e-6, "bytes_per_us": disk}
+    frame = planned(anywhere(link), activation_budget_bytes=budget).frames[0]
+    assert {r.why for r in frame.offloaded} == {"the budget"}
+    for row in frame.offloaded:
+        spans = [
+            s
+            for phase, program in frame.programs.items()
+            for o in program.offloads
+            for s in frame.timelines[phase].spans
+            if o.name == row.name and s.label in (f"file of the {o.label}", f"copy of the {o.label}")
+        ]
+        assert {s.lane for s in spans} >= {"nvme-write", "nvme-read"}
+        assert row.us == pytest.approx(sum(s.stalled_us + s.slowed_us for s in spans), abs=1e-6)
+    lanes = ("nvme-write", "nvme-read", "host-device")
+    waited = sum(t.exposed_us(lane) for t in frame.timelines.values() for lane in lanes)
+    assert sum(r.us for r in frame.offloaded) == pytest.approx(waited)
+    assert waited > 0
 
 
 def test_a_budget_that_can_be_kept_without_files_is_kept_with_them(on):
@@ -475,7 +498,7 @@ def test_copies_to_the_host_are_planned_as_files_are(on_host, link):
     budget = None if link is FAST else int(least() * 0.9)
     told = planned(on_host(link), activation_budget_bytes=budget)
     assert {r.tier for r in waits(told)} == {"host"}
-    assert {r.why for r in waits(told)} == {"the lane hides it" if link is FAST else "the budget"}
+    assert {r.why for r in waits(told)} == {"the lane is to hide it" if link is FAST else "the budget"}
     programs = told.frames[0].programs
     assert [p.host_bytes for p in programs.values()] == [0, 0]  # no pool on the way
     # What came back is on the device: counted from the start of the copy to the end of its life.

@@ -228,7 +228,8 @@ class Away:
         tiers: those on its way from the compute device, where it rests last: "host" or "nvme", or one after the other.
         why: it is there, in words.
         nbytes: that are not held meanwhile.
-        us: time of its transfers, both ways, where the lane does not hide them; 0 where it does.
+        us: what it costs. In a graph, the time of its transfers, both ways, where the lane is not to hide them. In the
+            report, by how much the simulated Programs take longer for them.
     """
 
     name: str
