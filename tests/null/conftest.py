@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from null.offloaded import fields_in
 from standin import accelerator
+from torch import nn
+
+import zero_compiler.backend  # noqa: F401 (registers a hook of torch's, see no_trace_left)
 
 
 @pytest.fixture
@@ -32,3 +37,16 @@ def with_files_anywhere(
     """The same where compute is on the CPU, and where it is on an accelerator: files are behind its host."""
     with accelerator() if request.param == "accelerator" else contextlib.nullcontext():
         yield fields_in(tmp_path)
+
+
+@pytest.fixture
+def no_trace_left() -> Iterator[None]:
+    """Of partitioned construction, once its scope has ended."""
+    hooks = nn.modules.module
+    # The backend has one, for what torch.compile is given.
+    before = dict(hooks._global_module_registration_hooks)
+    yield
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert not hooks._global_parameter_registration_hooks
+    assert hooks._global_module_registration_hooks == before
+    assert not dist.is_initialized()
