@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from null.io_common import BACKENDS
 from null.offloaded import fields_in
 from standin import accelerator
 from torch import nn
 
 import zero_compiler.backend  # noqa: F401 (registers a hook of torch's, see no_trace_left)
+from zero_compiler.runtime import aio
 
 
 @pytest.fixture
@@ -50,3 +52,17 @@ def no_trace_left() -> Iterator[None]:
     assert not hooks._global_parameter_registration_hooks
     assert hooks._global_module_registration_hooks == before
     assert not dist.is_initialized()
+
+
+@pytest.fixture(params=["threads", "uring"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Of file I/O."""
+    if request.param not in BACKENDS:
+        pytest.skip(f"no io_uring here: {aio.uring_refusal()}")
+    return request.param
+
+
+@pytest.fixture
+def io(backend: str) -> Iterator[aio.Engine]:
+    with aio.Engine(backend=backend, block_bytes=64 << 10, depth=4) as engine:
+        yield engine
