@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+import zero_compiler as zero
+
 
 class Written(nn.Module):
     """Initialisers of torch and writes in place, on parameters of submodules that are done."""
@@ -228,6 +230,11 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 def plain(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return BUILDERS[name]()
+
+
+def in_context(name: str) -> nn.Module:
+    with zero.init():
+        return plain(name)
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:

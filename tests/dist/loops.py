@@ -35,6 +35,10 @@ def loss_of(rank: int, step: int, rows: int = 4) -> Callable[[nn.Module], torch.
     return lambda m: F.mse_loss(m(x), y)
 
 
+def batches(rank: int, n: int) -> list[torch.Tensor]:
+    return [torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(10 * i + rank)) for i in range(n)]
+
+
 def counters(model: nn.Module) -> dict[str, int]:
     return dict(policies_of(model)[0].runtime.engine.counters())
 

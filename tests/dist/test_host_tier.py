@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from compare import local
 from dist.spawn import run_ranks
-from dist.test_tiers import assert_same, compiled, local, made, train
 from standin import accelerator
+from tiered import assert_same, compiled, made, train
 from torch import nn
 
 import zero_compiler as zero

@@ -1,77 +1,24 @@
-"""The shared-memory transport on CPU ranks of one host: equal to c10d, right in any timing, and gone without a trace."""
+"""The shared-memory transport on CPU ranks of one host: equal to c10d, right in any timing, and nothing allocated twice."""
 
 from __future__ import annotations
 
-import errno
 import gc
-import json
-import os
 import random
-import signal
-import tempfile
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from dist.measured import Net
+from dist.sharing import batch, loss_of, make, rows, same, train
 from dist.spawn import run_ranks
 from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import hardware, transport
-from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, TransferError
 from zero_compiler.modules import policies_of
 from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
-
-
-def make(kind, stage=3, seed=0, **fields):
-    torch.manual_seed(seed)
-    model = zero.shard(Uneven(), stage=stage, transport=kind, **fields)
-    return model, torch.compile(model, backend="zero", options={"compute": "aten"})
-
-
-def batch(rank, step):
-    ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(7 * step + rank))
-    return ids
-
-
-def loss_of(compiled, ids):
-    return nn.functional.cross_entropy(compiled(ids).float().flatten(0, 1), ids.flatten())
-
-
-def rows(model):
-    return [p._local_tensor.detach().clone() for p in model.parameters()]
-
-
-def train(kind, rank, steps=3, around=lambda where: None, **fields):
-    """Losses, and this rank's rows at the end."""
-    model, compiled = make(kind, **fields)
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        with torch.no_grad():
-            losses.append(loss_of(compiled, batch(rank, 50 + step)).item())
-        around("evaluated")
-        with zero.no_sync(model):
-            loss_of(compiled, batch(rank, 20 + step)).backward()
-        loss = loss_of(compiled, batch(rank, step))
-        loss.backward()
-        around("before the step")
-        opt.step()
-        around("after the step")
-        opt.zero_grad()
-        losses.append(loss.item())
-    return losses, rows(model)
-
-
-def same(a, b):
-    assert a[0] == b[0]
-    assert all(map(torch.equal, a[1], b[1])), [float((x - y).abs().max()) for x, y in zip(a[1], b[1])]
 
 
 def equals_c10d(rank, world):
@@ -165,6 +112,8 @@ def late(x: torch.Tensor) -> torch.Tensor:
 
 
 late.register_fake(torch.empty_like)
+
+
 late.register_autograd(lambda ctx, grad: late(grad))
 
 
@@ -349,224 +298,6 @@ def test_several_models_in_one_process():
     run_ranks(several_models, 2, timeout=120.0)
 
 
-def mappings():
-    with open("/proc/self/maps") as f:
-        return sum("zero-segment" in line for line in f)
-
-
-def descriptors():
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found += "zero-segment" in os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-    return found
-
-
-def no_leak(rank, world):
-    before = set(os.listdir("/dev/shm"))
-    for _ in range(3):
-        train("shared", rank, steps=1)
-        never_called = make("shared")
-        del never_called
-        torch._dynamo.reset()
-        gc.collect()
-    assert mappings() == 0, mappings()
-    assert descriptors() == 0, descriptors()
-    assert [n for n in set(os.listdir("/dev/shm")) - before if "zero" in n] == []
-    return True
-
-
-def test_nothing_is_left_of_a_dropped_model():
-    assert run_ranks(no_leak, 2, timeout=120.0) == [True] * 2
-
-
-def killed(rank, world):
-    _model, compiled = make("shared")
-    loss_of(compiled, batch(rank, 0)).backward()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    with pytest.raises(TransferError, match="rank 1"):
-        loss_of(compiled, batch(rank, 1))
-    with pytest.raises(TransferError, match="rank 1"):
-        loss_of(compiled, batch(rank, 2))
-    return time.monotonic() - begin
-
-
-def test_a_killed_rank_is_named():
-    before = set(os.listdir("/dev/shm"))
-    (seconds, _) = run_ranks(killed, 2, timeout=60.0, may_die={1})
-    assert seconds < 5.0
-    assert {n for n in set(os.listdir("/dev/shm")) - before if "zero" in n} == set()
-
-
-def gives_up(rank, world):
-    model, compiled = make("shared")
-    loss_of(compiled, batch(rank, 0)).backward()
-    if rank == 1:
-        policies_of(model)[0].runtime.engine.abandon("Stop: no more")
-    with pytest.raises(TransferError, match="Stop: no more"):
-        loss_of(compiled, batch(rank, 1)).backward()
-    return True
-
-
-def test_a_rank_that_breaks_off_tells_why():
-    assert run_ranks(gives_up, 2, timeout=60.0) == [True] * 2
-
-
-def interrupted(rank, world):
-    """Ctrl-C on a rank that waits for its peer to begin a call."""
-    _model, compiled = make("shared")
-    loss_of(compiled, batch(rank, 0)).backward()
-    if rank == 0:
-        time.sleep(2.0)
-    else:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt if rank == 1 else TransferError) as error:
-        loss_of(compiled, batch(rank, 1)).backward()
-    assert time.monotonic() - began < 10
-    if rank == 0:
-        assert "rank 1 of 2" in str(error.value)
-        assert "KeyboardInterrupt" in str(error.value)
-    with pytest.raises(TransferError, match="broke off.*KeyboardInterrupt"):
-        compiled(batch(rank, 2))
-    return True
-
-
-def test_ctrl_c_between_the_meeting_and_the_first_transfer_ends_the_call_on_all():
-    assert run_ranks(interrupted, 2, timeout=60.0, group_timeout=20.0) == [True] * 2
-
-
-def forked(rank, world):
-    """A forked copy of a rank, as a worker that loads data is, drops what it has of the model and ends."""
-    model, compiled = make("shared")
-    loss_of(compiled, batch(rank, 0)).backward()
-    child = os.fork()
-    if child == 0:
-        policies_of(model)[0].runtime.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    loss_of(compiled, batch(rank, 1)).backward()
-    return True
-
-
-def test_a_forked_copy_disturbs_nobody():
-    assert run_ranks(forked, 2, timeout=60.0, group_timeout=15.0) == [True] * 2
-
-
-def different_calls(rank, world):
-    _model, compiled = make("shared")
-    loss_of(compiled, batch(rank, 0)).backward()
-    with torch.no_grad():
-        compiled(batch(rank, 0))
-    with pytest.raises(RankMismatchError, match="different calls"):
-        if rank == 0:
-            with torch.no_grad():
-                compiled(batch(rank, 1))
-        else:
-            compiled(batch(rank, 1))
-    return True
-
-
-def test_different_calls_are_told():
-    assert run_ranks(different_calls, 2, timeout=60.0) == [True] * 2
-
-
-def chosen(rank, world):
-    model, compiled = make("auto")
-    report = json.loads(json.dumps(zero.inspect(model).to_dict()))
-    names = {report["transport"]}
-    assert "CPU ranks of one host" in str(zero.inspect(model)), str(zero.inspect(model))
-
-    # One rank cannot: all take c10d, and say whose fault it is.
-    honest = transport._host
-    if rank == 1:
-        transport._host = lambda: "another"
-    model, compiled = make("auto")
-    found = policies_of(model)[0].transport
-    assert found.name == "c10d"
-    assert "each of 2 hosts has one rank" in found.reason, found.reason
-    loss_of(compiled, batch(rank, 0)).backward()
-    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 0: each of 2 hosts'):
-        make("shared")
-    transport._host = honest
-    # Nor is there room.
-    transport._available_bytes = lambda: 10
-    model, _ = make("auto")
-    assert "bytes of shared memory" in policies_of(model)[0].transport.reason
-    # Or it is gone when a parameter is to move there.
-    transport._available_bytes = lambda: None
-
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    os.posix_fallocate = refuse
-    with pytest.raises(
-        ShardError, match=r"embed.weight: \d+ bytes of shared memory could not be had \(No space"
-    ):
-        make("auto")
-    return names
-
-
-def unwatched(rank, world):
-    """As in a sandbox that forbids it, which one rank runs in."""
-    said = []
-    transport.log.addFilter(lambda record: said.append(record.getMessage()))
-    if rank == 1:
-        transport._PIDFD_OPEN = -1  # no kernel has it
-    for _ in range(2):
-        model, compiled = make("auto")
-        found = policies_of(model)[0].transport
-        assert found.name == "c10d"
-        assert "rank 1: processes cannot be watched here (pidfd_open: " in found.reason, found.reason
-        loss_of(compiled, batch(rank, 0)).backward()
-    with pytest.raises(ShardError, match='transport="shared" is not possible: rank 1: processes cannot be'):
-        make("shared")
-    return said
-
-
-def test_where_processes_cannot_be_watched_ranks_share_nothing_and_say_so_once():
-    first, second = run_ranks(unwatched, 2, timeout=60.0)
-    assert len(first) == 1
-    assert "share no memory, and use the process group: rank 1: processes cannot be watched" in first[0]
-    assert second == []
-
-
-def test_the_choice_is_made_together_and_shown():
-    assert run_ranks(chosen, 2, timeout=60.0) == [{"shared"}] * 2
-
-
-def planned_for_a_gpu_machine(rank, world):
-    """What describes no shared memory gives no plan for it: the process group it is, or an error before a parameter moves."""
-    spec, file = json.loads(hardware.load("laptop").to_json()), Path(tempfile.mkdtemp()) / "mine.json"
-    spec["collectives"] = [
-        c for c in spec["collectives"] if (c["transport"], c["kind"]) != ("shared", "all_reduce")
-    ]
-    file.write_text(json.dumps(spec))
-    for given, name in (("dgx-h100", "dgx-h100"), (str(file), "laptop")):
-        torch.manual_seed(0)
-        model = zero.shard(nn.Linear(8, 8), hardware=given)
-        loss = torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(4, 8)).sum()
-        loss.backward()
-        found = policies_of(model)[0].transport
-        assert found.name == "c10d"
-        assert f"hardware spec '{name}' says nothing of its speed" in found.reason
-        plain = nn.Linear(8, 8)
-        with pytest.raises(
-            ShardError, match=f"\"shared\" is not possible: .*'{name}' says nothing of its speed; use"
-        ):
-            zero.shard(plain, hardware=given, transport="shared")
-        assert type(plain.weight) is nn.Parameter
-    return True
-
-
-def test_a_machine_of_which_no_shared_memory_is_known_takes_the_process_group():
-    assert run_ranks(planned_for_a_gpu_machine, 2, timeout=60.0) == [True] * 2
-
-
 def counters(rank, world):
     model, compiled = make("shared")
     for step in range(3):
@@ -623,22 +354,3 @@ def allocates_once(kind, rank, stage, dtype):
 
 def test_nothing_is_allocated_after_the_first_step():
     assert run_ranks(allocates, 2, timeout=200.0) == [True] * 2
-
-
-def test_a_wrong_name_is_refused():
-    with pytest.raises(ConfigError, match="transport must be one of"):
-        zero.Config(transport="tcp")
-
-
-def late_forever(rank, world):
-    _model, compiled = make("shared")
-    if rank == 1:
-        time.sleep(4.0)
-        return None
-    with pytest.raises(TransferError, match="rank 1"):
-        loss_of(compiled, batch(rank, 0))
-    return True
-
-
-def test_a_rank_that_never_comes_is_named():
-    assert run_ranks(late_forever, 2, timeout=60.0, group_timeout=1.5)[0] is True

@@ -16,16 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from compare import Twin, average_gradients, local, part
 from dist.cases import Cases
-from dist.spawn import run_ranks
+from dist.tensor_parallel import ADAMW, SGD, both, build, mesh_of, trained
 from machines import machine
-from parallel import Transformer, by_columns, by_sequence, loss, tokens
-from safetensors.torch import save_file
+from parallel import Transformer, by_columns, loss, tokens
 from standin import accelerator
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -37,51 +34,8 @@ from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+
 cases = Cases(__name__, world=4, spawns=3, group_timeout=60.0)
-PLANS = {"by columns": by_columns, "by sequence": by_sequence}
-ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1)
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, int] = (2, 2)) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-
-
-def build(layers: int = 1) -> nn.Module:
-    torch.manual_seed(0)
-    return Transformer(layers)
-
-
-def both(
-    model: nn.Module, plan: str = "by columns", compiled: bool = True, mesh: Any = None, **fields: Any
-) -> nn.Module:
-    mesh = mesh or mesh_of()
-    model = PLANS[plan](model, (mesh if mesh.ndim == 2 else mesh_of())["tp"])
-    model = zero.shard(model, mesh=mesh, **{"compute": "aten", **fields})
-    return torch.compile(model, backend="zero") if compiled else model
-
-
-def trained(
-    rank: int,
-    where: str,
-    steps: int = 3,
-    data: Any = tokens,
-    optimizer: Any = ADAMW,
-    layers: int = 1,
-    **fields: Any,
-) -> list[str]:
-    torch._dynamo.reset()
-    twin = Twin(build(layers), functools.partial(both, **fields), optimizer, where=where)
-    for step in range(steps):
-        # The two ranks of a tensor-parallel pair have the same data.
-        twin.backward(lambda m, i=step: loss(m, data(rank // 2, i)))
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (twin.model, twin.plain)]
-        twin.close("norm that clipping returns", norms[0].full_tensor(), norms[1])
-        twin.check_gradients()
-        twin.step()
-    twin.check_parameters()
-    return twin.errors[:5]
 
 
 @cases.add
@@ -447,82 +401,3 @@ def what_cannot_be_placed_is_refused(rank: int) -> list[str]:
 @pytest.mark.timeout(600)
 def test_tensor_parallelism(name: str) -> None:
     cases.check(name)
-
-
-def plain_steps(steps: int) -> nn.Module:
-    """Plain PyTorch on the batches of both data ranks."""
-    model = build()
-    opt = ADAMW(model.parameters())
-    for step in range(steps):
-        (sum(loss(model, tokens(k, step)) for k in range(2)) / 2).backward()
-        opt.step()
-        opt.zero_grad()
-    return model
-
-
-def on(shape: tuple[int, int] | None, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if shape:
-        model = both(model, compiled=False, mesh=mesh_of(shape))
-    else:
-        model = zero.shard(model, stage=3)
-    return model, ADAMW(model.parameters())
-
-
-def one_step(model: nn.Module, opt: torch.optim.Optimizer, step: int, data: list[int]) -> None:
-    (sum(loss(model, tokens(k, step)) for k in data) / len(data)).backward()
-    opt.step()
-    opt.zero_grad()
-
-
-def unlike(model: nn.Module, plain: nn.Module) -> list[str]:
-    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-    return [n for (n, p), q in pairs if not torch.allclose(local(p), part(q, p), rtol=1e-4, atol=1e-6)]
-
-
-def save(rank: int, world: int, folder: str) -> list[str]:
-    model, opt = on((2, 2), build())
-    one_step(model, opt, 0, [rank // 2])
-    weights, states = get_state_dict(model, opt)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
-    return unlike(model, plain_steps(1))
-
-
-def load(rank: int, world: int, folder: str, shape: tuple[int, int] | None) -> list[str]:
-    torch.manual_seed(1)
-    model, opt = on(shape, Transformer(1))
-    weights, states = get_state_dict(model, opt)
-    dcp.load({"model": weights, "optim": states}, checkpoint_id=folder)
-    set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=states)
-    errors = [f"loaded {n}" for n in unlike(model, plain_steps(1))]
-    ranks = shape[0] if shape else world
-    one_step(model, opt, 1, [0, 1] if ranks == 1 else [rank // (world // ranks)])
-    return errors + [f"stepped {n}" for n in unlike(model, plain_steps(2))]
-
-
-def load_file(rank: int, world: int, file: str) -> list[str]:
-    torch.manual_seed(1)
-    want = build().state_dict()
-    errors = []
-    for how in ("a file", "a plain state_dict"):
-        model = both(Transformer(1), compiled=False)
-        if how == "a file":
-            zero.load_safetensors(model, file)
-        else:
-            model.load_state_dict(want)
-        state = model.state_dict()
-        errors += [f"{n} of {how}" for n, p in state.items() if not torch.equal(local(p), part(want[n], p))]
-    return errors
-
-
-@pytest.mark.timeout(300)
-def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
-    """With the optimizer: to the same mesh, to tensor parallelism alone, and to ZeRO alone."""
-    assert run_ranks(save, 4, str(tmp_path), timeout=120.0) == [[]] * 4
-    for world, shape in ((4, (2, 2)), (2, (1, 2)), (2, None)):
-        assert run_ranks(load, world, str(tmp_path), shape, timeout=120.0) == [[]] * world
-
-
-@pytest.mark.timeout(300)
-def test_each_rank_takes_its_own_part_of_plain_weights(tmp_path: Path) -> None:
-    save_file(build().state_dict(), str(tmp_path / "model.safetensors"))
-    assert run_ranks(load_file, 4, str(tmp_path / "model.safetensors"), timeout=120.0) == [[]] * 4

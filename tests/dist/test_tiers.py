@@ -1,81 +1,24 @@
 """Parameters, gradients and states in files: the same values as in memory, in every combination."""
 
-import contextlib
 import copy
-import errno
-import gc
 import itertools
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from compare import local
 from dist.spawn import run_ranks
+from tiered import ALL, Net, assert_same, compiled, made, train
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ConfigError, OptimizerError, StorageError
+from zero_compiler.errors import ConfigError
 from zero_compiler.modules import policies_of
-from zero_compiler.runtime import aio
-from zero_compiler.runtime.stores import Nvme, Store, region_of
+from zero_compiler.runtime.stores import region_of
 
 O = torch.optim
+
 TIERS = list(itertools.product(("none", "nvme"), repeat=3))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(64, 200)
-        self.inner = nn.Linear(200, 200)
-        self.last = nn.Linear(200, 5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.inner(x))) * self.scale + self.frozen
-
-
-def made(folder, init=False, tiers=("none",) * 3, **fields):
-    torch.manual_seed(0)
-    fields |= dict(zip(("offload_params", "offload_grads", "offload_optimizer"), tiers, strict=True))
-    if init:
-        with zero.init(nvme_dir=str(folder), **fields):
-            return Net()
-    return zero.shard(Net(), nvme_dir=str(folder), **fields)
-
-
-def compiled(model, **options):
-    torch._dynamo.reset()
-    return torch.compile(model, backend="zero", options={"compute": "aten"} | options)
-
-
-def train(model, run, optimizer, rank=0, count=3, begin=0):
-    losses = []
-    for i in range(begin, begin + count):
-        for k in range(2):  # the second adds to the gradients of the first
-            torch.manual_seed(100 * i + 10 * k + rank)
-            loss = run(torch.randn(8, 64)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        if i % 2:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def local(x):
-    return getattr(x, "_local_tensor", x).detach()
-
-
-def assert_same(model, other):
-    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(a), local(b)), name
 
 
 @pytest.mark.parametrize("init", [False, True])
@@ -193,7 +136,7 @@ def test_files_are_read_one_layer_ahead_into_a_pool_of_two_layers(tmp_path):
 
 
 def test_shards_in_files_work_wherever_a_tensor_does(tmp_path):
-    model = made(tmp_path, tiers=("nvme",) * 3)
+    model = made(tmp_path, tiers=ALL)
     want = made(tmp_path)
     optimizer, plain = zero.optimizer(O.AdamW, model), O.AdamW(want.parameters())
     run, other = compiled(model), compiled(want)
@@ -215,14 +158,14 @@ def test_shards_in_files_work_wherever_a_tensor_does(tmp_path):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "state.pt")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
-    again = made(tmp_path, tiers=("nvme",) * 3)
+    again = made(tmp_path, tiers=ALL)
     into = {"model": again.state_dict()}
     dcp.load(into, checkpoint_id=tmp_path / "dcp")
     again.load_state_dict(into["model"])
     assert_same(again, want)
     assert region_of(local(again.inner.weight)) is not None
     loaded = torch.load(tmp_path / "state.pt", weights_only=False)
-    third = made(tmp_path, tiers=("nvme",) * 3)
+    third = made(tmp_path, tiers=ALL)
     third.load_state_dict(loaded["model"])
     optimizer = zero.optimizer(O.AdamW, third)
     optimizer.load_state_dict(loaded["optimizer"])
@@ -251,12 +194,9 @@ def test_parameters_of_one_part_alone(tmp_path):
 def test_param_dtype_needs_no_second_copy(tmp_path):
     want = made(tmp_path, param_dtype=torch.bfloat16)
     losses = train(want, compiled(want), O.AdamW(want.parameters()))
-    model = made(tmp_path, tiers=("nvme",) * 3, param_dtype=torch.bfloat16)
+    model = made(tmp_path, tiers=ALL, param_dtype=torch.bfloat16)
     assert train(model, compiled(model), zero.optimizer(O.AdamW, model)) == losses
     assert_same(model, want)
-
-
-# Refusals and faults ---------------------------------------------------------------------------------------------
 
 
 def test_options_that_do_not_fit(tmp_path):
@@ -264,202 +204,6 @@ def test_options_that_do_not_fit(tmp_path):
         made(tmp_path, tiers=("nvme", "none", "none"), stage=2)
     with pytest.raises(ConfigError, match='offload_grads="nvme" needs nvme_dir'):
         zero.shard(Net(), offload_grads="nvme")
-    with pytest.raises(ConfigError, match='offload_activations="nvme" needs nvme_dir'):
-        zero.shard(Net(), offload_activations="nvme")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made_ = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True
-    )
-    if made_.returncode:
-        pytest.skip(f"needs the right to mount: {made_.stderr.decode().strip()}")
-    yield folder
-    gc.collect()
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*without O_DIRECT")
-def test_a_disk_without_room_is_an_error_at_set_up(small_disk):
-    torch.manual_seed(0)
-    with pytest.raises(
-        StorageError, match=r"has 1\d,\d{3},\d{3} bytes free, and parameters of rank 0 need 67,108,864"
-    ):
-        zero.shard(nn.Linear(4096, 4096, bias=False), offload_params="nvme", nvme_dir=str(small_disk))
-    model = zero.shard(nn.Linear(1024, 1024, bias=False), offload_optimizer="nvme", nvme_dir=str(small_disk))
-    first = zero.optimizer(O.AdamW, model)  # 8 MiB of states
-    with pytest.raises(StorageError, match="optimizer states of rank 0 need 12,582,912"):
-        zero.optimizer(O.AdamW, model, amsgrad=True)
-    assert len(first.param_groups) == 1
-    free = os.statvfs(small_disk).f_bavail
-    del first
-    gc.collect()
-    assert os.statvfs(small_disk).f_bavail > free  # an optimizer that is gone takes its file along
-
-
-@pytest.mark.filterwarnings("ignore:.*without O_DIRECT")
-def test_two_models_share_a_directory_and_no_file(small_disk):
-    """A file system without O_DIRECT and two models in one directory."""
-    models = [made(small_disk, tiers=("nvme",) * 3) for _ in range(2)]
-    want = made(small_disk)
-    losses = train(want, compiled(want), O.AdamW(want.parameters()))
-    for model in models:
-        assert train(model, compiled(model), zero.optimizer(O.AdamW, model)) == losses
-        assert_same(model, want)
-
-
-def test_a_directory_that_takes_no_file(small_disk):
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(StorageError, match="takes no file .* Read-only file system; give a directory"):
-        made(small_disk, tiers=("nvme", "none", "none"))
-
-
-class _Broken:
-    """Requests of a store fail from here on."""
-
-    def __init__(self, monkeypatch, method):
-        self.armed = False
-        real = getattr(Store, method)
-
-        def fake(store, span, buffer):
-            if self.armed:
-                raise StorageError(f"{method} of {span.label}: {os.strerror(errno.EIO)}", errno=errno.EIO)
-            return real(store, span, buffer)
-
-        monkeypatch.setattr(Store, method, fake)
-
-
-@pytest.mark.parametrize("method", ["read", "write"])
-def test_an_error_in_the_step_names_what_was_moved_and_ends_the_optimizer(method, tmp_path, monkeypatch):
-    model = made(tmp_path, tiers=("none", "none", "nvme"))
-    optimizer = zero.optimizer(O.AdamW, model)
-    run = compiled(model)
-    train(model, run, optimizer)
-    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    want = train(model, run, optimizer, begin=3)
-    model.load_state_dict(checkpoint[0])
-    optimizer.load_state_dict(
-        copy.deepcopy(checkpoint[1])
-    )  # torch takes the step counts as they are, not copies
-    broken = _Broken(monkeypatch, method)
-    run(torch.ones(2, 64)).sum().backward()
-    broken.armed = True
-    with pytest.raises(StorageError, match=f"{method} of exp_avg of scale"):
-        optimizer.step()
-    broken.armed = False
-    with pytest.raises(OptimizerError, match="an earlier step of this optimizer broke off"):
-        optimizer.step()
-    optimizer.zero_grad()
-    model.load_state_dict(checkpoint[0])
-    optimizer.load_state_dict(checkpoint[1])
-    assert train(model, run, optimizer, begin=3) == want
-
-
-def test_an_error_in_a_forward_leaves_nothing_under_way(tmp_path, monkeypatch):
-    model = made(tmp_path, tiers=("nvme", "none", "none"))
-    run = compiled(model, bucket_bytes=0)
-    x = torch.ones(2, 64)
-    want = run(x)
-    broken = _Broken(monkeypatch, "read")
-    broken.armed = True
-    with pytest.raises(StorageError, match="read of first"):
-        run(x)
-    broken.armed = False
-    assert torch.equal(run(x), want)
-    assert policies_of(model)[0].nvme().engine.counters()["in_flight"] == 0
-
-
-def test_nothing_is_left_after_an_exception_a_fork_and_the_end(tmp_path):
-    """An error in the user's loop, a child that was forked, and the end of the process: no file, thread or descriptor."""
-    script = textwrap.dedent(
-        f"""
-        import gc, os, threading, torch
-        import zero_compiler as zero
-        from torch import nn
-
-        def fds():
-            return len(os.listdir("/proc/self/fd"))
-
-        def loop():
-            model = zero.shard(nn.Linear(64, 64), offload_params="nvme", offload_grads="nvme",
-                               offload_optimizer="nvme", nvme_dir={str(tmp_path)!r})
-            opt = zero.optimizer(torch.optim.AdamW, model)
-            model(torch.ones(2, 64)).sum().backward()
-            opt.step()
-            child = os.fork()
-            if not child:
-                ok = torch.isfinite(model.weight.full_tensor()).all().item()
-                os._exit(0 if ok else 1)
-            assert os.waitpid(child, 0)[1] == 0
-            raise ValueError("the user's")
-
-        for i in range(6):
-            try:
-                loop()
-            except ValueError as error:
-                error.__traceback__ = None
-            gc.collect()
-            now = fds(), len(os.listdir("/proc/self/task"))
-            if i == 1:
-                first = now
-        assert now <= first, (first, now)
-        model = zero.shard(nn.Linear(64, 64), offload_params="nvme", nvme_dir={str(tmp_path)!r})
-        print("fine")
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "fine\n", done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_stay_when_asked(tmp_path):
-    nvme = Nvme(str(tmp_path), 0, keep=True)
-    store = nvme.store("parameters", 10_000)
-    region = store.allocate("w", (4,), torch.float32)
-    region.fill(torch.arange(4.0))
-    nvme.close()
-    (path,) = tmp_path.iterdir()
-    assert path.stat().st_size == 12288
-    assert torch.from_file(str(path), size=4, dtype=torch.float32).tolist() == [0, 1, 2, 3]
-    assert region.tensor.tolist() == [0, 1, 2, 3]  # a handle outlives its store
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False])
-def test_no_leak_over_a_thousand_steps(overlap, tmp_path):
-    """Without overlap gradients rest in files too; state_dicts and errors of the loop come between."""
-    import psutil
-
-    model = made(tmp_path, tiers=("nvme",) * 3, nvme_checksums=not overlap)
-    optimizer = zero.optimizer(O.AdamW, model, overlap=overlap, max_grad_norm=None if overlap else 0.1)
-    run = compiled(model)
-    me = psutil.Process()
-
-    def steps(count):
-        for i in range(count):
-            loss = run(torch.ones(2, 64)).sum()
-            if i % 50 == 0 and not overlap:
-                model.state_dict(), optimizer.state_dict()
-                with contextlib.suppress(ZeroDivisionError):
-                    loss = loss / (1 // 0)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        gc.collect()
-        with open("/proc/self/maps") as maps:
-            mappings = len(maps.readlines())
-        return (me.num_fds(), me.num_threads(), aio.live_bytes()), mappings, me.memory_info().rss
-
-    held, mappings, rss = steps(100)
-    after = steps(1000)
-    # No more: those of a model of another test may end meanwhile.
-    assert all(now <= was for now, was in zip(after[0], held, strict=True))
-    assert after[1] <= mappings + 8  # the allocator's own come and go
-    assert after[2] < rss + (4 << 20)
 
 
 class _Few(nn.Module):
@@ -503,56 +247,28 @@ def test_ranks_without_rows(tmp_path):
     run_ranks(_few, 3, str(tmp_path))
 
 
-_KILLED = """
-import os, signal, sys, torch
-import zero_compiler as zero
-from torch import nn
-from zero_compiler.runtime.stores import Store
+def test_a_layer_of_half_precision_and_odd_sizes(tmp_path):
+    """Nothing is a multiple of a block, and checks are on."""
 
-folder, checkpoint, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
-tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
-zero.shard(model, nvme_dir=folder, **tiers)
-optimizer = zero.optimizer(torch.optim.AdamW, model)
-begin = 0
-if os.path.exists(checkpoint):
-    state = torch.load(checkpoint, weights_only=False)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    begin = state["step"]
-for step in range(begin, 4):
-    torch.manual_seed(step)
-    loss = model(torch.randn(4, 64)).square().mean()
-    print(step, loss.item(), flush=True)
-    loss.backward()
-    if step == kill_at:
-        write = Store.write
-        def killed(self, span, buffer):
-            write(self, span, buffer)
-            os.kill(os.getpid(), signal.SIGKILL)
-        Store.write = killed
-    optimizer.step()
-    optimizer.zero_grad()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-    torch.save(state, checkpoint + ".new")
-    os.replace(checkpoint + ".new", checkpoint)
-"""
+    def build(**fields):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(33, 77), nn.Tanh(), nn.Linear(77, 3)).to(torch.bfloat16)
+        return zero.shard(model, nvme_dir=str(tmp_path), **fields)
 
+    def steps(model):
+        run, optimizer = compiled(model), zero.optimizer(O.AdamW, model)
+        losses = []
+        for i in range(3):
+            torch.manual_seed(i)
+            loss = run(torch.randn(4, 33, dtype=torch.bfloat16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
 
-def test_killed_in_a_step_and_started_again(tmp_path):
-    files = tmp_path / "files"
-    files.mkdir()
-
-    def run(checkpoint, kill_at):
-        command = [sys.executable, "-c", _KILLED, str(files), str(tmp_path / checkpoint), str(kill_at)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == (0 if kill_at < 0 else -9), done.stderr
-        assert list(files.iterdir()) == []
-        return done.stdout.splitlines()
-
-    want = run("whole", -1)
-    before = run("broken", 2)
-    after = run("broken", -1)
-    assert before == want[:3]
-    assert after == want[2:]
+    tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
+    want = build()
+    model = build(**tiers, nvme_checksums=True)
+    assert steps(model) == steps(want)
+    assert_same(model, want)

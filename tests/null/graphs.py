@@ -176,6 +176,59 @@ class Build:
         return Reference(program, [_aten(s) for s in emitted.segments], layouts, ranks).run(inputs)
 
 
+def two_layers(**kw) -> Build:
+    """Forward of two layers; the first has a bias."""
+    b = Build(h__0__w=(4, 4), h__0__b=(4,), h__1__w=(5, 4), **kw)
+    x = b.input("x", 3, 4)
+    first = b.op(aten.addmm.default, b.weight("h.0.b"), x, b.op(aten.t.default, b.weight("h.0.w")))
+    act = b.op(aten.relu.default, first)
+    out = b.op(aten.mm.default, act, b.op(aten.t.default, b.weight("h.1.w")))
+    b.done(out, act)
+    return b
+
+
+def two_layers_backward(**kw) -> Build:
+    """Backward of two layers: activations and tangents come in, gradients go out."""
+    b = Build(h__0__w=(4, 4), h__0__b=(4,), h__1__w=(5, 4), **kw)
+    x, act, tangent = b.input("x", 3, 4), b.input("act", 3, 4), b.input("tangents_1", 3, 5)
+    w1 = b.weight("h.1.w")
+    grad1 = b.op(aten.mm.default, b.op(aten.t.default, tangent), act)
+    back = b.op(aten.mm.default, tangent, w1)
+    grad0 = b.op(aten.mm.default, b.op(aten.t.default, back), x)
+    bias0 = b.op(aten.sum.dim_IntList, back, [0])
+    b.done(b.reduced("h.0.w", grad0), b.reduced("h.0.b", bias0), b.reduced("h.1.w", grad1))
+    return b
+
+
+def tied(adds: int = 1) -> Build:
+    """A weight read twice, with a gradient for each use that are summed afterwards."""
+    b = Build(w=(4, 4))
+    x, tangent = b.input("x", 3, 4), b.input("tangents_1", 3, 4)
+    first, second = b.weight("w"), b.weight("w")
+    y = b.op(aten.mm.default, b.op(aten.mm.default, x, first), second)
+    grads = [b.op(aten.mm.default, b.op(aten.t.default, x), tangent) for _ in range(adds + 1)]
+    total = b.reduced("w", grads[0])
+    for g in grads[1:]:
+        total = b.op(aten.add.Tensor, total, b.reduced("w", g))
+    b.done(y, total)
+    return b
+
+
+def two_products() -> tuple[Build, Build]:
+    """Forward and backward of two products with a tanh between, of which both hand something on."""
+    forward = Build(w1=(8, 1024), w2=(4, 8))
+    v = forward.input("primals_1", 256, 1024)
+    a = forward.op(aten.mm.default, v, forward.op(aten.t.default, forward.weight("w1")))
+    act = forward.op(aten.tanh.default, a)
+    y = forward.op(aten.mm.default, act, forward.op(aten.t.default, forward.weight("w2")))
+    forward.done(y, forward.shards["w2"], act)
+    backward = Build(w2=(4, 8))
+    back, tangent = backward.input(act.name, 256, 8), backward.input("tangents_1", 256, 4)
+    dact = backward.op(aten.mm.default, tangent, backward.weight("w2"))
+    backward.done(backward.op(aten.tanh_backward.default, dact, back))
+    return forward, backward
+
+
 def head_graph(**kw) -> Build:
     """Joint graph of a head: the sum over tokens of logsumexp, and its gradient."""
     b = Build(w=(5, 4), **kw)
@@ -222,6 +275,11 @@ def lower(build: Build, phase: str, upto: str | None = None, **fields: Any) -> f
     last = len(PHASE) if upto is None else names.index(upto) + 1
     run_passes(build.graph, PHASE[:last], build.context(phase, **fields))
     return build.graph
+
+
+def find(b: Build, target: Any, k: int = 0) -> fx.Node:
+    """The call number ``k`` of an operator."""
+    return list(b.graph.find_nodes(op="call_function", target=target))[k]
 
 
 def check_numbers(build: Build, phase: str, **fields: Any) -> None:

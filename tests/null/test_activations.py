@@ -7,16 +7,16 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import TestCase
 from harness import SimulatedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
+from null.blocks import LAYERS, TOKENS, Net, x
 from null.graphs import Build, aten
 from null.test_compile_time import joint
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 import zero_compiler as zero
 from zero_compiler import saving
@@ -32,7 +32,6 @@ from zero_compiler.planning import plan, report
 from zero_compiler.program import Gather
 
 SPEC = HardwareSpec.from_dict(machine())
-WIDTH, TOKENS, LAYERS = 16, 24, 4
 ROW = TOKENS * 4
 
 
@@ -86,36 +85,6 @@ gelu_default: MUST_SAVE
 w2_full: MUST_RECOMPUTE
 t_default_1: MUST_RECOMPUTE""",
         )
-
-
-class Block(nn.Module):
-    """A transformer's block without its attention."""
-
-    def __init__(self, width: int = WIDTH, drop: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(width), drop
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.drop, self.drop > 0)
-
-
-class Net(nn.Module):
-    def __init__(self, drop: float = 0.0, regions: tuple[int, ...] = (), block: type[Block] = Block) -> None:
-        super().__init__()
-        self.regions = regions  # blocks in a torch.utils.checkpoint
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.h = nn.ModuleList(block(drop=drop) for _ in range(LAYERS))
-
-    def forward(self, x):
-        x = self.first(x)
-        for k, block in enumerate(self.h):
-            x = checkpoint(block, x, use_reentrant=False) if k in self.regions else block(x)
-        return x.square().mean()
-
-
-def x(rows: int = TOKENS) -> tuple[torch.Tensor]:
-    return (torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(3)),)
 
 
 def planned(budget: int | None = None, model: nn.Module | None = None, **fields):

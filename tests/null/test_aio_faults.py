@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from faults import mounted, run_with_faults, small_disk, small_tmpfs
+from null.io_common import filled
 
 from zero_compiler.errors import StorageError
 from zero_compiler.runtime import aio
@@ -19,23 +20,15 @@ from zero_compiler.runtime import aio
 MiB = 1 << 20
 
 
-@pytest.fixture(params=["threads", "uring"])
-def io(request):
-    if request.param == "uring" and aio.uring_refusal() is not None:
-        pytest.skip(f"no io_uring here: {aio.uring_refusal()}")
-    with aio.Engine(backend=request.param, block_bytes=256 << 10, depth=4) as engine:
+@pytest.fixture
+def io(backend):
+    with aio.Engine(backend=backend, block_bytes=256 << 10, depth=4) as engine:
         yield engine
-
-
-def data(nbytes: int, seed: int = 0) -> torch.Tensor:
-    block = aio.buffer(nbytes)
-    generator = torch.Generator().manual_seed(seed)
-    return block.copy_(torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8))
 
 
 def round_trip(io, path, nbytes=3 * MiB + 5) -> aio.File:
     file = io.open(path, nbytes, create=True)
-    out, back = data(nbytes), aio.buffer(nbytes)
+    out, back = filled(nbytes), aio.buffer(nbytes)
     io.write(file, out).wait()
     io.flush(file)
     io.read(file, back).wait()
@@ -82,7 +75,7 @@ def test_without_o_direct_it_works_and_says_so_once(io, tmp_path):
 def test_on_an_overlay(io, tmp_path):
     for name in ("lower", "upper", "work"):
         (tmp_path / name).mkdir()
-    old = data(MiB, 1)
+    old = filled(MiB, 1)
     (tmp_path / "lower" / "old").write_bytes(old.numpy().tobytes())
     options = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
     with mounted(tmp_path / "m", "-t", "overlay", "-o", options, "overlay") as folder:
@@ -92,7 +85,7 @@ def test_on_an_overlay(io, tmp_path):
         back = aio.buffer(MiB)
         io.read(file, back).wait()
         assert torch.equal(back, old)
-        new = data(MiB, 2)
+        new = filled(MiB, 2)
         io.write(file, new).wait()
         io.write(file, new[:100], 4096 + 7).wait()
         io.read(file, back).wait()
@@ -141,14 +134,14 @@ def test_a_disk_that_fills_up_in_mid_run(io, tmp_path):
         with open(folder / "a", "wb") as sparse:
             sparse.truncate(8 * MiB)
         file = io.open(folder / "a", 8 * MiB)
-        request = io.write(file, data(8 * MiB), label="layers.0.wq")
+        request = io.write(file, filled(8 * MiB), label="layers.0.wq")
         with pytest.raises(StorageError, match=r"\(layers.0.wq\) failed at byte \d+: No space left") as full:
             request.wait()
         error = full.value
         assert (error.path, error.label) == (str(folder / "a"), "layers.0.wq")
         assert (error.offset, error.nbytes, error.errno) == (0, 8 * MiB, errno.ENOSPC)
         io.flush(file)  # the failure is known
-        io.write(file, data(8 * MiB), label="again")
+        io.write(file, filled(8 * MiB), label="again")
         with pytest.raises(StorageError, match=r"\(again\) failed at byte"):
             io.flush(file)
         block = aio.buffer(MiB)
@@ -189,7 +182,7 @@ def test_a_truncated_file(io, tmp_path):
         io.read(file, back, label="wq").wait()
     assert (cut.value.label, cut.value.errno) == ("wq", 0)
     io.read(file, back[:MiB].zero_()).wait()
-    assert torch.equal(back[:MiB], data(4 * MiB)[:MiB])
+    assert torch.equal(back[:MiB], filled(4 * MiB)[:MiB])
     with pytest.raises(StorageError, match="has 1048676 bytes, expected 4194304"):
         io.open(tmp_path / "a", 4 * MiB)
 
@@ -199,7 +192,7 @@ def test_a_removed_file_stays_readable_and_cannot_be_opened_again(io, tmp_path):
     os.unlink(tmp_path / "a")
     back = aio.buffer(MiB)
     io.read(file, back).wait()
-    assert torch.equal(back, data(MiB))
+    assert torch.equal(back, filled(MiB))
     with pytest.raises(StorageError, match="could not be opened: No such file or directory"):
         io.open(tmp_path / "a", MiB)
 

@@ -1,11 +1,6 @@
-"""Partitioned construction in one process without a process group: scopes, decorators, views, bad input."""
+"""Partitioned construction by zero.init in one process: scopes, views, and the model that comes of it."""
 
-import copy
 import gc
-import inspect
-import json
-import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -13,27 +8,14 @@ import threading
 import made
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
-import zero_compiler.backend
-from zero_compiler.errors import ConfigError, ShardError
+from zero_compiler.errors import ShardError
 from zero_compiler.modules import is_root, policies_of, state_of
 
-
-@pytest.fixture(autouse=True)
-def no_trace_left():
-    hooks = nn.modules.module
-    # The backend has one, for what torch.compile is given.
-    before = dict(hooks._global_module_registration_hooks)
-    yield
-    assert torch.overrides._len_torch_function_stack() == 0
-    assert not hooks._global_parameter_registration_hooks
-    assert hooks._global_module_registration_hooks == before
-    assert not dist.is_initialized()
+pytestmark = pytest.mark.usefixtures("no_trace_left")
 
 
 @pytest.mark.parametrize("name", list(made.BUILDERS))
@@ -215,191 +197,11 @@ def test_a_meta_model():
     assert model(torch.tensor([[1]])).shape == (1, 1, 6)
 
 
-# --- zero.module -------------------------------------------------------------------------------------------------
-
-
-@zero.module
-class Bare(nn.Module):
-    """A docstring."""
-
-    def __init__(self, n: int = 3, *, bias: bool = True):
-        super().__init__()
-        self.lin = nn.Linear(n, n, bias=bias)
-        self.own = nn.Parameter(torch.randn(n))
-        assert type(self.own) is nn.Parameter, "plain while its owner's __init__ runs"
-        self.was = type(self.lin.weight)
-
-    def forward(self, x):
-        return self.lin(x) * self.own
-
-
-class Sub(Bare):
-    def __init__(self, n: int = 4):
-        super().__init__(n)
-        assert not is_root(self)
-        self.extra = nn.Parameter(torch.randn(n))
-        nn.init.ones_(self.lin.weight)
-
-    def forward(self, x):
-        return super().forward(x) + self.extra
-
-
-class SubSub(Sub):
-    pass
-
-
-@zero.module(stage=1, reduce_dtype="fp32")
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 3))
-
-
-@zero.module(config=zero.Config(stage=2))
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bare = Bare()
-        self.inner = Inner()
-        self.inner.w.data.fill_(1.5)
-
-
-class NoInit(nn.Linear):
-    pass
-
-
-def test_a_decorated_class_is_the_same_class():
-    assert (Bare.__name__, Bare.__doc__, Bare.__module__) == ("Bare", "A docstring.", __name__)
-    assert str(inspect.signature(Bare)) == "(n: int = 3, *, bias: bool = True)"
-    model = Bare(bias=False)
-    assert isinstance(model, Bare)
-    assert is_root(model)
-    assert type(model).__name__ == "Bare"
-    assert sorted(policies_of(model)[0].params) == ["lin.weight", "own"]
-
-
-@pytest.mark.parametrize(("cls", "n"), [(Sub, 4), (SubSub, 4)])
-def test_subclasses_are_one_model(cls, n):
-    torch.manual_seed(0)
-    model = cls()
-    assert [sorted(p.params) for p in policies_of(model)] == [["extra", "lin.bias", "lin.weight", "own"]]
-    torch.manual_seed(0)
-    lin, own, extra = nn.Linear(n, n), torch.randn(n), torch.randn(n)
-    nn.init.ones_(lin.weight)
-    x = torch.randn(2, n)
-    assert torch.equal(model(x), lin(x) * own + extra)
-
-
-def test_nested_decorated_classes():
-    model = Outer()
-    assert [(p.config.stage, sorted(p.params)) for p in policies_of(model)] == [
-        (2, ["bare.lin.bias", "bare.lin.weight", "bare.own"]),
-        (1, ["w"]),
-    ]
-    assert model.inner.w.to_local().eq(1.5).all()
-
-
-def test_a_decorated_class_inside_the_context():
-    with zero.init(stage=2):
-        model = nn.Sequential(Bare(), Inner())
-    assert [(p.config.stage, len(p.params)) for p in policies_of(model)] == [(2, 3), (1, 1)]
-
-
-def test_a_decorated_class_without_an_init_and_decorated_twice():
-    cls = zero.module(zero.module(stage=2)(NoInit))
-    model = cls(2, 3)
-    assert [p.config.stage for p in policies_of(model)] == [3]
-    assert model(torch.ones(1, 2)).shape == (1, 3)
-
-
-def test_a_decorated_subclass_has_the_last_word():
-    @zero.module(stage=1)
-    class Last(Bare):
-        def __init_subclass__(cls, tag=None, **kwargs):
-            super().__init_subclass__(**kwargs)
-            cls.tag = tag
-
-    class Tagged(Last, tag=7):
-        def __init__(self):
-            super().__init__()
-            self.more = nn.Parameter(torch.ones(2))
-
-    assert Tagged.tag == 7
-    assert [p.config.stage for p in policies_of(Last())] == [1]
-    assert [(p.config.stage, len(p.params)) for p in policies_of(Tagged())] == [(1, 4)]
-
-
-def test_bad_arguments_are_told_at_once():
-    with pytest.raises(ConfigError, match="stage must be 0, 1, 2 or 3"):
-        zero.module(stage=7)
-    with pytest.raises(ConfigError, match="did you mean 'param_dtype'"):
-        zero.init(param_dtyp="bf16")
-    with pytest.raises(ConfigError, match="stage was given twice"):
-        zero.init(stage=1, config=zero.Config(stage=2))
-    for wrong in (len, nn.Linear(1, 1), int):
-        with pytest.raises(ShardError, match="zero.module decorates subclasses of nn.Module"):
-            zero.module(wrong)
-    with pytest.raises(TypeError):
-        zero.module(Bare, 3)
-
-
-@zero.module
-class Failing(nn.Module):
-    def __init__(self, deep):
-        super().__init__()
-        self.a = nn.Linear(2, 2)
-        self.b = Inner()
-        if deep:
-            Failing(False)
-        raise ValueError("from the constructor")
-
-
-@pytest.mark.parametrize("deep", [False, True])
-def test_an_exception_leaves_nothing_behind(deep):
-    with pytest.raises(ValueError, match="from the constructor"):
-        Failing(deep)
-    assert torch.overrides._len_torch_function_stack() == 0
-    assert type(nn.Linear(2, 2).weight) is nn.Parameter
-    with zero.init():  # one that is caught inside goes on
-        with pytest.raises(ValueError):
-            Failing(deep)
-        model = nn.Linear(2, 2)
-    assert is_root(model)
-
-
-def test_an_exception_in_the_context_leaves_nothing_behind():
-    def fail():
-        with zero.init():
-            nn.Linear(2, 2)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert type(nn.Linear(2, 2).weight) is nn.Parameter
-
-
 # --- the result is an ordinary sharded model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Sub, lambda: made_in_context("recurrent")])
-def test_deepcopy_and_pickle(make):
-    model = make()
-    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for twin in twins:
-        assert type(twin).__mro__[1:] == type(model).__mro__[1:]
-        assert made.differing(model, twin) == []
-        with torch.no_grad():
-            next(twin.parameters()).zero_()
-        assert made.differing(model, twin) != []
-
-
-def made_in_context(name):
-    with zero.init():
-        return made.plain(name)
-
-
 def test_no_whole_weight_stays_with_a_recurrent_module():
-    model = made_in_context("recurrent")
+    model = made.in_context("recurrent")
     assert "_flat_weights" not in model.lstm.__dict__
 
 
@@ -407,7 +209,7 @@ def test_no_whole_weight_stays_with_a_recurrent_module():
 def test_training_equals_a_model_sharded_after_the_fact():
     finals = []
     for way in ("shard", "init"):
-        model = zero.shard(made.plain("applied")) if way == "shard" else made_in_context("applied")
+        model = zero.shard(made.plain("applied")) if way == "shard" else made.in_context("applied")
         compiled = torch.compile(model, backend="zero", options={"compute": "aten"})
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
@@ -440,116 +242,11 @@ def test_an_optimizer_over_a_parameter_from_before_the_cut_is_told():
 def test_nothing_of_a_model_outlives_it():
     import weakref
 
-    model = made_in_context("written")
+    model = made.in_context("written")
     alive = [weakref.ref(m) for m in model.modules()]
     del model
     gc.collect()
     assert not any(ref() for ref in alive)
-
-
-# --- safetensors -------------------------------------------------------------------------------------------------
-
-
-class Saved(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.emb.weight
-        self.scale = nn.Parameter(torch.tensor(0.0))
-        self.norm = nn.BatchNorm1d(5)
-
-
-WEIGHTS = {
-    "emb.weight": torch.arange(15.0).view(5, 3),
-    "scale": torch.tensor(4.0),
-    "norm.weight": torch.full((5,), 2.0),
-    "norm.bias": torch.full((5,), 3.0),
-    "norm.running_mean": torch.full((5,), 4.0),
-    "norm.running_var": torch.full((5,), 5.0),
-    "norm.num_batches_tracked": torch.tensor(6),
-}
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "model.safetensors"
-    save_file(WEIGHTS, path)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["file", "list", "folder", "meta", "plain", "bf16"])
-def test_load_safetensors(file, kind):
-    with torch.device("meta" if kind == "meta" else "cpu"):
-        model = Saved()
-    if kind == "bf16":
-        model.bfloat16()
-    if kind != "plain":
-        zero.shard(model)
-    paths = {"list": [os.fspath(file)], "folder": file.parent}.get(kind, file)
-    assert zero.load_safetensors(model, paths) == ([], [])
-    assert model.head.weight is model.emb.weight
-    values = made.full(model)
-    for name, want in WEIGHTS.items():
-        assert torch.equal(values[name].to(want.dtype), want), name
-    if kind == "bf16":
-        assert values["emb.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_load_safetensors_into_files_some_rows_at_a_time(tmp_path, monkeypatch, device):
-    monkeypatch.setattr(sys.modules[zero.load_safetensors.__module__], "_PART_BYTES", 1 << 14)
-    want = {"weight": torch.randn(3001, 3).bfloat16(), "bias": torch.randn(3001)}
-    save_file(want, tmp_path / "model.safetensors")
-    with torch.device(device):
-        model = zero.shard(nn.Linear(3, 3001), offload_params="nvme", nvme_dir=str(tmp_path))
-    assert zero.load_safetensors(model, tmp_path / "model.safetensors") == ([], [])
-    for name, value in made.full(model).items():
-        assert torch.equal(value, want[name].float()), name
-
-
-def test_load_safetensors_by_an_alias_and_by_an_index(tmp_path):
-    state = dict(WEIGHTS)
-    state["head.weight"] = state.pop("emb.weight")
-    save_file(state, tmp_path / "one.safetensors")
-    index = {"weight_map": dict.fromkeys(state, "one.safetensors")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = made_with(Saved)
-    assert zero.load_safetensors(model, tmp_path / "model.safetensors.index.json") == ([], [])
-    assert torch.equal(model.emb.weight.to_local(), WEIGHTS["emb.weight"])
-
-
-def made_with(build):
-    with zero.init():
-        return build()
-
-
-def test_load_safetensors_that_do_not_fit(tmp_path, file):
-    model = made_with(Saved)
-    before = made.full(copy.deepcopy(model))
-    save_file({"scale": torch.tensor(1.0), "other": torch.ones(1)}, tmp_path / "part.safetensors")
-    with pytest.raises(
-        ShardError, match=r"7 missing from the files \(first: emb.weight, head.weight, .*1 in the .*other"
-    ):
-        zero.load_safetensors(model, tmp_path / "part.safetensors")
-    save_file(WEIGHTS | {"emb.weight": torch.ones(4, 3)}, tmp_path / "shape.safetensors")
-    with pytest.raises(ShardError, match=r"emb.weight has shape \[4, 3\] in the files and \[5, 3\] in the"):
-        zero.load_safetensors(model, tmp_path / "shape.safetensors")
-    with pytest.raises(ShardError, match="no file .*absent.safetensors"):
-        zero.load_safetensors(model, tmp_path / "absent.safetensors")
-    (tmp_path / "damaged.safetensors").write_bytes(file.read_bytes()[:40])
-    with pytest.raises(ShardError, match="damaged.safetensors cannot be read"):
-        zero.load_safetensors(model, tmp_path / "damaged.safetensors")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ShardError, match="holds neither"):
-        zero.load_safetensors(model, tmp_path / "empty")
-    (tmp_path / "index.json").write_text("{}")
-    with pytest.raises(ShardError, match="no index with a weight_map"):
-        zero.load_safetensors(model, tmp_path / "index.json")
-    assert all(torch.equal(v, before[n]) for n, v in made.full(model).items())
-    missing, unexpected = zero.load_safetensors(model, tmp_path / "part.safetensors", strict=False)
-    assert (len(missing), unexpected) == (7, ["other"])
-    assert model.scale.to_local() == 1
 
 
 class Turned(nn.Module):

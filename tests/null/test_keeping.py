@@ -12,8 +12,7 @@ from harness import SimulatedModel
 from machines import machine
 from marks import slow
 from models import TiedAndFrozen
-from null.graphs import OWNER, lower
-from null.test_passes import two_layers_backward
+from null.graphs import OWNER, lower, two_layers_backward
 from null.test_programs import planned
 from null.test_tile_operators import Layers, ids
 from torch import nn

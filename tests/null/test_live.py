@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from null.graphs import OWNER, Build, lower
-from null.test_passes import two_layers, two_layers_backward
+from null.graphs import OWNER, Build, lower, two_layers, two_layers_backward
 from null.test_programs import planned
 from torch import fx, nn
 

@@ -14,8 +14,10 @@ import torch
 from expecttest import TestCase
 from faults import run_with_faults, small_tmpfs
 from harness import SimulatedModel
-from null import test_offload_activations as here
-from null.test_offload_activations import (
+from null import blocks
+from null.blocks import LAYERS
+from null.offloaded import (
+    LOOP,
     SLOW,
     Net,
     at_of,
@@ -191,7 +193,7 @@ def test_both_steps_pass_behind_compute(on):
 
 def test_what_the_lanes_hide_takes_next_to_no_time(on, monkeypatch):
     """The first and the last tensors of twelve blocks alone."""
-    monkeypatch.setattr(here.test_activations, "LAYERS", 12)
+    monkeypatch.setattr(blocks, "LAYERS", 12)
     link = {"latency_us": 1e-6, "bytes_per_us": 2000.0}
     told = planned(on(link, link))
     assert len(waits(told)) >= 40
@@ -213,7 +215,7 @@ def test_bytes_of_the_device_the_host_and_files(on):
     forward, backward = programs["forward"], programs["backward"]
     # A tensor leaves the device when its copy is done, and counts there again from the begin of the one back.
     up = {o.name: o.nbytes for o in forward.offloads if o.module.endswith(".up")}
-    assert len(up) == here.LAYERS
+    assert len(up) == LAYERS
     for k, instr in enumerate(forward.instrs):
         if isinstance(instr, Write) and (name := forward.offloads[instr.index].name) in up:
             assert forward.live[k] - forward.live[k + 1] == up[name]
@@ -246,7 +248,7 @@ def test_places_in_the_pool_and_bytes_are_verified(on):
 def test_the_pool_does_not_grow_with_the_layers(on, monkeypatch):
     pools = []
     for layers in (6, 12):
-        monkeypatch.setattr(here.test_activations, "LAYERS", layers)
+        monkeypatch.setattr(blocks, "LAYERS", layers)
         pools.append(max(p.host_bytes for p in planned(on()).frames[0].programs.values()))
     assert pools[0] == pools[1] > 0
 
@@ -340,7 +342,7 @@ def test_many_steps_leave_nothing(on):
 def test_system_calls_that_fail(on, tmp_path):
     fields = on(nvme_dir=str(tmp_path / "target"))
     (tmp_path / "target").mkdir()
-    body = here._LOOP.format(tests=str(Path(__file__).parents[1]), fields=fields)
+    body = LOOP.format(tests=str(Path(__file__).parents[1]), fields=fields)
     body = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" + body.replace(
         "torch.manual_seed(0)\n",
         "from standin import accelerator\naccelerator().__enter__()\ntorch.manual_seed(0)\n",

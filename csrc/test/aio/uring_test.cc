@@ -15,8 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "zero/aio/engine.h"
+#include "io_engines.h"
 
 namespace {
 
@@ -58,10 +57,10 @@ using zero::Status;
 using zero::aio::Engine;
 using zero::aio::FilePtr;
 using zero::aio::RequestPtr;
+using zero::test::outcome;
 using zero::test::value_of;
 
 constexpr int kPatience = 200;  // milliseconds
-constexpr int kSoon = 20'000;
 constexpr int64_t kBlock = 4096;
 constexpr int64_t kSize = 16 * kBlock;
 
@@ -89,13 +88,6 @@ struct Ring {
   Status write() {
     return outcome(value_of(engine->write(file, memory.get(), kSize, 0, "")));
   }
-  static Status outcome(const RequestPtr& request) {
-    if (!value_of(request->wait(kSoon))) {
-      return Status::error("not done in time");
-    }
-    const auto failure = request->failure();
-    return failure == nullptr ? Status() : failure->status;
-  }
 
   struct Free {
     void operator()(char* data) const {
@@ -121,7 +113,7 @@ TEST(aio_uring_refusals_that_pass_are_not_told) {
       answers = 5;
       CHECK_OK(ring.write());
       std::memset(ring.memory.get(), 0, kSize);
-      CHECK_OK(ring.outcome(
+      CHECK_OK(outcome(
           value_of(ring.engine->read(ring.file, ring.memory.get(), kSize, 0, ""))));
       for (int64_t i = 0; i < kSize; ++i) {
         CHECK_EQ(ring.memory.get()[i], static_cast<char>(error));
@@ -150,7 +142,7 @@ TEST(aio_uring_a_ring_that_fails_fails_its_requests_and_later_ones) {
             value_of(ring.engine->write(ring.file, ring.memory.get(), kSize, 0, "")));
       }
       for (const RequestPtr& request : requests) {
-        const Status told = ring.outcome(request);
+        const Status told = outcome(request);
         CHECK_EQ(told.code(), error);
         CHECK_FAILS(told, "(wq) failed at byte");
         CHECK_FAILS(told, "the kernel's io_uring failed");

@@ -1,0 +1,12 @@
+"""What tests of several files begin with."""
+
+from __future__ import annotations
+
+import pytest
+from dist.streamed import MODULE
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers update the larger weights of ``streamed.Net`` in pieces."""
+    monkeypatch.setattr(MODULE, "UNIT_BYTES", 16 << 10)

@@ -1,0 +1,203 @@
+"""The order that passes give to transfers: which start before which compute, and in which buckets."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import pytest
+from null.graphs import (
+    OWNER,
+    Build,
+    aten,
+    check_numbers,
+    lower,
+    names_of,
+    two_layers,
+    two_layers_backward,
+)
+
+from zero_compiler.ir import facts, ops
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.passes import (
+    assign_units,
+    gathered_in_backward,
+    order_of_use,
+)
+
+
+def test_waits_of_the_first_unit_come_after_all_of_its_starts():
+    # A large weight goes alone, its bias in a bucket of its own: two gathers in one unit.
+    b = two_layers()
+    assert names_of(lower(b, "forward", "place-starts", bucket_bytes=20))[:4] == [
+        "zero.gather",
+        "zero.gather",
+        "zero.wait",
+        "zero.wait",
+    ]
+
+
+def test_gathers_start_before_what_reads_no_weight():
+    b = Build(w=(4, 4))
+    x = b.op(aten.relu.default, b.input("x", 3, 4))
+    b.done(b.op(aten.mm.default, x, b.weight("w")))
+    assert names_of(lower(b, "forward")) == [
+        "zero.gather",
+        "aten.relu",
+        "zero.wait",
+        "aten.mm",
+        "zero.release",
+    ]
+
+
+def test_units_keep_their_order_where_one_operator_reads_several():
+    b = Build(h__0__w=(4, 4), h__1__w=(4, 4), h__2__w=(4, 4))
+    x = b.input("x", 4, 4)
+    w = [b.weight(f"h.{i}.w") for i in range(3)]
+    y = b.op(aten.addcmul.default, w[0], w[2], w[1])
+    b.done(b.op(aten.mm.default, x, y))
+    program, _ = b.program(lower(b, "forward"), "forward")
+    assert [g.names for g in program.gathers] == [("h.0.w",), ("h.1.w",), ("h.2.w",)]
+
+
+def test_reductions_in_shared_memory_hold_as_much_as_the_largest():
+    b = two_layers_backward()
+    b.plans |= {ref: replace(plan, shared=True) for ref, plan in b.plans.items()}
+    order = []
+    for node in lower(b, "backward", bucket_bytes=0).nodes:
+        start = node.args[0] if node.target is ops.wait else node
+        if getattr(start, "target", None) is ops.reduce:
+            order.append((node.target is ops.wait, facts.params(start)[0].name))
+    start, wait = False, True
+    # 80 bytes, and then 16 and 64 beside each other.
+    assert order == [
+        (start, "h.1.w"),
+        (wait, "h.1.w"),
+        (start, "h.0.b"),
+        (start, "h.0.w"),
+        (wait, "h.0.b"),
+        (wait, "h.0.w"),
+    ]
+
+
+def five_gradients() -> Build:
+    b = Build(h__0__a=(4, 2), h__0__b=(4, 2), h__0__c=(4, 4), h__0__d=(2,), h__0__e=(4, 4))
+    t = b.input("tangents_1", 4, 4)
+    halves = b.op(aten.slice.Tensor, t, 1, 0, 2)
+    grads = {"e": b.op(aten.neg.default, t), "d": b.op(aten.sum.dim_IntList, halves, [0])}
+    grads |= {"c": b.op(aten.abs.default, t), "b": b.op(aten.neg.default, halves)}
+    grads |= {"a": b.op(aten.abs.default, halves)}
+    b.done(*(b.reduced(f"h.0.{k}", g) for k, g in grads.items()))
+    return b
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_large_gradients_of_a_unit_do_not_wait_for_its_end(shared):
+    """Weights of 64 and 32 bytes, as in a block; those that wait never pass the largest. Small ones close with it.
+    Where nothing of them waits in the arena, no segment is cut for it."""
+    b = five_gradients()
+    b.plans |= {ref: replace(plan, shared=shared) for ref, plan in b.plans.items()}
+    graph = lower(b, "backward", "bucket-transfers", bucket_bytes=16)
+    order = [
+        facts.params(n)[0].name[-1] if n.target is ops.reduce else n.target
+        for n in graph.nodes
+        if n.target is ops.reduce or n.target in (aten.neg.default, aten.abs.default)
+    ]
+    neg, abs_ = aten.neg.default, aten.abs.default
+    if shared:
+        assert order == [neg, "e", abs_, "c", neg, abs_, "b", "a", "d"]
+    else:
+        assert order == [neg, abs_, neg, abs_, "a", "b", "c", "d", "e"]
+
+
+def test_results_of_one_operator_stay_together():
+    """The gradient of a convolution's weight is complete before that of its bias has a name."""
+    b = Build(h__0__v=(4, 4, 3, 3), h__0__w=(4, 4, 3, 3), h__0__b=(4,))
+    b.plans |= {ref: replace(plan, shared=True) for ref, plan in b.plans.items()}
+    x, v, t = b.input("x", 2, 4, 5, 5), b.input("v", 4, 4, 3, 3), b.input("tangents_1", 2, 4, 5, 5)
+    grads = {}
+    for name in ("w", "v"):
+        both = b.op(
+            aten.convolution_backward.default,
+            t,
+            x,
+            v,
+            [4],
+            [1, 1],
+            [1, 1],
+            [1, 1],
+            False,
+            [0, 0],
+            1,
+            [True] * 3,
+        )
+        t, grads[name], bias = (b.op(operator.getitem, both, i) for i in range(3))
+        grads.setdefault("b", bias)
+    b.done(t, *(b.reduced(f"h.0.{k}", g) for k, g in grads.items()))
+    graph = lower(b, "backward", "bucket-transfers", bucket_bytes=64)
+    first = next(n for n in graph.nodes if n.target is ops.reduce)
+    assert facts.params(first)[0].name == "h.0.w"
+    both = first.args[0][0].args[0]
+    assert all(user < first for user in both.users)
+
+
+def test_reductions_keep_their_order_where_gradients_come_at_once():
+    # The gradients of both units are ready together, before anything else is.
+    b = Build(h__0__w=(4,), h__1__w=(4,), h__2__w=(4,))
+    t = b.input("tangents_1", 4)
+    early = b.op(aten.neg.default, t)
+    late = b.op(aten.relu.default, early)
+    grads = {"h.0.w": late, "h.1.w": early, "h.2.w": late}
+    b.done(*(b.reduced(n, g) for n, g in grads.items()))
+    lower(b, "backward")
+    order = [facts.params(n)[0].name for n in b.graph.nodes if n.target is ops.reduce]
+    assert order == ["h.2.w", "h.1.w", "h.0.w"]
+
+
+def test_a_derived_weight_stays_before_all_of_its_readers():
+    # `cast` is read by its own view and by the operator that reads both.
+    b = Build(w=(4, 4))
+    x = b.input("x", 4, 4)
+    cast = b.op(aten.neg.default, b.weight("w"))
+    view = b.op(aten.t.default, cast)
+    mask = b.op(aten.gt.Scalar, x, 0.0)
+    out = b.op(aten.where.self, mask, cast, view)
+    b.done(out)
+    # As a partitioner may leave it: the later reader is listed first.
+    users = cast.users
+    users[view] = users.pop(view)
+    check_numbers(b, "forward")
+
+
+def test_a_phase_gathers_what_it_must_even_if_its_graph_reads_nothing():
+    b = Build(w=(4, 4))
+    tangent = b.input("tangents_1", 4, 4)
+    b.done(b.reduced("w", b.op(aten.neg.default, tangent)))
+    ref = ParamRef(OWNER, "w")
+    program, _ = b.program(lower(b, "backward", gathered=frozenset({ref})), "backward")
+    assert [g.names for g in program.gathers] == [("w",)]
+
+
+def test_regathered_weights_do_not_depend_on_activations():
+    seen = set()
+    for rows in (1, 4096):
+        b = Build(w=(64, 64), scale=(64,))
+        x, tangent = b.input("x", rows, 64), b.input("tangents_1", rows, 64)
+        scaled = b.op(aten.mul.Tensor, x, b.weight("scale"))
+        out = b.op(aten.mm.default, scaled, b.weight("w"))
+        b.done(out, b.reduced("scale", b.op(aten.sum.dim_IntList, b.op(aten.mul.Tensor, tangent, x), [0])))
+        seen.add(gathered_in_backward(b.graph, b.plans, 1 << 20))
+    assert len(seen) == 1
+
+
+def test_a_gradient_whose_weight_nothing_reads():
+    """As of a weight without elements, whose readers fold to constants: its reduction has a place all the same."""
+    b = Build(a=(4, 4), b=(0, 4))
+    x, tangent = b.input("x", 3, 4), b.input("tangents_1", 3, 4)
+    y = b.op(aten.mm.default, x, b.weight("a"))
+    none = b.op(aten.new_zeros.default, tangent, [0, 4])
+    grads = b.op(aten.mm.default, b.op(aten.t.default, x), tangent)
+    b.done(y, b.reduced("a", grads), b.reduced("b", none))
+    order = order_of_use(b.graph)
+    assert [ref.name for ref in order] == ["a", "b"]
+    assert set(assign_units(order, b.plans, 1 << 20)) == set(b.plans)
