@@ -202,6 +202,9 @@ class Head:
 
     def replace(self, ctx: Context, key: str) -> None:
         """Put one ``zero.tiled`` in the place of all of it."""
+        # Made in forward it would be that of an unscaled loss, of which float16 rounds the small numbers to nothing.
+        if any(facts.value(n).dtype is torch.float16 for n in self.nodes if n in self.tangents):
+            raise Left("the gradient of float16 logits needs the factor that the loss is scaled by")
         results = self.results()
         first = min(u for n in results for u in self.readers(n))
         emit = Emitter(self.graph, self.head)

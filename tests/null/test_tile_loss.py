@@ -235,6 +235,23 @@ def test_what_is_left_whole_is_right_and_named(of):
     assert LEFT[of] in why
 
 
+def test_float16_keeps_what_a_scaled_loss_saves_from_rounding():
+    """One in 4,096 tokens has a gradient that float16 rounds to a hundredth of itself, unless the loss is scaled."""
+
+    def in_half(m, h, labels):
+        logits = F.linear(h.half(), m.head.weight.half())
+        return F.cross_entropy(flat(logits.float()), labels.view(-1))
+
+    model = SimulatedModel(Head(in_half), 1, stage=3, tile_bytes=TILE)
+    given = [batch(0, 2048)]
+    _, grads, _ = model.eager(given, lambda out: out * 2**16)
+    model.step(given, lambda out: out * 2**16)
+    want = grads["head.weight"]
+    off = (model.rows[0]["head.weight"].grad - want).norm() / want.norm()
+    assert off < torch.finfo(torch.float16).eps
+    assert [n for n in notes(model) if "needs the factor that the loss is scaled by" in n], notes(model)
+
+
 def test_in_evaluation_too():
     model = SimulatedModel(Head(needs_the_mean_first), 2, stage=3, tile_bytes=4 * ROW)
     model.check([batch(0), batch(1)])
