@@ -459,8 +459,8 @@ def on_tile(
         if t in (aten.unsqueeze.default, aten.squeeze.dim) or t is aten.slice.Tensor:
             args = (args[0], dim(arg(node, 1, 0)), *args[2:])
         elif t in _REDUCTIONS:
-            dims = [d for d in _dims(node, arg(node, 1), ndim) if not span.at < d < span.end]
-            args = (args[0], [dim(d) for d in dims], *args[2:])
+            dims = [dim(d) for d in _dims(node, arg(node, 1), ndim) if not span.at < d < span.end]
+            args = (args[0], dims[0] if t is aten.argmax.default else dims, *args[2:])
         elif t in _ALONG:
             i = _ALONG[t]
             args = (*args[:i], dim(args[i]), *args[i + 1 :])

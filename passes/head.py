@@ -86,7 +86,7 @@ class Head:
                 try:
                     if node.op == "output":
                         raise Left("the logits, or something as large as they are, is returned")
-                    found.append(axes.result(node, n, self.rows[n]))
+                    found.append(self._picked_alike(axes.result(node, n, self.rows[n])))
                 except Left:
                     if found or self._wide(n, self.rows[n]):
                         raise
@@ -112,6 +112,13 @@ class Head:
                 ends.add(node)
                 self.leave[node] = None
         self.ends = ends
+
+    def _picked_alike(self, found: Rows | Summed) -> Rows | Summed:
+        """Tiles are of the tokens that one slice chose: those that another one chooses are not among them."""
+        if isinstance(found, Rows) and found.picked is not None and self.pick is not None:
+            if found.picked != self.rows[self.pick].picked:
+                raise Left("tokens are sliced in two ways")
+        return found
 
     def _absorb(self) -> None:
         """Take in what feeds the head tile by tile though it does not depend on logits: what is as large, and the
@@ -195,6 +202,9 @@ class Head:
 
     def replace(self, ctx: Context, key: str) -> None:
         """Put one ``zero.tiled`` in the place of all of it."""
+        # Made in forward it would be that of an unscaled loss, of which float16 rounds the small numbers to nothing.
+        if any(facts.value(n).dtype is torch.float16 for n in self.nodes if n in self.tangents):
+            raise Left("the gradient of float16 logits needs the factor that the loss is scaled by")
         results = self.results()
         first = min(u for n in results for u in self.readers(n))
         emit = Emitter(self.graph, self.head)

@@ -170,6 +170,9 @@ def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
     """What is not of the tile is added to a row behind the others, which nobody keeps."""
     puts = node.target in _PUTS
     picks, val = node.args[1][0] if puts else node.args[1], facts.value(node)
+    if puts:  # which may count from the end
+        rows = emit(aten.add.Tensor, picks, plan.shape[0])
+        picks = emit(aten.where.self, emit(aten.lt.Scalar, picks, 0), rows, picks)
     find = readers.looked_up(emit, picks, plan)
     found = {}
     for tile in plan.tiles:

@@ -156,6 +156,17 @@ def test_tiles_are_equal_where_that_is_cheap_and_never_empty(total, rows, tiles)
     assert size * (tiles - 1) < total
 
 
+def test_how_often_the_largest_logit_is_right():
+    def with_accuracy(m, h, labels):
+        logits = m.head(h)
+        right = logits.argmax(-1) == labels
+        return F.cross_entropy(flat(logits), labels.view(-1)), right.float().mean()
+
+    model = SimulatedModel(Head(with_accuracy), 2, stage=3, tile_bytes=TILE)
+    model.check([batch(0, 32), batch(1, 32)], lambda out: out[0])
+    assert [n for n in notes(model) if "tiled: logits of head.weight" in n], notes(model)
+
+
 # What is left whole ------------------------------------------------------------------------------------------
 
 
@@ -189,7 +200,23 @@ def needs_the_mean_first(m, h, labels):
     return (each - each.mean()).square().sum()
 
 
+def two_slices(m, h, labels):
+    """As long as each other: tokens before and after one."""
+    logits = m.head(h)
+    before = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+    return before + F.cross_entropy(logits[:, 1:].reshape(-1, VOCAB), labels[:, :-1].reshape(-1))
+
+
+def two_lengths(m, h, labels):
+    """As models write it that predict several tokens."""
+    logits = m.head(h)
+    one = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+    return one + F.cross_entropy(logits[:, :-2].reshape(-1, VOCAB), labels[:, 2:].reshape(-1))
+
+
 LEFT = {
+    two_slices: "tokens are sliced in two ways",
+    two_lengths: "tokens are sliced in two ways",
     returns_logits: "the logits are returned: return the loss alone from what is compiled",
     mixes_tokens: "nothing is known of how aten.cumsum.default treats tokens",
     multiplies_again: "multiplies them again in forward",
@@ -206,6 +233,23 @@ def test_what_is_left_whole_is_right_and_named(of):
     (why,) = {n for n in notes(model) if "left whole" in n}
     assert "left whole: f32[16,61], logits of head.weight, because" in why
     assert LEFT[of] in why
+
+
+def test_float16_keeps_what_a_scaled_loss_saves_from_rounding():
+    """One in 4,096 tokens has a gradient that float16 rounds to a hundredth of itself, unless the loss is scaled."""
+
+    def in_half(m, h, labels):
+        logits = F.linear(h.half(), m.head.weight.half())
+        return F.cross_entropy(flat(logits.float()), labels.view(-1))
+
+    model = SimulatedModel(Head(in_half), 1, stage=3, tile_bytes=TILE)
+    given = [batch(0, 2048)]
+    _, grads, _ = model.eager(given, lambda out: out * 2**16)
+    model.step(given, lambda out: out * 2**16)
+    want = grads["head.weight"]
+    off = (model.rows[0]["head.weight"].grad - want).norm() / want.norm()
+    assert off < torch.finfo(torch.float16).eps
+    assert [n for n in notes(model) if "needs the factor that the loss is scaled by" in n], notes(model)
 
 
 def test_in_evaluation_too():

@@ -105,6 +105,26 @@ def test_compiled_segments_give_the_same():
     assert all("the gradient of embed.weight" in n for n in whole)
 
 
+class Indexed(nn.Module):
+    """A table whose rows are counted from its end, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(11, 6))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.table[rows]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_that_are_counted_from_the_end(world):
+    model = SimulatedModel(Indexed(), world, stage=3, bucket_bytes=0, tile_bytes=96)
+    given = [(torch.arange(-11, 11)[r:],) for r in range(world)]
+    model.check(given, lambda out: out.square().sum())
+    assert [r for r in model.programs["backward"].reduces if r.tile]
+
+
 # Rules -------------------------------------------------------------------------------------------------------
 
 
