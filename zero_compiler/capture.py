@@ -140,7 +140,7 @@ def _code(shards: Sequence[ShardInput]) -> str:
     if not codes:
         return ""
     code = codes[0]
-    # Behind several breaks in one line stand functions of one name; and blocks that break share the code of their class.
+    # Behind several breaks in one line stand functions of one name, and blocks of one class share its code.
     names = sorted(f"{s.ref.owner} {s.ref.name}" for s in shards)
     told = f"{zlib.crc32(code.co_code):08x} {zlib.crc32(repr(names).encode()):08x}"
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {told}"
