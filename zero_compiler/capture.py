@@ -40,8 +40,8 @@ class ShardInput:
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
-    ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break; "" where it
-    does not say. ``goes_on``: a graph break has ended the frame, and others follow.
+    ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
+    weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
     """
 
     gm: fx.GraphModule
@@ -130,18 +130,20 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
                 f"weight {node.args[4]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
             )
     gm.recompile()
-    return Captured(gm, shards, keep, _code(), goes_on), inputs
+    return Captured(gm, shards, keep, _code(shards), goes_on), inputs
 
 
-def _code() -> str:
-    """Which code Dynamo compiles, in words that outlive its caches."""
+def _code(shards: Sequence[ShardInput]) -> str:
+    """Which code Dynamo compiles, and of which weights, in words that outlive its caches."""
     context = torch._guards.TracingContext.try_get()
     codes = getattr(context, "traced_code", None)  # its own comes first; older torch does not say
     if not codes:
         return ""
     code = codes[0]
-    # Behind several breaks in one line stand functions of one name.
-    return f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {zlib.crc32(code.co_code):08x}"
+    # Behind several breaks in one line stand functions of one name, and blocks of one class share its code.
+    names = sorted(f"{s.ref.owner} {s.ref.name}" for s in shards)
+    told = f"{zlib.crc32(code.co_code):08x} {zlib.crc32(repr(names).encode()):08x}"
+    return f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {told}"
 
 
 def check_outputs(gm: fx.GraphModule) -> None:

@@ -210,6 +210,7 @@ def emit(
         host_bytes=sizes["host"],
         device_bytes=sizes["device"],
         offloads=offload_descs,
+        returned_bytes=facts.returned_bytes(graph),
         storages=storages,
         lies_in=lies_in,
         notes=notes,

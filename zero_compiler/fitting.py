@@ -92,6 +92,7 @@ class Fitting:
             spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"], backward.graph)
             if not parts_first:
                 self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
+            facts.set_returned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
             return {"forward": forward, "backward": backward}
 
         def planned() -> Phases:
@@ -129,6 +130,7 @@ class Fitting:
             self._partition_activations(graphs, kwargs["num_fwd_outputs"])
         if parts_first:
             self._offload(graphs["forward"], graphs["backward"], kwargs["num_fwd_outputs"], None)
+        facts.set_returned(graphs["forward"].graph, graphs["backward"].graph, kwargs["num_fwd_outputs"])
         if memory is not None and state.policies:
             self._spend_budget(graphs, memory)
         self._known.clear()
@@ -483,8 +485,11 @@ class Fitting:
         state.planned = {p.phase: p for p in programs}
         policies = list(state.policies.values())
         memory = state.memory(programs)
-        where = budget.peak_at([*programs, *state.waiting], memory.gradients)
-        budget.check(memory, budget_bytes, where, policies)
+        if (
+            not state.fused
+        ):  # what is compiled may take less than its operators one by one: its code decides then
+            where = budget.peak_at([*programs, *state.waiting], memory.gradients)
+            budget.check(memory, budget_bytes, where, policies)
         # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
         gradients = max(
             memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
@@ -580,5 +585,4 @@ class Fitting:
         worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
         room = budget_bytes - memory.at_rest + memory.gradients
         for program in programs:
-            others = program.before_bytes + program.again_bytes
-            verify_program(program, worlds, room - others, memory.gradients)
+            verify_program(program, worlds, room - program.beside_bytes, memory.gradients)

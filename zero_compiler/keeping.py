@@ -115,7 +115,7 @@ def _arenas(program: Program) -> tuple[int, int]:
 def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
     """Live bytes of ``out``, whose instructions are those of ``program`` at ``came_from``."""
     before, added = moments(program), _added(program, {k.owner for k in out.keeps})
-    beside = program.before_bytes + program.again_bytes  # of other frames: not what this Program holds
+    beside = program.beside_bytes  # not what this Program holds
     rows, results, always = [], 0, out.buffer_bytes + out.waiting_bytes
     for instr, at in zip(out.instrs, came_from, strict=True):
         results += results_of(out, instr)

@@ -28,6 +28,7 @@ from .program import (
     Write,
 )
 
+_CALLER = -1  # holds what forward has returned; no value has this number
 # What comes back lies in the pool, or is counted where it begins to.
 _BROUGHT = frozenset({ops.restore, ops.bring})
 
@@ -62,6 +63,8 @@ def live_bytes(
         live = sum(made.values())
         for node, first in owner.items():
             holders.setdefault(first, set()).add(numbers[node])
+            if facts.is_returned(node):
+                holders[first].add(_CALLER)
         roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in roots.items()}
     for instr in program.instrs:
         inside = live
@@ -199,7 +202,8 @@ def _written_there(program: Program, r: ReduceDesc) -> bool:
 @dataclass(frozen=True)
 class Moment:
     """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, of the ``full`` ones
-    that these came from, and of all ``others`` beside them and the arenas: what other frames hold is among them."""
+    that these came from, and of all ``others`` beside them and the arenas: what other frames and the caller hold is
+    among them."""
 
     others: int
     gradients: int
@@ -210,7 +214,7 @@ def moments(program: Program) -> list[Moment]:
     """What lives when, of what a Program makes."""
     out = []
     gradients = full = 0
-    beside = program.before_bytes + program.again_bytes
+    beside = program.beside_bytes
     tiles: dict[tuple[str, str], int] = {}
     for instr, live in zip(program.instrs, program.live, strict=True):
         gradients += results_of(program, instr)

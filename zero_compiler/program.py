@@ -455,6 +455,8 @@ class Program:
         before_bytes: what frames before this one have saved for their backward, which is still due (see `beside.py`).
         again_bytes: gradients that frames behind this one have stored, in the same backward, of weights whose gradients
             it makes as well.
+        returned_bytes: of a backward, what its forward has returned and it does not read: the caller may hold that
+            until it has run.
         storages, lies_in: see `storages.py`.
         inside: for each ``Compute.segment``, most bytes that it holds beyond what is live before it.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
@@ -484,6 +486,7 @@ class Program:
     idle_bytes: int = -1
     before_bytes: int = 0
     again_bytes: int = 0
+    returned_bytes: int = 0
     storages: list[int] = field(default_factory=list)
     lies_in: list[tuple[int, ...]] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)
@@ -494,6 +497,11 @@ class Program:
     def title(self) -> str:
         """The phase, and which of its two Programs this is."""
         return f"{self.phase} under zero.no_sync" if self.keeps else self.phase
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that others hold while this Program runs, as far as they come from the same step."""
+        return self.before_bytes + self.again_bytes + self.returned_bytes
 
     @property
     def waiting_bytes(self) -> int:

@@ -40,7 +40,7 @@ class Frame:
     bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
     bucket_why: str = ""
     accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
-    code: str = ""  # of what Dynamo compiled, as in Captured
+    code: str = ""  # what Dynamo compiled, as in Captured
     saved_bytes: int = 0  # what forward hands to backward
     sized: Any = None  # under a memory budget: its Programs at sizes of later calls, as `Sized`
     planned_sizes: dict[str, int] = field(default_factory=dict)  # those that may change, as they were planned

@@ -71,7 +71,9 @@ class Sized:
             live, inside = live_bytes(program, graph, numbers, emitted.segments, sizes)
             storages, _ = storages_of(graph, numbers, program.phase, sizes)
             saved = facts.saved_bytes(graph, sizes) if program.phase == "backward" else None
-            return replace(program, live=live, inside=inside, storages=storages), saved
+            returned = facts.returned_bytes(graph, sizes)
+            again = replace(program, live=live, inside=inside, storages=storages, returned_bytes=returned)
+            return again, saved
 
         self._phases[program.phase] = _Phase(program, _symbols(graph), at)
 

@@ -28,6 +28,7 @@ _NOTE = "zero_note"
 _REASON = "zero_reason"
 _TILING = "zero_tiling"
 _TILE = "zero_tile"
+_RETURNED = "zero_returned"
 _STAYS = "zero_stays"
 _AWAY = "zero_away"
 _GOES_AWAY = "zero_goes_away"
@@ -468,9 +469,47 @@ def saved_storages(
 
 
 def saved_bytes(backward: fx.Graph, sizes: Sizes | None = None) -> int:
-    """Bytes of what forward made and hands to backward."""
+    """Bytes of what forward made and hands to backward, or to its caller."""
     saved = saved_storages(backward, sizes)[1]
-    return sum(nbytes for node, nbytes in saved.items() if not is_tangent(node))
+    handed = sum(nbytes for node, nbytes in saved.items() if not is_tangent(node))
+    return handed + returned_bytes(backward, sizes)
+
+
+def set_returned(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
+    """Note in ``backward`` what its forward has made for the caller, alone or as well.
+
+    Args:
+        num_outputs: of what forward returns, the first so many are the caller's; the rest goes to backward, which takes
+            tensors in the same order.
+    """
+    (output,), (end,) = (graph.find_nodes(op="output") for graph in (forward, backward))
+    roots = alias_roots(forward)
+    returned: dict[fx.Node, Any] = {}
+    for node in output.args[0][:num_outputs]:
+        for r in roots.get(node, ()):
+            if r.op != "placeholder":
+                returned[r] = (
+                    value(node) if r.target is ops.unshard else value(r)
+                )  # of a weight a copy goes out
+    given, taken = (
+        [n for n in nodes if isinstance(n, fx.Node) and isinstance(value(n), torch.Tensor)]
+        for nodes in (output.args[0][num_outputs:], backward.find_nodes(op="placeholder"))
+    )
+    for here, there in zip(given, taken, strict=False):
+        there.meta[_RETURNED] = not roots[here].isdisjoint(returned)
+    saved = frozenset().union(*(roots[n] for n in given))
+    end.meta[_RETURNED] = [val for r, val in returned.items() if r not in saved]
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Whether what backward takes was returned to the caller as well, who may hold it for longer."""
+    return bool(node.meta.get(_RETURNED, False))
+
+
+def returned_bytes(graph: fx.Graph, sizes: Sizes | None = None) -> int:
+    """Of a backward, bytes of what its forward has made for the caller alone."""
+    (output,) = graph.find_nodes(op="output")
+    return sum(bytes_of(val, sizes) for val in output.meta.get(_RETURNED, ()))
 
 
 def _tensor_bytes(t: torch.Tensor, sizes: Sizes | None) -> int:
