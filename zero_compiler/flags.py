@@ -58,7 +58,7 @@ def _help() -> dict[str, str]:
     """Of each field the first sentence that the docstring of Config says of it."""
     text = inspect.getdoc(Config) or ""
     args = text.partition("Args:\n")[2].partition("\nRaises:")[0]
-    found = {}
+    found: dict[str, str] = {}
     for names, said in re.findall(r"^ {4}(\w[\w, ]*): (.+\n(?:^ {8}.*\n?)*)", args, flags=re.M):
         sentence = re.split(r"\.(?: (?=[A-Z])|$)", " ".join(said.split()).replace("``", ""))[0]
         found |= dict.fromkeys(names.split(", "), sentence)
