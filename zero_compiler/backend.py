@@ -190,8 +190,8 @@ class _FrameCompiler:
         self.captured = captured
         self.state = state = FrameState(captured, options, loader)
         self.lowering = Lowering(state)
-        self.fitting = Fitting(state, self.lowering)
         self.segments = self._segment_compiler()
+        self.fitting = Fitting(state, self.lowering, self.segments)
 
     def _segment_compiler(self) -> SegmentCompiler:
         state = self.state

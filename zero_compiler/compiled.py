@@ -23,13 +23,9 @@ def compile_segments(
     and one that does not would round differently.
     """
     program, segments = emitted.program, emitted.segments
-    build = functools.partial(
-        compiler.compile, is_inference=phase == "inference", is_backward=phase == "backward"
-    )
-    artifacts = [build(seg) for seg in segments]
-    by_graph = program.inside
+    by_graph, build = program.inside, _builder(compiler, phase)
+    artifacts = count_compiled(emitted, compiler, phase)
     if any(a.generated is not None for a in artifacts):
-        _count(emitted, artifacts)
         larger = [
             k
             for k, (a, b) in enumerate(zip(program.inside, by_graph, strict=True))
@@ -44,6 +40,20 @@ def compile_segments(
             program.segments.append(seg.gm.print_readable(print_output=False))
         program.structures.append(numbers[artifact.key])
     return [a.run for a in artifacts]
+
+
+def count_compiled(emitted: Emitted, compiler: SegmentCompiler, phase: str) -> list[Artifact]:
+    """Compile every segment, and count the bytes of the Program by what its code takes."""
+    artifacts = [_builder(compiler, phase)(seg) for seg in emitted.segments]
+    if any(a.generated is not None for a in artifacts):
+        _count(emitted, artifacts)
+    return artifacts
+
+
+def _builder(compiler: SegmentCompiler, phase: str) -> Callable[..., Artifact]:
+    return functools.partial(
+        compiler.compile, is_inference=phase == "inference", is_backward=phase == "backward"
+    )
 
 
 def _count(emitted: Emitted, artifacts: list[Artifact]) -> None:

@@ -19,6 +19,7 @@ from .ir.facts import ParamRef
 from .lowering import Lowering
 from .passes import Context, run_passes, run_split
 from .saving import Cut, Phases, check_held, within_activations, within_memory
+from .segments import SegmentCompiler
 from .verify import verify_program
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
@@ -53,9 +54,10 @@ class _Known:
 class Fitting:
     """Cuts a frame's joint graph so that it fits what the user gave."""
 
-    def __init__(self, state: FrameState, lowering: Lowering) -> None:
+    def __init__(self, state: FrameState, lowering: Lowering, segments: SegmentCompiler) -> None:
         self.state = state
         self.lowering = lowering
+        self.segments = segments
         self._cuts: dict[float, frozenset[str]] = {}  # what a smaller cut saves, as found before
         self._known: list[_Known] = []
 
@@ -110,6 +112,7 @@ class Fitting:
         if activations is not None:
             graphs = self._within_activations(cut, graphs, activations)
         if memory is not None and state.policies:
+            self._count_compiled(graphs, memory)
             graphs = self._fit_buckets("buckets", planned, graphs, memory)
             over = self._over_in_small_tiles(graphs, memory) > 0
             if not state.recompute and self._agreed("recompute", over):
@@ -155,6 +158,7 @@ class Fitting:
         if self._decided("heads"):
             self._tile_heads(True)
             first = planned()
+        self._count_compiled(first, budget_bytes)
         fitted = self._fit_buckets("buckets-inference", planned, first, budget_bytes)
         if self._over_in_small_tiles(fitted, budget_bytes) <= 0:
             return fitted["inference"]
@@ -322,6 +326,15 @@ class Fitting:
             middle = (large + small) // 2
             large, small = (large, middle) if over_in(middle) <= 0 else (middle, small)
         return over_in(small)
+
+    def _count_compiled(self, graphs: Phases, budget_bytes: int) -> None:
+        """Compile phases that a budget asks less of than their operators take one by one, where their code may fit.
+
+        What fits so is left as it is. What is tried instead is counted by operators, as it is not compiled.
+        """
+        if self.state.fused and self._over(graphs, budget_bytes) > 0:
+            if self.lowering.least_peak(graphs) <= budget_bytes and not self._held_over(graphs):
+                self.lowering.count_compiled(graphs, self.segments)
 
     def _over(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes a plan passes the budget of memory, or that of activations where both are given."""

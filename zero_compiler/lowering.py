@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from . import passes, schedule
+from .compiled import count_compiled
 from .cost import CostModel, at_hints, hints
 from .emit import Emitted, emit
 from .frame_state import FrameState
 from .ir import facts, ops
 from .passes import Context, run_passes
-from .program import Program
+from .program import Compute, Program
 from .schedule import Choice
+from .segments import SegmentCompiler
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class _Tried:
     program: Program
 
 
+def _bare(program: Program) -> Program:
+    inside = iter(program.inside)
+    live = [
+        nbytes - (next(inside) if isinstance(instr, Compute) else 0)
+        for instr, nbytes in zip(program.instrs, program.live, strict=True)
+    ]
+    return replace(program, live=live, inside=[0] * len(program.inside))
+
+
 class Lowering:
     """Lowers phases of one frame, on trial or for good."""
 
@@ -50,6 +61,19 @@ class Lowering:
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
         return self.state.peak([self._trial(gm, phase) for phase, gm in graphs.items()])
+
+    def count_compiled(self, graphs: Mapping[str, fx.GraphModule], compiler: SegmentCompiler) -> None:
+        """Compile the segments of phases as they are: trials of these count from here on what their code takes."""
+        for phase, gm in graphs.items():
+            context, tiles, offsets = self.state.context(phase), passes.tiles_in(gm.graph), self._offsets()
+            emitted = self._lowered(facts.copy_module(gm), phase).emitted
+            count_compiled(emitted, compiler, phase)
+            if self._offsets() == offsets:
+                self._tried.setdefault(gm, []).insert(0, _Tried(context, tiles, offsets, emitted.program))
+
+    def least_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
+        """The same if no segment took more inside than it leaves: no compiler makes it less."""
+        return self.state.peak([_bare(self._trial(gm, phase)) for phase, gm in graphs.items()])
 
     def forget(self, graphs: Mapping[str, fx.GraphModule]) -> None:
         """These were rewritten: what trials found of them is no longer so."""

@@ -123,7 +123,7 @@ def test_tiles_are_as_small_as_the_budget_asks_for(fits_from, monkeypatch):
         looked.append(tiles[0])
         return fits_from - tiles[0]
 
-    fitting = Fitting(SimpleNamespace(), None)
+    fitting = Fitting(SimpleNamespace(), None, None)
     monkeypatch.setattr(fitting_module.passes, "finer", finer)
     monkeypatch.setattr(fitting_module.passes, "tiles_in", lambda graph: tiles[0])
     monkeypatch.setattr(fitting_module.passes, "set_tiles", lambda graph, n: tiles.__setitem__(0, n))
@@ -283,7 +283,7 @@ def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNames
             raise MemoryBudgetError(f"no activations in {state.bucket_bytes}")
         return {}
 
-    fitting = Fitting(state, None)
+    fitting = Fitting(state, None, None)
     monkeypatch.setattr(fitting, "_over_in_small_tiles", lambda graphs, budget_bytes: 1)
     return fitting._fit_buckets("buckets", planned, {}, 1 << 20), state
 
@@ -325,7 +325,7 @@ def test_a_trial_that_the_first_rank_drops_leaves_nothing_behind(within, wanted,
         state.order, state.away, state.backward_params = [owner, owner], frozenset({"b"}), frozenset({owner})
         return {"forward": None, "backward": None}
 
-    fitting = Fitting(state, None)
+    fitting = Fitting(state, None, None)
     monkeypatch.setattr(fitting_module, "within_memory", lambda cut, graphs, over, held: graphs)
     monkeypatch.setattr(fitting, "_over", lambda graphs, budget_bytes: 1)
     monkeypatch.setattr(fitting, "_held_over", lambda graphs: False)

@@ -96,7 +96,7 @@ RANKS = {
     "frame_state": 10,
     "lowering": 11,
     "fitting": 12,
-    "compiled": 12,
+    "compiled": 10,
     "cli": TOP,
     "construct": TOP,
     "inspect": TOP,
