@@ -58,17 +58,17 @@ release         1.0.weight                                                      
 fetch           1.0.weight, 128 bytes a rank, to the device                              live 1,216
 wait            copy of 1.0.weight                                                       live 1,216
 gather          1.0.weight float32[8, 8]                                                 live 1,216
-compute         segment 0: L['fn'].1                                                     live 1,472
-wait            1.0.weight                                                               live 1,472
-compute         segment 1: L['fn'].1                                                     live 1,536
-release         1.0.weight                                                               live 1,472
-reduce-scatter  1.0.weight float32[8, 8]                                                 live 1,600
-compute         segment 2: L['fn'].0                                                     live 1,792
-reduce-scatter  0.0.weight float32[8, 8]                                                 live 1,856
-store           gradients of 1.0.weight, 128 bytes a rank                                live 1,856
-store           gradients of 0.0.weight, 128 bytes a rank                                live 1,600
-wait            gradients of 1.0.weight                                                  live 1,344
-wait            gradients of 0.0.weight                                                  live 1,216""",
+compute         segment 0: L['fn'].1                                                     live 1,536
+wait            1.0.weight                                                               live 1,536
+compute         segment 1: L['fn'].1                                                     live 1,600
+release         1.0.weight                                                               live 1,536
+reduce-scatter  1.0.weight float32[8, 8]                                                 live 1,664
+compute         segment 2: L['fn'].0                                                     live 1,856
+reduce-scatter  0.0.weight float32[8, 8]                                                 live 1,920
+store           gradients of 1.0.weight, 128 bytes a rank                                live 1,920
+store           gradients of 0.0.weight, 128 bytes a rank                                live 1,664
+wait            gradients of 1.0.weight                                                  live 1,408
+wait            gradients of 0.0.weight                                                  live 1,280""",
         )
 
     def test_in_files_behind_the_host(self):

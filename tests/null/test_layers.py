@@ -18,6 +18,7 @@ RANKS = {
     "errors": 0,
     "config": 1,
     "ir": 2,
+    "flags": 2,
     "fused": 3,
     "unscale": 3,
     "guards": 4,

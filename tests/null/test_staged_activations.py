@@ -145,8 +145,8 @@ def test_a_budget_sends_more_than_the_lanes_hide(on):
     assert told.frames[0].held_bytes <= budget
     rows = waits(told)
     assert {(r.why, r.tier) for r in rows} == {("the budget", "nvme")}
-    # Out and back on both lanes.
-    assert all(r.us >= 4 * r.nbytes for r in rows)
+    # A byte takes 1 us on each of two lanes, out and back: of these four it waits for two at least.
+    assert sum(r.us for r in rows) > 2 * sum(r.nbytes for r in rows)
     with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=1 is .* bytes too small"):
         planned(on(SLOW, SLOW), activation_budget_bytes=1)
 
