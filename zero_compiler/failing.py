@@ -54,7 +54,8 @@ class Failure:
         if isinstance(kind, type) and issubclass(kind, ZeroError):
             error = kind(f"{begin}: {self.reason}")
         else:
-            error = RankMismatchError(f"{begin}: {self.kind}: {self.reason}; its own traceback says where")
+            found = f"{self.kind}: {self.reason}" if self.reason else self.kind
+            error = RankMismatchError(f"{begin}: {found}; its own traceback says where")
         error.failure = self
         return error
 
