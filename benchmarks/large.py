@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     result: dict[str, Any] = {
         "machine": common.machine(),
-        "command": " ".join(["python", "benchmarks/large.py", "DIR", *sys.argv[2:]]),
-        "arguments": call,
+        "command": " ".join(["python", "benchmarks/large.py", "DIR", *map(os.path.basename, sys.argv[2:])]),
+        "arguments": {k: v for k, v in call.items() if k not in ("directory", "deepspeed_python")},
         "steps": [],
     }
     limit = int(args.limit_gib * GIB)

@@ -71,7 +71,7 @@ def main() -> None:
     large.planned_for(args)
     result: dict[str, Any] = {
         "machine": common.machine(),
-        "command": " ".join(["python", "benchmarks/tiers.py", "DIR", *_without_paths(sys.argv[2:])]),
+        "command": " ".join(["python", "benchmarks/tiers.py", "DIR", *map(os.path.basename, sys.argv[2:])]),
         "runs": {},
     }
     losses, rows = None, []
@@ -127,10 +127,6 @@ def main() -> None:
     print(text)
     if args.json:
         common.save(args.json, result, text)
-
-
-def _without_paths(words: list[str]) -> list[str]:
-    return [os.path.basename(word) for word in words]
 
 
 def _median(values: list[float]) -> float:
