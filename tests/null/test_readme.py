@@ -67,7 +67,7 @@ def test_commands_exist(page):
     lines = re.findall(r"\b(?:zero-compiler|-m zero_compiler) ([a-z][\w-]*)([^`\n]*)", page.read_text())
     assert [name for name, _ in lines if name not in commands] == []
     for name, rest in lines:
-        options = {o for p in commands[name].params for o in (*p.opts, *p.secondary_opts)}
+        options = {"--help"} | {o for p in commands[name].params for o in (*p.opts, *p.secondary_opts)}
         assert set(re.findall(r"--[a-z][\w-]*", rest)) <= options, name
 
 
