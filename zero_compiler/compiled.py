@@ -44,7 +44,7 @@ def compile_segments(
 
 def count_compiled(emitted: Emitted, compiler: SegmentCompiler, phase: str) -> list[Artifact]:
     """Compile every segment, and count the bytes of the Program by what its code takes."""
-    artifacts = [_builder(compiler, phase)(seg) for seg in emitted.segments]
+    artifacts = list(map(_builder(compiler, phase), emitted.segments))
     if any(a.generated is not None for a in artifacts):
         _count(emitted, artifacts)
     return artifacts

@@ -19,6 +19,17 @@ from zero_compiler.runtime import aio
 # --- nothing is left behind ---
 
 
+def ran(body, timeout):
+    """A process of its own that has run ``body``."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        check=False,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.slow
 def test_nothing_leaks_over_a_thousand_requests_and_engines(backend, tmp_path):
     with aio.Engine(backend=backend, block_bytes=4096, depth=4) as io:
@@ -118,13 +129,7 @@ def test_a_forked_child_gets_a_clear_error_and_makes_its_own(backend, tmp_path):
         io.flush(file)
         sys.exit(os.waitstatus_to_exitcode(status))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
-        check=False,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(body, 120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -162,13 +167,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_request(backend, tmp_path):
             print(request.done(), small.done(), io.counters()["in_flight"])
         io.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
-        check=False,
-        timeout=200,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(body, 200)
     assert done.stdout.splitlines() == ["interrupted True False", "True True 0"], done.stdout + done.stderr
 
 
@@ -202,13 +201,7 @@ def test_a_sandbox_that_refuses_io_uring_means_threads_said_once(tmp_path):
         except ValueError as error:
             print(error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
-        check=False,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(body, 120)
     lines = done.stdout.splitlines()
     assert lines == [
         "file I/O uses threads: the kernel refuses io_uring: Operation not permitted",
