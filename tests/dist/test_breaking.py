@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist.spawn import run_ranks
+from dist.soon import raised, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +26,6 @@ from zero_compiler.runtime import watch
 from zero_compiler.runtime.stores import Store
 
 pytestmark = pytest.mark.dist
-SOON_S, GROUP_TIMEOUT_S = 20.0, 120.0
 _fails: set[str] = set()
 _slow: list[float] = []
 
@@ -57,10 +56,6 @@ class Breaking(nn.Module):
         return self.last(breaks(torch.tanh(self.first(x)), "forward")).square().mean()
 
 
-def ranks(body: Any, world: int, *args: Any, **kw: Any) -> list[Any]:
-    return run_ranks(body, world, *args, timeout=100.0, group_timeout=GROUP_TIMEOUT_S, **kw)
-
-
 def made(transport: str, stage: int = 3, **fields: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -74,19 +69,6 @@ def step(call: Any) -> float:
     loss = call(torch.ones(4, 16))
     loss.backward()
     return loss.item()
-
-
-def raised(kind: type[BaseException], call: Any, *args: Any) -> str:
-    """The text of the error of a call, which comes soon."""
-    start = time.monotonic()
-    try:
-        call(*args)
-    except kind as error:
-        text = str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__}")
-    assert time.monotonic() - start < SOON_S, text
-    return text
 
 
 def fails_in_a_call(rank: int, world: int, stage: int, transport: str, where: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.spawn import run_ranks
+from dist.soon import raised, ranks
 from torch import nn
 
 import zero_compiler as zero
@@ -23,13 +23,8 @@ from zero_compiler.errors import OptimizerError, RankMismatchError, StorageError
 from zero_compiler.runtime.stores import Nvme, Store
 
 pytestmark = pytest.mark.dist
-SOON_S, GROUP_TIMEOUT_S = 20.0, 120.0
 AdamW = torch.optim.AdamW
 STEPPING = "rank 1 of {} could not complete a step of its zero.optimizer: "
-
-
-def ranks(body: Any, world: int, *args: Any, **kw: Any) -> list[Any]:
-    return run_ranks(body, world, *args, timeout=100.0, group_timeout=GROUP_TIMEOUT_S, **kw)
 
 
 def made(folder: str, **fields: Any) -> nn.Module:
@@ -59,19 +54,6 @@ def train(call: Any, optimizer: Any, rank: int, count: int = 2) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def raised(kind: type[BaseException], call: Any) -> str:
-    """The text of the error of a call, which comes soon."""
-    start = time.monotonic()
-    try:
-        call()
-    except kind as error:
-        text = str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__}")
-    assert time.monotonic() - start < SOON_S, text
-    return text
 
 
 class Faulty:
