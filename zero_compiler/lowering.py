@@ -187,8 +187,7 @@ class Lowering:
 
         def over(found: Mapping[str, Mapping[str, int]]) -> int:
             state.choices.update({phase: Choice("", chosen) for phase, chosen in found.items()})
-            peak = state.peak([again(phase).emitted.program for phase in graphs])
-            return peak - (state.config.memory_budget_bytes or 0)
+            return self.trial_peak(graphs) - (state.config.memory_budget_bytes or 0)
 
         found = schedule.choose(looks, spare, over)
         for phase, seen in looks.items():
