@@ -49,6 +49,14 @@ class Emitter:
                 node.meta[key] = self.origin.meta[key]
         return node
 
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``node`` in ``dtype``, by the operator that both ways to compute know.
+
+        Inductor takes ``aten._to_copy`` for one that was taken apart before.
+        """
+        same = facts.value(node).dtype == dtype
+        return node if same else self(torch.ops.prims.convert_element_type.default, node, dtype)
+
     def like(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """``node`` once more, on other operands."""
         args, kwargs = tree_map(

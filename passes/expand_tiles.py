@@ -154,10 +154,7 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, ctx: Context) -> lis
         for kind, place in zip(tiling.outputs, places, strict=True):
             _add(emit, kind, place[t], outs)
     graph.call_function(ops.cut, ())
-    return [
-        r if facts.value(r).dtype == val.dtype else emit(aten._to_copy.default, r, dtype=val.dtype)
-        for r, val in zip(results, wholes, strict=True)
-    ]
+    return [emit.cast(r, val.dtype) for r, val in zip(results, wholes, strict=True)]
 
 
 def token_tiles(

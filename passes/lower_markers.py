@@ -60,7 +60,8 @@ def _gather(graph, node, plan):
 def _whole(graph, node, plan):
     if plan.gather_dtype == plan.dtype:
         return node.args[0]
-    new = graph.call_function(torch.ops.aten._to_copy.default, (node.args[0],), {"dtype": plan.gather_dtype})
+    # The operator that both ways to compute know: Inductor takes aten._to_copy for one that was taken apart before.
+    new = graph.call_function(torch.ops.prims.convert_element_type.default, (node.args[0], plan.gather_dtype))
     facts.set_value(new, facts.value(node))
     return new
 

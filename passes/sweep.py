@@ -20,7 +20,6 @@ from .sliced import part, parts
 from .tiles import gathered, note, on_tile
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -140,8 +139,7 @@ class Sweep:
         emit, out = self.emit, {}
         for i, value in born.items():
             val = facts.value(self.node)[i]
-            if facts.value(value).dtype != val.dtype:
-                value = emit(prims.convert_element_type.default, value, val.dtype)
+            value = emit.cast(value, val.dtype)
             if i in self.reduced:
                 out[self.got[i]] = value
             else:
@@ -183,9 +181,7 @@ class Sweep:
             if isinstance(how, int) and rows % self.plan.world:
                 result = emit(aten.slice.Tensor, result, how, 0, rows)
                 result = emit(aten.clone.default, result, memory_format=torch.contiguous_format)
-            if facts.value(result).dtype != val.dtype:
-                result = emit(prims.convert_element_type.default, result, val.dtype)
-            self.got[i].replace_all_uses_with(result)
+            self.got[i].replace_all_uses_with(emit.cast(result, val.dtype))
 
     def erase(self) -> None:
         """Drop the ``zero.tiled``, of which nobody reads anything any more."""

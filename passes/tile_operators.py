@@ -242,8 +242,7 @@ class _Loop:
             result = emit(aten.clone.default, result, memory_format=torch.contiguous_format)
         if reader.bias is not None:
             result = emit(aten.add.Tensor, result, reader.bias)
-        same = facts.value(result).dtype == val.dtype
-        return result if same else emit(aten._to_copy.default, result, dtype=val.dtype)
+        return emit.cast(result, val.dtype)
 
     def _add(self, total: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
         emit, reader = self.emit, self.reader

@@ -48,16 +48,16 @@ def keep(
     params: Mapping[ParamRef, Any],
     gathered: Iterable[ParamRef],
     room_bytes: int,
-    agreed: Callable[[Any, str, str], str],
+    tightest: Callable[[Any, str, int, str], str],
     over_bytes: Callable[[], int],
 ) -> None:
     """Decide which weights of stage 3 stay gathered from forward to backward; noted in each ``policy.kept``.
 
-    Decided once for a weight, by rank 0 for all: room depends on the sizes of activations, which ranks may
-    legally disagree about, and collectives must not.
+    Decided once for a weight, for all ranks by the one with the least room: room depends on the sizes of activations,
+    which ranks may legally disagree about, and collectives must not.
 
     Args:
-        agreed: rank 0's text, for all ranks of a policy (``Loader.agreed``).
+        tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
         over_bytes: by how many bytes the plan with what is noted passes the budget. A kept weight shares no bucket with
             those that are not, and offsets are packed anew: it may take more than its own bytes.
     """
@@ -86,15 +86,16 @@ def keep(
         for plan, name in zip(open_, names, strict=True):
             by_key[plan.ref.owner].kept[plan.ref.name] = name in kept
 
+    left = room_bytes
     try:
-        chosen = choose(candidates, room_bytes)
+        chosen = choose(candidates, left)
         while chosen:
             note(chosen)
             if (over := over_bytes()) <= 0:
                 break
-            room_bytes = min(room_bytes - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
-            chosen = choose(candidates, room_bytes) if room_bytes > 0 else frozenset()
-        text = agreed(first, key, "\n".join(sorted(chosen)))
+            left = min(left - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
+            chosen = choose(candidates, left) if left > 0 else frozenset()
+        text = tightest(first, key, room_bytes, "\n".join(sorted(chosen)))
     except BaseException:
         for plan in open_:  # only tried: no other rank knows of it
             by_key[plan.ref.owner].kept.pop(plan.ref.name, None)

@@ -520,7 +520,7 @@ class Fitting:
             return over
 
         gathered = state.backward_params or ()
-        budget.keep(policies, state.params, gathered, room, state.loader.agreed, over_bytes)
+        budget.keep(policies, state.params, gathered, room, state.loader.tightest, over_bytes)
         state.plan_again()
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:

@@ -31,6 +31,9 @@ class Loader(Protocol):
     def agreed(self, policy: Any, key: str, text: str) -> str:
         """Rank 0's text, for all ranks of the model."""
 
+    def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
+        """The text of the rank of the model with the least room, given this rank's."""
+
     def decide(self, policy: Any, key: str, text: str) -> str:
         """What all ranks of the model hold to from now on, given what this rank would choose."""
 
@@ -65,6 +68,14 @@ class EngineLoader:
 
     def agreed(self, policy: Any, key: str, text: str) -> str:
         return decide(policy.group, f"{key}/{policy.attempt}", text)
+
+    def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
+        group = policy.group.everyone
+        if group.alone:
+            return text
+        texts = show(group, f"{key}/{policy.attempt}", f"{room_bytes}\n{text}", "memory_budget_bytes")
+        said = [t.partition("\n") for t in texts]
+        return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
     def decide(self, policy: Any, key: str, text: str) -> str:
         policy.distances[key] = text = self.agreed(policy, f"prefetch/{policy.serial}/{key}", text)
@@ -106,6 +117,9 @@ class PlanLoader:
         return text
 
     decide = agreed
+
+    def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
+        return text
 
     def show(self, policy: Any, text: str) -> list[str]:
         return [text]

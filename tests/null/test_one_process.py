@@ -100,3 +100,31 @@ def test_stage_0_in_the_options_of_a_plain_model_is_allowed():
 def test_a_placement_on_a_plain_model_names_zero_shard(options):
     with pytest.raises(ConfigError, match=r"call zero\.shard\(model, stage=\.\.\.\) before torch\.compile"):
         compiled(net(), **options)(batch())
+
+
+# --- weights that every rank holds whole ---------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return (self.up(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_is_whole_on_every_rank_is_cast_in_compiled_code(stage):
+    """A scalar is never cut, and at stage 0 nothing is."""
+    torch.manual_seed(0)
+    model = zero.shard(Scaled(), stage=stage, param_dtype="bf16")
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    grads = []
+    for compute in ("aten", "inductor"):
+        torch.compile(model, backend="zero", options={"compute": compute})(x).backward()
+        grads.append([p.grad.full_tensor().clone() for p in model.parameters()])
+        model.zero_grad()
+        torch._dynamo.reset()
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(torch.bfloat16).eps, atol=1e-2)

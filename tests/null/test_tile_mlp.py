@@ -181,7 +181,8 @@ def tiled(model) -> list[str]:
 
 def trained(of="gelu", world: int = 2, tol: float = 1e-5, loss=lambda out: out, **fields) -> SimulatedModel:
     net = Net(of)
-    fields.setdefault("activation_budget_bytes", least(net))
+    if "activation_budget_bytes" not in fields:
+        fields["activation_budget_bytes"] = least(net)
     model = SimulatedModel(net, world, **{"stage": 3, **fields})
     model.check([x(rank) for rank in range(world)], loss, rtol=tol, atol=tol)
     return model
@@ -203,11 +204,10 @@ def test_on_one_rank_and_at_other_stages(world, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["gelu", "swiglu"])
+@pytest.mark.parametrize("of", ["gelu", "swiglu", "in-bf16"])
 def test_compiled_segments_give_the_same(of):
-    net = Net(of)
-    model = SimulatedModel(net, 2, stage=3, compute="inductor", activation_budget_bytes=int(1.2 * least(net)))
-    model.check([x(0), x(1)], lambda out: out)
+    allowed, tol = int(1.2 * least(Net(of))), 2e-2 if of == "in-bf16" else 1e-5
+    model = trained(of, tol=tol, compute="inductor", activation_budget_bytes=allowed)
     assert len(tiled(model)) == 4
 
 

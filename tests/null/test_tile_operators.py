@@ -221,13 +221,21 @@ def test_any_batch_once_sizes_are_symbols():
     assert not [n for n in notes(model) if "whole" in n]
 
 
-@pytest.mark.parametrize("world", [*slow(1), 2, *slow(3)])
-def test_half_precision_gives_what_whole_weights_give(world):
+@pytest.mark.parametrize(
+    ("world", "compute"), [*slow((1, "aten")), (2, "aten"), *slow((3, "aten"), (2, "inductor"))]
+)
+def test_half_precision_gives_what_whole_weights_give(world, compute):
     """Products are rounded once, sums over tiles once: as those of whole weights are."""
     found = []
     for tile_bytes in (1 << 30, 120):
         model = SimulatedModel(
-            Wide(), world, stage=3, bucket_bytes=0, tile_bytes=tile_bytes, param_dtype=torch.bfloat16
+            Wide(),
+            world,
+            stage=3,
+            bucket_bytes=0,
+            tile_bytes=tile_bytes,
+            param_dtype=torch.bfloat16,
+            compute=compute,
         )
         gen = torch.Generator().manual_seed(1)
         model.step(
