@@ -291,24 +291,32 @@ def train(call: dict[str, Any]) -> None:
 
 
 def planned(model: Any) -> dict[str, dict[str, float]]:
-    """Of the Programs of forward and backward: bytes that they read from files, and their predicted timelines."""
+    """Of the Programs of forward and backward, and of the update: bytes that they read from files, and their predicted
+    timelines. Updates that overlap backward are in its timeline."""
     import zero_compiler as zero
     from zero_compiler.program import Fetch
-    from zero_compiler.simulate import COMPUTE, READ, WRITE
+    from zero_compiler.simulate import READ
 
-    (frame,) = zero.inspect(model).frames
+    told = zero.inspect(model)
+    (frame,) = told.frames
     out = {}
     for phase, program in frame.programs.items():
-        time_ = frame.timelines[phase]
-        out[phase] = {
-            "read_bytes": sum(
-                program.gathers[i.index].chunk_bytes for i in program.instrs if isinstance(i, Fetch)
-            ),
-            "predicted_s": time_.total_us / 1e6,
-            "compute_busy": time_.busy_us(COMPUTE) / time_.total_us,
-            "files_busy": time_.busy_us(READ, WRITE) / time_.total_us,
-        }
+        nbytes = sum(program.gathers[i.index].chunk_bytes for i in program.instrs if isinstance(i, Fetch))
+        out[phase] = _predicted(frame.timelines[phase], nbytes)
+    if told.update is not None and told.update.late:
+        out["optimizer"] = _predicted(told.update.timeline, told.update.timeline.nbytes(READ))
     return out
+
+
+def _predicted(time_: Any, read_bytes: int) -> dict[str, float]:
+    from zero_compiler.simulate import COMPUTE, READ, WRITE
+
+    return {
+        "read_bytes": read_bytes,
+        "predicted_s": time_.total_us / 1e6,
+        "compute_busy": time_.busy_us(COMPUTE) / time_.total_us,
+        "files_busy": time_.busy_us(READ, WRITE) / time_.total_us,
+    }
 
 
 def batch(step: int, tokens: int, vocab: int) -> Any:

@@ -4,10 +4,10 @@
 
 Runs `large.py` once for each placement, on one rank, with everything on the compute device first. Where that is the
 CPU, this is the host's memory too; where there is an accelerator, its host is one more tier. The row "optimizer in
-files" is the streaming of optimizer states alone, beside its own limit. "plan" is the predicted time of forward and
-backward, "files busy" the share of each for which the plan's timeline sees the lane of files at work. DeepSpeed's
-ZeRO-3 with its own offload to files stands beside where it can be imported and runs; where not, a line says why.
-Medians over the steps after the first. Takes some ten minutes, most of them for compiling.
+files" is the streaming of optimizer states alone, beside its own limit. "plan" is the predicted time of forward,
+backward and update, "files busy" the share of each for which the plan's timeline sees the lane of files at work.
+DeepSpeed's ZeRO-3 with its own offload to files stands beside where it can be imported and runs; where not, a line says
+why. Medians over the steps after the first. Takes some ten minutes, most of them for compiling.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from zero_compiler.cost import REREAD
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef, TileOutput, Tiling
 
@@ -20,6 +21,16 @@ from .emitter import Emitter
 aten = torch.ops.aten
 LEAST_ROWS = 16  # rows of a tile: with fewer, products are no faster than reading the weight
 _HALF = (torch.float16, torch.bfloat16)
+
+# What tiles are for, in the words of the report.
+MEMORY, ACTIVATIONS = "the memory budget", "the activation budget"
+SPEED = f"products that take {1 / REREAD:.0f} times as long as reading the weight again for each"
+UNKNOWN = "want of a description of the machine"
+
+
+def limit_text(tile_bytes: int) -> str:
+    """That the user has said so."""
+    return f"tile_bytes={tile_bytes:,}"
 
 
 @dataclass(frozen=True)
@@ -108,14 +119,15 @@ def tiles_of(total: int, rows: int) -> int:
 
 
 def _note(tiling: Tiling, ctx: Context) -> str:
-    """For the report: what, bytes saved, time paid."""
+    """For the report: what, why, bytes saved, time paid."""
     total = facts.hint(tiling.total)
     saved = (total - tiling.tile) * tiling.row_bytes
     again = (tiling.tiles - 1) * tiling.reread_bytes
     time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
+    why = tiling.why if tiling.tiles <= tiling.asked else MEMORY
     return (
         f"tiled: {tiling.what}: {tiling.tiles} tiles of {tiling.tile} rows, {tiling.tile * tiling.row_bytes:,} bytes "
-        f"at a time; saves {saved:,} bytes; costs {again:,} bytes of memory traffic{time}"
+        f"at a time, for {why}; saves {saved:,} bytes; costs {again:,} bytes of memory traffic{time}"
     )
 
 

@@ -17,7 +17,7 @@ from . import axes
 from .axes import Left, Rows, Summed
 from .base import Context
 from .emitter import Emitter
-from .expand_tiles import tiles_of
+from .expand_tiles import SPEED, UNKNOWN, limit_text, tiles_of
 from .tile_graph import constant, hoist, reached, tile_graph
 
 aten = torch.ops.aten
@@ -295,24 +295,19 @@ class Head:
         graph, kinds = tile_graph(self.nodes, self.rows, self.sums, self.inputs, results)
         total = self.total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
-        return Tiling(
-            graph,
-            inputs,
-            kinds,
-            total,
-            tiles_of(facts.hint(total), self.tile_rows(ctx, self.width)),
-            *self._sizes(),
-            whole=self.whole,
-        )
+        rows, why = self.tile_rows(ctx, self.width)
+        tiles = tiles_of(facts.hint(total), rows)
+        sizes = self._sizes()
+        return Tiling(graph, inputs, kinds, total, tiles, *sizes, whole=self.whole, why=why, asked=tiles)
 
-    def tile_rows(self, ctx: Context, columns: int) -> int:
-        """Tokens of a tile with so many columns."""
+    def tile_rows(self, ctx: Context, columns: int) -> tuple[int, str]:
+        """Tokens of a tile with so many columns, and what so many are for."""
         val = facts.value(self.head)
         if ctx.tile_bytes is not None:
-            return max(1, ctx.tile_bytes // (columns * val.element_size()))
+            return max(1, ctx.tile_bytes // (columns * val.element_size())), limit_text(ctx.tile_bytes)
         if ctx.machine is None:
-            return facts.hint(val.shape[0])
-        return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch."))
+            return facts.hint(val.shape[0]), UNKNOWN
+        return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch.")), SPEED
 
     def _sizes(self) -> tuple[str, int, int]:
         """What :class:`Tiling` says for the report."""

@@ -19,7 +19,7 @@ from . import axes
 from .axes import Left, Rows, Summed
 from .base import Context
 from .emitter import Emitter
-from .expand_tiles import LEAST_ROWS, tiles_of
+from .expand_tiles import ACTIVATIONS, LEAST_ROWS, MEMORY, SPEED, UNKNOWN, limit_text, tiles_of
 from .head import name_of, weight_behind, weight_of
 from .tile_graph import constant, hoist, tile_graph
 
@@ -236,13 +236,16 @@ class Mlp:
         back = part is self.second
         weights = [facts.value(n.args[-1]) for n in (*self.chain.ups, self.chain.down)]
         again = sum(reread_bytes(w.numel(), w.dtype) if back else facts.bytes_of(w) for w in weights)
-        tiles = tiles_of(facts.hint(self.total), self._tile_rows(ctx, row_bytes))
+        rows, why = self._tile_rows(ctx, row_bytes)
+        tiles = tiles_of(facts.hint(self.total), rows)
         products = self.chain.ups if back else (*self.chain.ups, self.chain.down)
         us = self._us(ctx, products)
         what = f"intermediate of {' and '.join(map(weights_of, self.chain.ups))}"
         if back:
             what += f", made again in {us:,.0f} us, with its gradient"
-        return Tiling(graph, inputs, kinds, self.total, tiles, what, row_bytes, again, us)
+        return Tiling(
+            graph, inputs, kinds, self.total, tiles, what, row_bytes, again, us, why=why, asked=tiles
+        )
 
     def _us(self, ctx: Context, products: Iterable[fx.Node]) -> float:
         """Time of products that are done once more, where a machine is given."""
@@ -251,14 +254,18 @@ class Mlp:
         cost = CostModel(ctx.machine)
         return sum(at_hints(cost.node_us(n), self.known) for n in products)
 
-    def _tile_rows(self, ctx: Context, row_bytes: int) -> int:
-        rows = facts.hint(self.total)
+    def _tile_rows(self, ctx: Context, row_bytes: int) -> tuple[int, str]:
+        """Tokens of a tile, and what it is for: a budget, since nothing else asks for tiles of an MLP, and what says
+        that they are no larger."""
+        rows, size = facts.hint(self.total), UNKNOWN
+        budget = MEMORY if ctx.mlp_bytes is None else ACTIVATIONS
         if ctx.machine is not None:
             rows = tile_rows(ctx.machine, str(facts.value(self.chain.down).dtype).removeprefix("torch."))
-        for limit_bytes in (ctx.tile_bytes, ctx.mlp_bytes):
-            if limit_bytes is not None:
-                rows = min(rows, max(LEAST_ROWS, limit_bytes // row_bytes))
-        return rows
+            size = SPEED
+        for limit_bytes, words in ((ctx.tile_bytes, limit_text), (ctx.mlp_bytes, lambda _: "")):
+            if limit_bytes is not None and max(LEAST_ROWS, limit_bytes // row_bytes) < rows:
+                rows, size = max(LEAST_ROWS, limit_bytes // row_bytes), words(limit_bytes)
+        return rows, f"{budget}{' and ' if size else ''}{size}"
 
 
 def _comes_of(node: fx.Node, nodes: set[fx.Node]) -> bool:

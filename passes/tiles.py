@@ -15,6 +15,7 @@ from zero_compiler.ir.facts import ParamRef, Tile
 from . import readers
 from .base import Context, ParamPlan
 from .emitter import Emitter
+from .expand_tiles import MEMORY, limit_text
 from .sliced import Sliced, part, parts
 
 
@@ -64,7 +65,7 @@ def note(what: str, plan: ParamPlan, ctx: Context, again: int) -> str:
     """For the report: what, why, bytes saved, time paid."""
     tile = plan.tiles[0]
     row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
-    why = "the memory budget" if ctx.tile_bytes is None else f"tile_bytes={ctx.tile_bytes:,}"
+    why = MEMORY if ctx.tile_bytes is None else limit_text(ctx.tile_bytes)
     time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
     return (
         f"tiled: {what}: {tile.of} tiles of {tile.rows} rows a rank, {row * tile.rows:,} bytes at a time, for {why}; "

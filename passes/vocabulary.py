@@ -339,16 +339,20 @@ class Vocabulary:
         columns = Columns(head.width, tuple(sums.column_dim(n) for n in body.inputs), tuple(hows))
         val = facts.value(head.head)
         width = min(head.width, self.plan.world * (self.plan.tile_rows or self.plan.chunk_rows))
+        rows, why = head.tile_rows(self.ctx, width)
+        tiles = tiles_of(facts.hint(self.total), rows)
         tiling = Tiling(
             body.graph,
             tuple(sums.row_dim(n) for n in body.inputs),
             tuple(kinds),
             self.total,
-            tiles_of(facts.hint(self.total), head.tile_rows(self.ctx, width)),
+            tiles,
             what,
             width * val.element_size(),
             reread_bytes(width * axes.shape(head.head.args[-2])[1], val.dtype),
             columns=columns,
+            why=why,
+            asked=tiles,
         )
         tiled = self.emit.node(ops.tiled, (given, f"{self.key}.{name}"), {}, list(vals))
         facts.set_tiling(tiled, tiling)

@@ -30,6 +30,7 @@ from zero_compiler.program import (
     Store,
     WaitFetch,
     WaitGather,
+    last_reads,
 )
 from zero_compiler.verify import verify_accumulating
 
@@ -110,7 +111,7 @@ class Session:
         self._sequence = program.collectives()
         self._digest: bytes | None = None
         self._reductions = Reductions(program, self._known_reduces, self.runtimes)
-        self._last_read = _last_reads(program)
+        self._last_read = last_reads(program)
         self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._accumulating: dict[frozenset[str], Session] = {}
 
@@ -459,26 +460,3 @@ def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
     for i, value in zip(at, values, strict=True):
         if i >= 0:
             env[i] = value
-
-
-def _last_reads(program: Program) -> dict[tuple[str, str], float]:
-    """The last instruction of a Program that reads each weight; no update may come before it.
-
-    Without a copy of its own (one rank, or memory that ranks share) a weight is read where it lies at rest, by
-    peers even until the call ends.
-    """
-    weight: dict[int, tuple[str, str]] = {}
-    last: dict[tuple[str, str], float] = {}
-    for at, instr in enumerate(program.instrs):
-        if isinstance(instr, (Gather, WaitGather, Release)):
-            g = program.gathers[instr.index]
-            for k, name in enumerate(g.names):
-                last[g.owner, name] = float("inf") if g.home else at
-                if isinstance(instr, WaitGather) and instr.outs[k] >= 0:
-                    weight[instr.outs[k]] = (g.owner, name)
-        elif isinstance(instr, Compute):
-            for value in instr.ins:
-                if value in weight:
-                    key = weight[value]
-                    last[key] = max(last[key], at)
-    return last

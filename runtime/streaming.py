@@ -12,6 +12,9 @@ import torch
 from .aio import Engine, Request, buffer
 from .stores import Checked, Span, merged, settle
 
+# One is read, one is updated and one is written; one more so that a slow transfer stops neither of the others.
+BUFFERS = 4
+
 
 @dataclass(frozen=True)
 class Job:

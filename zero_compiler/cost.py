@@ -88,7 +88,7 @@ def smaller_buckets(spec: HardwareSpec, world: int, shared: bool = False) -> lis
 
 
 # Share of the time of a tile's products that reading their weight again, and its gradient, may take.
-_REREAD = 0.05
+REREAD = 0.05
 
 
 def tile_rows(spec: HardwareSpec, dtype: str) -> int:
@@ -98,7 +98,7 @@ def tile_rows(spec: HardwareSpec, dtype: str) -> int:
     """
     rate = spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
     us = reread_bytes(1, getattr(torch, dtype)) / spec.memory_bytes_per_us
-    return max(1, math.ceil(us * rate / (6 * _REREAD)))
+    return max(1, math.ceil(us * rate / (6 * REREAD)))
 
 
 def reread_bytes(numel: int, dtype: torch.dtype) -> int:

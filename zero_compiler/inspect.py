@@ -14,6 +14,7 @@ from .modules import policies_of
 from .placing import TRANSFERS
 from .policy import Policy
 from .report import Frame, Report
+from .stepping import stepped
 
 
 class _Planned(Exception):
@@ -48,6 +49,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
 def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: bool) -> Report:
     """The report of one sharded model from its frames."""
     first = policies[0]
+    frames, update = stepped(policies, frames)
     programs = [p for f in frames for p in f.programs.values()]
     return Report(
         rank=first.group.rank,
@@ -62,6 +64,7 @@ def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: boo
         placement=tuple(line for p in policies for line in p.placed.why),
         copies=first.group.copies,
         tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
+        update=update,
     )
 
 

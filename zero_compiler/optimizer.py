@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,13 @@ from .group import Group
 from .ir import ops
 from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
-from .runtime.streaming import Stream
+from .runtime.streaming import BUFFERS, Stream
 from .telling import Telling, groups_of, tells
 from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of
 
 # A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
 # write, which nothing overlaps, are a small part of a step.
 UNIT_BYTES = 32 << 20
-# One is read, one is updated and one is written; one more so that a slow transfer stops neither of the others.
-BUFFERS = 4
 
 
 def optimizer(
@@ -155,7 +153,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
         for param, given in zip(group["params"], names, strict=True):
             policy, name = owners.get(id(param), (None, given or "a parameter"))
-            tier = _tier(group, policy, name)
+            tier = tier_of(group, policy, name)
             local = local_of(param)
             states = self._states_of(group, local)
             entry = Entry(param, name, tier, {}, {})
@@ -181,7 +179,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
             for alike in entries.values()
-            for batch in _batches(alike, self._overlap is not None or not group.get("fused"))
+            for batch in batches_of(alike, self._overlap is not None or not group.get("fused"))
         ]
         self._units += new
         self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._units), default=0)
@@ -189,6 +187,16 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._begin([unit for unit in new if unit.states.eager])
         if self._overlap is not None:
             self._overlap.watch(new)
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """What a step updates, in order."""
+        return self._units
+
+    @property
+    def early(self) -> bool:
+        """Whether updates run while backward does: clipping waits for the norm of all gradients."""
+        return self._overlap is not None and self.max_grad_norm is None
 
     def held(self, owner: str, name: str) -> tuple[int, str]:
         """Bytes of the states of a parameter of the sharded model ``owner`` on this rank, and the tier on which they
@@ -399,7 +407,12 @@ def _owners() -> dict[int, tuple[Any, str]]:
     return found
 
 
-def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
+def tier_of(group: Mapping[str, Any], policy: Any, name: str) -> str:
+    """The tier on which the states of a parameter rest.
+
+    Raises:
+        OptimizerError: it cannot.
+    """
     asked = group.get("offload_optimizer")
     if asked is not None and asked not in TIERS:
         raise OptimizerError(
@@ -416,7 +429,7 @@ def _tier(group: dict[str, Any], policy: Any, name: str) -> str:
     return str(tier)
 
 
-def _batches(entries: list[Entry], few: bool) -> Iterable[list[Piece]]:
+def batches_of(entries: list[Entry], few: bool) -> Iterable[list[Piece]]:
     """Pieces of ``entries`` together, up to the size of a unit.
 
     What rests where it is used passes through no buffer, and is updated in one call; unless with ``few`` parts of it

@@ -148,8 +148,8 @@ class Overlap:
 
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or optimizer.max_grad_norm is not None:
-            return  # clipping needs the norm of all gradients first
+        if optimizer is None or not optimizer.early:
+            return
         entry, units = self._of[id(param)]
         entry.take_grad()
         for unit in units:
@@ -193,7 +193,7 @@ class Overlap:
             return
         optimizer, self._task, self._first = self._optimizer(), None, False
         self._apart.close()
-        if optimizer is None or optimizer.max_grad_norm is not None:
+        if optimizer is None or not optimizer.early:
             return
         check_averaged(params)
         for entry, _ in self._of.values():

@@ -96,7 +96,7 @@ class GatherDesc:
 
     @property
     def label(self) -> str:
-        return f"gather of {_few(self.names)}{_of(self.tile)}"
+        return f"gather of {few(self.names)}{_of(self.tile)}"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ReduceDesc:
 
     @property
     def label(self) -> str:
-        return f"reduction of the gradients of {_few(self.names)}{_of(self.tile)}"
+        return f"reduction of the gradients of {few(self.names)}{_of(self.tile)}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class KeepDesc:
 
     @property
     def label(self) -> str:
-        return f"sum of the gradients of {_few(self.names)}{_of(self.tile)}"
+        return f"sum of the gradients of {few(self.names)}{_of(self.tile)}"
 
 
 def _of(tile: Part | None) -> str:
@@ -228,7 +228,7 @@ class OffloadDesc:
         return f"activation {self.name}{' of ' if self.module else ''}{self.module}"
 
 
-def _few(names: tuple[str, ...]) -> str:
+def few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -598,7 +598,7 @@ class Program:
             return f"wait            {'copy' if last == 'host' else 'file'} of {o.name}"
         if isinstance(instr, (Fetch, WaitFetch)):
             g = self.gathers[instr.index]
-            hop, what = g.hops[instr.hop], f"{_few(g.names)}{_of(g.tile)}"
+            hop, what = g.hops[instr.hop], f"{few(g.names)}{_of(g.tile)}"
             if isinstance(instr, WaitFetch):
                 return f"wait            {hop.what} of {what}"
             to = ", to the device" if hop.pool == "device" else ""
@@ -610,10 +610,10 @@ class Program:
             )
         if isinstance(instr, WaitGather):
             g = self.gathers[instr.index]
-            return f"wait            {_few(g.names)}{_of(g.tile)}"
+            return f"wait            {few(g.names)}{_of(g.tile)}"
         if isinstance(instr, Release):
             g = self.gathers[instr.index]
-            return f"release         {_few(g.names)}{_of(g.tile)}"
+            return f"release         {few(g.names)}{_of(g.tile)}"
         if isinstance(instr, Compute):
             of = f": {self.modules[instr.segment]}" if instr.segment < len(self.modules) else ""
             return f"compute         segment {instr.segment}{of}"
@@ -622,11 +622,11 @@ class Program:
             return f"keep            {_sized(k.names, k.shapes, k.dtype)}{_of(k.tile)}"
         r = self.reduces[instr.index]
         if isinstance(instr, Store):
-            what = f"{_few(r.names)}{_of(r.tile)}"
+            what = f"{few(r.names)}{_of(r.tile)}"
             return f"store           gradients of {what}, {r.result_bytes:,} bytes a rank"
         if isinstance(instr, Reduce):
             return f"{r.how:<15} {_sized(r.names, r.shapes, r.dtype)}{_of(r.tile)}"
-        return f"wait            gradients of {_few(r.names)}{_of(r.tile)}"
+        return f"wait            gradients of {few(r.names)}{_of(r.tile)}"
 
 
 def _sized(names: Iterable[str], shapes: Iterable[tuple[int, ...]], dtype: str) -> str:
@@ -649,3 +649,26 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tuples(v) for v in value)
     return value
+
+
+def last_reads(program: Program) -> dict[tuple[str, str], float]:
+    """The last instruction of a Program that reads each weight; no update may come before it.
+
+    Without a copy of its own (one rank, or memory that ranks share) a weight is read where it lies at rest, by
+    peers even until the call ends.
+    """
+    weight: dict[int, tuple[str, str]] = {}
+    last: dict[tuple[str, str], float] = {}
+    for at, instr in enumerate(program.instrs):
+        if isinstance(instr, (Gather, WaitGather, Release)):
+            g = program.gathers[instr.index]
+            for k, name in enumerate(g.names):
+                last[g.owner, name] = float("inf") if g.home else at
+                if isinstance(instr, WaitGather) and instr.outs[k] >= 0:
+                    weight[instr.outs[k]] = (g.owner, name)
+        elif isinstance(instr, Compute):
+            for value in instr.ins:
+                if value in weight:
+                    key = weight[value]
+                    last[key] = max(last[key], at)
+    return last

@@ -98,6 +98,36 @@ class Frame:
 
 
 @dataclass(frozen=True)
+class Update:
+    """The optimizer's step: ``early`` turns of it run while backward does and are in its timeline; ``late`` ones follow
+    in ``timeline``. ``what`` says which optimizer, and whether it was assumed."""
+
+    what: str
+    early: int
+    late: int
+    timeline: Timeline
+
+    def lines(self) -> list[str]:
+        """For the report."""
+        when = [
+            f"{n} {where}"
+            for n, where in ((self.early, "while backward runs"), (self.late, "behind it"))
+            if n
+        ]
+        lines = self.timeline.lines() if self.late else []
+        return [f"update: {self.early + self.late} turns, {', '.join(when)} ({self.what})", *lines]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "what": self.what,
+            "early": self.early,
+            "late": self.late,
+            "timeline": self.timeline.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
 class Memory:
     """Predicted bytes of one rank on the compute device.
 
@@ -158,6 +188,13 @@ class Report:
     placement: tuple[str, ...] = ()
     copies: int = 1  # ranks that hold the same rows as this one, itself included
     tensor_ranks: int = 1  # over which tensor parallelism has placed parameters
+    update: Update | None = None  # where a plan knows of one
+
+    @property
+    def step_us(self) -> float:
+        """Predicted time of a step: forward and backward of all frames, and the update."""
+        phases = [t.total_us for f in self.frames for p, t in f.timelines.items() if p in picture.STEP]
+        return math.fsum([*phases, *([self.update.timeline.total_us] if self.update is not None else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -213,6 +250,8 @@ class Report:
                 }
                 for f in self.frames
             ],
+            "update": None if self.update is None else self.update.to_dict(),
+            "step_us": self.step_us,
         }
 
     def save_json(self, path: str) -> None:
@@ -222,7 +261,7 @@ class Report:
     def save_trace(self, path: str) -> None:
         """The predicted timelines in Chrome's trace format: open it in Perfetto or ``chrome://tracing``."""
         with open(path, "w") as f:
-            json.dump(picture.trace(self.frames), f)
+            json.dump(picture.trace(self.frames, self._late()), f)
 
     def save_html(self, path: str) -> None:
         """The plan as one page: the lanes of every phase as a picture, live bytes below, and the text of the plan.
@@ -230,7 +269,10 @@ class Report:
         The page needs nothing from elsewhere.
         """
         with open(path, "w") as f:
-            f.write(picture.page(self.frames, self.summary()))
+            f.write(picture.page(self.frames, self.summary(), self._late()))
+
+    def _late(self) -> Timeline | None:
+        return self.update.timeline if self.update is not None and self.update.late else None
 
     def __str__(self) -> str:
         return self._text(instructions=True)
@@ -301,6 +343,10 @@ class Report:
                 lines += activation_lines(what, [o for o in frame.offloaded if o.tier == tier])
             lines += activation_lines("is made again in backward", frame.remade)
             lines.append(f"passes took {frame.trace.seconds:.3f} s")
+        if self.update is not None:
+            lines += ["", *self.update.lines()]
+            if self.frames:
+                lines.append(f"predicted step: {self.step_us / 1e3:.2f} ms with its update")
         return "\n".join(lines)
 
 

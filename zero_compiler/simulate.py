@@ -5,6 +5,9 @@ order; a wait blocks the host until the transfer is done. Lanes that share a cor
 slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed. Files have a lane of reads and one of
 writes, as the engine has: those of one kind begin in order, and while both wait they take turns on the disk.
 
+An optimizer that streams its states goes through them in turns (`runtime/streaming.py`), each of which is read,
+computed and written back on the same lanes: behind backward, or in it, as soon as gradients are final.
+
 Around the Program stands what Python does for each parameter: local rows go in before a forward, gradients become
 ``.grad`` after a backward. Where compute shares cores with transfers it is the CPU that computes, and this adds to the
 step; an accelerator computes meanwhile, and the step is longer only where Python takes longer than all of that.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -40,7 +44,9 @@ from .program import (
     WaitReduce,
     WaitRestore,
     Write,
+    last_reads,
 )
+from .runtime.streaming import BUFFERS
 
 COMPUTE, LINK, READ, WRITE, HOST = LANES
 PYTHON = "python"  # no transfers: the host's time around a Program
@@ -177,6 +183,25 @@ def _hidden(exposed_us: float, alone_us: float) -> float:
     return max(0.0, 1 - exposed_us / alone_us) if alone_us else 1.0
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What an optimizer updates at once: a unit of it (`updates.py`).
+
+    Args:
+        names: owner and name of the parameters; all of their gradients must be there.
+        us: time of the update itself.
+        read_bytes, written_bytes: of files, through a buffer.
+        copied_bytes: of states on an accelerator's host, which are copied to it and back.
+    """
+
+    label: str
+    names: frozenset[tuple[str, str]]
+    us: float
+    read_bytes: int = 0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+
+
 @dataclass
 class _Task:
     lane: str
@@ -255,6 +280,7 @@ def simulate(
     fetches: bool = True,
     checksums: bool = False,
     params: int | None = None,
+    turns: Sequence[Turn] = (),
 ) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
 
@@ -262,12 +288,16 @@ def simulate(
         fetches: whether chunks at rest on other tiers take time to come.
         checksums: whether the host sums up what is read from files and written to them (``Config.nvme_checksums``).
         params: number of parameters that the frame takes; None: the Program alone, without Python around it.
+        turns: of an optimizer, which begin as soon as nothing of the Program reads their weights, and at its end. The
+            gradients that it reduces for them go nowhere else.
 
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
-    files = _Files(sim, program, spec, checksums)
+    updates = _Updates(turns, program)
+    files = _Files(sim, program, spec, checksums, updates.taken)
+    stream = _Stream(sim, files, spec)
     python_us = 0.0 if params is None else _python_us(program, spec, params)
     if program.phase != "backward":
         sim.python(python_us)
@@ -279,7 +309,7 @@ def simulate(
     moved: list[tuple[str, _Task]] = []
     away_us = {o.name: 0.0 for o in program.offloads}
     reached: list[float] = []
-    for instr in program.instrs:
+    for at, instr in enumerate(program.instrs):
         if isinstance(instr, Compute):
             of = program.modules[instr.segment] if program.modules else ""
             label = f"segment {instr.segment}{': ' if of else ''}{of}"
@@ -331,9 +361,15 @@ def simulate(
             r = program.reduces[instr.index]
             if r.tiers[-1:] == ("nvme",):
                 files.land(r)
+            for turn in updates.landed(r, at):
+                stream.feed(turn)
+                stream.admit()
         reached.append(sim.now)
     if program.phase == "backward":
         sim.python(python_us)
+    for turn in updates.left:
+        stream.feed(turn)
+    stream.drain()
     sim.drain()
     total_us = max(sim.now, python_us)
     exposed_us = python_us if share_cores(spec) else total_us - sim.now
@@ -365,11 +401,18 @@ class _Files:
     is in the file. So a disk that is slower than backward makes gradients holds it up.
     """
 
-    def __init__(self, sim: _Simulator, program: Program, spec: HardwareSpec, checksums: bool) -> None:
-        self._sim, self._spec, self._checksums = sim, spec, checksums
+    def __init__(
+        self,
+        sim: _Simulator,
+        program: Program,
+        spec: HardwareSpec,
+        checksums: bool,
+        taken: Collection[tuple[str, str]],
+    ) -> None:
+        self._sim, self._spec, self._checksums, self._taken = sim, spec, checksums, taken
         nbytes: dict[tuple[str, str], int] = {}  # of each gradient: one in tiles lands in parts
         for r in program.reduces:
-            for name, part in _results(r) if r.tiers[-1:] == ("nvme",) else ():
+            for name, part in self._results(r) if r.tiers[-1:] == ("nvme",) else ():
                 nbytes[r.owner, name] = nbytes.get((r.owner, name), 0) + part
         largest: dict[str, int] = {}
         for (owner, _), size in nbytes.items():
@@ -379,7 +422,7 @@ class _Files:
 
     def sum_up(self, label: str, nbytes: int) -> float:
         """How long the host computes for it."""
-        if not self._checksums:
+        if not self._checksums or not nbytes:
             return 0.0
         us = nbytes / self._spec.checksum_bytes_per_us
         self._sim.compute(f"checksums of the {label}", us)
@@ -393,10 +436,13 @@ class _Files:
 
     def land(self, r: ReduceDesc) -> None:
         """A reduction whose results go to files has been waited for."""
+        results = self._results(r)
+        if not results:
+            return
         sim, writing, (size, count) = self._sim, self._writing[r.owner], self._buffers[r.owner]
         link, label = self._spec.nvme_write, f"file of the {r.label}"
         first = True
-        for _, nbytes in _results(r):
+        for _, nbytes in results:
             for at in range(0, nbytes, size):
                 part = min(size, nbytes - at)
                 while len(writing) >= count or (writing and writing[0].done):
@@ -411,11 +457,109 @@ class _Files:
                     writing.append(task)
                 first = False
 
+    def _results(self, r: ReduceDesc) -> list[tuple[str, int]]:
+        """Bytes of this rank's part of each result of a reduction, but for those that an update takes at once."""
+        item = getattr(torch, r.out_dtype).itemsize
+        return [
+            (name, numel * item)
+            for name, numel in zip(r.names, r.chunk_numels, strict=True)
+            if (r.owner, name) not in self._taken
+        ]
 
-def _results(r: ReduceDesc) -> list[tuple[str, int]]:
-    """Bytes of this rank's part of each result of a reduction."""
-    item = getattr(torch, r.out_dtype).itemsize
-    return [(name, numel * item) for name, numel in zip(r.names, r.chunk_numels, strict=True)]
+
+class _Updates:
+    """Which turns of an optimizer may begin when, in one Program (see `overlap.py`)."""
+
+    def __init__(self, turns: Sequence[Turn], program: Program) -> None:
+        self.left = list(turns)
+        self.taken = frozenset(key for turn in turns for key in turn.names)
+        self._read = last_reads(program) if turns else {}
+        self._final: set[tuple[str, str]] = set()
+
+    def landed(self, r: ReduceDesc, at: int) -> list[Turn]:
+        """Those that the reduction ``r`` was the last to hold up; it is waited for by instruction ``at``."""
+        if r.tile is None or r.tile.last:
+            self._final |= {(r.owner, n) for n in r.names if self._read.get((r.owner, n), -1) < at}
+        ready = [turn for turn in self.left if turn.names <= self._final]
+        self.left = [turn for turn in self.left if not turn.names <= self._final]
+        return ready
+
+
+class _Stream:
+    """What `runtime/streaming.py` does, line by line: its buffers, and when the host waits for which transfer."""
+
+    def __init__(self, sim: _Simulator, files: _Files, spec: HardwareSpec) -> None:
+        self._sim, self._files, self._spec, self._free = sim, files, spec, BUFFERS
+        self._waiting: deque[Turn] = deque()
+        self._reading: deque[tuple[Turn, _Task | None]] = deque()
+        self._writing: deque[tuple[bool, _Task | None]] = deque()
+
+    def feed(self, turn: Turn) -> None:
+        self._waiting.append(turn)
+        self._start()
+        while self._reading and _done(self._reading[0][1]):
+            self._turn()
+
+    def admit(self) -> None:
+        """Wait until all that was fed has a buffer."""
+        while self._waiting:
+            self._start()
+            if self._reading:
+                self._turn()
+            elif self._waiting:
+                self._recycle()
+
+    def drain(self) -> None:
+        while self._waiting or self._reading:
+            self._start()
+            if self._reading:
+                self._turn()
+            else:
+                self._recycle()
+        while self._writing:
+            self._recycle()
+
+    def _start(self) -> None:
+        while self._writing and _done(self._writing[0][1]):
+            self._recycle()
+        while self._waiting and (not _buffered(self._waiting[0]) or self._free):
+            turn = self._waiting.popleft()
+            self._free -= _buffered(turn)
+            self._reading.append((turn, self._move(READ, f"file of the {turn.label}", turn.read_bytes)))
+
+    def _turn(self) -> None:
+        turn, read = self._reading.popleft()
+        self._sim.wait(read)
+        self._files.check(read)
+        copy = f"copy of the {turn.label}"
+        self._sim.wait(self._move(HOST, copy, turn.copied_bytes))
+        self._sim.compute(turn.label, turn.us)
+        self._sim.wait(self._move(HOST, copy, turn.copied_bytes))
+        label = f"file of the {turn.label}"
+        self._files.sum_up(label, turn.written_bytes)
+        self._writing.append((_buffered(turn), self._move(WRITE, label, turn.written_bytes)))
+        self._start()
+
+    def _recycle(self) -> None:
+        buffered, write = self._writing.popleft()
+        self._sim.wait(write)
+        self._free += buffered
+
+    def _move(self, lane: str, label: str, nbytes: int) -> _Task | None:
+        read, write = self._spec.links("host" if lane == HOST else "nvme")
+        return (
+            self._sim.start(lane, label, (write if lane == WRITE else read).us(nbytes), nbytes)
+            if nbytes
+            else None
+        )
+
+
+def _buffered(turn: Turn) -> bool:
+    return bool(turn.read_bytes or turn.written_bytes)
+
+
+def _done(task: _Task | None) -> bool:
+    return task is None or task.done
 
 
 class _Simulator:

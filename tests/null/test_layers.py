@@ -79,6 +79,7 @@ RANKS = {
     "broken": 4,
     "budget": 7,
     "simulate": 7,
+    "stepping": TOP,
     "runtime": 8,
     "runtime._aio": 0,
     "runtime.aio": 2,

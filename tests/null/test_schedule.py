@@ -10,22 +10,20 @@ import re
 import pytest
 import torch
 from machines import machine
+from null.instructions import gather_of, program_of, reduce_of, spec_of
 from torch import nn
 
 from zero_compiler import schedule
 from zero_compiler.files import write_buffers
-from zero_compiler.hardware import HardwareSpec, Link, PythonTime, load
+from zero_compiler.hardware import PythonTime, load
 from zero_compiler.planning import plan, report
 from zero_compiler.prefetch import phase_us
 from zero_compiler.program import (
     Compute,
     Fetch,
     Gather,
-    GatherDesc,
     Hop,
-    Program,
     Reduce,
-    ReduceDesc,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -180,32 +178,6 @@ def test_a_choice_means_the_same_on_every_rank():
 
 
 # The simulation, by hand -----------------------------------------------------------------------------------
-
-
-def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0, **fields) -> HardwareSpec:
-    """Links of 2 us and 100 bytes/us between ranks, 5 us and 50 bytes/us from files, 10 us and 20 bytes/us to them."""
-    spec = HardwareSpec.from_dict(machine(latency_us, bytes_per_us))
-    return dataclasses.replace(
-        spec, shared=tuple(shared), nvme_read=Link(5.0, 50.0), nvme_write=Link(10.0, 20.0), **fields
-    )
-
-
-def gather_of(*numels: int, **fields) -> GatherDesc:
-    names = tuple(f"w{i}" for i in range(len(numels)))
-    shapes = tuple((2 * n,) for n in numels)
-    return GatherDesc("m", names, shapes, numels, "float32", False, (0,) * len(numels), -1, "u", **fields)
-
-
-def reduce_of(*numels: int, replicated: bool = False, **fields) -> ReduceDesc:
-    names = tuple(f"w{i}" for i in range(len(numels)))
-    shapes = tuple((n if replicated else 2 * n,) for n in numels)
-    return ReduceDesc("m", names, shapes, numels, "float32", "float32", replicated, -1, "u", **fields)
-
-
-def program_of(instrs, gathers=(), reduces=(), segment_us=()) -> Program:
-    return Program(
-        "forward", 0, 0, list(instrs), [], list(gathers), list(reduces), [], 0, segment_us=list(segment_us)
-    )
 
 
 CORES = [("compute", "device-device")]

@@ -173,6 +173,8 @@ class Tiling:
         us: time of all products in it on the machine of the plan, at hints; 0 where that is not asked for.
         columns: how the rows of a weight run through it; None where it needs its weights whole.
         whole: why it needs the weight whole, where it is larger than what is to be gathered at once; a clause.
+        why: what tiles of this size are for, in words.
+        asked: how many tiles that makes; a memory budget may make more of them.
     """
 
     graph: fx.Graph
@@ -186,6 +188,8 @@ class Tiling:
     us: float = 0.0
     columns: Columns | None = None
     whole: str = ""
+    why: str = ""
+    asked: int = 0
 
     @property
     def tile(self) -> int:

@@ -1,0 +1,152 @@
+"""What the optimizer's step adds to a plan: the turns that it takes, and when they run.
+
+Where a ``zero.optimizer`` has been made these are its own units. Where not, and something that an update needs rests
+off the device, they are those that Adam would have: the plan says that it assumes so. A plain torch optimizer over
+what lies on the device is eager code, and no part of a plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .hardware import HardwareSpec
+from .optimizer import batches_of, tier_of
+from .placing import ASSUMED_STATE_BYTES
+from .policy import Policy, local_of
+from .program import Program, few
+from .report import Frame, Update
+from .simulate import Timeline, Turn, simulate
+from .updates import Entry, Piece
+
+_STATE_BYTES = (4,) * (ASSUMED_STATE_BYTES // 4)  # of an element of each state, before there is an optimizer
+
+
+def stepped(policies: Sequence[Policy], frames: Sequence[Frame]) -> tuple[list[Frame], Update | None]:
+    """The frames with the updates that run while their backward does, and the update that follows."""
+    early, late, what = _turns(policies)
+    if not early and not late:
+        return list(frames), None
+    reduced = [_reduced(f) for f in frames]
+    shared = {key for key, n in Counter(key for keys in reduced for key in keys).items() if n > 1}
+    out, count = [], 0
+    for frame, keys in zip(frames, reduced, strict=True):
+        # Not a weight of two frames: which of them is through with it is only known when they run.
+        mine = [turn for turn in early if turn.names <= keys - shared]
+        if mine:
+            early = [turn for turn in early if turn not in mine]
+            count += len(mine)
+            timeline = _timeline(policies[0], frame.programs["backward"], mine, frame)
+            frame = replace(frame, timelines={**frame.timelines, "backward": timeline})
+        out.append(frame)
+    rest = [*early, *late]  # at the end of backward, or behind it
+    step = Program("update", 0, 0, [], [], [], [], [], 0)
+    return out, Update(what, count, len(rest), _timeline(policies[0], step, rest))
+
+
+def _reduced(frame: Frame) -> set[tuple[str, str]]:
+    program = frame.programs.get("backward")
+    return {(r.owner, name) for r in program.reduces for name in r.names} if program is not None else set()
+
+
+def _timeline(
+    policy: Policy, program: Program, turns: Sequence[Turn], frame: Frame | None = None
+) -> Timeline:
+    return simulate(
+        program,
+        policy.hardware,
+        policy.group.world,
+        checksums=policy.config.nvme_checksums,
+        params=None if frame is None else len(frame.params),
+        turns=turns,
+    )
+
+
+def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
+    """Turns that run as soon as gradients are final, those that run in ``step()``, and what they are known from."""
+    keys = {
+        id(param): (policy, name)
+        for policy in policies
+        for name in policy.params
+        if (param := policy.find(name)) is not None and param.requires_grad
+    }
+    early: list[Turn] = []
+    late: list[Turn] = []
+    told: dict[str, None] = {}
+    known = {id(o): o for policy in policies for o in policy.optimizers.values()}
+    for optimizer in known.values():
+        for unit in optimizer.units:
+            turn = _turn(
+                unit.pieces, keys, [d.itemsize for d in unit.states.tensors.values()], optimizer.early
+            )
+            if turn is not None:
+                (early if optimizer.early else late).append(turn)
+        told[
+            f"{optimizer.cls.__name__} of zero.optimizer" + (", overlap=True" if optimizer.early else "")
+        ] = None
+    entries = [
+        _assumed(policy, name, param)
+        for policy in policies
+        for name in policy.params
+        if name not in policy.optimizers and id(param := policy.find(name)) in keys
+    ]
+    assumed = [
+        turn
+        for batch in batches_of(entries, True)
+        if (turn := _turn(batch, keys, _STATE_BYTES, False)) is not None
+    ]
+    away = any(policy.on_host(name) for policy in policies for name in policy.params)
+    if away or any(t.read_bytes or t.written_bytes or t.copied_bytes for t in assumed):
+        late += assumed
+        told["assumed: Adam of zero.optimizer, two fp32 states a parameter, overlap=False"] = None
+    return early, late, "; ".join(told)
+
+
+def _assumed(policy: Policy, name: str, param: Any) -> Entry:
+    """A parameter as an optimizer would take it that keeps two states."""
+    tier = tier_of({}, policy, name)
+    item = policy.params[name].layout.dtype.itemsize
+    streamed = {kind: item for kind in ("params", "grads") if policy.placed.tier(kind, name) == "nvme"}
+    if tier != "none":
+        streamed |= {f"state {k}": n for k, n in enumerate(_STATE_BYTES)}
+    return Entry(param, name, tier, {}, streamed)
+
+
+def _turn(
+    pieces: Iterable[Piece], keys: dict[int, tuple[Policy, str]], state_bytes: Sequence[int], early: bool
+) -> Turn | None:
+    """What updating ``pieces`` at once moves and computes."""
+    names: dict[tuple[str, str], None] = {}
+    us = read = written = copied = 0.0
+    for piece in pieces:
+        entry = piece.entry
+        if id(entry.param) not in keys:
+            continue  # of no sharded model, or frozen
+        policy, name = keys[id(entry.param)]
+        names[policy.key, name] = None
+        local = local_of(entry.param)
+        numel, item = piece.rows(local).numel(), local.element_size()
+        states = sum(state_bytes)
+        param = item * (policy.placed.tier("params", name) == "nvme")
+        # Early gradients go to the update as they are reduced, and to no file.
+        grad = item * (policy.placed.tier("grads", name) == "nvme" and not early)
+        in_files = states * (entry.tier == "nvme")
+        read += numel * (param + grad + in_files)
+        written += numel * (param + in_files)
+        copied += numel * states * (policy.apart and entry.tier != "none" and not policy.on_host(name))
+        us += numel * (3 * item + 2 * states) / _memory(policy.hardware, policy.on_host(name))
+        kernel_us = policy.hardware.kernel_us
+    if not names:
+        return None
+    label = f"update of {few(tuple(name for _, name in names))}"
+    return Turn(label, frozenset(names), us + kernel_us, int(read), int(written), int(copied))
+
+
+def _memory(spec: HardwareSpec, on_host: bool) -> float:
+    """Bytes a microsecond of the memory in which an update runs. That of an accelerator's host is not in a spec: it is
+    taken to be as fast as the link that ends there."""
+    return (
+        min(spec.memory_bytes_per_us, spec.host_device.bytes_per_us) if on_host else spec.memory_bytes_per_us
+    )
