@@ -471,17 +471,34 @@ class _Updates:
     """Which turns of an optimizer may begin when, in one Program (see `overlap.py`)."""
 
     def __init__(self, turns: Sequence[Turn], program: Program) -> None:
-        self.left = list(turns)
-        self.taken = frozenset(key for turn in turns for key in turn.names)
+        self._turns = turns
+        self._missing = [set(turn.names) for turn in turns]  # gradients that are not final yet
+        self._of: dict[tuple[str, str], list[int]] = {}
+        for i, turn in enumerate(turns):
+            for key in turn.names:
+                self._of.setdefault(key, []).append(i)
         self._read = last_reads(program) if turns else {}
-        self._final: set[tuple[str, str]] = set()
+
+    @property
+    def taken(self) -> Collection[tuple[str, str]]:
+        """Gradients that go to an update, and nowhere else."""
+        return self._of.keys()
+
+    @property
+    def left(self) -> list[Turn]:
+        """Those that nothing has let begin so far."""
+        return [turn for turn, missing in zip(self._turns, self._missing, strict=True) if missing]
 
     def landed(self, r: ReduceDesc, at: int) -> list[Turn]:
         """Those that the reduction ``r`` was the last to hold up; it is waited for by instruction ``at``."""
+        ready = []
         if r.tile is None or r.tile.last:
-            self._final |= {(r.owner, n) for n in r.names if self._read.get((r.owner, n), -1) < at}
-        ready = [turn for turn in self.left if turn.names <= self._final]
-        self.left = [turn for turn in self.left if not turn.names <= self._final]
+            final = [(r.owner, n) for n in r.names if self._read.get((r.owner, n), -1) < at]
+            for i in sorted({i for key in final for i in self._of.get(key, ())}):
+                if self._missing[i]:
+                    self._missing[i].difference_update(final)
+                    if not self._missing[i]:
+                        ready.append(self._turns[i])
         return ready
 
 

@@ -34,9 +34,10 @@ def stepped(policies: Sequence[Policy], frames: Sequence[Frame]) -> tuple[list[F
     out, count = [], 0
     for frame, keys in zip(frames, reduced, strict=True):
         # Not a weight of two frames: which of them is through with it is only known when they run.
-        mine = [turn for turn in early if turn.names <= keys - shared]
+        own = keys - shared
+        mine = [turn for turn in early if turn.names <= own]
         if mine:
-            early = [turn for turn in early if turn not in mine]
+            early = [turn for turn in early if not turn.names <= own]
             count += len(mine)
             timeline = _timeline(policies[0], frame.programs["backward"], mine, frame)
             frame = replace(frame, timelines={**frame.timelines, "backward": timeline})
