@@ -50,8 +50,8 @@ def optimizer(
     Args:
         cls: an elementwise optimizer: SGD, Adam, AdamW, Adagrad, RMSprop, or a class of your own.
         model_or_params_or_groups: a model (plain, sharded or compiled), parameters, or parameter groups.
-        overlap: update each parameter when its gradient is there, while backward still runs; ``step()`` does what
-            is left. Between backward and ``step()`` ``.grad`` cannot be read.
+        overlap: update each parameter when its gradient is there, while backward still runs. Between backward and
+            ``step()`` ``.grad`` cannot be read.
         max_grad_norm: clip the norm of all gradients first, as ``torch.nn.utils.clip_grad_norm_`` does; the norm
             is then in ``grad_norm``.
         kw: arguments of ``cls``.
@@ -280,12 +280,20 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
     @torch.no_grad()
     def feed(self, unit: Unit) -> None:
-        """Begin the update of a unit whose gradients are final (``overlap=True``); ``step()`` completes it."""
+        """Begin the update of a unit whose gradients are final (``overlap=True``)."""
         with self._whole():
             job = unit.job(self.state, self)
             if job is not None:
                 self._ready().feed(job)
                 self._ready().admit()  # gradients that wait for a buffer would pile up where the disk is slower
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """End what was fed, at the end of a backward: until ``step()`` parameters and states are the caller's, who may
+        read them, load others or add a group."""
+        with self._whole():
+            if self._stream is not None:
+                self._stream.drain()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -317,7 +325,6 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     def _run(self, units: Iterable[Unit], factor: torch.Tensor | None, begin: bool = False) -> None:
         with self._whole():
             stream = self._ready()
-            stream.drain()  # what was fed while backward ran
             for unit in units:
                 job = unit.job(self.state, self, factor, begin)
                 if job is not None:
@@ -383,6 +390,9 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     # States ------------------------------------------------------------------------------------------------
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        broken = self._broken is not None or (self._overlap is not None and self._overlap.broke_off)
+        if broken and self._stream is not None:
+            self._stream.forget()  # what a backward had begun would write over what is loaded
         super().__setstate__(state)
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
         for unit in self._units:  # load_state_dict makes new groups
@@ -391,7 +401,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 for piece in unit.pieces:
                     piece.entry.given = None
                     piece.entry.settle(self.state.get(piece.entry.param, {}), unit.states.tensors)
-        if self._broken is not None and self._overlap is not None:
+        if broken and self._overlap is not None:
             self._overlap.finish()  # what was used up belongs to the step that broke off
         self._broken = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,11 +164,20 @@ class Overlap:
         """Begin the update of ``unit``. An error waits for the end of the backward: raised here, it would leave peers
         alone in the collectives that are still to come."""
         self._partly = True
+        self._guarded(lambda: optimizer.feed(unit))
+
+    def _guarded(self, update: Callable[[], None]) -> None:
+        """A part of the updates, unless one before it failed; how it fails is for the end of the backward."""
         if self._failed is None:
             try:
-                optimizer.feed(unit)
+                update()
             except Exception as error:
                 self._failed = error
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether a backward ended, by an error or Ctrl-C, after some of its updates, and nobody was told yet."""
+        return self._partly
 
     def check_ended(self) -> None:
         """No backward broke off after some of its updates, by an error or Ctrl-C.
@@ -176,7 +185,7 @@ class Overlap:
         Raises:
             OptimizerError: one did.
         """
-        if (optimizer := self._optimizer()) is not None and self._partly:
+        if (optimizer := self._optimizer()) is not None and self.broke_off:
             self._partly = False
             optimizer.break_off("a backward with overlap=True broke off after some of its updates")
 
@@ -201,6 +210,7 @@ class Overlap:
         for unit in self._units:
             if self._missing.pop(id(unit), None) is not None:
                 self._feed(optimizer, unit)
+        self._guarded(optimizer.complete)
         self._partly = False
         failed, self._failed = self._failed, None
         if failed is not None:

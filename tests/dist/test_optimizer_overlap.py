@@ -217,3 +217,67 @@ def test_two_overlaps_at_once_are_refused(tmp_path):
     first.step()
     second.step()
     assert not torch.equal(local(model.last.weight), before)
+
+
+@pytest.fixture
+def slow_files(monkeypatch):
+    """Nothing is read before somebody waits for it."""
+    real = streaming._Turn.done
+    monkeypatch.setattr(streaming._Turn, "done", lambda turn: turn.job is None and real(turn))
+
+
+def test_what_is_loaded_after_a_backward_is_not_written_over(slow_files, tmp_path):
+    want, model = made(), made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
+    plain, optimizer = O.AdamW(want.parameters()), zero.optimizer(O.AdamW, model, overlap=True)
+    for m, o in ((want, plain), (model, optimizer)):
+        steps(m, o, 2, schedule=False)
+        saved = copy.deepcopy((m.state_dict(), o.state_dict()))
+        m(torch.ones(2, 64)).sum().backward()  # and the loop finds that it was not to be
+        m.load_state_dict(saved[0])
+        o.load_state_dict(saved[1])
+        o.zero_grad()
+        steps(m, o, 3, begin=2, schedule=False)
+    assert_same(model, optimizer, want, plain)
+
+
+def test_a_group_of_larger_units_may_come_between_backward_and_step(monkeypatch, tmp_path):
+    # Of the weight that is there, the first piece is updated in the backward, and the second waits for its file.
+    real = streaming._Turn.done
+    monkeypatch.setattr(
+        streaming._Turn, "done", lambda t: t.job is None or (t.job.writes[0].offset == 0 and real(t))
+    )
+    want, model = made(), made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
+    plain = O.AdamW([want.first.weight])
+    optimizer = zero.optimizer(O.AdamW, [model.first.weight], overlap=True)
+    assert len(optimizer.units) > 1
+    for m, o in ((want, plain), (model, optimizer)):
+        steps(m, o, 2, schedule=False)
+        m.zero_grad()
+        m(torch.ones(2, 64)).sum().backward()
+        monkeypatch.setattr(MODULE, "UNIT_BYTES", 64 << 10)
+        o.add_param_group({"params": [m.scale, m.last.weight, m.last.bias, m.first.bias]})
+        o.step()
+        m.zero_grad()
+        monkeypatch.setattr(MODULE, "UNIT_BYTES", 16 << 10)
+    assert_same(model, optimizer, want, plain)
+
+
+def test_a_checkpoint_is_the_way_on_after_a_backward_that_broke_off(slow_files, tmp_path):
+    def stop(grad):
+        raise ValueError("the user's")
+
+    want, model = made(), made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
+    plain, optimizer = O.AdamW(want.parameters()), zero.optimizer(O.AdamW, model, overlap=True)
+    for m, o in ((want, plain), (model, optimizer)):
+        steps(m, o, 2, schedule=False)
+        saved = copy.deepcopy((m.state_dict(), o.state_dict()))
+        x = torch.ones(2, 64, requires_grad=True)
+        y = x * 2
+        y.register_hook(stop)
+        with pytest.raises(ValueError, match="the user's"):
+            torch.compile(m, backend="zero", options={"compute": "aten"})(y).sum().backward()
+        m.load_state_dict(saved[0])
+        o.load_state_dict(saved[1])
+        o.zero_grad()
+        steps(m, o, 3, begin=2, schedule=False)
+    assert_same(model, optimizer, want, plain)
