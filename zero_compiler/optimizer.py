@@ -27,7 +27,7 @@ from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
 from .runtime.streaming import BUFFERS, Stream
 from .telling import Telling, groups_of, tells
-from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of
+from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, whole_blocks
 
 # A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
 # write, which nothing overlaps, are a small part of a step.
@@ -182,11 +182,50 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             for batch in batches_of(alike, self._overlap is not None or not group.get("fused"))
         ]
         self._units += new
-        self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._units), default=0)
+        self._measure()
         if any(unit.states.eager for unit in new):
             self._begin([unit for unit in new if unit.states.eager])
         if self._overlap is not None:
             self._overlap.watch(new)
+
+    def place_found(self) -> None:
+        """Give states a place that there were not when the optimizer was made.
+
+        Raises:
+            StorageError: no room; they stay in memory then.
+        """
+        found = [(unit, *f) for unit in self._units for f in unit.found(self.state)]
+        if not found:
+            return
+        # A group has one set of options, and a scalar does not tell which of its states are of its shape.
+        tensors: dict[int, dict[str, torch.dtype]] = {}
+        for unit, _, key, dtype in found:
+            tensors.setdefault(id(unit.group), {})[key] = dtype
+        for unit in self._units:
+            unit.keep(tensors.get(id(unit.group), {}))
+        owners = _owners()
+        needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        streamed = []
+        for _, piece, key, dtype in found:
+            entry = piece.entry
+            policy, name = owners.get(id(entry.param), (None, ""))
+            if policy is None or not (piece.whole or piece.start == 0):
+                continue
+            nbytes, rests = self._held[policy.key, name]
+            self._held[policy.key, name] = nbytes + local_of(entry.param).numel() * dtype.itemsize, rests
+            policy.taken += 1
+            if entry.tier == "nvme" and local_of(entry.param).numel():
+                needs.setdefault(policy, []).append((entry, key, dtype))
+            if entry.tier != "none" and whole_blocks(piece, dtype):
+                streamed.append((entry, key, dtype))
+        for policy, wanted in needs.items():
+            self._allocate(policy, wanted)
+        for entry, key, dtype in streamed:
+            entry.streamed[key] = dtype.itemsize
+        self._measure()
+
+    def _measure(self) -> None:
+        self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._units), default=0)
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -267,6 +306,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 loss = closure()
         self.check_whole()
         self._check_current()
+        self.place_found()
         if self._overlap is not None:
             self._overlap.check_ended()
         for group in self.param_groups:
@@ -397,6 +437,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
         for unit in self._units:  # load_state_dict makes new groups
             unit.group = groups[id(unit.pieces[0].entry.param)]
+        self.place_found()
+        for unit in self._units:
             with torch.no_grad():
                 for piece in unit.pieces:
                     piece.entry.given = None

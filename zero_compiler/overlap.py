@@ -119,6 +119,8 @@ class Overlap:
                 optimizer.check_whole()
             raise grads.used_up()
         self._task, self._failed = task, None
+        if (optimizer := self._optimizer()) is not None:
+            self._guarded(optimizer.place_found)
         self._apart.close()  # of a backward that broke off
         if (
             self._first

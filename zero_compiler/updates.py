@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ class Entry:
     Args:
         tier: "none" (the parameter's device), "host" or "nvme".
         regions: of each state in a file, by key.
-        streamed: bytes per element of each operand that passes through a buffer or a copy, by role or key.
+        streamed: bytes per element of each operand that passes through a buffer or a copy, by role or key. A state in a
+            file that is not among them is used through the mapping.
         fresh: states at rest of a parameter whose first update is under way.
         given: a gradient that is taken out of ``.grad`` for the update that is under way.
     """
@@ -131,6 +133,11 @@ class Piece:
         return sum(blocks(numel * item) for item in self.entry.streamed.values())
 
 
+def whole_blocks(piece: Piece, dtype: torch.dtype) -> bool:
+    """Whether pieces like this first one of a parameter begin at whole blocks in a file of ``dtype``."""
+    return piece.whole or piece.rows(local_of(piece.entry.param)).numel() * dtype.itemsize % BLOCK_BYTES == 0
+
+
 def pieces_of(entry: Entry, limit_bytes: int) -> Iterator[Piece]:
     """``entry`` in pieces of about ``limit_bytes`` of what is streamed. Pieces of a file begin at whole blocks."""
     local = local_of(entry.param)
@@ -176,6 +183,7 @@ class _Part:
     grad: _Operand | None
     states: dict[str, _Operand]
     small: dict[str, Any] | None
+    held: frozenset[str] = frozenset()  # states that there are, and not only a place for them
 
 
 @dataclass
@@ -196,6 +204,26 @@ class Unit:
     @property
     def params(self) -> list[Any]:
         return [p.entry.param for p in self.pieces]
+
+    def found(self, state: Mapping[Any, dict[str, Any]]) -> list[tuple[Piece, str, torch.dtype]]:
+        """States without a place, which the class did not keep when it was tried: an option of the group that changed
+        brings them, or a ``state_dict``."""
+        out = []
+        for piece in self.pieces:
+            entry = piece.entry
+            local = local_of(entry.param)
+            for key, value in state.get(entry.param, {}).items():
+                known = key in self.states.tensors
+                if known and (key in entry.regions or entry.tier != "nvme" or not local.numel()):
+                    continue
+                whole = isinstance(value, DTensor) and value.shape == entry.param.shape
+                if whole or like_rows(value, local):
+                    out.append((piece, key, value.dtype))
+        return out
+
+    def keep(self, tensors: Mapping[str, torch.dtype]) -> None:
+        """The class keeps these states as well from here on."""
+        self.states = dataclasses.replace(self.states, tensors={**tensors, **self.states.tensors})
 
     def job(
         self,
@@ -219,31 +247,29 @@ class Unit:
             if p.whole or p.start == 0:
                 p.entry.settle(state.get(p.entry.param, {}), self.states.tensors)
         layout = _Buffer()
-        known = [bool(state.get(p.entry.param)) for p in active]
-        tensors = [
-            self._states(p, state.get(p.entry.param, {}), has, layout)
-            for p, has in zip(active, known, strict=True)
-        ]
+        tensors = [self._states(p, state.get(p.entry.param, {}), layout) for p in active]
         params = [layout.place(p, local_of(p.entry.param), True, True) for p in active]
         given = [
             layout.place(p, grad, True, False) if (grad := p.entry.grad) is not None and not begin else None
             for p in active
         ]
         parts = [
-            _Part(p, param, grad, states, self._small(p, state[p.entry.param]) if has else None)
-            for p, has, param, grad, states in zip(active, known, params, given, tensors, strict=True)
+            _Part(p, param, grad, states, self._small(p, held), _tensors(held))
+            if (held := state.get(p.entry.param))
+            else _Part(p, param, grad, states, None)
+            for p, param, grad, states in zip(active, params, given, tensors, strict=True)
         ]
         return Job(
             layout.end, layout.reads, layout.writes, lambda b: self._run(parts, b, state, done, factor, begin)
         )
 
-    def _states(
-        self, piece: Piece, state: Mapping[str, Any], known: bool, layout: _Buffer
-    ) -> dict[str, _Operand]:
+    def _states(self, piece: Piece, state: Mapping[str, Any], layout: _Buffer) -> dict[str, _Operand]:
         out = {}
         for key in self.states.tensors:
             region, value = piece.entry.regions.get(key), state.get(key)
-            if region is not None:
+            if region is not None and key not in piece.entry.streamed:
+                out[key] = _Operand(piece.rows(region.tensor))
+            elif region is not None:
                 out[key] = layout.place(piece, region.tensor, isinstance(value, torch.Tensor), True)
             elif isinstance(value, torch.Tensor):
                 out[key] = _Operand(piece.rows(local_of(value)))
@@ -286,7 +312,11 @@ class Unit:
                 step_of(self.cls)(inner)
             done.options(
                 self.group,
-                {k: v for k, v in inner.param_groups[0].items() if k in given and v is not given[k]},
+                {
+                    k: v
+                    for k, v in options_of(inner.param_groups[0]).items()
+                    if k not in given or v is not given[k]
+                },
             )
         for part, param, at in zip(parts, params, staged, strict=True):
             if param.data_ptr() != at.data_ptr():
@@ -321,7 +351,7 @@ class Unit:
                 continue
             inner.state[param] = {**part.small}
             for key, operand in part.states.items():
-                if key not in part.small:
+                if key in part.held:
                     inner.state[param][key] = operand.source(buffer).to(param.device, non_blocking=True)
 
     def _take(
@@ -336,7 +366,10 @@ class Unit:
         piece, entry = part.piece, part.piece.entry
         out: dict[str, Any] = {}
         for key, value in made.items():
-            if key not in self.states.tensors or not isinstance(value, torch.Tensor):
+            # Of a state that the class did not keep before (``found``) each piece has its rows, too.
+            if not isinstance(value, torch.Tensor) or not (
+                key in self.states.tensors or like_rows(value, piece.rows(local_of(entry.param)))
+            ):
                 out[key] = value
                 continue
             operand = part.states.get(key)
@@ -357,8 +390,11 @@ class Unit:
             kept = state[entry.param]
             for key, value in out.items():
                 now = kept.get(key)
-                if isinstance(value, torch.Tensor) and key in self.states.tensors:
-                    if isinstance(now, torch.Tensor) and local_of(now).data_ptr() == value.data_ptr():
+                if isinstance(value, torch.Tensor) and (
+                    key in self.states.tensors or like_rows(value, local_of(entry.param))
+                ):
+                    same = isinstance(now, torch.Tensor) and local_of(now).data_ptr() == value.data_ptr()
+                    if same and isinstance(now, DTensor) is isinstance(entry.param, DTensor):
                         continue
                     local, value = value, like(entry.param, value)
                     watch(value, local)
@@ -366,6 +402,15 @@ class Unit:
         if piece.last:
             entry.given = None
             done.param(entry.param)
+
+
+def like_rows(value: Any, rows: torch.Tensor) -> bool:
+    """Whether ``value`` is a state of each element of ``rows``, by its shape."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == rows.shape
+
+
+def _tensors(state: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor))
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:

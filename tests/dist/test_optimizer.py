@@ -152,6 +152,90 @@ def test_states_are_read_and_written_through_their_handles(tmp_path):
     assert_same(model, optimizer, want, plain)
 
 
+class Late(O.Optimizer):
+    """Begins to keep a state of another type when it is told."""
+
+    def __init__(self, params, lr=1e-3, late=0.0):
+        super().__init__(params, {"lr": lr, "late": late})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if "sum" not in state:
+                    state["sum"] = torch.zeros_like(p)
+                state["sum"].add_(p.grad)
+                if group["late"] and "late" not in state:
+                    state["late"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                if group["late"]:
+                    state["late"].mul_(group["late"]).add_(p.grad)
+                    p.add_(state["late"], alpha=-group["lr"])
+                p.add_(state["sum"], alpha=-group["lr"])
+
+
+# The class, what it is made with here, what it begins with or is loaded with, and the option that changes then.
+LATER = {
+    "an option": (O.SGD, {"lr": 0.1}, {"lr": 0.1}, ("momentum", 0.9)),
+    "an option, and half blocks": (Late, {}, {}, ("late", 0.5)),
+    "a checkpoint with more": (O.AdamW, {}, {"amsgrad": True}, None),
+    "a checkpoint with other ones": (O.SGD, {"lr": 0.1}, {"lr": 0.1, "momentum": 0.9}, None),
+    "a checkpoint with fewer": (O.AdamW, {"amsgrad": True}, {}, None),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("brought", LATER)
+def test_states_that_come_later(brought, tier, overlap, tmp_path, monkeypatch):
+    cls, kw, theirs, change = LATER[brought]
+    monkeypatch.setattr(MODULE, "UNIT_BYTES", 4 << 10)
+    want, model = made(), made(offload_optimizer=tier, offload_grads="nvme", nvme_dir=str(tmp_path))
+    plain, optimizer = cls(want.parameters(), **theirs), zero.optimizer(cls, model, overlap=overlap, **kw)
+    steps(want, plain, 2, schedule=False)
+    if change is None:
+        model.load_state_dict(copy.deepcopy(want.state_dict()))
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    else:
+        steps(model, optimizer, 2, schedule=False)
+        for o in (plain, optimizer):
+            o.param_groups[0][change[0]] = change[1]
+    steps(want, plain, 3, begin=2, schedule=False)
+    steps(model, optimizer, 3, begin=2, schedule=False)
+    assert_same(model, optimizer, want, plain)
+    held = [v for v in optimizer.state[model.first.weight].values() if v.dim()]
+    assert all((region_of(local(v)) is not None) == (tier == "nvme") for v in held)
+    assert any(not p.whole for u in optimizer.units for p in u.pieces)
+
+
+class Counted(O.Optimizer):
+    """Counts its steps in the group, under a key that nobody gave."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.add_(p.grad, alpha=-group["lr"] / group["count"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_class_adds_to_a_group_is_of_the_state_dict(overlap, tmp_path):
+    want, model = made(), made(offload_grads="nvme", nvme_dir=str(tmp_path))
+    plain, optimizer = Counted(want.parameters()), zero.optimizer(Counted, model, overlap=overlap)
+    steps(want, plain, 2, schedule=False)
+    steps(model, optimizer, 2, schedule=False)
+    again = zero.optimizer(Counted, made(), overlap=overlap)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[0]["count"] == 2
+    steps(want, plain, 2, begin=2, schedule=False)
+    steps(model, optimizer, 2, begin=2, schedule=False)
+    assert_same(model, optimizer, want, plain)
+
+
 def test_hooks_run_once_around_a_step_and_a_closure_is_called(tmp_path):
     model = made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
     optimizer = zero.optimizer(O.AdamW, model)
