@@ -241,10 +241,14 @@ class Engine:
         Raises:
             StorageError: names the file and the reason; a file that could not be made whole is removed.
         """
-        at = os.fspath(path)
+        at, raw = os.fspath(path), os.fsencode(path)
+        # A name need not be UTF-8; a message must be.
+        name = (name or os.fsdecode(path)).encode("utf-8", "backslashreplace").decode()
+        if b"\0" in raw:  # where the kernel would end it
+            raise StorageError(f"{name!r} is no path: it has a NUL", path=at, label=label)
         with _about(at, label):
-            core = self._core.open(at, nbytes, create, direct, label, name)
-        file = File(self, core, at, nbytes, label, name or at, direct)
+            core = self._core.open(raw, nbytes, create, direct, label, name)
+        file = File(self, core, at, nbytes, label, name, direct)
         self._warn_if_not_direct(file)
         return file
 
@@ -371,7 +375,14 @@ def _memory(memory: Any, *, into: bool) -> tuple[int, int, Any]:
                 f"file I/O needs a contiguous tensor on the CPU, not one of shape {tuple(memory.shape)} with layout "
                 f"{memory.layout} on {memory.device}: copy it into aio.buffer() first"
             )
+        if memory.is_conj() or memory.is_neg():
+            raise StorageError(
+                "file I/O moves bytes, and those of this tensor are of another one, whose conjugate or negative it is: "
+                "pass its resolve_conj().resolve_neg()"
+            )
         return memory.data_ptr(), memory.nbytes, memory.untyped_storage()
+    if isinstance(memory, np.ndarray) and memory.dtype.hasobject:
+        raise StorageError("file I/O moves bytes, and this ndarray holds references to Python objects")
     try:
         array = np.frombuffer(memory, dtype=np.uint8)
     except (TypeError, ValueError, BufferError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import tempfile
 import threading
 import time
@@ -307,8 +308,28 @@ def test_requests_that_do_not_fit(io, tmp_path):
         io.read(file, torch.zeros(3).as_subclass(type("Odd", (torch.Tensor,), {})))
     with pytest.raises(StorageError, match="not list"):
         io.write(file, [1, 2])
+    turned = torch.ones(4, dtype=torch.complex64).conj()
+    for view in (turned, turned[:1].imag):  # the bytes are those of another tensor
+        with pytest.raises(StorageError, match=r"resolve_conj\(\).resolve_neg\(\)"):
+            io.write(file, view)
+    with pytest.raises(StorageError, match="references to Python objects"):
+        io.read(file, np.array(["a", None], dtype=object))
     with aio.Engine() as other, pytest.raises(StorageError, match="opened by another Engine"):
         other.read(file, bytearray(4))
+
+
+def test_paths_of_any_bytes(io, tmp_path):
+    path = os.path.join(tmp_path, os.fsdecode(b"of \xff"))
+    for at in (path + "a", os.fsencode(path + "b")):
+        file = io.open(at, 10, create=True)
+        io.write(file, b"0123456789").wait()
+        with open(at, "rb") as other:
+            assert other.read() == b"0123456789"
+        with pytest.raises(StorageError, match=r"of \\udcff[ab]' has 10 bytes, expected 20"):
+            io.open(at, 20)
+    with pytest.raises(StorageError, match="it has a NUL"):
+        io.open(f"{tmp_path}/a\0b", 10, create=True)
+    assert not (tmp_path / "a").exists()
 
 
 def test_after_the_end_every_call_says_so_and_nothing_is_made(io, tmp_path):
