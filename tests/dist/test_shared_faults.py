@@ -90,10 +90,17 @@ def interrupted(rank, world):
     """Ctrl-C on a rank that waits for its peer to begin a call."""
     _model, compiled = make("shared")
     loss_of(compiled, batch(rank, 0)).backward()
+    store = torch.distributed.distributed_c10d._get_default_store()
+
+    def interrupt():
+        time.sleep(1.0)  # until this rank waits for the other
+        os.kill(os.getpid(), signal.SIGINT)
+        store.set("interrupted", "")
+
     if rank == 0:
-        time.sleep(2.0)
+        store.wait(["interrupted"])
     else:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt if rank == 1 else RankMismatchError) as error:
         loss_of(compiled, batch(rank, 1)).backward()
