@@ -70,9 +70,10 @@ def main() -> None:
     print(common.machine_text(m), flush=True)
     with tempfile.TemporaryDirectory(prefix="one-layer-", dir=args.directory) as folder:
         keys = ("inputs", "outputs", "rows", "steps", "compute")
-        call = {k: getattr(args, k) for k in keys} | {"folder": folder}
-        call["budget"] = (args.budget_mib or args.limit_mib // 2) * MIB
-        result: dict[str, Any] = {"machine": m, "weight_bytes": weight, "arguments": call}
+        given = {k: getattr(args, k) for k in keys}
+        given["budget"] = (args.budget_mib or args.limit_mib // 2) * MIB
+        call = {**given, "folder": folder}
+        result: dict[str, Any] = {"machine": m, "weight_bytes": weight, "arguments": given}
         for name, bound in (("plain", 0), ("ours", limit)):
             result[name] = run({**call, "name": name, "limit": bound})
             print(f"{name}: {result[name]['s']} s, losses {result[name]['losses']}", flush=True)
