@@ -11,9 +11,7 @@ import torch
 
 from .aio import Engine, Request, buffer
 from .stores import Checked, Span, merged, settle
-
-# One is read, one is updated and one is written; one more so that a slow transfer stops neither of the others.
-BUFFERS = 4
+from .turns import Turns
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class _Turn:
             del self.requests[0]
 
 
-class Stream:
+class Stream(Turns[Job, _Turn]):
     """Runs jobs in the order in which they are fed, through ``count`` buffers of ``nbytes`` each.
 
     Not for two threads at once. After an error or Ctrl-C, which may come between any two lines, nothing is under way
@@ -53,34 +51,28 @@ class Stream:
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
+        super().__init__()
         self.nbytes = nbytes
         self._buffers = [buffer(nbytes) for _ in range(count if nbytes else 0)]
         self._free = deque(self._buffers)
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # that move what was fed
         weakref.finalize(self, _end, self._engines).atexit = False
         self._torn = False  # a call broke off, and what it began may be under way
-        self._waiting: deque[Job] = deque()
-        self._reading: deque[_Turn] = deque()
-        self._writing: deque[_Turn] = deque()
 
     def feed(self, job: Job) -> None:
-        """Take on a job; go on with what needs no waiting."""
-
         def take() -> None:
             for span in (*job.reads, *job.writes):
                 self._engines.add(span.store.engine)
-            self._waiting.append(job)
-            self._advance()
+            fed(job)
 
+        fed = super().feed
         self._guarded(take)
 
     def admit(self) -> None:
-        """Wait until all that was fed has a buffer: what waits for one holds memory of its own."""
-        self._guarded(self._admit)
+        self._guarded(super().admit)
 
     def drain(self) -> None:
-        """Run all that was fed, to the last write."""
-        self._guarded(self._drain)
+        self._guarded(super().drain)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         if self._torn:
@@ -93,58 +85,25 @@ class Stream:
             raise
         self._torn = False
 
-    def _advance(self) -> None:
-        self._start()
-        while self._reading and self._reading[0].done():
-            self._turn()
+    def _has_buffer(self, job: Job) -> bool:
+        return not job.nbytes or bool(self._free)
 
-    def _admit(self) -> None:
-        while self._waiting:
-            self._start()
-            if self._reading:
-                self._turn()
-            elif self._waiting:
-                self._recycle()
+    def _read(self, job: Job) -> None:
+        turn = _Turn(job, self._free.popleft() if job.nbytes else None)
+        self._reading.append(turn)
+        for s in merged(job.reads):
+            assert turn.buffer is not None
+            turn.requests.append(s.store.read(s, turn.buffer))
 
-    def _drain(self) -> None:
-        while self._waiting or self._reading:
-            self._start()
-            if self._reading:
-                self._turn()
-            else:
-                self._recycle()
-        while self._writing:
-            self._recycle()
-
-    def _start(self) -> None:
-        """Start reads for as many jobs as there are free buffers."""
-        while self._writing and self._writing[0].done():
-            self._recycle()
-        while self._waiting and (not self._waiting[0].nbytes or self._free):
-            job = self._waiting.popleft()
-            turn = _Turn(job, self._free.popleft() if job.nbytes else None)
-            self._reading.append(turn)
-            for s in merged(job.reads):
-                assert turn.buffer is not None
-                turn.requests.append(s.store.read(s, turn.buffer))
-
-    def _turn(self) -> None:
-        """Finish the oldest read, compute, and start its writes."""
-        turn = self._reading[0]
-        turn.wait()
+    def _compute(self, turn: _Turn) -> None:
         assert turn.job is not None
         turn.job.run(turn.buffer)
         writes, turn.job = merged(turn.job.writes), None
         for s in writes:
             assert turn.buffer is not None
             turn.requests.append(s.store.write(s, turn.buffer))
-        self._writing.append(self._reading.popleft())
-        self._start()
 
-    def _recycle(self) -> None:
-        turn = self._writing[0]
-        turn.wait()
-        self._writing.popleft()
+    def _give_back(self, turn: _Turn) -> None:
         if turn.buffer is not None:
             self._free.append(turn.buffer)
 

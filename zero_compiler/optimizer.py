@@ -25,7 +25,8 @@ from .group import Group
 from .ir import ops
 from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
-from .runtime.streaming import BUFFERS, Stream
+from .runtime.streaming import Stream
+from .runtime.turns import BUFFERS
 from .telling import Telling, groups_of, tells
 from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, whole_blocks
 

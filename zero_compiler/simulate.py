@@ -46,7 +46,7 @@ from .program import (
     Write,
     last_reads,
 )
-from .runtime.streaming import BUFFERS
+from .runtime.turns import BUFFERS, Turns
 
 COMPUTE, LINK, READ, WRITE, HOST = LANES
 PYTHON = "python"  # no transfers: the host's time around a Program
@@ -200,6 +200,11 @@ class Turn:
     read_bytes: int = 0
     written_bytes: int = 0
     copied_bytes: int = 0
+
+    @property
+    def buffered(self) -> bool:
+        """Whether it needs a buffer."""
+        return bool(self.read_bytes or self.written_bytes)
 
 
 @dataclass
@@ -502,81 +507,54 @@ class _Updates:
         return ready
 
 
-class _Stream:
-    """What `runtime/streaming.py` does, line by line: its buffers, and when the host waits for which transfer."""
+@dataclass
+class _Moving:
+    """A turn with the transfer of it that is under way, if any."""
+
+    sim: _Simulator
+    turn: Turn
+    task: _Task | None
+
+    def done(self) -> bool:
+        return self.task is None or self.task.done
+
+    def wait(self) -> None:
+        self.sim.wait(self.task)
+
+
+class _Stream(Turns[Turn, _Moving]):
+    """What `runtime/streaming.py` does, with the time that it takes."""
 
     def __init__(self, sim: _Simulator, files: _Files, spec: HardwareSpec) -> None:
+        super().__init__()
         self._sim, self._files, self._spec, self._free = sim, files, spec, BUFFERS
-        self._waiting: deque[Turn] = deque()
-        self._reading: deque[tuple[Turn, _Task | None]] = deque()
-        self._writing: deque[tuple[bool, _Task | None]] = deque()
 
-    def feed(self, turn: Turn) -> None:
-        self._waiting.append(turn)
-        self._start()
-        while self._reading and _done(self._reading[0][1]):
-            self._turn()
+    def _has_buffer(self, job: Turn) -> bool:
+        return not job.buffered or self._free > 0
 
-    def admit(self) -> None:
-        """Wait until all that was fed has a buffer."""
-        while self._waiting:
-            self._start()
-            if self._reading:
-                self._turn()
-            elif self._waiting:
-                self._recycle()
+    def _read(self, job: Turn) -> None:
+        self._free -= job.buffered
+        read = self._move(READ, f"file of the {job.label}", job.read_bytes)
+        self._reading.append(_Moving(self._sim, job, read))
 
-    def drain(self) -> None:
-        while self._waiting or self._reading:
-            self._start()
-            if self._reading:
-                self._turn()
-            else:
-                self._recycle()
-        while self._writing:
-            self._recycle()
+    def _compute(self, turn: _Moving) -> None:
+        job, files = turn.turn, self._files
+        files.check(turn.task)
+        copy, file = f"copy of the {job.label}", f"file of the {job.label}"
+        self._sim.wait(self._move(HOST, copy, job.copied_bytes))
+        self._sim.compute(job.label, job.us)
+        self._sim.wait(self._move(HOST, copy, job.copied_bytes))
+        files.sum_up(file, job.written_bytes)
+        turn.task = self._move(WRITE, file, job.written_bytes)
 
-    def _start(self) -> None:
-        while self._writing and _done(self._writing[0][1]):
-            self._recycle()
-        while self._waiting and (not _buffered(self._waiting[0]) or self._free):
-            turn = self._waiting.popleft()
-            self._free -= _buffered(turn)
-            self._reading.append((turn, self._move(READ, f"file of the {turn.label}", turn.read_bytes)))
-
-    def _turn(self) -> None:
-        turn, read = self._reading.popleft()
-        self._sim.wait(read)
-        self._files.check(read)
-        copy = f"copy of the {turn.label}"
-        self._sim.wait(self._move(HOST, copy, turn.copied_bytes))
-        self._sim.compute(turn.label, turn.us)
-        self._sim.wait(self._move(HOST, copy, turn.copied_bytes))
-        label = f"file of the {turn.label}"
-        self._files.sum_up(label, turn.written_bytes)
-        self._writing.append((_buffered(turn), self._move(WRITE, label, turn.written_bytes)))
-        self._start()
-
-    def _recycle(self) -> None:
-        buffered, write = self._writing.popleft()
-        self._sim.wait(write)
-        self._free += buffered
+    def _give_back(self, turn: _Moving) -> None:
+        self._free += turn.turn.buffered
 
     def _move(self, lane: str, label: str, nbytes: int) -> _Task | None:
+        if not nbytes:
+            return None
         read, write = self._spec.links("host" if lane == HOST else "nvme")
-        return (
-            self._sim.start(lane, label, (write if lane == WRITE else read).us(nbytes), nbytes)
-            if nbytes
-            else None
-        )
-
-
-def _buffered(turn: Turn) -> bool:
-    return bool(turn.read_bytes or turn.written_bytes)
-
-
-def _done(task: _Task | None) -> bool:
-    return task is None or task.done
+        return self._sim.start(lane, label, (write if lane == WRITE else read).us(nbytes), nbytes)
 
 
 class _Simulator:

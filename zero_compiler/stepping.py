@@ -73,20 +73,19 @@ def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
         for name in policy.params
         if (param := policy.find(name)) is not None and param.requires_grad
     }
+    spec = policies[0].hardware
     early: list[Turn] = []
     late: list[Turn] = []
     told: dict[str, None] = {}
     known = {id(o): o for policy in policies for o in policy.optimizers.values()}
     for optimizer in known.values():
         for unit in optimizer.units:
-            turn = _turn(
-                unit.pieces, keys, [d.itemsize for d in unit.states.tensors.values()], optimizer.early
-            )
+            state_bytes = [d.itemsize for d in unit.states.tensors.values()]
+            turn = _turn(unit.pieces, keys, state_bytes, optimizer.early, spec)
             if turn is not None:
                 (early if optimizer.early else late).append(turn)
-        told[
-            f"{optimizer.cls.__name__} of zero.optimizer" + (", overlap=True" if optimizer.early else "")
-        ] = None
+        when = ", overlap=True" if optimizer.early else ""
+        told[f"{optimizer.cls.__name__} of zero.optimizer{when}"] = None
     entries = [
         _assumed(policy, name, param)
         for policy in policies
@@ -96,10 +95,10 @@ def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
     assumed = [
         turn
         for batch in batches_of(entries, True)
-        if (turn := _turn(batch, keys, _STATE_BYTES, False)) is not None
+        if (turn := _turn(batch, keys, _STATE_BYTES, False, spec)) is not None
     ]
     away = any(policy.on_host(name) for policy in policies for name in policy.params)
-    if away or any(t.read_bytes or t.written_bytes or t.copied_bytes for t in assumed):
+    if away or any(t.buffered or t.copied_bytes for t in assumed):
         late += assumed
         told["assumed: Adam of zero.optimizer, two fp32 states a parameter, overlap=False"] = None
     return early, late, "; ".join(told)
@@ -116,7 +115,11 @@ def _assumed(policy: Policy, name: str, param: Any) -> Entry:
 
 
 def _turn(
-    pieces: Iterable[Piece], keys: dict[int, tuple[Policy, str]], state_bytes: Sequence[int], early: bool
+    pieces: Iterable[Piece],
+    keys: dict[int, tuple[Policy, str]],
+    state_bytes: Sequence[int],
+    early: bool,
+    spec: HardwareSpec,
 ) -> Turn | None:
     """What updating ``pieces`` at once moves and computes."""
     names: dict[tuple[str, str], None] = {}
@@ -137,12 +140,11 @@ def _turn(
         read += numel * (param + grad + in_files)
         written += numel * (param + in_files)
         copied += numel * states * (policy.apart and entry.tier != "none" and not policy.on_host(name))
-        us += numel * (3 * item + 2 * states) / _memory(policy.hardware, policy.on_host(name))
-        kernel_us = policy.hardware.kernel_us
+        us += numel * (3 * item + 2 * states) / _memory(spec, policy.on_host(name))
     if not names:
         return None
     label = f"update of {few(tuple(name for _, name in names))}"
-    return Turn(label, frozenset(names), us + kernel_us, int(read), int(written), int(copied))
+    return Turn(label, frozenset(names), us + spec.kernel_us, int(read), int(written), int(copied))
 
 
 def _memory(spec: HardwareSpec, on_host: bool) -> float:

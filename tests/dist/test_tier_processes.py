@@ -166,6 +166,7 @@ _FILES = (
     "zero_compiler/optimizer.py",
     "zero_compiler/updates.py",
     "runtime/streaming.py",
+    "runtime/turns.py",
     "runtime/stores.py",
     "runtime/aio.py",
 )

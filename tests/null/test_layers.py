@@ -88,6 +88,7 @@ RANKS = {
     "runtime.parcels": 3,
     "runtime.stores": 3,
     "runtime.streaming": 3,
+    "runtime.turns": 0,
     "elementwise": 3,
     "files": 4,
     "updates": 5,

@@ -10,7 +10,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.planning import report
 from zero_compiler.program import Compute, Gather, Reduce, WaitGather, WaitReduce
-from zero_compiler.runtime.streaming import BUFFERS
+from zero_compiler.runtime.turns import BUFFERS
 from zero_compiler.simulate import COMPUTE, HOST, READ, WRITE, Turn, simulate
 
 # Read in 5 + 20 us, updated in 3 us and written in 10 + 25 us.
