@@ -278,6 +278,7 @@ class Session:
             return self._keeping(quiet).run(inputs)
         env = inputs + self._empty
         inputs.clear()
+        call = watch.Call(self._group, self._engines) if self._talks else None
         try:
             need = self._begin(env)
         except Exception:
@@ -286,8 +287,7 @@ class Session:
             # Ctrl-C comes when the ranks have met, not while they wait for each other: peers may have begun.
             self._break_off(error)
             raise
-        call = watch.Call(self._group, self._engines) if self._talks else None
-        try:
+        try:  # with nothing before it where Ctrl-C could come, and peers would not be told
             if call is not None:
                 watch.begin(call)
             if need.idle_bytes >= 0:
