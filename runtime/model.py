@@ -61,7 +61,6 @@ class ModelRuntime:
         self.parcels = Parcels(functools.partial(_place, self._policy))
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
-        self._chunks: dict[str, tuple[int, torch.Tensor]] = {}
         # On the only rank, by the names of a gather: flat chunks, and the full weights that they are.
         self.whole: dict[tuple[str, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
@@ -101,8 +100,7 @@ class ModelRuntime:
         Only while no peer reads: before a call begins.
         """
         for name in names:
-            if self.policy.bring_home(name):
-                self._chunks.pop(name, None)
+            self.policy.bring_home(name)
 
     def moves(self, program: Any) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
@@ -144,30 +142,41 @@ class ModelRuntime:
 
     def flat_chunks(self, names: Iterable[str]) -> list[torch.Tensor]:
         """The flat padded chunks of parameters, as they lie at rest."""
-        policy, known = self.policy, self._chunks
-        out = []
+        policy, out = self.policy, []
+        known = policy.at_rest
         for name in names:
-            param, layout = policy.param(name), policy.params[name].layout
-            local = param._local_tensor
-            at, flat = known.get(name, (0, local))
-            # The cached view holds the storage, so the address cannot have been given to another one.
-            if at == 0 or local.data_ptr() != at:
-                flat = eager.flat_chunk(layout, local)
-                copied = flat.untyped_storage()._cdata != local.untyped_storage()._cdata
-                if copied and local.is_contiguous() and not torch.is_inference_mode_enabled():
-                    # It was given a storage without the padding (load_state_dict(assign=True)): it moves once, and is
-                    # not copied for every call.
-                    param._local_tensor = local = flat.view(layout.padded_shape)[
-                        : layout.rows(policy.group.rank)
-                    ]
-                at = local.data_ptr()
-                if flat.data_ptr() == at:
-                    known[name] = (at, flat)
-            out.append(flat)
+            seen = known.get(name)
+            if seen is not None:
+                # Of every parameter at every call, so without a function: whether it stands where it stood, with the
+                # storage that it had. The cached view holds that, so its address cannot have been given to another.
+                module, attribute, param, local, at, flat = seen
+                if (
+                    module._parameters.get(attribute) is param
+                    and param._local_tensor is local
+                    and local.data_ptr() == at
+                ):
+                    out.append(flat)
+                    continue
+            out.append(self._flat_chunk(policy, name))
         return out
 
+    def _flat_chunk(self, policy: Any, name: str) -> torch.Tensor:
+        policy.at_rest.pop(name, None)
+        module, attribute = policy.place_of(name)
+        param, layout = module._parameters[attribute], policy.params[name].layout
+        local = param._local_tensor
+        flat: torch.Tensor = eager.flat_chunk(layout, local)
+        copied = flat.untyped_storage()._cdata != local.untyped_storage()._cdata
+        if copied and local.is_contiguous() and not torch.is_inference_mode_enabled():
+            # It was given a storage without the padding (load_state_dict(assign=True)): it moves once, and is not
+            # copied for every call.
+            param._local_tensor = local = flat.view(layout.padded_shape)[: layout.rows(policy.group.rank)]
+        at = local.data_ptr()
+        if at != 0 and flat.data_ptr() == at:
+            policy.at_rest[name] = (module, attribute, param, local, at, flat)
+        return flat
+
     def close(self) -> None:
-        self._chunks.clear()
         self.whole.clear()
         for held in self._views.values():
             held.clear()

@@ -112,6 +112,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     body |= {
         "__call__": _own_code(_call(base)),
+        "_zero_outermost": _own_code(_outermost),
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
         "__module__": base.__module__,
@@ -186,7 +187,7 @@ def _load(base: Any) -> Callable[..., None]:
     def load(self: nn.Module, *args: Any) -> None:
         before = dict(self._parameters)
         base._load_from_state_dict(self, *args)
-        names = self.__dict__["_zero"].names
+        names = self._zero.names
         for attribute, old in before.items():
             now = self._parameters.get(attribute)
             if old is not None and now is not None and now is not old:
@@ -210,7 +211,7 @@ def _rebuild(base: type, names: dict[str, str], recurrent: bool, group: Group) -
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     cls: Any = type(self)
-    state: ModuleState = self.__dict__["_zero"]
+    state: ModuleState = self._zero
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
     # The group comes first: where it is not found again, nothing else is worth reading.
     made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.policy.group)
@@ -222,37 +223,63 @@ def _flat_weights(self: Any) -> list[torch.Tensor]:
 
 
 def _call(base: type) -> Any:
+    """``__call__`` of a module whose class was ``base``."""
+    if base.__call__ is nn.Module.__call__:
+        return _call_module
+
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = self.__dict__["_zero"]
-        scope = state.policy.scope
-        # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them.
-        if state.root and state.policy.config.param_dtype is not None and not state.policy.opened:
-            args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
-        if scope.active:
-            return base.__call__(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            plain.watch_beside(self)
-            scope.copies = Copies()
-        scope.active = True
-        try:
-            out = base.__call__(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                scope.copies.check()
-        except RuntimeError as error:
-            if grads.mixes(error):
-                raise grads.computes_with_shards() from error
-            if not torch.compiler.is_compiling() and not isinstance(error, ZeroError):
-                scope.copies.check()  # autograd may have refused what was written to, in words of its own
-            raise
-        finally:
-            scope.active = False
-            if not torch.compiler.is_compiling():
-                scope.copies = None
-        if not torch.compiler.is_compiling():
-            _check_plain(out, state.policy.group)
-        return out
+        return _called(self, base.__call__, args, kwargs)
 
     return __call__
+
+
+def _call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # That of nearly all modules. By its global name, which Dynamo guards once for a model; what a function closes over
+    # it guards for each.
+    return _called(self, nn.Module.__call__, args, kwargs)
+
+
+def _called(self: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+    state = self._zero
+    scope = state.policy.scope
+    # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them. Dynamo guards the
+    # options once for a model, and `root` for each module.
+    if state.policy.config.param_dtype is not None and state.root and not state.policy.opened:
+        args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
+    if scope.active:
+        return call(self, *args, **kwargs)
+    return self._zero_outermost(call, args, kwargs)
+
+
+# Inlined, and where a frame breaks no frame of its own: its code is that of all modules, see `_own_code`.
+torch._dynamo.eval_frame.skip_code(_called.__code__)
+
+
+def _outermost(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """A call that comes from outside of the model: its weights are whole until it returns."""
+    state = self._zero
+    scope = state.policy.scope
+    if not torch.compiler.is_compiling():
+        plain.watch_beside(self)
+        scope.copies = Copies()
+    scope.active = True
+    try:
+        out = call(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            scope.copies.check()
+    except RuntimeError as error:
+        if grads.mixes(error):
+            raise grads.computes_with_shards() from error
+        if not torch.compiler.is_compiling() and not isinstance(error, ZeroError):
+            scope.copies.check()  # autograd may have refused what was written to, in words of its own
+        raise
+    finally:
+        scope.active = False
+        if not torch.compiler.is_compiling():
+            scope.copies = None
+    if not torch.compiler.is_compiling():
+        _check_plain(out, state.policy.group)
+    return out
 
 
 def _check_plain(out: Any, group: Group) -> None:
@@ -282,7 +309,7 @@ def _get(self: nn.Module) -> Any:
         if attribute in self.__dict__:
             return self.__dict__[attribute]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
-    policy = self.__dict__["_zero"].policy
+    policy = self._zero.policy
     if torch.compiler.is_compiling():
         if param is None or not policy.scope.active:
             return param

@@ -113,6 +113,8 @@ class Policy:
 
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
+        # Flat chunks by name, with where they were found: module, attribute, parameter, local tensor and its address.
+        self.at_rest: dict[str, tuple[Any, ...]] = {}
         self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
         self._nvme: Nvme | None = None  # made when first needed
         self.files: Files | None = None
@@ -372,17 +374,30 @@ class Policy:
         Raises:
             ShardError: it was deleted or replaced, or is whole for the time of a ``zero.gathered``.
         """
-        found = self.find(name)
+        module, attribute = self.place_of(name)
+        return module._parameters[attribute]
+
+    def place_of(self, name: str) -> tuple[nn.Module, str]:
+        """The module and the attribute where it stands.
+
+        Raises:
+            ShardError: as :meth:`param` does.
+        """
+        found = self._stands(name)
         if found is None:
             grads.missing(name, self.opened)
         return found
 
     def find(self, name: str) -> Any:
-        """The same, or None where no sharded parameter stands there now."""
+        """The same as :meth:`param`, or None where no sharded parameter stands there now."""
+        found = self._stands(name)
+        return None if found is None else found[0]._parameters[found[1]]
+
+    def _stands(self, name: str) -> tuple[nn.Module, str] | None:
         for module, attribute in self.places[name]:
             found = module._parameters.get(attribute)
             if isinstance(found, DTensor) and not hasattr(found, "_zero_full"):  # of zero.gathered
-                return found
+                return module, attribute
         return None
 
     # Eager meaning of the markers (ops.Owner).
