@@ -336,6 +336,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if self._stream is not None:
                 self._stream.drain()
 
+    def settle(self) -> None:
+        """Give up what was fed and has not ended."""
+        if self._stream is not None:
+            self._stream.forget()
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # What torch.amp.GradScaler.step asks first. Gradients that are used up were never unscaled.
@@ -388,8 +393,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             self._changed.clear()
-            if self._stream is not None:
-                self._stream.forget()
+            self.settle()
             raise
 
     def break_off(self, reason: str) -> None:
@@ -432,8 +436,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         broken = self._broken is not None or (self._overlap is not None and self._overlap.broke_off)
-        if broken and self._stream is not None:
-            self._stream.forget()  # what a backward had begun would write over what is loaded
+        if broken:
+            self.settle()  # what a backward had begun would write over what is loaded
         super().__setstate__(state)
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
         for unit in self._units:  # load_state_dict makes new groups
