@@ -438,6 +438,9 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         broken = self._broken is not None or (self._overlap is not None and self._overlap.broke_off)
         if broken:
             self.settle()  # what a backward had begun would write over what is loaded
+        # The class itself completes what an older torch has saved, in place: options that are new since, and counts of
+        # steps that are tensors now.
+        self.cls([torch.zeros(1)], **self.kw).__setstate__(state)
         super().__setstate__(state)
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
         for unit in self._units:  # load_state_dict makes new groups
