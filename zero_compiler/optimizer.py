@@ -205,24 +205,28 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         for unit in self._units:
             unit.keep(tensors.get(id(unit.group), {}))
         owners = _owners()
+        placed = []
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
-        streamed = []
         for _, piece, key, dtype in found:
             entry = piece.entry
             policy, name = owners.get(id(entry.param), (None, ""))
             if policy is None or not (piece.whole or piece.start == 0):
                 continue
-            nbytes, rests = self._held[policy.key, name]
-            self._held[policy.key, name] = nbytes + local_of(entry.param).numel() * dtype.itemsize, rests
-            policy.taken += 1
+            placed.append((policy, name, piece, key, dtype))
             if entry.tier == "nvme" and local_of(entry.param).numel():
                 needs.setdefault(policy, []).append((entry, key, dtype))
-            if entry.tier != "none" and whole_blocks(piece, dtype):
-                streamed.append((entry, key, dtype))
         for policy, wanted in needs.items():
             self._allocate(policy, wanted)
-        for entry, key, dtype in streamed:
-            entry.streamed[key] = dtype.itemsize
+        # Not before: what has found no room is found again.
+        for policy, name, piece, key, dtype in placed:
+            nbytes, rests = self._held[policy.key, name]
+            self._held[policy.key, name] = (
+                nbytes + local_of(piece.entry.param).numel() * dtype.itemsize,
+                rests,
+            )
+            policy.taken += 1
+            if piece.entry.tier != "none" and whole_blocks(piece, dtype):
+                piece.entry.streamed[key] = dtype.itemsize
         self._measure()
 
     def _measure(self) -> None:
