@@ -58,7 +58,8 @@ SHIM = r"""
 #include <unistd.h>
 
 /* FAULT_CALL: pread, pwrite or fdatasync. FAULT_PATH: a part of the file's path. FAULT_FIRST: the number of the first
-   call that fails. FAULT_COUNT: how many fail. FAULT_ERRNO: how; 0: it moves about half of the bytes. */
+   call that fails. FAULT_COUNT: how many fail. FAULT_ERRNO: how; 0: it moves about half of the bytes; -1: it moves all
+   of them, a third of a second late. */
 static int strikes(const char* call, int fd) {
   static int count;
   const char* want = getenv("FAULT_CALL");
@@ -74,6 +75,7 @@ static int strikes(const char* call, int fd) {
     ssize_t (*real)(int, type, size_t, off_t) = dlsym(RTLD_NEXT, #name);        \
     if (strikes(#name, fd)) {                                                   \
       int error = atoi(getenv("FAULT_ERRNO"));                                  \
+      if (error < 0) { usleep(333333); return real(fd, data, size, offset); }   \
       if (error) { errno = error; return -1; }                                  \
       if (size > 8192) size = size / 2 / 4096 * 4096; /* O_DIRECT wants this */ \
     }                                                                           \
@@ -93,8 +95,9 @@ def run_with_faults(
     scratch: Path, body: str, *, call: str, path: str, errno: int, first: int = 1, count: int = 1 << 30
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a child where a system call on files whose path contains ``path`` fails from its ``first``
-    time on, ``count`` times: with ``errno``, or, where that is 0, by moving fewer bytes. Code under test must use the back end
-    "threads": a ring makes no such calls."""
+    time on, ``count`` times: with ``errno``, or, where that is 0, by moving fewer bytes, or where it is -1, a third of a
+    second late. Code under test must use the back end "threads": a ring makes no such calls. It may set
+    ``os.environ["FAULT_CALL"]`` to say when."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")

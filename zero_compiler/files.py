@@ -161,7 +161,7 @@ class GradientFiles:
             self._task = task
             self._landed.clear()  # of a backward that broke off
             self._partly.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            grads.at_end(self._end, self._broke_off)
 
     def _rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
         tensor = self._regions[name].tensor
@@ -185,6 +185,11 @@ class GradientFiles:
 
             stream.feed(Job(blocks(part.numel()), (), (region.span(begin + at, part.numel(), 0),), copy))
         stream.admit()  # no gradient waits for a buffer beyond its own landing
+
+    def _broke_off(self) -> None:
+        """No write of this backward comes later than those of the next one."""
+        if self._stream is not None:
+            self._stream.forget()
 
     def _end(self) -> None:
         """The backward is over: everything is written, and may be read."""

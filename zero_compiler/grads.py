@@ -7,7 +7,7 @@ clipping function that touches it is told what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -320,6 +320,28 @@ def flush_at_end(policy: Policy) -> None:
                 publish(param, rows.to(param._local_tensor.device))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)
+
+
+class _AtEnd:
+    """See :func:`at_end`."""
+
+    def __init__(self, end: Callable[[], None], broke_off: Callable[[], None]) -> None:
+        self._end, self._broke_off, self._over = end, broke_off, False
+
+    def __call__(self) -> None:
+        self._end()
+        self._over = True
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._broke_off()
+
+
+def at_end(end: Callable[[], None], broke_off: Callable[[], None]) -> None:
+    """Call ``end`` when the backward that runs is over, or ``broke_off`` where that ends with an error or Ctrl-C, of
+    whomever: autograd calls nobody then, and drops what it was to call. It does so before ``backward()`` raises; in a
+    thread of its own, which an accelerator has, at that moment."""
+    torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(end, broke_off))
 
 
 def mixes(error: BaseException) -> bool:

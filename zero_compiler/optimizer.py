@@ -205,24 +205,28 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         for unit in self._units:
             unit.keep(tensors.get(id(unit.group), {}))
         owners = _owners()
+        placed = []
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
-        streamed = []
         for _, piece, key, dtype in found:
             entry = piece.entry
             policy, name = owners.get(id(entry.param), (None, ""))
             if policy is None or not (piece.whole or piece.start == 0):
                 continue
-            nbytes, rests = self._held[policy.key, name]
-            self._held[policy.key, name] = nbytes + local_of(entry.param).numel() * dtype.itemsize, rests
-            policy.taken += 1
+            placed.append((policy, name, piece, key, dtype))
             if entry.tier == "nvme" and local_of(entry.param).numel():
                 needs.setdefault(policy, []).append((entry, key, dtype))
-            if entry.tier != "none" and whole_blocks(piece, dtype):
-                streamed.append((entry, key, dtype))
         for policy, wanted in needs.items():
             self._allocate(policy, wanted)
-        for entry, key, dtype in streamed:
-            entry.streamed[key] = dtype.itemsize
+        # Not before: what has found no room is found again.
+        for policy, name, piece, key, dtype in placed:
+            nbytes, rests = self._held[policy.key, name]
+            self._held[policy.key, name] = (
+                nbytes + local_of(piece.entry.param).numel() * dtype.itemsize,
+                rests,
+            )
+            policy.taken += 1
+            if piece.entry.tier != "none" and whole_blocks(piece, dtype):
+                piece.entry.streamed[key] = dtype.itemsize
         self._measure()
 
     def _measure(self) -> None:
@@ -336,6 +340,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if self._stream is not None:
                 self._stream.drain()
 
+    def settle(self) -> None:
+        """Give up what was fed and has not ended."""
+        if self._stream is not None:
+            self._stream.forget()
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # What torch.amp.GradScaler.step asks first. Gradients that are used up were never unscaled.
@@ -388,8 +397,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             self._changed.clear()
-            if self._stream is not None:
-                self._stream.forget()
+            self.settle()
             raise
 
     def break_off(self, reason: str) -> None:
@@ -432,8 +440,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         broken = self._broken is not None or (self._overlap is not None and self._overlap.broke_off)
-        if broken and self._stream is not None:
-            self._stream.forget()  # what a backward had begun would write over what is loaded
+        if broken:
+            self.settle()  # what a backward had begun would write over what is loaded
+        # The class itself completes what an older torch has saved, in place: options that are new since, and counts of
+        # steps that are tensors now.
+        self.cls([torch.zeros(1)], **self.kw).__setstate__(state)
         super().__setstate__(state)
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
         for unit in self._units:  # load_state_dict makes new groups

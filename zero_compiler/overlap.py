@@ -127,7 +127,7 @@ class Overlap:
         ):  # gradients come and go between states that are made, and what lives on with each of them
             self._apart.enter_context(heap.apart())
         self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        grads.at_end(self._end, self._broke_off)
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
@@ -191,6 +191,11 @@ class Overlap:
             self._partly = False
             optimizer.break_off("a backward with overlap=True broke off after some of its updates")
 
+    def _broke_off(self) -> None:
+        """No update of this backward writes to a parameter or state any more: whoever called it may load others."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.settle()
+
     def _end(self) -> None:
         """The backward is over: nothing reads weights any more, and all gradients are there.
 
@@ -200,7 +205,7 @@ class Overlap:
         """
         params = [p for u in self._units for p in u.params]
         if averages_follow(params):
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # after them
+            grads.at_end(self._end, self._broke_off)  # after them
             return
         optimizer, self._task, self._first = self._optimizer(), None, False
         self._apart.close()

@@ -211,10 +211,15 @@ class Unit:
         out = []
         for piece in self.pieces:
             entry = piece.entry
-            local = local_of(entry.param)
+            # Each step looks here: what has a place, and a count of steps, is passed by before anything costs time.
             for key, value in state.get(entry.param, {}).items():
                 known = key in self.states.tensors
-                if known and (key in entry.regions or entry.tier != "nvme" or not local.numel()):
+                if known and (key in entry.regions or entry.tier != "nvme"):
+                    continue
+                if not isinstance(value, DTensor) and not (isinstance(value, torch.Tensor) and value.dim()):
+                    continue
+                local = local_of(entry.param)
+                if known and not local.numel():
                     continue
                 whole = isinstance(value, DTensor) and value.shape == entry.param.shape
                 if whole or like_rows(value, local):

@@ -137,6 +137,25 @@ def test_state_dict_goes_both_ways(there, tmp_path):
     assert_same(back, resident, want, plain)
 
 
+@pytest.mark.parametrize("number", [int, float])
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize(("cls", "kw"), [c for c in CLASSES if c[0] not in (O.SGD, Lion)])
+def test_a_checkpoint_of_an_older_torch(cls, kw, tier, number, tmp_path):
+    """Whose counts of steps are numbers, and which does not know all options."""
+    want, model = made(), made(offload_optimizer=tier, nvme_dir=str(tmp_path))
+    plain, optimizer = cls(want.parameters(), **kw), zero.optimizer(cls, model, **kw)
+    for m, o in ((want, plain), (model, optimizer)):
+        steps(m, o, schedule=False)
+        saved = copy.deepcopy(o.state_dict())
+        for state in saved["state"].values():
+            state["step"] = number(state["step"])
+        for group in saved["param_groups"]:
+            del group["maximize"], group["differentiable"]
+        o.load_state_dict(saved)
+        steps(m, o, begin=4, schedule=False)
+    assert_same(model, optimizer, want, plain)
+
+
 def test_states_are_read_and_written_through_their_handles(tmp_path):
     model = made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
     want = made()

@@ -123,6 +123,67 @@ def test_system_calls_that_fail_in_mid_run(tmp_path):
         assert re.search(r"failed at byte \d+: ", last)
 
 
+_BROKEN = """
+import functools, os, torch
+import zero_compiler as zero
+from torch import nn
+from zero_compiler.runtime import aio, stores, streaming
+stores.Engine = functools.partial(aio.Engine, backend="threads")
+done = streaming._Turn.done  # what is read is there when somebody looks
+streaming._Turn.done = lambda turn: (turn.wait() is None) if turn.job is not None else done(turn)
+
+def made(**tiers):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 512, bias=False)
+    zero.shard(model, nvme_dir={folder!r}, **tiers)
+    return model, torch.compile(model, backend="zero", options=dict(compute="aten"))
+
+def stop(grad):
+    raise ValueError("the user's")
+
+def breaks_off(run):
+    x = torch.ones(2, 64, requires_grad=True)
+    x.register_hook(stop)  # when all gradients of the model have landed
+    os.environ["FAULT_CALL"] = "pwrite"
+    try:
+        run(x).sum().backward()
+    except ValueError:
+        print("broke off")
+"""
+_OVERLAPPED = """
+model, run = made(offload_params="nvme", offload_optimizer="nvme")
+optimizer = zero.optimizer(torch.optim.AdamW, model, overlap=True)
+saved = model.weight.full_tensor().clone()
+breaks_off(run)
+with torch.no_grad():
+    model.weight.to_local().copy_(saved)
+model._zero.policy.nvme().engine.settle()
+print(torch.equal(model.weight.full_tensor(), saved))
+"""
+_GRADIENTS = """
+grads = []
+for tier in ("none", "nvme"):
+    model, run = made(offload_grads=tier)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    run(x)  # compiled before it counts how soon the next backward comes
+    if tier == "nvme":
+        breaks_off(run)
+    run(x).square().sum().backward()
+    grads.append(model.weight.grad.full_tensor())
+print(torch.equal(*grads))
+"""
+
+
+@pytest.mark.parametrize(("what", "late"), [(_OVERLAPPED, 9), (_GRADIENTS, 1)], ids=["updates", "gradients"])
+def test_no_late_write_of_a_backward_that_broke_off_meets_what_comes_after_it(what, late, tmp_path):
+    """What is loaded then, or the gradients of the next backward."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    body = (_BROKEN + what).format(folder=str(folder))
+    done = run_with_faults(tmp_path, body, call="none", path="target", errno=-1, count=late)
+    assert done.stdout == "broke off\nTrue\n", done.stderr
+
+
 def test_a_gradient_that_cannot_be_written(tmp_path, monkeypatch):
     model, (want, losses) = made(tmp_path, tiers=ALL), reference(tmp_path)
     run, optimizer = compiled(model), zero.optimizer(O.AdamW, model)

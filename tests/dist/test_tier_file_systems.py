@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compare import local
 from faults import mounted, small_tmpfs
 from tiered import ALL, assert_same, compiled, made, reference, train
 from torch import nn
@@ -179,3 +180,26 @@ def test_a_relative_directory_stays_where_it_was(tmp_path, monkeypatch):
     zero.optimizer(O.AdamW, model)
     assert len(list((here / "nvme").iterdir())) == 3
     assert list((there / "nvme").iterdir()) == []
+
+
+def test_a_directory_that_vanishes_is_missed_where_there_is_need_of_a_new_file(tmp_path):
+    """What is there goes on; states that come later are an error each time until there is a place for them."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    want, model = made(tmp_path), made(folder, tiers=ALL)
+    plain, optimizer = O.SGD(want.parameters(), lr=0.1), zero.optimizer(O.SGD, model, lr=0.1)
+    runs = [(want, compiled(want), plain), (model, compiled(model), optimizer)]
+    losses = [train(*run) for run in runs]
+    folder.rmdir()
+    for o in (plain, optimizer):
+        o.param_groups[0]["momentum"] = 0.9
+    losses += [train(*run, begin=3, count=1) for run in runs]
+    for _ in range(2):
+        with pytest.raises(StorageError, match="takes no file .* No such file or directory"):
+            optimizer.step()
+    folder.mkdir()
+    losses += [train(*run, begin=4) for run in runs]
+    assert losses[::2] == losses[1::2]
+    assert_same(model, want)
+    weight = local(model.first.weight)
+    assert optimizer.held(policies_of(model)[0].key, "first.weight") == (weight.nbytes, "nvme")

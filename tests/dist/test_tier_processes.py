@@ -110,12 +110,18 @@ import zero_compiler as zero
 from torch import nn
 from zero_compiler.runtime.stores import Store
 
-folder, checkpoint, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, checkpoint, kill_at, overlap = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+write = Store.write
+
+def killed(self, span, buffer):
+    write(self, span, buffer)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
 tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
 zero.shard(model, nvme_dir=folder, **tiers)
-optimizer = zero.optimizer(torch.optim.AdamW, model)
+optimizer = zero.optimizer(torch.optim.AdamW, model, overlap=overlap)
 begin = 0
 if os.path.exists(checkpoint):
     state = torch.load(checkpoint, weights_only=False)
@@ -126,12 +132,10 @@ for step in range(begin, 4):
     torch.manual_seed(step)
     loss = model(torch.randn(4, 64)).square().mean()
     print(step, loss.item(), flush=True)
+    if step == kill_at and overlap:
+        Store.write = killed
     loss.backward()
     if step == kill_at:
-        write = Store.write
-        def killed(self, span, buffer):
-            write(self, span, buffer)
-            os.kill(os.getpid(), signal.SIGKILL)
         Store.write = killed
     optimizer.step()
     optimizer.zero_grad()
@@ -141,12 +145,15 @@ for step in range(begin, 4):
 """
 
 
-def test_killed_in_a_step_and_started_again(tmp_path):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_killed_in_a_step_and_started_again(overlap, tmp_path):
+    """With overlap in the backward, whose updates are being written."""
     files = tmp_path / "files"
     files.mkdir()
 
     def run(checkpoint, kill_at):
-        command = [sys.executable, "-c", _KILLED, str(files), str(tmp_path / checkpoint), str(kill_at)]
+        there = str(tmp_path / checkpoint)
+        command = [sys.executable, "-c", _KILLED, str(files), there, str(kill_at), str(overlap)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == (0 if kill_at < 0 else -9), done.stderr
         assert list(files.iterdir()) == []
@@ -251,9 +258,8 @@ def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
         with contextlib.suppress(KeyboardInterrupt):
             step(_Interrupt(1 + k * (count - 1) // 39))
         monkeypatch.setattr(streaming, "settle", real)
-        if not overlap:  # else the updates of a backward that is done may go on until the step
-            assert engine.counters()["in_flight"] == 0, k
-            assert len(engine._live) == 0 or all(request.done() for request in engine._live)
+        assert engine.counters()["in_flight"] == 0, k
+        assert len(engine._live) == 0 or all(request.done() for request in engine._live)
         optimizer.zero_grad()
         try:
             step()
