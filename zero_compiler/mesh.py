@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ShardError
-from .group import Group
+from .group import Group, link_to
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 
@@ -161,7 +162,7 @@ def _role_in(name: str) -> str | None:
 
 def _along(mesh: DeviceMesh, dim: int, device: torch.device) -> Group:
     """The ranks along one dimension of a mesh."""
-    return Group(mesh, mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
+    return Group(mesh, link_to(mesh.get_group(dim)), mesh.get_local_rank(dim), mesh.size(dim), device)
 
 
 def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
@@ -170,7 +171,7 @@ def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
     pg: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
         pg = dist.new_group(ranks, use_local_synchronization=True)
-    return Group(mesh, pg, ranks.index(dist.get_rank()), len(ranks), device)
+    return Group(mesh, link_to(pg), ranks.index(dist.get_rank()), len(ranks), device)
 
 
 def _backend_serves(device_type: str) -> bool:
@@ -180,7 +181,12 @@ def _backend_serves(device_type: str) -> bool:
 
 def _default_mesh(device_type: str) -> DeviceMesh:
     # from_group makes no new communicator: the mesh is the default group itself.
-    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
+    # Every parameter has this mesh, and the group is to end where the user destroys it (see `link_to`). torch looks in
+    # here where it compiles, and by name elsewhere.
+    if hasattr(mesh, "_pg_registry"):
+        mesh._pg_registry = weakref.WeakValueDictionary(mesh._pg_registry)  # type: ignore[assignment]
+    return mesh
 
 
 def find_again(mesh: DeviceMesh, roles: tuple[str, ...], rank: int, world: int, device: str) -> Group:
