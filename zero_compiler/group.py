@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +29,42 @@ DESTROYED = (
 
 
 def link_to(pg: Any) -> weakref.ref[Any]:
-    """What a :class:`Group` keeps of a process group, which is to end where the user destroys it: threads of a backend
-    that outlive that run on while the interpreter ends, and may abort the process there.
+    """What a :class:`Group` keeps of a process group, which is to end where the user destroys it.
 
     Until then torch keeps the object itself, by which it knows a group.
     """
+    _linked.add(pg)
     return weakref.ref(pg)
+
+
+_linked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def release_destroyed() -> None:
+    """Have torch let go of groups that were destroyed: their threads would run on while the interpreter ends, and one
+    that drops a tensor then aborts the process.
+
+    A mesh holds its groups as long as it lives, that of each parameter and the copies that Dynamo compares it with.
+    """
+    left = [pg for pg in _linked if not _registered(pg)]
+    if not left:
+        return
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            held = getattr(mesh, "_pg_registry", {})
+            for name in [n for n, pg in held.items() if any(pg is one for one in left)]:
+                del held[name]
+
+
+def _registered(pg: Any) -> bool:
+    """Whether torch knows a process group, which it does until it is destroyed. Others may hold it for longer, and it
+    may go on sending."""
+    try:
+        dist.get_global_rank(pg, 0)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -69,7 +101,7 @@ class Group:
         """
         if self.link is None:
             return None
-        pg = self._registered()
+        pg = self._found()
         if pg is None:
             raise TransferError(DESTROYED)
         return pg
@@ -77,18 +109,11 @@ class Group:
     @property
     def destroyed(self) -> bool:
         """Whether there was a process group, and is none any more."""
-        return self.link is not None and self._registered() is None
+        return self.link is not None and self._found() is None
 
-    def _registered(self) -> Any:
-        # Others may hold a group that was destroyed (torch's meshes do), and it may go on sending.
+    def _found(self) -> Any:
         pg = None if self.link is None else self.link()
-        if pg is None:
-            return None
-        try:
-            dist.get_global_rank(pg, 0)
-        except ValueError:  # torch does not know it any more
-            return None
-        return pg
+        return pg if pg is not None and _registered(pg) else None
 
     @property
     def everyone(self) -> Group:
@@ -140,7 +165,7 @@ class Group:
 
     def name_of(self, rank: int) -> str:
         """A rank of this group, for messages; with its number in the job where that is another one."""
-        pg = self._registered()
+        pg = self._found()
         if pg is not None:
             everywhere = dist.get_global_rank(pg, rank)
             if everywhere != rank:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
 from typing import Any
 
 import torch
@@ -181,12 +180,7 @@ def _backend_serves(device_type: str) -> bool:
 
 def _default_mesh(device_type: str) -> DeviceMesh:
     # from_group makes no new communicator: the mesh is the default group itself.
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
-    # Every parameter has this mesh, and the group is to end where the user destroys it (see `link_to`). torch looks in
-    # here where it compiles, and by name elsewhere.
-    if hasattr(mesh, "_pg_registry"):
-        mesh._pg_registry = weakref.WeakValueDictionary(mesh._pg_registry)  # type: ignore[assignment]
-    return mesh
+    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
 
 
 def find_again(mesh: DeviceMesh, roles: tuple[str, ...], rank: int, world: int, device: str) -> Group:
