@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import json
 import os
 import pickle
 import subprocess
@@ -101,3 +100,148 @@ def test_a_destroyed_group_ends_though_its_model_lives(kind):
         assert before
         assert not any(left), left
         assert after == []
+
+
+def talks(held):
+    """All that needs another rank, by what it is."""
+    bad = {
+        "forward": lambda: held.call(held.x),
+        "evaluation": lambda: torch.no_grad()(held.call)(held.x),
+        "backward": held.loss.backward,
+        "eager forward": lambda: held.model(held.x),
+        "other frame": lambda: torch.compile(
+            lambda y: held.model(y) * 2, backend="zero", options={"compute": "aten"}
+        )(held.x),
+        "whole weights": lambda: zero.gathered(held.model).__enter__(),
+    }
+    if held.plain is not None:  # one that clips
+        bad["step"] = held.opt.step
+    return bad
+
+
+def local(held):
+    """What needs none."""
+    weight = held.model[0].weight
+    for p in held.model.parameters():
+        p.grad = torch.zeros_like(p)
+    if held.plain is not None:
+        held.plain.step()
+        held.plain.zero_grad()
+    assert weight.to_local().shape == weight._local_tensor.shape
+    state = {name: p.to_local() for name, p in held.model.state_dict().items()}
+    assert len(state) == 4
+    held.opt.state_dict()
+    str(zero.inspect(held.model))
+    pickle.dumps(held.model)
+    torch.save(held.model.state_dict(), io.BytesIO())
+    copied = copy.deepcopy(held.model)
+    assert torch.equal(copied[0].weight.to_local(), weight.to_local())
+
+
+def refused(rank, world, kind, kept, again):
+    held = Held(kind, rank, world)
+    keeps = list(dist.distributed_c10d._world.pg_map) if kept else []  # the user has it
+    dist.barrier()
+    dist.destroy_process_group()
+    if not kept:
+        release_destroyed()
+    if again:  # another group, of the same name, is not taken for the one that is gone
+        store = dist.FileStore(again, world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = {}
+    for what, run in talks(held).items():
+        try:
+            run()
+            found[what] = "nothing"
+        except Exception as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    local(held)
+    runtime = policies_of(held.model)[0].runtime
+    if runtime is not None:
+        runtime.close()
+    if again:  # and the new one serves a new model
+        new = Held("eager", rank, world)
+        new.call(new.x).sum().backward()
+        dist.barrier()
+    del held, runtime, keeps
+    gc.collect()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "again"),
+    [
+        *((kind, False, False) for kind in WORLDS),
+        ("eager", True, True),
+        ("c10d", False, True),
+        ("shared", True, False),
+    ],
+)
+def test_what_talks_after_that_says_why_it_cannot(kind, kept, again, tmp_path):
+    """``kept``: the user holds the group; ``again``: and makes another one."""
+    store = str(tmp_path / "store") if again else None
+    for found in run_ranks(refused, WORLDS[kind], kind, kept, store, timeout=120.0):
+        for what, said in found.items():
+            assert said.startswith(f"TransferError: {SAID}"), (what, said)
+
+
+def one_rank(rank, world):
+    held = Held("c10d", rank, world)
+    dist.destroy_process_group()
+    held.loss.backward()
+    held.call(held.x).sum().backward()
+    held.plain.step()
+    held.model(held.x).sum().backward()
+    torch.compile(lambda y: held.model(y) * 2, backend="zero", options={"compute": "aten"})(held.x)
+    with zero.gathered(held.model):
+        pass
+    with pytest.raises(TransferError, match=SAID):
+        held.opt.step()  # it clips, by a norm that torch takes over the mesh
+    local(held)
+    return True
+
+
+def test_one_rank_needs_no_group():
+    assert run_ranks(one_rank, 1, timeout=120.0) == [True]
+
+
+def plain(rank, world):
+    torch.manual_seed(0)
+    call = torch.compile(nn.Linear(4, 4), backend="zero", options={"compute": "aten"})
+    call(torch.ones(2, 4)).sum().backward()
+    loss = call(torch.ones(2, 4)).sum()
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(TransferError, match="not sharded were averaged has been destroyed"):
+        loss.backward()
+    return True
+
+
+def test_a_plain_model_does_not_train_alone_unsaid():
+    assert run_ranks(plain, 2, timeout=120.0) == [True] * 2
+
+
+EXIT = """
+import atexit, os
+def left():
+    names = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
+    print("left", [n for n in names if "gloo" in n])
+atexit.register(left)  # the last to run
+import torch, torch.distributed as dist
+import zero_compiler as zero
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+left()
+model = zero.shard(torch.nn.Linear(4, 4), device="cpu")
+call = torch.compile(model, backend="zero", options={"compute": "aten"})
+call(torch.ones(2, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_no_thread_of_a_destroyed_group_meets_the_end_of_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.splitlines()
+    assert "gloo" in before
+    assert after == "left []"
+    assert "Traceback" not in done.stderr
