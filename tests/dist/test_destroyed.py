@@ -24,6 +24,7 @@ from zero_compiler import transport
 from zero_compiler.errors import TransferError
 from zero_compiler.group import release_destroyed
 from zero_compiler.modules import policies_of
+from zero_compiler.runtime import _C
 
 pytestmark = pytest.mark.dist
 
@@ -245,3 +246,26 @@ def test_no_thread_of_a_destroyed_group_meets_the_end_of_the_interpreter():
     assert "gloo" in before
     assert after == "left []"
     assert "Traceback" not in done.stderr
+
+
+def engine(rank, world):
+    engine = _C.Engine(dist.group.WORLD, rank, world)
+    gather = engine.add_gather(
+        engine.add_arena(64, torch.device("cpu")), torch.float32, "w", [(4, [8], 0)], staging_offset=-1
+    )
+    engine.gather_start(gather, [torch.full((4,), float(rank))])
+    assert engine.gather_wait(gather)[0].tolist() == [0.0] * 4 + [1.0] * 4
+    engine.release(gather)
+    ended = weakref.ref(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert ended() is None
+    assert threads() == []
+    with pytest.raises(TransferError, match=rf"gather 'w' failed on rank {rank} of 2 \(gloo\): {SAID}"):
+        engine.gather_start(gather, [torch.ones(4)])
+    engine.close()
+    return True
+
+
+def test_an_engine_says_so_itself():
+    assert run_ranks(engine, 2, timeout=60.0) == [True] * 2
