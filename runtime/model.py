@@ -39,7 +39,7 @@ class ModelRuntime:
             if (param := policy.find(name)) is not None and not param.is_meta:
                 policy.bring_home(name)
         self.engine = _C.Engine(
-            group.pg,
+            group.pg if group.world > 1 else None,  # one rank talks to nobody
             group.rank,
             group.world,
             shared=None if segment is None else segment.for_engine(),

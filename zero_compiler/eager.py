@@ -72,7 +72,7 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor) -> torc
     if full.is_meta or isinstance(full, FakeTensor):
         return full.detach().new_empty(layout.padded_shape)
     full = full.detach().to(group.device)
-    if group.pg is None:
+    if group.link is None:
         return layout.cut_rows(full, group.rank)
     if group.across is None:
         return _scatter(group, layout, full)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +14,68 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .errors import ShardError
+from .errors import ShardError, TransferError
 
 # torch 2.13 renamed both and warns of the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# The engine says the same of a transfer (csrc/src/c10d_transport.cc).
+DESTROYED = (
+    "the process group over which the model was sharded has been destroyed; call "
+    "torch.distributed.destroy_process_group after the last use of the model, or make the model again over a new group"
+)
+
+
+def link_to(pg: Any) -> weakref.ref[Any]:
+    """What a :class:`Group` keeps of a process group, which is to end where the user destroys it.
+
+    Until then torch keeps the object itself, by which it knows a group.
+    """
+    _linked.add(pg)
+    return weakref.ref(pg)
+
+
+_linked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def release_destroyed() -> None:
+    """Have torch let go of groups that were destroyed: their threads would run on while the interpreter ends, and one
+    that drops a tensor then aborts the process.
+
+    A mesh holds its groups as long as it lives, that of each parameter and the copies that Dynamo compares it with.
+    """
+    left = [pg for pg in _linked if not _registered(pg)]
+    if not left:
+        return
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            held = getattr(mesh, "_pg_registry", {})
+            for name in [n for n, pg in held.items() if any(pg is one for one in left)]:
+                del held[name]
+
+
+def _registered(pg: Any) -> bool:
+    """Whether torch knows a process group, which it does until it is destroyed. Others may hold it for longer, and it
+    may go on sending."""
+    try:
+        dist.get_global_rank(pg, 0)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks over which a model is partitioned, and what is needed to talk over them.
 
-    ``pg`` is None at world size 1 without a process group; ``dist.is_initialized()`` then stays False.
-
     Args:
         mesh: on which parameters lie at rest; ``roles`` says what each of its dimensions is for (see `mesh.py`).
-        pg, rank, world: the ranks that hold parts of the same parameters.
+        link: :func:`link_to` the process group of the ranks; None at world size 1 without one, where
+            ``dist.is_initialized()`` stays False, and for ranks that are only planned for.
+        rank, world: the ranks that hold parts of the same parameters.
         across: the ranks that hold the same rows as this one (hybrid sharding); None where there is no other.
         whole: all ranks of the mesh, where those are more than ``world``.
         tensor: the ranks over which tensor parallelism has placed parameters, on a mesh of their own; None where there
@@ -34,7 +83,7 @@ class Group:
     """
 
     mesh: DeviceMesh
-    pg: Any
+    link: weakref.ref[Any] | None
     rank: int
     world: int
     device: torch.device
@@ -44,6 +93,29 @@ class Group:
     tensor: Group | None = None
 
     @property
+    def pg(self) -> Any:
+        """The process group, for one call; None where there never was one.
+
+        Raises:
+            TransferError: it has been destroyed.
+        """
+        if self.link is None:
+            return None
+        pg = self._found()
+        if pg is None:
+            raise TransferError(DESTROYED)
+        return pg
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether there was a process group, and is none any more."""
+        return self.link is not None and self._found() is None
+
+    def _found(self) -> Any:
+        pg = None if self.link is None else self.link()
+        return pg if pg is not None and _registered(pg) else None
+
+    @property
     def everyone(self) -> Group:
         """All ranks of the mesh: those that must agree."""
         return self.whole or self
@@ -51,7 +123,7 @@ class Group:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        return self.everyone.pg is None or self.everyone.world == 1
+        return self.everyone.link is None or self.everyone.world == 1
 
     @property
     def copies(self) -> int:
@@ -85,7 +157,7 @@ class Group:
         return ", ".join("Replicate()" if p.is_replicate() else _text(p) for p in self.placements(cut, over))
 
     def check_still_valid(self) -> None:
-        if self.pg is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self.link is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ShardError(
                 "a process group was made after zero.shard, which had sharded for one process; "
                 "call dist.init_process_group before zero.shard"
@@ -93,8 +165,9 @@ class Group:
 
     def name_of(self, rank: int) -> str:
         """A rank of this group, for messages; with its number in the job where that is another one."""
-        if self.pg is not None and dist.is_initialized():
-            everywhere = dist.get_global_rank(self.pg, rank)
+        pg = self._found()
+        if pg is not None:
+            everywhere = dist.get_global_rank(pg, rank)
             if everywhere != rank:
                 return f"rank {rank} of {self.world} (rank {everywhere} of the job)"
         return f"rank {rank} of {self.world}"
@@ -110,7 +183,7 @@ class Group:
                 find_again,
                 (self.mesh, self.roles, self.everyone.rank, self.everyone.world, str(self.device)),
             )
-        return (_find_again, (self.mesh, self.pg is not None, self.rank, self.world, str(self.device)))
+        return (_find_again, (self.mesh, self.link is not None, self.rank, self.world, str(self.device)))
 
 
 def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: str) -> Group:
@@ -150,7 +223,7 @@ def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: s
             f"this sharded model was pickled on rank {rank} of {world}, and is loaded on rank {here} of {len(ranks)}: "
             f"every rank loads what it saved itself{other_way}"
         )
-    return Group(mesh, pg, rank, world, torch.device(device))
+    return Group(mesh, link_to(pg), rank, world, torch.device(device))
 
 
 def _text(placement: Any) -> str:
@@ -158,20 +231,29 @@ def _text(placement: Any) -> str:
 
 
 def store_of(group: Group) -> Any:
-    """The store that the group's ranks share."""
+    """The store that the group's ranks share.
+
+    Raises:
+        TransferError: the process group has been destroyed. There may be a new one, with another store.
+    """
     from torch.distributed.distributed_c10d import _get_default_store
 
+    if group.destroyed:
+        raise TransferError(DESTROYED)
     return _get_default_store()
 
 
 def in_store(group: Group, key: str) -> str:
     """The name in the store of what the ranks of the group call ``key``."""
-    return f"zero/{getattr(group.pg, 'group_name', '0')}.{first_rank(group)}/{key}"
+    pg = group.pg
+    first = 0 if pg is None else dist.get_global_rank(pg, 0)
+    return f"zero/{getattr(pg, 'group_name', '0')}.{first}/{key}"
 
 
 def first_rank(group: Group) -> int:
     """Number in the job of the first rank of a group: tells apart the groups along one dimension of a mesh."""
-    return dist.get_global_rank(group.pg, 0) if group.pg is not None else 0
+    pg = group.pg
+    return dist.get_global_rank(pg, 0) if pg is not None else 0
 
 
 def group_timeout_s(group: Group) -> float:

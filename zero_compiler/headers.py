@@ -89,7 +89,7 @@ class _Exchange:
     """
 
     def __init__(self, group: Group, mine: bytes, what: str) -> None:
-        self._group = group
+        self._group, pg = group, group.pg
         self._works: list[tuple[int | None, Any]] = []
         # Kept until they have been read, whoever looks at the result.
         self._sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -97,17 +97,17 @@ class _Exchange:
         if not _has_gloo(group):
             self._sent, self._got = self._sent.to(group.device), self._got.to(group.device)
             with _named(group, None, what):
-                work = all_gather_flat(self._got.view(-1), self._sent, group=group.pg, async_op=True)
+                work = all_gather_flat(self._got.view(-1), self._sent, group=pg, async_op=True)
             self._works.append((None, work))
             return
         self._got[group.rank] = self._sent
         others = [r for r in range(group.world) if r != group.rank]
         for peer in others:
             with _named(group, peer, what):
-                self._works.append((peer, group.pg.recv([self._got[peer]], peer, _HEADER_TAG)))
+                self._works.append((peer, pg.recv([self._got[peer]], peer, _HEADER_TAG)))
         for peer in others:
             with _named(group, peer, what):
-                self._works.append((peer, group.pg.send([self._sent], peer, _HEADER_TAG)))
+                self._works.append((peer, pg.send([self._sent], peer, _HEADER_TAG)))
 
     def wait(self, what: str) -> list[bytes]:
         """The headers of all ranks, in order.
@@ -208,7 +208,7 @@ def fail_later(group: Group, failure: Failure) -> None:
     While peers have not met one failure, there is room for no other.
     """
     group = group.everyone
-    if group.alone or (group.pg in _owed and not _met(group)):
+    if group.alone or group.destroyed or (group.pg in _owed and not _met(group)):
         return
     told_at = notice(group)
     # Where a peer is gone, or the store, the error of this rank says more.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ShardError
-from .group import Group
+from .group import Group, link_to
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 
@@ -161,7 +161,7 @@ def _role_in(name: str) -> str | None:
 
 def _along(mesh: DeviceMesh, dim: int, device: torch.device) -> Group:
     """The ranks along one dimension of a mesh."""
-    return Group(mesh, mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
+    return Group(mesh, link_to(mesh.get_group(dim)), mesh.get_local_rank(dim), mesh.size(dim), device)
 
 
 def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
@@ -170,7 +170,7 @@ def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
     pg: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
         pg = dist.new_group(ranks, use_local_synchronization=True)
-    return Group(mesh, pg, ranks.index(dist.get_rank()), len(ranks), device)
+    return Group(mesh, link_to(pg), ranks.index(dist.get_rank()), len(ranks), device)
 
 
 def _backend_serves(device_type: str) -> bool:

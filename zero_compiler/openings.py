@@ -282,7 +282,7 @@ class Openings(TorchFunctionMode):
         if not blind:
             cut.flush()
             if cut.has_values:
-                if cut.layout.cut and cut.group.pg is not None and cut.group.world > 1:
+                if cut.layout.cut and cut.group.link is not None and cut.group.world > 1:
                     self._meet(cut.group, f"read of {cut.what}")
                 gathered = _gather(cut)
         if made:
@@ -310,7 +310,7 @@ class Openings(TorchFunctionMode):
 def _gather(cut: Cut) -> torch.Tensor:
     """The full value from the shards of all ranks."""
     group, layout = cut.group, cut.layout
-    if not layout.cut or group.pg is None or group.world == 1 or group.device.type != "cpu":
+    if not layout.cut or group.link is None or group.world == 1 or group.device.type != "cpu":
         return eager.gather(group, layout, cut.local, layout.dtype)
     # Gloo's all-gather allocates the output a second time; a broadcast a rank works in place. A full value that
     # a view kept is received into: it holds the same bits, since every rank ran the same writes.

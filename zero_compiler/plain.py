@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import GradientError, RankMismatchError
+from .errors import GradientError, RankMismatchError, TransferError
 from .grads import goes_to_grad
 from .group import Group
 from .headers import cannot_begin, meet, short_digest
@@ -97,18 +97,22 @@ class PlainModel:
             grads = ((i, self.params[i].grad) for i in self.waiting)
             self.left = {i: _mark(grad) for i, grad in grads if grad is not None}
             return
-        if _several_ranks(self.group):
-            self._meet()
-            self._compare()
-            params = self.params
-            mine = [i in self.waiting and p.grad is not None for i, p in enumerate(params)]
-            used = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
-            todo = [p for p, flag in zip(params, used.tolist(), strict=True) if flag]
-            for p in todo:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-            _average([p.grad for p in todo], self.pg)
+        if not _several_ranks(self.group):  # there were when the hooks were made
+            raise TransferError(
+                "the process group over which gradients of parameters that are not sharded were averaged has been "
+                "destroyed; call torch.distributed.destroy_process_group after the last backward"
+            )
+        self._meet()
+        self._compare()
+        params = self.params
+        mine = [i in self.waiting and p.grad is not None for i, p in enumerate(params)]
+        used = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
+        todo = [p for p, flag in zip(params, used.tolist(), strict=True) if flag]
+        for p in todo:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        _average([p.grad for p in todo], self.pg)
         self.waiting.clear()
         self.left.clear()
 
@@ -270,6 +274,8 @@ def _known(param: Any) -> bool:
 
 
 def _several_ranks(group: Group | None) -> bool:
+    if group is not None and group.destroyed:
+        return False
     pg = None if group is None else group.pg
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1
 

@@ -422,8 +422,7 @@ class Policy:
             TransferError: a peer did not answer, or an earlier call broke off.
         """
         self.check_whole()
-        everyone = self.group.everyone
-        if everyone.pg is None or everyone.world == 1:
+        if self.group.alone:
             return
 
         def text() -> str:

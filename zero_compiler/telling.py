@@ -20,7 +20,7 @@ def groups_of(policies: Iterable[Policy], params: Iterable[Any] = ()) -> list[Gr
     one order on all ranks."""
     found = [p.group.everyone for p in sorted(policies, key=lambda p: p.serial)]
     found += [group.everyone for group in averaged_over(params)]
-    return list({id(group.pg): group for group in found if not group.alone}.values())
+    return list({id(group.pg): group for group in found if not (group.alone or group.destroyed)}.values())
 
 
 class Telling:

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +26,8 @@ import torch.distributed as dist
 
 from .agreement import post_text, read_texts
 from .arena import aligned
-from .errors import ShardError
-from .group import Group, first_rank, group_timeout_s, store_of
+from .errors import ShardError, TransferError
+from .group import DESTROYED, Group, first_rank, group_timeout_s, store_of
 from .layout import Layout
 
 log = logging.getLogger("zero_compiler")
@@ -97,15 +98,20 @@ class Hosts:
 
     Args:
         segment: memory of the ranks of this host; nothing lies at rest in it.
-        across: process group of the ranks with the same place, one a host.
+        across: process group of the ranks with the same place, one a host. Nobody else holds it.
         hosts: how many.
+        pg: the model's process group, with which ``across`` ends.
     """
 
-    def __init__(self, segment: Segment, across: Any, hosts: int) -> None:
-        self.segment, self.across, self.hosts = segment, across, hosts
+    def __init__(self, segment: Segment, across: Any, hosts: int, pg: Any) -> None:
+        self.segment, self.hosts = segment, hosts
+        self._across = held = [across]
+        self._until = weakref.ref(pg, lambda _: held.clear())
 
     def for_engine(self) -> tuple[Any, int, tuple[int, int, list[int], float, int]]:
-        return (self.across, self.segment.rank, self.segment.for_engine())
+        if not self._across:
+            raise TransferError(DESTROYED)
+        return (self._across[0], self.segment.rank, self.segment.for_engine())
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ def choose(
     """
     if group.world == 1:
         return LOCAL
-    if group.pg is None:  # ranks that are planned for, and do not run
+    if group.link is None:  # ranks that are planned for, and do not run
         if asked == "auto":
             return Transport("c10d", "planned for ranks on any hosts")
         return Transport(asked, "asked for")
@@ -222,7 +228,7 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
         store_of(group), f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside), hosts, timeout_s
     )
     reason = f"{hosts} hosts with {len(inside)} CPU ranks each"
-    return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts))
+    return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts, group.pg))
 
 
 def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dist.ProcessGroup:

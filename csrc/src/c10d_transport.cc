@@ -18,6 +18,7 @@
 namespace zero {
 namespace {
 
+using GroupRef = c10::intrusive_ptr<::c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<::c10d::Work>;
 
 // torch 2.13 renamed the flat collectives and deprecated the old names, so the
@@ -40,11 +41,25 @@ Work reduce_scatter_flat(Group& group, at::Tensor& out, at::Tensor& in) {
   }
 }
 
+// As in zero_compiler/group.py.
+constexpr const char* kDestroyed =
+    "the process group over which the model was sharded has been destroyed; "
+    "call torch.distributed.destroy_process_group after the last use of the "
+    "model, or make the model again over a new group";
+
 std::string reason_of(const std::exception& error) {
   if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
     return torch_error->what_without_backtrace();
   }
   return error.what();
+}
+
+std::string backend_of(const ::c10d::ProcessGroup& group) {
+  try {
+    return group.getBackendName();
+  } catch (const std::exception&) {
+    return "c10d";  // different ones, and none of them is the default
+  }
 }
 
 // What threads wait for, and why they are to wait no longer. A wait for a peer
@@ -164,13 +179,9 @@ StartResult start_with(
     at::Tensor out,
     std::shared_ptr<Waits> waits,
     Start&& start) {
-  try {
-    Work work = std::forward<Start>(start)(out, in);
-    return StartResult(std::make_unique<WorkHandle>(
-        std::move(work), std::move(in), std::move(out), std::move(waits)));
-  } catch (const std::exception& error) {
-    return Status::error(reason_of(error));
-  }
+  Work work = std::forward<Start>(start)(out, in);
+  return StartResult(std::make_unique<WorkHandle>(
+      std::move(work), std::move(in), std::move(out), std::move(waits)));
 }
 
 // All the sends and receives of one direct exchange, and the sum after it.
@@ -222,13 +233,14 @@ class ExchangeHandle final : public Handle {
 // compute as the collectives do.
 class C10dTransport final : public Transport {
  public:
-  explicit C10dTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group)
-      : group_(std::move(group)),
-        rank_(group_->getRank()),
-        world_(group_->getSize()) {}
+  explicit C10dTransport(const GroupRef& group)
+      : group_(group),
+        name_(backend_of(*group)),
+        rank_(group->getRank()),
+        world_(group->getSize()) {}
 
   std::string name() const override {
-    return group_->getBackendName();
+    return name_;
   }
 
   int64_t scratch_bytes() const override {
@@ -241,32 +253,41 @@ class C10dTransport final : public Transport {
 
   StartResult start_all_gather(const at::Tensor& in, const at::Tensor& out)
       override {
-    if (exchanges_directly(in)) {
-      return guard([&] { return exchange_all_gather(as_wire(in), as_wire(out)); });
-    }
-    return start_with(
-        as_wire(in), as_wire(out), waits_for(in),
-        [this](at::Tensor& to, at::Tensor& from) {
-          return all_gather_flat(*group_, to, from);
-        });
+    return with_group([&](::c10d::ProcessGroup& group) {
+      if (exchanges_directly(group, in)) {
+        at::AutoDispatchBelowADInplaceOrView below_autograd;
+        return exchange_all_gather(group, as_wire(in), as_wire(out));
+      }
+      return start_with(
+          as_wire(in), as_wire(out), waits_for(group, in),
+          [&](at::Tensor& to, at::Tensor& from) {
+            return all_gather_flat(group, to, from);
+          });
+    });
   }
 
   StartResult start_reduce_scatter(const at::Tensor& in, const at::Tensor& out)
       override {
-    if (exchanges_directly(in)) {
-      return guard([&] { return exchange_reduce_scatter(in, out); });
-    }
-    return start_with(in, out, waits_for(in), [this](at::Tensor& to, at::Tensor& from) {
-      return reduce_scatter_flat(*group_, to, from);
+    return with_group([&](::c10d::ProcessGroup& group) {
+      if (exchanges_directly(group, in)) {
+        at::AutoDispatchBelowADInplaceOrView below_autograd;
+        return exchange_reduce_scatter(group, in, out);
+      }
+      return start_with(
+          in, out, waits_for(group, in), [&](at::Tensor& to, at::Tensor& from) {
+            return reduce_scatter_flat(group, to, from);
+          });
     });
   }
 
   StartResult start_all_reduce(const at::Tensor& inout) override {
-    return start_with(
-        inout, inout, waits_for(inout), [this](at::Tensor& to, at::Tensor&) {
-          std::vector<at::Tensor> tensors{to};
-          return group_->allreduce(tensors);
-        });
+    return with_group([&](::c10d::ProcessGroup& group) {
+      return start_with(
+          inout, inout, waits_for(group, inout), [&](at::Tensor& to, at::Tensor&) {
+            std::vector<at::Tensor> tensors{to};
+            return group.allreduce(tensors);
+          });
+    });
   }
 
   void stop_waiting(const std::string& reason) override {
@@ -274,29 +295,36 @@ class C10dTransport final : public Transport {
   }
 
  private:
+  // Where another thread destroys the group meanwhile, it ends here, which joins
+  // threads that may want the GIL. Nobody who starts a transfer holds that.
   template <typename Body>
-  static StartResult guard(Body&& body) {
+  StartResult with_group(Body&& body) {
+    const GroupRef group = group_.lock();
+    if (!group) {
+      return Status::error(kDestroyed);
+    }
     try {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      return std::forward<Body>(body)();
+      return std::forward<Body>(body)(*group);
     } catch (const std::exception& error) {
       return Status::error(reason_of(error));
     }
   }
 
-  bool exchanges_directly(const at::Tensor& tensor) {
+  bool exchanges_directly(::c10d::ProcessGroup& group, const at::Tensor& tensor) {
     if (!tensor.is_cpu()) {
       return false;
     }
     if (!cpu_is_gloo_) {
       cpu_is_gloo_ =
-          group_->getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
+          group.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
     }
     return *cpu_is_gloo_;
   }
 
-  std::shared_ptr<Waits> waits_for(const at::Tensor& tensor) {
-    return exchanges_directly(tensor) ? waits_ : nullptr;
+  std::shared_ptr<Waits> waits_for(
+      ::c10d::ProcessGroup& group,
+      const at::Tensor& tensor) {
+    return exchanges_directly(group, tensor) ? waits_ : nullptr;
   }
 
   // Ranks start collectives in the same order, so they agree on the number. Far
@@ -308,14 +336,22 @@ class C10dTransport final : public Transport {
     return kFirst + sequence_;
   }
 
-  Work send(at::Tensor tensor, int to, int tag) {
+  static Work send(
+      ::c10d::ProcessGroup& group,
+      at::Tensor tensor,
+      int to,
+      int tag) {
     std::vector<at::Tensor> tensors{std::move(tensor)};
-    return group_->send(tensors, to, tag);
+    return group.send(tensors, to, tag);
   }
 
-  Work receive(at::Tensor tensor, int from, int tag) {
+  static Work receive(
+      ::c10d::ProcessGroup& group,
+      at::Tensor tensor,
+      int from,
+      int tag) {
     std::vector<at::Tensor> tensors{std::move(tensor)};
-    return group_->recv(tensors, from, tag);
+    return group.recv(tensors, from, tag);
   }
 
   // A block that no exchange in flight uses, at least this long. One that is too
@@ -342,17 +378,21 @@ class C10dTransport final : public Transport {
     return free_block->narrow(0, 0, nbytes);
   }
 
-  StartResult exchange_all_gather(const at::Tensor& in, const at::Tensor& out) {
+  StartResult exchange_all_gather(
+      ::c10d::ProcessGroup& group,
+      const at::Tensor& in,
+      const at::Tensor& out) {
     auto handle = std::make_unique<ExchangeHandle>(in, out, waits_);
     const int tag = next_tag();
     const int64_t chunk = in.numel();
     // Rank r begins with its neighbour: not all with rank 0 at once.
     for (int step = 1; step < world_; ++step) {
       const int from = (rank_ - step + world_) % world_;
-      handle->add_work(receive(out.narrow(0, from * chunk, chunk), from, tag));
+      handle->add_work(
+          receive(group, out.narrow(0, from * chunk, chunk), from, tag));
     }
     for (int step = 1; step < world_; ++step) {
-      handle->add_work(send(in, (rank_ + step) % world_, tag));
+      handle->add_work(send(group, in, (rank_ + step) % world_, tag));
     }
     at::Tensor mine = out.narrow(0, rank_ * chunk, chunk);
     if (mine.const_data_ptr() != in.const_data_ptr()) {
@@ -365,6 +405,7 @@ class C10dTransport final : public Transport {
   // give equal bits. The lowest other rank's chunk is received into `out`
   // itself, so two ranks need no scratch; more need world - 2 chunks.
   StartResult exchange_reduce_scatter(
+      ::c10d::ProcessGroup& group,
       const at::Tensor& in,
       const at::Tensor& out) {
     auto handle = std::make_unique<ExchangeHandle>(in, out, waits_);
@@ -394,16 +435,18 @@ class C10dTransport final : public Transport {
     for (int step = 1; step < world_; ++step) {
       const int from = (rank_ - step + world_) % world_;
       handle->add_work(
-          receive(landing[static_cast<size_t>(from)], from, tag));
+          receive(group, landing[static_cast<size_t>(from)], from, tag));
     }
     for (int step = 1; step < world_; ++step) {
       const int to = (rank_ + step) % world_;
-      handle->add_work(send(in.narrow(0, to * chunk, chunk), to, tag));
+      handle->add_work(send(group, in.narrow(0, to * chunk, chunk), to, tag));
     }
     return StartResult(std::move(handle));
   }
 
-  const c10::intrusive_ptr<::c10d::ProcessGroup> group_;
+  // Its owner destroys it. What is in flight keeps what it needs of it.
+  const c10::weak_intrusive_ptr<::c10d::ProcessGroup> group_;
+  const std::string name_;
   const int rank_;
   const int world_;
   const std::shared_ptr<Waits> waits_ = std::make_shared<Waits>();
@@ -415,8 +458,8 @@ class C10dTransport final : public Transport {
 }  // namespace
 
 std::unique_ptr<Transport> make_c10d_transport(
-    c10::intrusive_ptr<::c10d::ProcessGroup> group) {
-  return std::make_unique<C10dTransport>(std::move(group));
+    const c10::intrusive_ptr<::c10d::ProcessGroup>& group) {
+  return std::make_unique<C10dTransport>(group);
 }
 
 }  // namespace zero

@@ -13,9 +13,11 @@ class ProcessGroup;
 
 namespace zero {
 
-// Shares ownership of the group. Timeouts are the group's own. Thread safety,
+// Does not own the group: once that is destroyed, transfers fail with an error
+// that says so. What starts one must not hold the GIL: it may drop the last
+// reference to the group. Timeouts are the group's own. Thread safety,
 // blocking and streams as in transport.h.
 std::unique_ptr<Transport> make_c10d_transport(
-    c10::intrusive_ptr<::c10d::ProcessGroup> group);
+    const c10::intrusive_ptr<::c10d::ProcessGroup>& group);
 
 }  // namespace zero
