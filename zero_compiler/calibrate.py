@@ -218,20 +218,21 @@ def _products(
     return _Products(run, 3 * 2 * rows * side**2, 3 * (2 * rows + side) * side * item)
 
 
-# Rows and side of a weight: a square product, that is arithmetic nearly alone, and a thin one, of which memory traffic
-# is a fifth of it and more.
+# Rows and side of a weight: of a square product, which is arithmetic nearly alone, and of a thin one, which is not.
 _SQUARE, _THIN = (512, 512), (32, 1024)
 _SQUARE_ON_DEVICE = (8192, 8192)
 
 
 def _products_on(device: torch.device) -> dict[str, Any]:
     """Rates of an accelerator's products and memory. It loads while it computes: traffic is hidden."""
+    copy, nbytes = _memory(device)
+    memory = nbytes / _median_us(copy, device)
+    del copy  # gigabytes
     rates = {}
     for dtype in (torch.float32, *_OTHER_DTYPES):
         work = _products(device, dtype, torch.mm, *_SQUARE_ON_DEVICE)
         rates[_name(dtype)] = work.flops / _median_us(work.run, device)
-    copy, nbytes = _memory(device)
-    return {"matmul": rates, "onednn": {}, "traffic": 0.0, "memory": nbytes / _median_us(copy, device)}
+    return {"matmul": rates, "onednn": {}, "traffic": 0.0, "memory": memory}
 
 
 def _cpu_products() -> dict[str, Any]:

@@ -94,12 +94,20 @@ REREAD = 0.05
 def tile_rows(spec: HardwareSpec, dtype: str) -> int:
     """Rows of a tile of logits from which on reading the weight for every tile does not count.
 
-    A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements. What it moves more
-    counts as products' traffic does where that is measured, and once where it is not.
+    A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements.
     """
     rate = spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
-    us = max(1.0, spec.matmul_traffic) * reread_bytes(1, getattr(torch, dtype)) / spec.memory_bytes_per_us
+    us = reread_us(spec, reread_bytes(1, getattr(torch, dtype)))
     return max(1, math.ceil(us * rate / (6 * REREAD)))
+
+
+def reread_us(spec: HardwareSpec, nbytes: int) -> float:
+    """What tiles take longer whose products move so many bytes more.
+
+    It counts as their traffic does, and once at least: with weights of 16 and 65 MB a tile more took 1.6 to 3.1 times
+    the bytes over the bandwidth, where ``matmul_traffic`` was 2.6.
+    """
+    return max(1.0, spec.matmul_traffic) * nbytes / spec.memory_bytes_per_us
 
 
 def reread_bytes(numel: int, dtype: torch.dtype) -> int:
