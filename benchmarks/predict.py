@@ -127,8 +127,9 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     report = zero.inspect(trainer.model)
     us = sum(t.total_us for f in report.frames for p, t in f.timelines.items() if p != "inference")
     predicted = {"predicted_s": us / 1e6, "predicted_peak": report.memory.peak}
-    calibrated = hardware.load(os.environ[common.HARDWARE]).matmul_flops_per_us["float32"]
-    host = 2 * SIDE**3 / statistics.median(products) / calibrated
+    h = hardware.load(os.environ[common.HARDWARE])
+    traffic = h.matmul_traffic * 3 * 4 * SIDE**2 / h.memory_bytes_per_us
+    host = (2 * SIDE**3 / h.matmul_flops_per_us["float32"] + traffic) / statistics.median(products)
     if rank == 0:
         print(f"  {call['model']}: {statistics.median(seconds) * 1e3:.0f} ms", flush=True)
     return {"seconds": seconds, "peak": peak, "host": host, **predicted}

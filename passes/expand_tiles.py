@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from zero_compiler.cost import REREAD
+from zero_compiler.cost import REREAD, reread_us
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef, TileOutput, Tiling
 
@@ -123,7 +123,7 @@ def _note(tiling: Tiling, ctx: Context) -> str:
     total = facts.hint(tiling.total)
     saved = (total - tiling.tile) * tiling.row_bytes
     again = (tiling.tiles - 1) * tiling.reread_bytes
-    time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
+    time = "" if ctx.machine is None else f", {reread_us(ctx.machine, again):,.0f} us"
     why = tiling.why if tiling.tiles <= tiling.asked else MEMORY
     return (
         f"tiled: {tiling.what}: {tiling.tiles} tiles of {tiling.tile} rows, {tiling.tile * tiling.row_bytes:,} bytes "

@@ -45,7 +45,7 @@ class PickKernels:
             return
         cost, known = CostModel(machine), hints(graph)
         found = [node for node in graph.nodes if _product(node) is not None]
-        chosen = [node for node in found if cost.onednn_pays(cost.flops(node), known)]
+        chosen = [node for node in found if cost.onednn_pays(node, known)]
         if not chosen:
             return
         blas, onednn = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zero_compiler.cost import reread_us
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef, Tile
 
@@ -66,7 +67,7 @@ def note(what: str, plan: ParamPlan, ctx: Context, again: int) -> str:
     tile = plan.tiles[0]
     row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
     why = MEMORY if ctx.tile_bytes is None else limit_text(ctx.tile_bytes)
-    time = "" if ctx.machine is None else f", {again / ctx.machine.memory_bytes_per_us:,.0f} us"
+    time = "" if ctx.machine is None else f", {reread_us(ctx.machine, again):,.0f} us"
     return (
         f"tiled: {what}: {tile.of} tiles of {tile.rows} rows a rank, {row * tile.rows:,} bytes at a time, for {why}; "
         f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {again:,} bytes of memory traffic{time}"

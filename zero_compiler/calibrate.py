@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def calibrate(
         ),
         checksum_bytes_per_us=rates["checksum"],
         onednn_flops_per_us=rates["onednn"],
+        matmul_traffic=rates["traffic"],
         forward_python=forward,
         backward_python=backward,
     )
@@ -128,12 +130,8 @@ def _sync(device: torch.device) -> None:
 
 def _rates(device: torch.device) -> dict[str, Any]:
     kernel = _kernel_us(device)
-    float32, onednn = _float32(device)
-    others = {str(d).removeprefix("torch."): _matmul(device, d) for d in _OTHER_DTYPES}
     return {
-        "matmul": float32 | others,
-        "onednn": onednn,
-        "memory": _memory(device),
+        **(_cpu_products() if device.type == "cpu" else _products_on(device)),
         "vector": _elements_per_us(device, lambda x: x.add_(1.0)),
         "special": _elements_per_us(device, lambda x: torch.erf(x, out=x)),
         "kernel": kernel,
@@ -181,46 +179,114 @@ _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 _OPERANDS_BYTES = 64 << 20
 
 
-def _products(device: torch.device, dtype: torch.dtype, product: Callable[..., Any]) -> tuple[Any, float]:
-    """What runs the three products of a linear layer in training, square ones, and their operations.
+@dataclass(frozen=True)
+class _Products:
+    """The three products of a linear layer in training: what runs them, their operations, and bytes that they move."""
 
-    They are its result, the gradient of its input and that of its weight, which transpose one operand or the other:
-    libraries are not equally fast at them. Each takes operands that were not used for long.
+    run: Callable[[], Any]
+    flops: int
+    nbytes: int
+
+
+def _products(
+    device: torch.device, dtype: torch.dtype, product: Callable[..., Any], rows: int, side: int
+) -> _Products:
+    """Of ``rows`` by a square weight of ``side``.
+
+    They are the layer's result, the gradient of its input and that of its weight, which transpose one operand or the
+    other: libraries are not equally fast at them. Each takes operands that were not used for long.
 
     Args:
         product: of two matrices.
     """
-    n = 512 if device.type == "cpu" else 8192
-    count = max(4, _OPERANDS_BYTES // (n * n * dtype.itemsize)) if device.type == "cpu" else 2
-    operands = [torch.randn(n, n, device=device, dtype=dtype) for _ in range(count)]
-    turn = itertools.cycle(zip(operands, operands[1:] + operands[:1], strict=True))
+    item = dtype.itemsize
+    count = max(4, _OPERANDS_BYTES // ((2 * rows + side) * side * item)) if device.type == "cpu" else 2
+    layers = [
+        [torch.randn(n, side, device=device, dtype=dtype) for n in (rows, side, rows)] for _ in range(count)
+    ]
+    turn = itertools.cycle(layers)
+    forms: list[Callable[..., Any]] = [
+        lambda x, w, g: product(x, w.t()),
+        lambda x, w, g: product(g, w),
+        lambda x, w, g: product(g.t(), x),
+    ]
 
     def run() -> None:
-        for form in (lambda a, b: (a, b.t()), lambda a, b: (a, b), lambda a, b: (a.t(), b)):
-            product(*form(*next(turn)))
+        for form in forms:
+            form(*next(turn))
 
-    return run, 3 * 2 * n**3
-
-
-def _matmul(device: torch.device, dtype: torch.dtype) -> float:
-    run, flops = _products(device, dtype, torch.mm)
-    return flops / _median_us(run, device)
+    return _Products(run, 3 * 2 * rows * side**2, 3 * (2 * rows + side) * side * item)
 
 
-def _float32(device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
-    """Rates of float32 products by torch's own library and, on CPUs that have it beside, by oneDNN."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return {"float32": _matmul(device, torch.float32)}, {}
-    blas, flops = _products(device, torch.float32, torch.mm)
-    onednn, _ = _products(device, torch.float32, lambda a, b: ops.onednn_linear(a, b.t(), None))
-    rates = [flops / us for us in _medians_us([blas, onednn], device, 21)]
-    return {"float32": rates[0]}, {"float32": rates[1]}
+# Rows and side of a weight: of a square product, which is arithmetic nearly alone, and of a thin one, which is not.
+_SQUARE, _THIN = (512, 512), (32, 1024)
+_SQUARE_ON_DEVICE = (8192, 8192)
 
 
-def _memory(device: torch.device) -> float:
+def _products_on(device: torch.device) -> dict[str, Any]:
+    """Rates of an accelerator's products and memory. It loads while it computes: traffic is hidden."""
+    copy, nbytes = _memory(device)
+    memory = nbytes / _median_us(copy, device)
+    del copy  # gigabytes
+    rates = {}
+    for dtype in (torch.float32, *_OTHER_DTYPES):
+        work = _products(device, dtype, torch.mm, *_SQUARE_ON_DEVICE)
+        rates[_name(dtype)] = work.flops / _median_us(work.run, device)
+    return {"matmul": rates, "onednn": {}, "traffic": 0.0, "memory": memory}
+
+
+def _cpu_products() -> dict[str, Any]:
+    """Rates of products by torch's own library and, of float32, by oneDNN where it is there beside; of memory; and how
+    many times over products' traffic counts.
+
+    That is one number for both libraries and all dtypes: where it was 2.6 for float32, oneDNN had 1.9, bfloat16 2.4 and
+    float64 2.1 (AMD EPYC 9004, torch 2.13).
+    """
+    device, float32 = torch.device("cpu"), torch.float32
+    square, thin = (_products(device, float32, torch.mm, *shape) for shape in (_SQUARE, _THIN))
+    copy, nbytes = _memory(device)
+    runs = [square.run, thin.run, copy]
+    if torch.backends.mkldnn.is_available():
+        runs += [_products(device, float32, lambda a, b: ops.onednn_linear(a, b.t(), None), *_SQUARE).run]
+    square_us, thin_us, copy_us, *onednn_us = _medians_us(runs, device, 21)
+    memory = nbytes / copy_us
+    traffic = _traffic(square, square_us, thin, thin_us, memory)
+    rates = {"float32": _rate(square, square_us, traffic / memory)}
+    onednn = {"float32": _rate(square, onednn_us[0], traffic / memory)} if onednn_us else {}
+    for dtype in _OTHER_DTYPES:
+        work = _products(device, dtype, torch.mm, *_SQUARE)
+        rates[_name(dtype)] = _rate(work, _median_us(work.run, device), traffic / memory)
+    return {"matmul": rates, "onednn": onednn, "traffic": traffic, "memory": memory}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _traffic(square: _Products, square_us: float, thin: _Products, thin_us: float, memory: float) -> float:
+    """``matmul_traffic`` with which both take what they were measured to, at one rate of arithmetic.
+
+    Not below 0, nor so much that it were more than half of the square one, which only a disturbed measurement gives.
+    """
+    apart = thin.nbytes * square.flops - square.nbytes * thin.flops
+    found = memory * (thin_us * square.flops - square_us * thin.flops) / apart
+    return min(max(found, 0.0), memory * square_us / (2 * square.nbytes))
+
+
+def _rate(work: _Products, us: float, byte_us: float) -> float:
+    """Operations a microsecond beside traffic, which is half of the time at most.
+
+    Args:
+        byte_us: what every byte that it moves takes beside arithmetic.
+    """
+    return work.flops / max(us - work.nbytes * byte_us, us / 2)
+
+
+def _memory(device: torch.device) -> tuple[Callable[[], Any], int]:
+    """What copies in memory, and the bytes that it moves."""
     n = 1 << (25 if device.type == "cpu" else 29)
     a, b = torch.ones(n, device=device), torch.ones(n, device=device)
-    return 2 * a.nbytes / _median_us(lambda: b.copy_(a), device)
+    return lambda: b.copy_(a), 2 * a.nbytes
 
 
 def _checksum() -> float:

@@ -130,6 +130,7 @@ def calibrate(
         table.add_row(f"matrix product, {dtype}", f"{rate / 1e3:,.1f} GFLOP/s")
     for dtype, rate in spec.onednn_flops_per_us.items():
         table.add_row(f"matrix product, {dtype}, by oneDNN", f"{rate / 1e3:,.1f} GFLOP/s")
+    table.add_row("memory traffic of a product", f"{spec.matmul_traffic:.1f} times beside arithmetic")
     table.add_row("memory", f"{spec.memory_bytes_per_us / 1e3:,.1f} GB/s")
     table.add_row("sums in cache", f"{spec.vector_per_us / 1e3:,.2f} G elements/s")
     table.add_row("special functions in cache", f"{spec.special_per_us / 1e3:,.2f} G elements/s")

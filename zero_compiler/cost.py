@@ -97,8 +97,17 @@ def tile_rows(spec: HardwareSpec, dtype: str) -> int:
     A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements.
     """
     rate = spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
-    us = reread_bytes(1, getattr(torch, dtype)) / spec.memory_bytes_per_us
+    us = reread_us(spec, reread_bytes(1, getattr(torch, dtype)))
     return max(1, math.ceil(us * rate / (6 * REREAD)))
+
+
+def reread_us(spec: HardwareSpec, nbytes: int) -> float:
+    """What tiles take longer whose products move so many bytes more.
+
+    It counts as their traffic does, and once at least: with weights of 16 and 65 MB a tile more took 1.6 to 3.1 times
+    the bytes over the bandwidth, where ``matmul_traffic`` was 2.6.
+    """
+    return max(1.0, spec.matmul_traffic) * nbytes / spec.memory_bytes_per_us
 
 
 def reread_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -133,7 +142,8 @@ class CostModel:
     """Costs on one machine; equal specs and graphs give equal costs.
 
     A kernel takes the longer of its arithmetic and its memory traffic (roofline: Williams, Waterman and
-    Patterson, 2009), plus the time to launch it.
+    Patterson, 2009), plus the time to launch it. Where libraries copy operands before they multiply, a matrix product
+    takes as many times its traffic as the machine's ``matmul_traffic`` says, beside its arithmetic.
     """
 
     spec: HardwareSpec
@@ -159,7 +169,7 @@ class CostModel:
         moved = self.moved_bytes(node)
         if moved == 0:
             return 0.0
-        arithmetic = self._arithmetic_us(node) + self.vector_us(node)
+        arithmetic = self._arithmetic_us(node) + self._copies_us(node) + self.vector_us(node)
         return _longer(arithmetic, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
 
     def heavy(self, node: fx.Node) -> bool:
@@ -210,12 +220,23 @@ class CostModel:
         rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
         return flops / rate
 
-    def onednn_pays(self, flops: Any, known: Mapping[Any, int]) -> bool:
-        """Whether oneDNN is clearly faster than torch's BLAS, launches included, at so many operations in float32."""
+    def _copies_us(self, node: fx.Node) -> Any:
+        """What of a matrix product's memory traffic comes on top of its arithmetic; 0 for other operators."""
+        share = self.spec.matmul_traffic
+        if share == 0 or not self.heavy(node):
+            return 0.0
+        return share * self.moved_bytes(node) / self.spec.memory_bytes_per_us
+
+    def onednn_pays(self, node: fx.Node, known: Mapping[Any, int]) -> bool:
+        """Whether oneDNN is clearly faster than torch's BLAS at a product in float32, launches included.
+
+        Both copy operands, about as much.
+        """
         blas = self.spec.matmul_flops_per_us["float32"]
         onednn = self.spec.onednn_flops_per_us.get("float32", blas)
-        count = at_hints(flops, known)
-        return _ONEDNN_GAIN * (count / onednn + _ONEDNN_LAUNCHES * self.spec.kernel_us) < count / blas
+        count, copies = at_hints(self.flops(node), known), at_hints(self._copies_us(node), known)
+        launches = _ONEDNN_LAUNCHES * self.spec.kernel_us
+        return _ONEDNN_GAIN * (count / onednn + copies + launches) < count / blas + copies
 
 
 def tensor_bytes(val: Any) -> Any:

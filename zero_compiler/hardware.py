@@ -102,7 +102,7 @@ class HardwareSpec:
 
     Args:
         name: of the machine; ``source`` says where the numbers come from, ``date`` when (ISO).
-        matmul_flops_per_us: by dtype name, at sizes that fill the machine.
+        matmul_flops_per_us: by dtype name, at sizes that fill the machine, without what ``matmul_traffic`` adds.
         memory_bytes_per_us: streaming bandwidth of the device's memory, bytes read plus bytes written.
         vector_per_us, special_per_us: elements a microsecond through one vector instruction (sum, product), and
             through one function that takes many (exponential, error function, root), on data in cache, float32.
@@ -110,6 +110,11 @@ class HardwareSpec:
         memory_bytes, host_memory_bytes: of one rank.
         onednn_flops_per_us: on CPUs, by dtype name, the same through oneDNN where torch would take its BLAS; empty
             where that was not measured.
+        matmul_traffic: of the time that a matrix product's operands and result take at ``memory_bytes_per_us``, how
+            many times it comes on top of arithmetic. 0: it is hidden behind it (roofline), as on devices that load
+            while they compute, and in files of versions that did not measure it. Libraries for CPUs first copy operands
+            into the order in which they read them (Goto and van de Geijn, "Anatomy of high-performance matrix
+            multiplication", 2008): each byte is read, written and read again, and it is 2 to 3.
         collectives: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.
@@ -138,6 +143,7 @@ class HardwareSpec:
     nvme_write: Link
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
     onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
+    matmul_traffic: float = 0.0
     checksum_bytes_per_us: float = 10000.0
     forward_python: PythonTime = PythonTime()
     backward_python: PythonTime = PythonTime()
@@ -158,7 +164,8 @@ class HardwareSpec:
             "checksum_bytes_per_us",
         ):
             _check_number(name, getattr(self, name))
-        _check_number("kernel_us", self.kernel_us, 0)
+        for name in ("kernel_us", "matmul_traffic"):
+            _check_number(name, getattr(self, name), 0)
         for lane in (lane for group in self.shared for lane in group):
             _check_one_of("a lane in `shared`", lane, LANES)
 

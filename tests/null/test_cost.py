@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 import sympy
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zero_compiler import hardware
-from zero_compiler.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets
+from zero_compiler.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets, tile_rows
 
 aten = torch.ops.aten
 SPEC = dataclasses.replace(
@@ -41,6 +43,38 @@ def test_a_matrix_product_is_bound_by_arithmetic_or_by_memory():
     half = torch.ones(64, 64, dtype=torch.bfloat16)
     (fast,) = nodes(graph_of(torch.mm, half, half), aten.mm)
     assert COST.node_us(fast) == pytest.approx(2 * 64**3 / 2000 + 1)
+
+
+COPIES = CostModel(dataclasses.replace(SPEC, matmul_traffic=2.5))
+
+
+def test_libraries_that_copy_operands_take_products_traffic_beside_arithmetic():
+    graph = graph_of(lambda a, b: (a @ b).relu(), torch.ones(8, 64), torch.ones(64, 64))
+    (mm,), (relu,) = nodes(graph, aten.mm), nodes(graph, aten.relu)
+    arithmetic, traffic = 2 * 8 * 64**2 / 1000, 4 * (64**2 + 2 * 8 * 64) / 100
+    assert COST.node_us(mm) == pytest.approx(max(arithmetic, traffic) + 1)
+    assert COPIES.node_us(mm) == pytest.approx(arithmetic + 2.5 * traffic + 1)
+    assert COPIES.node_us(relu) == COST.node_us(relu)
+    more = COPIES.region_us(graph, fused=True) - COST.region_us(graph, fused=True)
+    assert more == pytest.approx(COPIES.node_us(mm) - COST.node_us(mm))
+
+
+@given(st.integers(1, 200), st.floats(0, 5), st.floats(0, 5))
+def test_more_copies_never_take_less_and_little_more_takes_little_more(rows, share, more):
+    (mm,) = nodes(graph_of(torch.mm, torch.ones(rows, 16), torch.ones(16, 16)), aten.mm)
+    few, many = (
+        CostModel(dataclasses.replace(SPEC, matmul_traffic=s)).node_us(mm) for s in (share, share + more)
+    )
+    traffic = 4 * (2 * rows * 16 + 16 * 16) / 100
+    assert few >= COST.node_us(mm)
+    assert few <= many <= few + more * traffic + 1e-9
+
+
+def test_rows_of_a_tile_count_traffic_as_products_do():
+    rows = tile_rows(SPEC, "float32")
+    assert rows == 16 / 100 * 1000 / (6 * 0.05) // 1 + 1
+    assert tile_rows(dataclasses.replace(SPEC, matmul_traffic=0.5), "float32") == rows  # once at least
+    assert tile_rows(COPIES.spec, "float32") == pytest.approx(2.5 * rows, abs=2)
 
 
 def test_a_view_costs_nothing():
@@ -78,6 +112,9 @@ def test_costs_are_symbolic_where_sizes_are():
     assert isinstance(flops, sympy.Expr)
     assert at_hints(flops, hints(graph)) == 2 * 6 * 4 * 5
     assert at_hints(COST.region_us(graph, fused=True), hints(graph)) > 0
+    seen = at_hints(COPIES.node_us(mm), hints(graph))
+    (fixed,) = nodes(graph_of(torch.mm, torch.ones(6, 4), torch.ones(4, 5)), aten.mm)
+    assert seen == pytest.approx(COPIES.node_us(fixed))
 
 
 def test_buckets_are_sized_by_latency_times_bandwidth():

@@ -75,6 +75,9 @@ WRONG = [
     ({"memory_bytes": None}, "memory_bytes must be a number > 0, not None"),
     ({"host_memory_bytes": True}, "host_memory_bytes must be a number > 0, not True"),
     ({"kernel_us": -1}, "kernel_us must be a number >= 0, not -1"),
+    ({"matmul_traffic": -0.5}, "matmul_traffic must be a number >= 0, not -0.5"),
+    ({"matmul_traffic": "2"}, "matmul_traffic must be a number >= 0, not '2'"),
+    ({"matmul_traffic": None}, "matmul_traffic must be a number >= 0, not None"),
     ({"matmul_flops_per_us": 5}, "matmul_flops_per_us must give a rate for 'float32', .*, not 5"),
     ({"matmul_flops_per_us": {"bfloat16": 5}}, "matmul_flops_per_us must give a rate for 'float32'"),
     (
@@ -165,6 +168,13 @@ def test_a_file_without_times_of_python_is_read_as_one_that_did_not_measure_them
     data["forward_python"] = {"param": 3.0}
     with pytest.raises(ConfigError, match="hardware spec: .*'param'"):
         HardwareSpec.from_dict(data)
+
+
+def test_a_file_without_traffic_of_products_is_read_as_one_that_hides_it():
+    spec = hardware.load("laptop")
+    data = spec.to_dict()
+    assert data.pop("matmul_traffic") == 0
+    assert HardwareSpec.from_dict(data) == spec
 
 
 class Net(nn.Module):
@@ -274,6 +284,38 @@ def test_times_that_fall_with_size_still_make_a_link():
     found = calibrate._fit(SIZES, [50.0, 40.0, 30.0, 20.0, 10.0])
     assert found.latency_us > 0
     assert found.bytes_per_us > 0
+
+
+def products(rows, side):
+    return calibrate._Products(lambda: None, 6 * rows * side**2, 12 * (2 * rows + side) * side)
+
+
+SQUARE, THIN = products(512, 512), products(32, 1024)
+
+
+def spent_us(work, rate, traffic, memory):
+    return work.flops / rate + traffic * work.nbytes / memory
+
+
+@given(st.floats(1e3, 1e6), st.floats(0, 4), st.floats(1e3, 1e5))
+def test_a_square_and_a_thin_product_tell_rate_and_traffic(rate, traffic, memory):
+    long, short = (spent_us(work, rate, traffic, memory) for work in (SQUARE, THIN))
+    found = calibrate._traffic(SQUARE, long, THIN, short, memory)
+    most = memory * long / (2 * SQUARE.nbytes)  # half of the square product
+    assert found == pytest.approx(min(traffic, most), rel=1e-6, abs=1e-9 * memory)
+    if traffic <= most:
+        assert calibrate._rate(SQUARE, long, found / memory) == pytest.approx(rate, rel=1e-6)
+    # The square one is always met, and another dtype's rate with the same traffic.
+    again = calibrate._rate(SQUARE, long, found / memory)
+    assert spent_us(SQUARE, again, found, memory) == pytest.approx(long)
+
+
+def test_disturbed_times_make_no_rate_that_cannot_be():
+    assert calibrate._traffic(SQUARE, 8000.0, THIN, 100.0, 3e4) == 0
+    assert calibrate._rate(SQUARE, 8000.0, 0.0) == SQUARE.flops / 8000
+    much = calibrate._traffic(SQUARE, 8000.0, THIN, 1e9, 3e4)
+    assert calibrate._rate(SQUARE, 8000.0, much / 3e4) == pytest.approx(2 * SQUARE.flops / 8000)
+    assert calibrate._rate(SQUARE, 10.0, much / 3e4) == 2 * SQUARE.flops / 10
 
 
 def test_two_models_tell_what_a_call_takes_and_what_a_parameter():

@@ -65,6 +65,14 @@ def test_nothing_changes_without_a_faster_library(fields):
     assert count(three_products(), **fields) == 0
 
 
+def test_what_both_libraries_copy_counts_for_both():
+    """Of 16 rows 8.2 us by the BLAS, and 5.1 by oneDNN with its launches: with 20 us of copies it is clearly faster,
+    with 40 it is not."""
+    for share, chosen in ((0.0, 2), (2.0, 2), (4.0, 0)):
+        machine = dataclasses.replace(MACHINE, memory_bytes_per_us=307.2, matmul_traffic=share)
+        assert count(three_products(rows=16), kernels=True, machine=machine) == chosen
+
+
 def test_left_alone():
     b = Build(w=(32, 32))
     x = b.input("x", 32, 32)
