@@ -34,6 +34,13 @@ class ModuleState:
     root: bool
 
 
+class _Sharded(nn.Module):
+    """For types alone: a module whose class :func:`swap_classes` has swapped."""
+
+    _zero: ModuleState
+    _zero_outermost: Callable[[Any, Any, Any], Any]
+
+
 def is_root(module: nn.Module) -> bool:
     state = state_of(module)
     return state is not None and state.root
@@ -137,7 +144,7 @@ def _derived(cls: type, **_: Any) -> None:
     )
 
 
-def _own_code(fn: types.FunctionType) -> types.FunctionType:
+def _own_code(fn: Any) -> types.FunctionType:
     """``fn`` with a code object of its own.
 
     Dynamo compiles the code of a frame anew for values that its guards have not met, a few times at most
@@ -184,7 +191,7 @@ def _load(base: Any) -> Callable[..., None]:
     """What ``load_state_dict`` calls: with ``assign=True`` it puts other parameters in place of those that an optimizer
     may hold."""
 
-    def load(self: nn.Module, *args: Any) -> None:
+    def load(self: _Sharded, *args: Any) -> None:
         before = dict(self._parameters)
         base._load_from_state_dict(self, *args)
         names = self._zero.names
@@ -209,9 +216,9 @@ def _rebuild(base: type, names: dict[str, str], recurrent: bool, group: Group) -
     return made
 
 
-def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+def _reduce_ex(self: _Sharded, protocol: Any) -> Any:
     cls: Any = type(self)
-    state: ModuleState = self._zero
+    state = self._zero
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
     # The group comes first: where it is not found again, nothing else is worth reading.
     made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.policy.group)
@@ -227,19 +234,19 @@ def _call(base: type) -> Any:
     if base.__call__ is nn.Module.__call__:
         return _call_module
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
         return _called(self, base.__call__, args, kwargs)
 
     return __call__
 
 
-def _call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_module(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
     # That of nearly all modules. By its global name, which Dynamo guards once for a model; what a function closes over
     # it guards for each.
     return _called(self, nn.Module.__call__, args, kwargs)
 
 
-def _called(self: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     state = self._zero
     scope = state.policy.scope
     # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them. Dynamo guards the
@@ -299,7 +306,7 @@ def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(cast, (args, kwargs))
 
 
-def _get(self: nn.Module) -> Any:
+def _get(self: _Sharded) -> Any:
     """What ``module.attribute`` is; of each attribute with its own names, see :func:`_getter`."""
     attribute = "ATTRIBUTE"
     name = "NAME"
