@@ -1,6 +1,7 @@
 """What a given memory buys: the most layers, the widest model and the longest sequence that train within a budget.
 
     python benchmarks/buys.py DIR --budget-mib 128,256 --json out.json
+    python benchmarks/buys.py DIR --found out.json --json again.json    # those sizes once more, with their times
 
 A GPT (4 layers, width 256, sequence 128, vocabulary 1024, one row of the batch a rank; one of them grows), fp32,
 AdamW, two ranks of one thread. Ways to train:
@@ -18,6 +19,7 @@ size is run. The time is that of the last step, of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable
@@ -44,8 +46,13 @@ def main() -> None:
     parser.add_argument("--axes", type=lambda s: s.split(","), default=list(SHAPE))
     parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
+    parser.add_argument("--found", help="what an earlier run wrote: its sizes are run again, not looked for")
     parser.add_argument("--json")
     args = parser.parse_args()
+    known = {}
+    if args.found:
+        with open(args.found) as file:
+            known = {(r["budget_mib"], r["axis"], r["way"]): r for r in json.load(file)["rows"]}
     common.hardware(args.hardware, RANKS)
     m = common.machine()
     print(common.machine_text(m), flush=True)
@@ -53,7 +60,8 @@ def main() -> None:
     for mib in args.budget_mib:
         for axis in args.axes:
             for way in args.ways:
-                row = {"budget_mib": mib, "axis": axis, "way": way, **largest(args.dir, mib << 20, axis, way)}
+                cell = {"budget_mib": mib, "axis": axis, "way": way}
+                row = cell | largest(args.dir, mib << 20, axis, way, known.get((mib, axis, way)))
                 found.append(row)
                 print(f"  {mib} MiB, {way}: {axis} {row['size']}", flush=True)
                 if args.json:
@@ -83,8 +91,12 @@ def report(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
     return common.table("The largest that trains, a rank", head, rows)
 
 
-def largest(folder: str, budget: int, axis: str, way: str) -> dict[str, Any]:
-    """The largest size on ``axis`` that trains, with its measured peak; size 0 where the smallest does not."""
+def largest(folder: str, budget: int, axis: str, way: str, known: dict[str, Any] | None) -> dict[str, Any]:
+    """The largest size on ``axis`` that trains, with its measured peak; size 0 where the smallest does not.
+
+    Args:
+        known: the row of an earlier run, whose size is run again.
+    """
     runs = []
 
     @cache
@@ -97,7 +109,11 @@ def largest(folder: str, budget: int, axis: str, way: str) -> dict[str, Any]:
         return row
 
     planned = PLANNED.get(way)
-    if planned is not None:
+    if known is not None:
+        if not known["size"]:
+            return known
+        size = known["size"]
+    elif planned is not None:
         size = bisect(axis, lambda s: planned(folder, budget, axis, s))
         while size and measured(size)["peak"] > budget:
             size -= GRAIN[axis]
