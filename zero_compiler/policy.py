@@ -36,7 +36,7 @@ _serial = itertools.count()
 _keys = itertools.count()  # not the serial, which another process may have given out too
 _copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
 # What Policy._fresh makes.
-_OWN = ("_refused", "_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "taken", "looked")
+_OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
 
 
 class Scope:

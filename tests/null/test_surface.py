@@ -263,6 +263,13 @@ def test_a_copy_is_sharded_independent_and_trains(how, after_a_call):
         zero.shard(twin)
 
 
+def test_a_pickled_model_holds_its_shards_once():
+    model = zero.shard(nn.Linear(256, 256))
+    before = len(pickle.dumps(model))
+    compiled(model)(torch.ones(2, 256))
+    assert len(pickle.dumps(model)) < before + 256 * 4  # bytes; the weight has as many times 256
+
+
 @pytest.mark.parametrize("how", [by_deepcopy, by_pickle])
 def test_a_copied_submodule_stands_alone(how):
     model = zero.shard(net())
