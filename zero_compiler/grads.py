@@ -329,8 +329,13 @@ class _AtEnd:
         self._end, self._broke_off, self._over = end, broke_off, False
 
     def __call__(self) -> None:
-        self._end()
-        self._over = True
+        try:
+            self._over = True
+            self._end()
+        except BaseException:
+            # Not when this is dropped: the traceback of the error holds it, maybe until a later backward runs.
+            self._broke_off()
+            raise
 
     def __del__(self) -> None:
         if not self._over:
