@@ -399,6 +399,14 @@ def missing(name: str, opened: bool) -> NoReturn:
     )
 
 
+def untied(name: str) -> NoReturn:
+    """Raise: different sharded parameters stand where one stood in several places. Code that is compiled knows one."""
+    raise ShardError(
+        f"parameter {name!r} was tied to several attributes at zero.shard, and different parameters stand there now, "
+        "as after load_state_dict(assign=True): assign one of them to the others, or untie them before zero.shard"
+    )
+
+
 def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> NoReturn:
     """Raise: ``.to()``, ``.half()`` or the like changed a sharded parameter, or another one was put in its place."""
     if tuple(param.shape) != info.shape:

@@ -282,6 +282,30 @@ def test_a_copied_submodule_stands_alone(how):
     assert model.first.weight.grad is None
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_tied_parameters_that_are_not_any_more_are_an_error_until_they_are_again(which):
+    """Compiled code knows one parameter for both, also where no frame reads both."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    zero.shard(model)
+    x = torch.ones(2, 4)
+    frames = [compiled(m) for m in model]
+    want = [frame(x).detach() for frame in frames]
+    tied = model[0].weight
+    model[which].weight = nn.Parameter((tied * 2).detach())
+    for frame in frames:
+        with pytest.raises(
+            ShardError, match=r"'0.weight' was tied to several attributes at zero.shard, and differ"
+        ):
+            frame(x)
+    with pytest.raises(ShardError, match="tied"), zero.gathered(model):
+        pass
+    assert model[which](x).ne(want[which]).any()  # by itself, as it stands
+    model[which].weight = tied
+    for frame, value in zip(frames, want, strict=True):
+        torch.testing.assert_close(frame(x), value)
+
+
 def test_ties_survive_a_copy():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
