@@ -149,11 +149,12 @@ class ModelRuntime:
             if seen is not None:
                 # Of every parameter at every call, so without a function: whether it stands where it stood, with the
                 # storage that it had. The cached view holds that, so its address cannot have been given to another.
-                module, attribute, param, local, at, flat = seen
+                module, attribute, places, param, local, at, flat = seen
                 if (
                     module._parameters.get(attribute) is param
                     and param._local_tensor is local
                     and local.data_ptr() == at
+                    and (len(places) == 1 or all(m._parameters.get(a) is param for m, a in places))
                 ):
                     out.append(flat)
                     continue
@@ -173,7 +174,7 @@ class ModelRuntime:
             param._local_tensor = local = flat.view(layout.padded_shape)[: layout.rows(policy.group.rank)]
         at = local.data_ptr()
         if at != 0 and flat.data_ptr() == at:
-            policy.at_rest[name] = (module, attribute, param, local, at, flat)
+            policy.at_rest[name] = (module, attribute, policy.places[name], param, local, at, flat)
         return flat
 
     def close(self) -> None:

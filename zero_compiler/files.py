@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ class GradientFiles:
         # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
         self._landed: dict[str, tuple[Any, bool]] = {}
         self._partly: set[str] = set()  # of which some tiles have landed
-        self._task: int | None = None  # autograd's number of the backward that runs
+        # Autograd's numbers of the backwards that run: one may run within another (torch.utils.checkpoint).
+        self._tasks: set[int] = set()
         self._stream: Stream | None = None
 
     def _name_of(self, param: Any) -> str | None:
@@ -157,11 +159,9 @@ class GradientFiles:
 
     def _enter(self) -> None:
         """The first gradient of a backward that lands."""
-        if self._task != (task := torch._C._current_graph_task_id()):
-            self._task = task
-            self._landed.clear()  # of a backward that broke off
-            self._partly.clear()
-            grads.at_end(self._end, self._broke_off)
+        if (task := torch._C._current_graph_task_id()) not in self._tasks:
+            self._tasks.add(task)
+            grads.at_end(partial(self._end, task), partial(self._broke_off, task))
 
     def _rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
         tensor = self._regions[name].tensor
@@ -186,14 +186,18 @@ class GradientFiles:
             stream.feed(Job(blocks(part.numel()), (), (region.span(begin + at, part.numel(), 0),), copy))
         stream.admit()  # no gradient waits for a buffer beyond its own landing
 
-    def _broke_off(self) -> None:
+    def _broke_off(self, task: int) -> None:
         """No write of this backward comes later than those of the next one."""
+        self._tasks.discard(task)
+        self._landed.clear()
+        self._partly.clear()
         if self._stream is not None:
             self._stream.forget()
 
-    def _end(self) -> None:
-        """The backward is over: everything is written, and may be read."""
-        landed, self._landed, self._task = self._landed, {}, None
+    def _end(self, task: int) -> None:
+        """The backward is over: everything is written, and may be read; so is what has landed in one around it."""
+        self._tasks.discard(task)
+        landed, self._landed = self._landed, {}
         if self._stream is not None:
             self._stream.drain()
         for name, (param, written) in landed.items():

@@ -329,8 +329,13 @@ class _AtEnd:
         self._end, self._broke_off, self._over = end, broke_off, False
 
     def __call__(self) -> None:
-        self._end()
-        self._over = True
+        try:
+            self._over = True
+            self._end()
+        except BaseException:
+            # Not when this is dropped: the traceback of the error holds it, maybe until a later backward runs.
+            self._broke_off()
+            raise
 
     def __del__(self) -> None:
         if not self._over:
@@ -391,6 +396,14 @@ def missing(name: str, opened: bool) -> NoReturn:
     raise ShardError(
         f"parameter {name!r} was deleted or replaced by a plain tensor after zero.shard; write new values inside "
         "zero.gathered(model, write=True), or shard a model that holds them"
+    )
+
+
+def untied(name: str) -> NoReturn:
+    """Raise: different sharded parameters stand where one stood in several places. Code that is compiled knows one."""
+    raise ShardError(
+        f"parameter {name!r} was tied to several attributes at zero.shard, and different parameters stand there now, "
+        "as after load_state_dict(assign=True): assign one of them to the others, or untie them before zero.shard"
     )
 
 

@@ -50,6 +50,7 @@ def release_destroyed() -> None:
     left = [pg for pg in _linked if not _registered(pg)]
     if not left:
         return
+    gc.unfreeze()  # it does not list what a training loop has frozen
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:
             held = getattr(mesh, "_pg_registry", {})

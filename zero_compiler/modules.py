@@ -231,11 +231,14 @@ def _flat_weights(self: Any) -> list[torch.Tensor]:
 
 def _call(base: type) -> Any:
     """``__call__`` of a module whose class was ``base``."""
-    if base.__call__ is nn.Module.__call__:
+    call: Any = base.__call__
+    if call is nn.Module.__call__:
         return _call_module
+    if isinstance(call, types.FunctionType):
+        call = _own_code(call)
 
     def __call__(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, base.__call__, args, kwargs)
+        return _called(self, call, args, kwargs)
 
     return __call__
 

@@ -36,7 +36,7 @@ _serial = itertools.count()
 _keys = itertools.count()  # not the serial, which another process may have given out too
 _copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
 # What Policy._fresh makes.
-_OWN = ("_refused", "_nvme", "files", "_gradient_files", "sinks", "calls", "optimizers", "taken", "looked")
+_OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
 
 
 class Scope:
@@ -113,7 +113,8 @@ class Policy:
 
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
-        # Flat chunks by name, with where they were found: module, attribute, parameter, local tensor and its address.
+        # Flat chunks by name, with where they were found: module, attribute, all places, parameter, local tensor and
+        # its address.
         self.at_rest: dict[str, tuple[Any, ...]] = {}
         self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
         self._nvme: Nvme | None = None  # made when first needed
@@ -372,7 +373,8 @@ class Policy:
         """The sharded parameter called ``name`` as it stands in the module now.
 
         Raises:
-            ShardError: it was deleted or replaced, or is whole for the time of a ``zero.gathered``.
+            ShardError: it was deleted or replaced, in one of the places to which it was tied maybe, or is whole for the
+                time of a ``zero.gathered``.
         """
         module, attribute = self.place_of(name)
         return module._parameters[attribute]
@@ -386,6 +388,11 @@ class Policy:
         found = self._stands(name)
         if found is None:
             grads.missing(name, self.opened)
+        if len(places := self.places[name]) > 1:
+            param = found[0]._parameters[found[1]]
+            others = (module._parameters.get(attribute) for module, attribute in places)
+            if any(isinstance(other, DTensor) and other is not param for other in others):
+                grads.untied(name)
         return found
 
     def find(self, name: str) -> Any:

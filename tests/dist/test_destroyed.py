@@ -235,12 +235,13 @@ left()
 model = zero.shard(torch.nn.Linear(4, 4), device="cpu")
 call = torch.compile(model, backend="zero", options={"compute": "aten"})
 call(torch.ones(2, 4)).sum().backward()
-dist.destroy_process_group()
 """
 
 
-def test_no_thread_of_a_destroyed_group_meets_the_end_of_the_interpreter():
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("before", ["", "import gc; gc.freeze()\n"], ids=["", "frozen"])
+def test_no_thread_of_a_destroyed_group_meets_the_end_of_the_interpreter(before):
+    body = f"{EXIT}{before}dist.destroy_process_group()"
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.splitlines()
     assert "gloo" in before

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import gc
 import os
 import re
 
@@ -10,10 +11,12 @@ import torch
 from compare import local
 from faults import run_with_faults
 from tiered import ALL, Broken, assert_same, compiled, made, reference, train
+from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, StorageError
 from zero_compiler.modules import policies_of
+from zero_compiler.runtime import streaming
 from zero_compiler.runtime.stores import region_of
 
 O = torch.optim
@@ -195,6 +198,31 @@ def test_a_gradient_that_cannot_be_written(tmp_path, monkeypatch):
     optimizer.zero_grad()
     assert train(model, run, optimizer) == losses
     assert_same(model, want)
+
+
+def test_an_error_that_is_dropped_in_a_later_backward_takes_no_gradient_with_it(tmp_path, monkeypatch):
+    """Its traceback may be part of a cycle, which is collected at any time."""
+    done = streaming._Turn.done  # what is to be written is not begun before somebody waits for it
+    monkeypatch.setattr(streaming._Turn, "done", lambda turn: turn.job is None and done(turn))
+    model = zero.shard(nn.Linear(64, 512, bias=False), nvme_dir=str(tmp_path), offload_grads="nvme")
+    broken, errors = Broken(monkeypatch, "write"), []
+    broken.armed = True
+    try:
+        model(torch.ones(2, 64)).sum().backward()  # fails at its end
+    except StorageError as error:
+        errors.append(error)
+    assert len(errors) == 1
+    broken.armed = False
+    model.zero_grad()
+
+    def drop(grad):
+        errors.clear()
+        gc.collect()
+
+    x = torch.ones(2, 64, requires_grad=True) * 1
+    x.register_hook(drop)  # when the gradient of the weight has landed
+    model(x).sum().backward()
+    assert torch.equal(local(model.weight.grad), torch.full((512, 64), 2.0))
 
 
 # Files that change -----------------------------------------------------------------------------------------------

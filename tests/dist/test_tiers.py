@@ -1,6 +1,7 @@
 """Parameters, gradients and states in files: the same values as in memory, in every combination."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from compare import local
 from dist.spawn import run_ranks
 from tiered import ALL, Net, assert_same, compiled, made, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError
@@ -92,6 +94,19 @@ def _ranks(rank, world, transport, folder):
             assert placed.tier("params", "inner.weight") == placed.tier("optimizer", "first.weight") == "nvme"
             assert placed.tier("params", "first.weight") == "none"
     return True
+
+
+def test_gradients_in_files_of_a_backward_within_another(tmp_path):
+    """That of a checkpointed block ends before the one around it, some of whose gradients are there already."""
+    model, want = made(tmp_path, tiers=("none", "nvme", "none")), made(tmp_path)
+    for m in (model, want):
+        inner = m.inner.forward
+        m.inner.forward = functools.partial(checkpoint, inner, use_reentrant=True)
+        for _ in range(2):  # the second adds to the gradients of the first
+            m(torch.ones(2, 64)).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == (name == "frozen")
+        assert q.grad is None or torch.equal(local(p.grad), local(q.grad)), name
 
 
 @pytest.mark.dist

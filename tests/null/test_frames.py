@@ -35,10 +35,15 @@ class Block(nn.Module):
         return x + self.second(h)
 
 
+class Called(Block):
+    def __call__(self, x):
+        return super().__call__(x * 1.5)
+
+
 class Deep(nn.Module):
-    def __init__(self, breaks=False):
+    def __init__(self, breaks=False, layer=Block):
         super().__init__()
-        self.layers = nn.ModuleList([Block(breaks) for _ in range(COUNT)])
+        self.layers = nn.ModuleList([layer(breaks) for _ in range(COUNT)])
 
     def forward(self, x):
         for layer in self.layers:
@@ -98,8 +103,9 @@ def test_a_whole_model_is_compiled_in_place():
 
 
 @pytest.mark.slow
-def test_every_layer_with_a_graph_break_is_compiled():
-    plain = Deep(breaks=True)
+@pytest.mark.parametrize("layer", [Block, Called])
+def test_every_layer_with_a_graph_break_is_compiled(layer):
+    plain = Deep(breaks=True, layer=layer)
     model = zero.shard(copy.deepcopy(plain))
     check(torch.compile(model, backend="zero", options=ATEN), model, plain)
     assert programs(model) == ["forward", "backward"] * 2 * COUNT  # before and after the break

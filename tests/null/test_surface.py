@@ -263,6 +263,13 @@ def test_a_copy_is_sharded_independent_and_trains(how, after_a_call):
         zero.shard(twin)
 
 
+def test_a_pickled_model_holds_its_shards_once():
+    model = zero.shard(nn.Linear(256, 256))
+    before = len(pickle.dumps(model))
+    compiled(model)(torch.ones(2, 256))
+    assert len(pickle.dumps(model)) < before + 256 * 4  # bytes; the weight has as many times 256
+
+
 @pytest.mark.parametrize("how", [by_deepcopy, by_pickle])
 def test_a_copied_submodule_stands_alone(how):
     model = zero.shard(net())
@@ -273,6 +280,30 @@ def test_a_copied_submodule_stands_alone(how):
     assert model.first.weight.full_tensor().abs().sum() > 0
     twin(batch()).sum().backward()
     assert model.first.weight.grad is None
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_tied_parameters_that_are_not_any_more_are_an_error_until_they_are_again(which):
+    """Compiled code knows one parameter for both, also where no frame reads both."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    zero.shard(model)
+    x = torch.ones(2, 4)
+    frames = [compiled(m) for m in model]
+    want = [frame(x).detach() for frame in frames]
+    tied = model[0].weight
+    model[which].weight = nn.Parameter((tied * 2).detach())
+    for frame in frames:
+        with pytest.raises(
+            ShardError, match=r"'0.weight' was tied to several attributes at zero.shard, and differ"
+        ):
+            frame(x)
+    with pytest.raises(ShardError, match="tied"), zero.gathered(model):
+        pass
+    assert model[which](x).ne(want[which]).any()  # by itself, as it stands
+    model[which].weight = tied
+    for frame, value in zip(frames, want, strict=True):
+        torch.testing.assert_close(frame(x), value)
 
 
 def test_ties_survive_a_copy():
