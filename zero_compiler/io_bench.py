@@ -24,7 +24,7 @@ from .runtime import aio
 MODES = {"read": 100, "write": 0, "both": 50}  # reads in percent of all bytes
 BLOCKS = (256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (4, 16, 32)
-PIECE = 8 << 20  # bytes of one request, at least
+PIECE = 1 << 20  # bytes of one request, at least
 FIO_ENGINES = ("io_uring", "libaio")
 
 
@@ -150,9 +150,17 @@ def _measure(
 
 
 def memory_bytes(block: int, depth: int) -> int:
-    """Enough requests wait that the blocks under way are always ``depth``, in either direction."""
-    piece = max(block, PIECE)
-    return 2 * (2 * depth * block // piece + 2) * piece
+    """What :func:`our_rate` takes at most."""
+    return 2 * requests(block, depth, 2) * max(block, PIECE)
+
+
+def requests(block: int, depth: int, kinds: int) -> int:
+    """Requests of each of so many kinds at a time: those that have ``depth`` blocks under way, and two that wait.
+
+    No more than that: what is read into memory that is in the processor's caches is read faster, and fio's buffers are
+    the blocks under way.
+    """
+    return depth * block // max(block, PIECE) // kinds + 2
 
 
 def our_rate(report: Report, path: Path, memory: Any, mode: str, block: int, depth: int) -> float:
@@ -160,7 +168,7 @@ def our_rate(report: Report, path: Path, memory: Any, mode: str, block: int, dep
     piece = max(block, PIECE)
     kinds = ("read", "write") if mode == "both" else (mode,)
     span = report.nbytes // len(kinds) // piece * piece
-    count = (2 * depth * block // piece + 2) * (1 if mode == "both" else 2)
+    count = requests(block, depth, len(kinds))
     moved = 0
     with aio.Engine(backend=report.backend, block_bytes=block, depth=depth) as io:
         io.register(memory)
