@@ -12,8 +12,8 @@ AdamW, two ranks of one thread. Ways to train:
   nvme       the same with parameters, gradients and states in files in DIR, and zero.optimizer(overlap=True)
 A size counts where three steps were made in fresh processes and the largest number of live bytes of torch's CPU
 allocator, with the buffers of files, stayed within the budget (the rank with the most; an exact count). A peer's size
-is looked for by running it. Ours is the largest that the plan finds to fit, before anything is allocated; then that
-size is run. The time is that of the last step, of the slowest rank.
+is looked for by running it. Ours is the largest that the plan finds to fit, before anything is allocated, up to 6% too
+small and of 64 layers at most, as a search takes long; then that size is run. The time is that of the last step, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from models import Spec, gpt
 
 SHAPE = {"layers": 4, "width": 256, "sequence": 128}
 GRAIN = {"layers": 1, "width": 64, "sequence": 64}
-VOCAB, RANKS, MOST = 1024, 2, 1 << 14
+MOST = {
+    "layers": 64,
+    "width": 1 << 14,
+    "sequence": 1 << 14,
+}  # powers of two grains; larger ones are not tried
+CLOSE = 16
+VOCAB, RANKS = 1024, 2
 
 
 def main() -> None:
@@ -86,7 +92,8 @@ def report(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
                     peak = f"{row['peak'] / 2**20:.0f}"
                     if row["predicted"]:
                         peak += f" of {row['predicted'] / 2**20:.0f}"
-                    cells.append(f"{row['size']} ({row['numel'] / 1e6:.1f} M, {peak}, {row['ms']:.0f})")
+                    more = " or more" if row["size"] == MOST[axis] else ""
+                    cells.append(f"{row['size']}{more} ({row['numel'] / 1e6:.1f} M, {peak}, {row['ms']:.0f})")
             rows.append([f"{mib} MiB, {way}", *cells])
     return common.table("The largest that trains, a rank", head, rows)
 
@@ -125,12 +132,14 @@ def largest(folder: str, budget: int, axis: str, way: str, known: dict[str, Any]
 
 
 def bisect(axis: str, fits: Callable[[int], bool]) -> int:
-    """The largest multiple of the axis's grain that fits, if smaller ones do; 0 where none does."""
+    """The largest multiple of the axis's grain that fits, if smaller ones do, to one part in CLOSE; 0 where none does."""
     grain, low = GRAIN[axis], 0
     high = 2
-    while high < MOST and fits(high * grain):
+    while high * grain <= MOST[axis] and fits(high * grain):
         low, high = high, 2 * high
-    while high - low > 1:
+    if high * grain > MOST[axis]:
+        return low * grain
+    while high - low > max(1, low // CLOSE):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * grain) else (low, middle)
     return low * grain
@@ -208,7 +217,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     except modes.Skip as why:
         return {"peak": 0, "skipped": str(why), "numel": numel}
     except MemoryBudgetError as refused:
-        return {"peak": MOST << 30, "refused": str(refused), "numel": numel}
+        return {"peak": 1 << 62, "refused": str(refused), "numel": numel}
     ms, peak, predicted = (time.perf_counter() - begin) * 1e3, _C.meter_peak() + aio.live_bytes(), None
     if call["way"] in PLANNED:
         import zero_compiler as zero
