@@ -13,7 +13,8 @@ AdamW, two ranks of one thread. Ways to train:
 A size counts where three steps were made in fresh processes and the largest number of live bytes of torch's CPU
 allocator, with the buffers of files, stayed within the budget (the rank with the most; an exact count). A peer's size
 is looked for by running it. Ours is the largest that the plan finds to fit, before anything is allocated, up to 6% too
-small and of 64 layers at most, as a search takes long; then that size is run. The time is that of the last step, of the slowest rank.
+small and of 64 layers at most, as a search takes long; then that size is run. The time is that of the last step, of
+the slowest rank.
 """
 
 from __future__ import annotations
@@ -32,11 +33,7 @@ from models import Spec, gpt
 
 SHAPE = {"layers": 4, "width": 256, "sequence": 128}
 GRAIN = {"layers": 1, "width": 64, "sequence": 64}
-MOST = {
-    "layers": 64,
-    "width": 1 << 14,
-    "sequence": 1 << 14,
-}  # powers of two grains; larger ones are not tried
+MOST = {"layers": 64, "width": 1 << 14, "sequence": 1 << 14}  # grains times a power of two; no more is tried
 CLOSE = 16
 VOCAB, RANKS = 1024, 2
 
@@ -132,7 +129,8 @@ def largest(folder: str, budget: int, axis: str, way: str, known: dict[str, Any]
 
 
 def bisect(axis: str, fits: Callable[[int], bool]) -> int:
-    """The largest multiple of the axis's grain that fits, if smaller ones do, to one part in CLOSE; 0 where none does."""
+    """The largest multiple of the axis's grain that fits, if smaller ones do; 0 where none does. One part in CLOSE may
+    be missing."""
     grain, low = GRAIN[axis], 0
     high = 2
     while high * grain <= MOST[axis] and fits(high * grain):
