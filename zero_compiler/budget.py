@@ -199,7 +199,7 @@ def check_rest(memory: Memory, budget_bytes: int, policies: Sequence[Any]) -> No
 def _rest(memory: Memory) -> str:
     return (
         f"parameters {memory.parameters:,}, gradients {memory.gradients:,}, optimizer states {memory.optimizer:,}, "
-        f"kept weights {memory.kept:,}"
+        f"kept weights {memory.kept:,}, buffers of files {memory.host:,}"
     )
 
 

@@ -17,12 +17,19 @@ from .runtime.streaming import Job, Stream
 # together is written while backward goes on, up to a limit; and one is copied.
 _WRITE_BYTES = 8 << 20
 _WRITES = 16
+# Of a memory budget the buffers of one purpose take at most one part in so many.
+OF_BUDGET = 8
 
 
-def write_buffers(largest_bytes: int) -> tuple[int, int]:
+def write_buffers(largest_bytes: int, budget_bytes: int | None = None) -> tuple[int, int]:
     """Bytes of one write of gradients at most, and how many are under way or in the making, where the largest gradient
-    of a model takes ``largest_bytes`` in its file."""
+    of a model takes ``largest_bytes`` in its file.
+
+    A simulation takes them as without a budget: smaller writes, of which there are more, are as fast.
+    """
     size = min(_WRITE_BYTES, blocks(largest_bytes))
+    if budget_bytes is not None:
+        size = min(size, blocks(budget_bytes // (OF_BUDGET * (1 + _WRITES))))
     return size, 1 + min(_WRITES, 2 * -(-largest_bytes // max(size, 1)))
 
 
@@ -111,7 +118,8 @@ class GradientFiles:
 
     def _writes(self) -> tuple[int, int]:
         """Bytes of one write at most, and how many buffers there are."""
-        return write_buffers(max((r.nbytes for r in self._regions.values()), default=0))
+        budget = None if self._policy.apart else self._policy.config.memory_budget_bytes
+        return write_buffers(max((r.nbytes for r in self._regions.values()), default=0), budget)
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""

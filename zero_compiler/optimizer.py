@@ -20,6 +20,7 @@ from .config import TIERS
 from .elementwise import States, declared, states_of
 from .errors import GradientError, OptimizerError
 from .failing import MAKE
+from .files import OF_BUDGET
 from .grads import AppliedGrad, check_reduced, used_up
 from .group import Group
 from .ir import ops
@@ -177,10 +178,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             entries.setdefault((states.eager, *states.tensors.items()), []).append(entry)
         for policy, wanted in needs.items():
             self._allocate(policy, wanted)
+        most = unit_bytes(owners[id(p)][0] for p in group["params"] if id(p) in owners)
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
             for alike in entries.values()
-            for batch in batches_of(alike, self._overlap is not None or not group.get("fused"))
+            for batch in batches_of(alike, self._overlap is not None or not group.get("fused"), most)
         ]
         self._units += new
         self._measure()
@@ -493,7 +495,13 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str) -> str:
     return str(tier)
 
 
-def batches_of(entries: list[Entry], few: bool) -> Iterable[list[Piece]]:
+def unit_bytes(policies: Iterable[Any]) -> int:
+    """Bytes that a unit streams, about, where parameters of these sharded models are updated."""
+    given = [p.config.memory_budget_bytes for p in policies if not p.apart]
+    return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
+
+
+def batches_of(entries: list[Entry], few: bool, unit_bytes: int) -> Iterable[list[Piece]]:
     """Pieces of ``entries`` together, up to the size of a unit.
 
     What rests where it is used passes through no buffer, and is updated in one call; unless with ``few`` parts of it
@@ -502,9 +510,9 @@ def batches_of(entries: list[Entry], few: bool) -> Iterable[list[Piece]]:
     batch: list[Piece] = []
     nbytes = 0
     for entry in entries:
-        for piece in pieces_of(entry, UNIT_BYTES):
+        for piece in pieces_of(entry, unit_bytes):
             more = max(piece.nbytes, local_of(entry.param).nbytes if few else 0)
-            if batch and nbytes + more > UNIT_BYTES:
+            if batch and nbytes + more > unit_bytes:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(piece)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from .hardware import HardwareSpec
-from .optimizer import batches_of, tier_of
+from .optimizer import batches_of, tier_of, unit_bytes
 from .placing import ASSUMED_STATE_BYTES
 from .policy import Policy, local_of
 from .program import Program, few
@@ -98,7 +98,7 @@ def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
     ]
     assumed = [
         turn
-        for batch in batches_of(entries, True)
+        for batch in batches_of(entries, True, unit_bytes(policies))
         if (turn := _turn(batch, keys, _STATE_BYTES, False, spec)) is not None
     ]
     away = any(policy.on_host(name) for policy in policies for name in policy.params)

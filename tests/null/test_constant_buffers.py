@@ -6,6 +6,7 @@ Every bound is shown on a model and on one of ten times the layers.
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler import files
+from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.live import moments
 from zero_compiler.planning import plan, report
 from zero_compiler.program import Gather, Program, Reduce, Release, WaitGather, WaitReduce
@@ -261,6 +263,48 @@ def test_the_buffers_of_states_in_files_are_as_large_at_ten_times_the_layers(tmp
         model = zero.shard(Net(layers), offload_optimizer="nvme", nvme_dir=str(tmp_path))
         sizes.append(zero.optimizer(torch.optim.AdamW, model, lr=1e-3).buffer_bytes)
     assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_buffers_of_states_in_files_leave_room_within_a_budget(overlap, tmp_path):
+    """32 MiB are streamed in a step: in one unit, or within a budget in many."""
+    torch.manual_seed(0)
+    plain = nn.Linear(1024, 2048, bias=False)
+    kinds = {f"offload_{kind}": "nvme" for kind in ("params", "grads", "optimizer")}
+    x, trained, sizes = torch.randn(8, 1024), [], []
+    for budget in (None, 32 << 20, 16 << 20):
+        torch._dynamo.reset()
+        model = zero.shard(
+            copy.deepcopy(plain),
+            nvme_dir=str(tmp_path),
+            memory_budget_bytes=budget,
+            tile_bytes=1 << 20,
+            **kinds,
+        )
+        optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-3, fused=True, overlap=overlap)
+        call = torch.compile(model, backend="zero", options={"compute": "aten"})
+        for _ in range(2):
+            call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(model.weight.full_tensor())
+        sizes.append(optimizer.buffer_bytes)
+        assert budget is None or zero.inspect(call).memory.peak <= budget
+    assert sizes[0] >= 4 * 24 << 20  # a unit is the whole of it
+    assert 0 < sizes[1] <= 4 << 20
+    assert 0 < sizes[2] <= 2 << 20
+    assert torch.equal(trained[0], trained[1])
+    assert torch.equal(trained[0], trained[2])
+
+
+def test_a_refusal_names_the_buffers(tmp_path):
+    model = zero.shard(
+        nn.Linear(1024, 2048), nvme_dir=str(tmp_path), offload_optimizer="nvme", memory_budget_bytes=4 << 20
+    )
+    optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-3, fused=True)
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    with pytest.raises(MemoryBudgetError, match=f"buffers of files {optimizer.buffer_bytes:,}\\)"):
+        call(torch.randn(8, 1024))
 
 
 @pytest.mark.slow
