@@ -99,7 +99,7 @@ def largest(folder: str, budget: int, axis: str, way: str, known: dict[str, Any]
     """The largest size on ``axis`` that trains, with its measured peak; size 0 where the smallest does not.
 
     Args:
-        known: the row of an earlier run, whose size is run again.
+        known: the row of an earlier run, whose size is run again, and looked for anew if it passes the budget now.
     """
     runs = []
 
@@ -113,9 +113,9 @@ def largest(folder: str, budget: int, axis: str, way: str, known: dict[str, Any]
         return row
 
     planned = PLANNED.get(way)
-    if known is not None:
-        if not known["size"]:
-            return known
+    if known is not None and not known["size"]:
+        return known
+    if known is not None and measured(known["size"])["peak"] <= budget:
         size = known["size"]
     elif planned is not None:
         size = bisect(axis, lambda s: planned(folder, budget, axis, s))

@@ -501,8 +501,8 @@ def unit_bytes(policies: Iterable[Any]) -> int:
     return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
 
 
-def batches_of(entries: list[Entry], few: bool, unit_bytes: int) -> Iterable[list[Piece]]:
-    """Pieces of ``entries`` together, up to the size of a unit.
+def batches_of(entries: list[Entry], few: bool, limit_bytes: int) -> Iterable[list[Piece]]:
+    """Pieces of ``entries`` together, up to the size of a unit, ``limit_bytes``.
 
     What rests where it is used passes through no buffer, and is updated in one call; unless with ``few`` parts of it
     are to be updated early, or torch's kernels are not fused ones and make temporaries as large as what they update.
@@ -510,9 +510,9 @@ def batches_of(entries: list[Entry], few: bool, unit_bytes: int) -> Iterable[lis
     batch: list[Piece] = []
     nbytes = 0
     for entry in entries:
-        for piece in pieces_of(entry, unit_bytes):
+        for piece in pieces_of(entry, limit_bytes):
             more = max(piece.nbytes, local_of(entry.param).nbytes if few else 0)
-            if batch and nbytes + more > unit_bytes:
+            if batch and nbytes + more > limit_bytes:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(piece)
