@@ -254,7 +254,10 @@ class _FrameCompiler:
     def _simulated(self, program: Program) -> Timeline:
         state = self.state
         sums, params = state.config.nvme_checksums, len(state.params)
-        return simulate(program, state.machine, state.world, checksums=sums, params=params)
+        budget = None if state.first is None else state.first.files_budget
+        return simulate(
+            program, state.machine, state.world, checksums=sums, params=params, files_budget=budget
+        )
 
     def _accumulating(self, program: Program) -> None:
         """Show what a backward does under ``zero.no_sync``."""

@@ -21,12 +21,9 @@ _WRITES = 16
 OF_BUDGET = 8
 
 
-def write_buffers(largest_bytes: int, budget_bytes: int | None = None) -> tuple[int, int]:
+def write_buffers(largest_bytes: int, budget_bytes: int | None) -> tuple[int, int]:
     """Bytes of one write of gradients at most, and how many are under way or in the making, where the largest gradient
-    of a model takes ``largest_bytes`` in its file.
-
-    A simulation takes them as without a budget: smaller writes, of which there are more, are as fast.
-    """
+    of a model takes ``largest_bytes`` in its file."""
     size = min(_WRITE_BYTES, blocks(largest_bytes))
     if budget_bytes is not None:
         size = min(size, blocks(budget_bytes // (OF_BUDGET * (1 + _WRITES))))
@@ -118,8 +115,8 @@ class GradientFiles:
 
     def _writes(self) -> tuple[int, int]:
         """Bytes of one write at most, and how many buffers there are."""
-        budget = None if self._policy.apart else self._policy.config.memory_budget_bytes
-        return write_buffers(max((r.nbytes for r in self._regions.values()), default=0), budget)
+        largest = max((r.nbytes for r in self._regions.values()), default=0)
+        return write_buffers(largest, self._policy.files_budget)
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""

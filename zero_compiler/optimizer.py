@@ -497,7 +497,7 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str) -> str:
 
 def unit_bytes(policies: Iterable[Any]) -> int:
     """Bytes that a unit streams, about, where parameters of these sharded models are updated."""
-    given = [p.config.memory_budget_bytes for p in policies if not p.apart]
+    given = [p.files_budget for p in policies]
     return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
 
 

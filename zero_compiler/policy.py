@@ -198,6 +198,11 @@ class Policy:
             )
 
     @property
+    def files_budget(self) -> int | None:
+        """The memory budget of which the buffers of files are a part: not that of an accelerator, beside its host."""
+        return None if self.apart else self.config.memory_budget_bytes
+
+    @property
     def apart(self) -> bool:
         """Whether the memory of the compute device is another than the host's."""
         return self.group.device.type != "cpu"

@@ -286,6 +286,7 @@ def simulate(
     checksums: bool = False,
     params: int | None = None,
     turns: Sequence[Turn] = (),
+    files_budget: int | None = None,
 ) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
 
@@ -295,13 +296,14 @@ def simulate(
         params: number of parameters that the frame takes; None: the Program alone, without Python around it.
         turns: of an optimizer, which begin as soon as nothing of the Program reads their weights, and at its end. The
             gradients that it reduces for them go nowhere else.
+        files_budget: the memory budget, if any, of which the buffers of gradients on their way to files are a part.
 
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
     sim = _Simulator(spec)
     updates = _Updates(turns, program)
-    files = _Files(sim, program, spec, checksums, updates.taken)
+    files = _Files(sim, program, spec, checksums, updates.taken, files_budget)
     stream = _Stream(sim, files, spec)
     python_us = 0.0 if params is None else _python_us(program, spec, params)
     if program.phase != "backward":
@@ -413,6 +415,7 @@ class _Files:
         spec: HardwareSpec,
         checksums: bool,
         taken: Collection[tuple[str, str]],
+        budget: int | None,
     ) -> None:
         self._sim, self._spec, self._checksums, self._taken = sim, spec, checksums, taken
         nbytes: dict[tuple[str, str], int] = {}  # of each gradient: one in tiles lands in parts
@@ -422,7 +425,7 @@ class _Files:
         largest: dict[str, int] = {}
         for (owner, _), size in nbytes.items():
             largest[owner] = max(largest.get(owner, 0), size)
-        self._buffers = {owner: write_buffers(size) for owner, size in largest.items()}
+        self._buffers = {owner: write_buffers(size, budget) for owner, size in largest.items()}
         self._writing: dict[str, deque[_Task]] = {owner: deque() for owner in largest}
 
     def sum_up(self, label: str, nbytes: int) -> float:

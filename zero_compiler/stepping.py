@@ -66,6 +66,7 @@ def _timeline(
         checksums=policy.config.nvme_checksums,
         params=None if frame is None else len(frame.params),
         turns=turns,
+        files_budget=policy.files_budget,
     )
 
 

@@ -337,7 +337,8 @@ def test_gradients_wait_for_a_buffer_that_is_written():
     """Three buffers of the size of the largest gradient: the fourth is not copied before the first is in its file."""
     count = 6
     reduces = [dataclasses.replace(reduce_of(1024, tiers=("nvme",)), names=(f"w{k}",)) for k in range(count)]
-    assert write_buffers(4096) == (4096, 3)
+    assert write_buffers(4096, None) == (4096, 3)
+    assert write_buffers(1 << 30, 17 << 20) == (128 << 10, 17)  # an eighth of a budget
     instrs = [i for k in range(count) for i in (Reduce(k, (-1,), ()), WaitReduce(k, (-1,)))]
     spec = spec_of(DISK)
     timeline = simulate(program_of(instrs, [], reduces), spec, 1)
