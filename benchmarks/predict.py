@@ -27,7 +27,7 @@ import torch
 from bench import TOLERANCE, _list
 from models import MODELS
 
-SIDE = 512  # of the square matrices in calibration
+SIDE = 1024  # of the square matrices in calibration
 
 
 def main() -> None:

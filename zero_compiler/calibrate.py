@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -194,7 +195,8 @@ def _products(
     """Of ``rows`` by a square weight of ``side``.
 
     They are the layer's result, the gradient of its input and that of its weight, which transpose one operand or the
-    other: libraries are not equally fast at them. Each takes operands that were not used for long.
+    other: libraries are not equally fast at them. Each takes operands, and memory for its result, that were not used
+    for long: a gradient of a weight goes where the last one does not lie.
 
     Args:
         product: of two matrices.
@@ -204,7 +206,7 @@ def _products(
     layers = [
         [torch.randn(n, side, device=device, dtype=dtype) for n in (rows, side, rows)] for _ in range(count)
     ]
-    turn = itertools.cycle(layers)
+    turn, results = itertools.cycle(layers), deque[Any](maxlen=count)
     forms: list[Callable[..., Any]] = [
         lambda x, w, g: product(x, w.t()),
         lambda x, w, g: product(g, w),
@@ -213,13 +215,13 @@ def _products(
 
     def run() -> None:
         for form in forms:
-            form(*next(turn))
+            results.append(form(*next(turn)))
 
     return _Products(run, 3 * 2 * rows * side**2, 3 * (2 * rows + side) * side * item)
 
 
 # Rows and side of a weight: of a square product, which is arithmetic nearly alone, and of a thin one, which is not.
-_SQUARE, _THIN = (512, 512), (32, 1024)
+_SQUARE, _THIN = (1024, 1024), (64, 1024)
 _SQUARE_ON_DEVICE = (8192, 8192)
 
 
@@ -462,7 +464,11 @@ def _over_c10d(world: int, device: torch.device) -> dict[str, list[float]]:
 
 
 def _over_shared_memory(world: int) -> dict[str, list[float]]:
-    """The engine's own transfers through memory that the ranks share; nothing where they cannot."""
+    """The engine's own transfers through memory that the ranks share; nothing where they cannot.
+
+    Before each memory is swept: in training, compute fills the caches with other things. Then ranks meet, or one would
+    wait for the sweep of another.
+    """
     from .runtime import _C
 
     group = make_group(None, "cpu")
@@ -472,6 +478,24 @@ def _over_shared_memory(world: int) -> dict[str, list[float]]:
     engine = _C.Engine(group.pg, group.rank, world, shared=way.segment.for_engine())
     slots = engine.add_shared_arena(_SIZES[-1], "slots")
     own = engine.add_shared_arena(_SIZES[-1], "own")
+    word, swept = torch.ones(1), torch.zeros(_OPERANDS_BYTES // 4)
+    met = engine.add_reduce(own, word.dtype, "meeting", [(1, [1])], 0, True, word.dtype, world)
+
+    def reduced(at: int, given: torch.Tensor) -> None:
+        engine.reduce_start(at, [given])
+        engine.reduce_wait(at)
+        engine.leave()
+
+    def timed(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(8):
+            swept.add_(1)
+            reduced(met, word)
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(times[1:])
+
     rows: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
     for size in _SIZES:
         full = torch.ones(size // 4)
@@ -489,18 +513,13 @@ def _over_shared_memory(world: int) -> dict[str, list[float]]:
             engine.release(at)
             engine.leave()
 
-        def reduced(at: int, given: torch.Tensor = full) -> None:
-            engine.reduce_start(at, [given])
-            engine.reduce_wait(at)
-            engine.leave()
-
         for kind, call in (
             ("all_gather", gathered),
-            ("reduce_scatter", partial(reduced, scatter)),
-            ("all_reduce", partial(reduced, reduce)),
+            ("reduce_scatter", partial(reduced, scatter, full)),
+            ("all_reduce", partial(reduced, reduce, full)),
         ):
             dist.barrier()
-            rows[kind].append(_median_us(call, torch.device("cpu")))
+            rows[kind].append(timed(call))
     engine.close()
     return rows
 

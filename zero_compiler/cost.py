@@ -88,7 +88,7 @@ def smaller_buckets(spec: HardwareSpec, world: int, shared: bool = False) -> lis
 
 
 # Share of the time of a tile's products that reading their weight again, and its gradient, may take.
-REREAD = 0.05
+REREAD = 0.1
 
 
 def tile_rows(spec: HardwareSpec, dtype: str) -> int:

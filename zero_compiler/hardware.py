@@ -114,7 +114,7 @@ class HardwareSpec:
             many times it comes on top of arithmetic. 0: it is hidden behind it (roofline), as on devices that load
             while they compute, and in files of versions that did not measure it. Libraries for CPUs first copy operands
             into the order in which they read them (Goto and van de Geijn, "Anatomy of high-performance matrix
-            multiplication", 2008): each byte is read, written and read again, and it is 2 to 3.
+            multiplication", 2008): each byte is read, written and read again, and it is 1 to 3.
         collectives: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import sympy
@@ -72,7 +73,7 @@ def test_more_copies_never_take_less_and_little_more_takes_little_more(rows, sha
 
 def test_rows_of_a_tile_count_traffic_as_products_do():
     rows = tile_rows(SPEC, "float32")
-    assert rows == 16 / 100 * 1000 / (6 * 0.05) // 1 + 1
+    assert rows == math.ceil(16 / 100 * 1000 / (6 * 0.1))
     assert tile_rows(dataclasses.replace(SPEC, matmul_traffic=0.5), "float32") == rows  # once at least
     assert tile_rows(COPIES.spec, "float32") == pytest.approx(2.5 * rows, abs=2)
 

@@ -45,7 +45,7 @@ def whys(**fields) -> dict[str, set[str]]:
     return out
 
 
-SPEED = "products that take 20 times as long as reading the weight again for each"
+SPEED = "products that take 10 times as long as reading the weight again for each"
 
 
 def test_logits_are_tiled_for_little_or_as_the_user_says():
