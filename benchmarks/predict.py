@@ -8,9 +8,9 @@ user's, and no part of a Program. Peak is the largest number of live bytes of to
 warm-up, of the rank with the most.
 
 A shared host gives more at one minute than at another. So the machine is calibrated before each model, unless
---hardware names a file, and before every step each rank times the product that calibration timed: "host" is what it
-reaches meanwhile, of what it reached in calibration. Where that is not near 1 the prediction was made for another
-machine than the one that ran.
+--hardware names a file, and before every step each rank times a product of the size of calibration's: "host" is what
+it reaches meanwhile, of what it should by calibration. Where that is far from 1 the prediction was made for another
+machine than the one that ran. (It is one form of three, its operands in cache and its result not.)
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def product_us() -> float:
-    """Time of the product by which `zero-compiler calibrate` measures float32 throughput of a CPU."""
+    """Time of a product of the size by which `zero-compiler calibrate` measures float32 throughput of a CPU."""
     a = torch.ones(SIDE, SIDE)
     out = torch.empty_like(a)
     start = time.perf_counter()

@@ -176,7 +176,7 @@ def _in_ranks(world: int, fn: Callable[..., None], *args: Any) -> Any:
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 
-# More than caches hold, a rank: operands of a training step come from memory.
+# More than a core's own caches hold, a rank: operands of a training step come from memory.
 _OPERANDS_BYTES = 64 << 20
 
 
@@ -220,6 +220,8 @@ def _products(
     return _Products(run, 3 * 2 * rows * side**2, 3 * (2 * rows + side) * side * item)
 
 
+# Runs of which most come after the first that write to each result.
+_WARM = 15
 # Rows and side of a weight: of a square product, which is arithmetic nearly alone, and of a thin one, which is not.
 _SQUARE, _THIN = (1024, 1024), (64, 1024)
 _SQUARE_ON_DEVICE = (8192, 8192)
@@ -234,6 +236,7 @@ def _products_on(device: torch.device) -> dict[str, Any]:
     for dtype in (torch.float32, *_OTHER_DTYPES):
         work = _products(device, dtype, torch.mm, *_SQUARE_ON_DEVICE)
         rates[_name(dtype)] = work.flops / _median_us(work.run, device)
+        del work  # before there are others of its size
     return {"matmul": rates, "onednn": {}, "traffic": 0.0, "memory": memory}
 
 
@@ -242,7 +245,7 @@ def _cpu_products() -> dict[str, Any]:
     many times over products' traffic counts.
 
     That is one number for both libraries and all dtypes: where it was 2.6 for float32, oneDNN had 1.9, bfloat16 2.4 and
-    float64 2.1 (AMD EPYC 9004, torch 2.13).
+    float64 2.1 (AMD EPYC 9004, torch 2.13, by products of 512 rows whose results lay in cache).
     """
     device, float32 = torch.device("cpu"), torch.float32
     square, thin = (_products(device, float32, torch.mm, *shape) for shape in (_SQUARE, _THIN))
@@ -257,7 +260,7 @@ def _cpu_products() -> dict[str, Any]:
     onednn = {"float32": _rate(square, onednn_us[0], traffic / memory)} if onednn_us else {}
     for dtype in _OTHER_DTYPES:
         work = _products(device, dtype, torch.mm, *_SQUARE)
-        rates[_name(dtype)] = _rate(work, _median_us(work.run, device), traffic / memory)
+        rates[_name(dtype)] = _rate(work, _median_us(work.run, device, _WARM), traffic / memory)
     return {"matmul": rates, "onednn": onednn, "traffic": traffic, "memory": memory}
 
 
@@ -466,8 +469,8 @@ def _over_c10d(world: int, device: torch.device) -> dict[str, list[float]]:
 def _over_shared_memory(world: int) -> dict[str, list[float]]:
     """The engine's own transfers through memory that the ranks share; nothing where they cannot.
 
-    Before each memory is swept: in training, compute fills the caches with other things. Then ranks meet, or one would
-    wait for the sweep of another.
+    Before each a core's own caches are swept: in training, compute fills them with other things. Then ranks meet, or
+    one would wait for the sweep of another.
     """
     from .runtime import _C
 

@@ -92,7 +92,7 @@ REREAD = 0.1
 
 
 def tile_rows(spec: HardwareSpec, dtype: str) -> int:
-    """Rows of a tile of logits from which on reading the weight for every tile does not count.
+    """Rows of a tile of logits with which reading the weight for every tile takes ``REREAD`` of its products' time.
 
     A tile of ``r`` rows does three products of ``2 r n`` operations with a weight of ``n`` elements.
     """
@@ -105,7 +105,7 @@ def reread_us(spec: HardwareSpec, nbytes: int) -> float:
     """What tiles take longer whose products move so many bytes more.
 
     It counts as their traffic does, and once at least: with weights of 16 and 65 MB a tile more took 1.6 to 3.1 times
-    the bytes over the bandwidth, where ``matmul_traffic`` was 2.6.
+    the bytes over the bandwidth, on a host where ``matmul_traffic`` was 2.6.
     """
     return max(1.0, spec.matmul_traffic) * nbytes / spec.memory_bytes_per_us
 

@@ -290,7 +290,7 @@ def products(rows, side):
     return calibrate._Products(lambda: None, 6 * rows * side**2, 12 * (2 * rows + side) * side)
 
 
-SQUARE, THIN = products(512, 512), products(32, 1024)
+SQUARE, THIN = (products(*shape) for shape in (calibrate._SQUARE, calibrate._THIN))
 
 
 def spent_us(work, rate, traffic, memory):
