@@ -67,6 +67,11 @@ def main() -> None:
     parser.add_argument(
         "--deepspeed-python", default=sys.executable, help="a Python that can import deepspeed"
     )
+    apart = torch.accelerator.is_available()
+    placements = {p.name: p for p in (ACCELERATOR if apart else CPU)}
+    parser.add_argument(
+        "--only", action="append", choices=placements, help="one of the placements; can be given again"
+    )
     args = parser.parse_args()
     large.planned_for(args)
     result: dict[str, Any] = {
@@ -75,9 +80,8 @@ def main() -> None:
         "runs": {},
     }
     losses, rows = None, []
-    apart = torch.accelerator.is_available()
-    for placement in ACCELERATOR if apart else CPU:
-        name = placement.name
+    for name in args.only or placements:
+        placement = placements[name]
         args.files, args.host, args.overlap = placement.files, placement.host, placement.overlap
         print(f"{name}:", flush=True)
         one = result["runs"][name] = large.run(args)
@@ -90,7 +94,7 @@ def main() -> None:
     for tier, one in result["deepspeed"].items():
         what = "DeepSpeed ZeRO-3, " + ("none" if tier == "none" else "params, optimizer in files")
         rows.append([what, *([f"{_median(one['s']):.2f}"] if "s" in one else ["-"]), *[""] * 9])
-    built = result["runs"]["none"]["built"]
+    built = next(iter(result["runs"].values()))["built"]
     head = [
         "placement",
         "step, s",

@@ -1,7 +1,8 @@
 """What file I/O reaches under a directory, beside what fio reaches there: ``zero-compiler io-bench``.
 
 A disk's speed can change twofold within a minute, so ours and fio take turns: first over a grid of block sizes and
-depths, each point once, then the best point of each for some rounds, of which the medians are reported.
+depths, each point once, then the best few points of each for some rounds. Reported are the medians of the best of them:
+one measurement alone would often choose a point that met the disk in a good moment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .runtime import aio
 MODES = {"read": 100, "write": 0, "both": 50}  # reads in percent of all bytes
 BLOCKS = (256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (4, 16, 32)
+FINALISTS = 3  # points of each that go into the rounds
 PIECE = 1 << 20  # bytes of one request, at least
 FIO_ENGINES = ("io_uring", "libaio")
 
@@ -117,30 +119,35 @@ def _measure(
         return fio_rate(path, report.nbytes, engine or "", MODES[mode], block, depth, report.seconds)
 
     runners = {"zero": ours} | ({"fio": fio} if engine else {})
+    grid = [(block, depth) for block in BLOCKS for depth in DEPTHS]
+    places = range(min(FINALISTS, len(grid)))
     for mode in MODES:
-        best: dict[str, Point] = {}
-        grid = [(block, depth) for block in BLOCKS for depth in DEPTHS]
+        tried: dict[str, list[Point]] = {by: [] for by in runners}
         for number, (block, depth) in enumerate(grid):
             # The first of a pair may find the disk rested: they change places.
             for by in sorted(runners, reverse=bool(number % 2)):
                 progress(f"{mode}, blocks of {block >> 10} KiB, depth {depth}: {by}")
-                point = Point(by, mode, block, depth, runners[by](mode, block, depth))
-                report.points.append(point)
-                if by not in best or point.bytes_per_s > best[by].bytes_per_s:
-                    best[by] = point
-        taken: dict[str, list[float]] = {by: [] for by in runners}
+                tried[by].append(Point(by, mode, block, depth, runners[by](mode, block, depth)))
+        report.points += [point for points in tried.values() for point in points]
+        finalists = {by: sorted(ps, key=lambda p: -p.bytes_per_s)[: len(places)] for by, ps in tried.items()}
+        taken: dict[str, list[list[float]]] = {by: [[] for _ in places] for by in runners}
         for number in range(rounds):
-            for by in sorted(runners, reverse=bool(number % 2)):
-                progress(f"{mode}, round {number + 1} of {rounds}: {by}")
-                rate = runners[by](mode, best[by].block_bytes, best[by].depth)
-                taken[by].append(rate)
-                report.points.append(Point(by, mode, best[by].block_bytes, best[by].depth, rate))
+            for place in places:
+                for by in sorted(runners, reverse=bool((number + place) % 2)):
+                    progress(f"{mode}, round {number + 1} of {rounds}, point {place + 1}: {by}")
+                    point = finalists[by][place]
+                    rate = runners[by](mode, point.block_bytes, point.depth)
+                    taken[by][place].append(rate)
+                    report.points.append(replace(point, bytes_per_s=rate))
+        best = {by: max(places, key=lambda i: statistics.median(taken[by][i])) for by in runners}
+        rates = {by: taken[by][i] for by, i in best.items()}
+        points = {by: finalists[by][i] for by, i in best.items()}
         row = Row(
-            mode, statistics.median(taken["zero"]), best["zero"].block_bytes, best["zero"].depth,
+            mode, statistics.median(rates["zero"]), points["zero"].block_bytes, points["zero"].depth,
             *(
                 (
-                    statistics.median(taken["fio"]), best["fio"].block_bytes, best["fio"].depth,
-                    statistics.median(a / b for a, b in zip(taken["zero"], taken["fio"])),
+                    statistics.median(rates["fio"]), points["fio"].block_bytes, points["fio"].depth,
+                    statistics.median(a / b for a, b in zip(rates["zero"], rates["fio"], strict=True)),
                 )
                 if engine
                 else ()

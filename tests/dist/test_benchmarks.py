@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ CALLS = {
     "pass_time": "--nodes 1000",
     "planning": "--model tiny --parts 0.5",
     "predict": "--model tiny --steps 2 --warmup 2 --hardware PRESET",
-    "tiers": "DIR --blocks 1 --width 64 --vocab 64 --tokens 8 --steps 2 --seconds 0.1 --compute aten --hardware PRESET",
+    "tiers": "DIR --blocks 1 --width 64 --vocab 64 --tokens 8 --steps 2 --seconds 0.1 --compute aten --hardware PRESET"
+    " --only none --only 'all in files'",
     "where": "--model tiny --steps 2 --hardware PRESET",
     "without": "DIR --cases weights --size tiny --compute aten --steps 1 --warmup 1 --hardware PRESET",
 }
@@ -40,7 +42,7 @@ def test_every_script_is_run_or_left_out():
 @pytest.mark.parametrize("script", CALLS)
 def test_it_runs_and_saves_what_it_found(script, tmp_path):
     out = tmp_path / "out.json"
-    words = CALLS[script].replace("PRESET", PRESET).replace("DIR", str(tmp_path)).split()
+    words = shlex.split(CALLS[script].replace("PRESET", PRESET).replace("DIR", str(tmp_path)))
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *words, "--json", str(out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)

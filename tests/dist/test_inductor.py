@@ -1,5 +1,7 @@
 """The defaults, Inductor's kernels over whatever way there is between ranks: the curve of plain eager PyTorch.
 
+Of test_models.py's families BERT and ViT are left out: their kernels are those of the other encoder and decoders.
+
 All ranks compile the same kernels, which lie in one cache: the second to ask waits for the first.
 """
 
@@ -18,9 +20,8 @@ STAGES = {"odd": (0, 1, 3)}
     "names",
     [
         ["gpt2", "llama"],
-        ["bert", "resnet"],
+        ["resnet", "lora"],
         ["t5"],
-        ["vit", "lora"],
         ["mixtral"],
         ["lstm", "odd"],
         ["broken", "nested", "mixed-dtypes", "sometimes"],
@@ -28,7 +29,7 @@ STAGES = {"odd": (0, 1, 3)}
     ids="-".join,
 )
 @pytest.mark.timeout(900)
-def test_every_model(names: list[str]) -> None:
+def test_models(names: list[str]) -> None:
     check(2, [Case(n, stage, compute="inductor") for n in names for stage in STAGES.get(n, (3,))])
 
 

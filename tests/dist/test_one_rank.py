@@ -52,12 +52,9 @@ def test_bits_of_small_models(name: str, stage: int) -> None:
     bitwise(name, stage)
 
 
-TRANSFORMERS = ["gpt2", "llama", "bert", "t5", "vit", "mixtral", "lora"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("stage", [0, 2, 3])  # a stage of each plan: 1 and 2 are one
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral", "lora"])
 def test_bits_of_transformers(name: str, stage: int) -> None:
     bitwise(name, stage)
 
@@ -66,7 +63,7 @@ def in_a_group(rank: int, world: int) -> list[str]:
     """The same in a process group that has no other member."""
     torch.set_num_threads(1)
     errors = []
-    for name, stage, compiled in itertools.product(("odd", "resnet"), range(4), (True, False)):
+    for name, stage, compiled in itertools.product(("odd", "resnet"), (0, 1, 3), (True, False)):
         torch._dynamo.reset()
         family = FAMILIES[name]
         twin = Twin(

@@ -317,7 +317,7 @@ def test_counters():
 
 def allocates(rank, world):
     for kind in ("c10d", "shared"):
-        for stage in range(4):
+        for stage in (0, 2, 3):  # 1 and 2 are one plan
             for dtype in (None, torch.bfloat16):
                 allocates_once(kind, rank, stage, dtype)
     return True
