@@ -37,8 +37,16 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def hardware(file: str | None, ranks: int, directory: str | os.PathLike[str] | None = None) -> str:
-    """For :func:`run_ranks` to inherit: ``file``, or what calibration finds now (``directory``: on that disk too)."""
+def cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def hardware(
+    file: str | None, ranks: int, directory: str | os.PathLike[str] | None = None, threads: int = 1
+) -> str:
+    """For :func:`run_ranks` to inherit: ``file``, or what calibration finds now (``directory``: on that disk too) with
+    so many ``threads`` a rank."""
     from zero_compiler.calibrate import calibrate
 
     if file is None:
@@ -50,6 +58,7 @@ def hardware(file: str | None, ranks: int, directory: str | os.PathLike[str] | N
             worlds or [1],
             directory and os.fspath(directory),
             lambda what: print(f"  calibrating: {what}", flush=True),
+            threads,
         )
         Path(file).write_text(spec.to_json())
     os.environ[HARDWARE] = os.path.abspath(file)
@@ -164,7 +173,7 @@ def machine() -> dict[str, Any]:
     return {
         "command": command(),
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_gib": round(memory / 2**20, 1),
         "isa": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags],
         "system": f"{platform.system()} {platform.release()}",

@@ -68,6 +68,12 @@ def options(about: str | None) -> argparse.ArgumentParser:
         "--hardware",
         help="what `zero-compiler calibrate` wrote, for the plan; default: calibrate first; none: no machine is known",
     )
+    parser.add_argument(
+        "--allocator",
+        choices=common.ALLOCATORS,
+        default="default",
+        help="keep: glibc keeps the pages of freed tensors; by default each large gradient gets fresh ones",
+    )
     parser.add_argument("--json")
     return parser
 
@@ -75,7 +81,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 def planned_for(args: argparse.Namespace) -> None:
     """The runs inherit what the plan is made for, which decides to which library matrix products go."""
     if args.compute == "inductor" and args.hardware != "none":
-        common.hardware(args.hardware, 1, args.directory)
+        common.hardware(args.hardware, 1, args.directory, threads=common.cores())
 
 
 def kinds(text: str) -> list[str]:
@@ -101,8 +107,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     disk = Disk(args.directory, args.seconds) if args.seconds and args.files else None
     with limits.cgroup(limit or 1 << 50) as group:
         env = os.environ | {
+            **common.ALLOCATORS[args.allocator],
             common.RANK_CALL: json.dumps(call),
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "OMP_NUM_THREADS": str(common.cores()),
         }
         child = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__)],

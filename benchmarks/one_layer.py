@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.hardware != "none":
-        common.hardware(args.hardware, 1, args.directory)
+        common.hardware(args.hardware, 1, args.directory, threads=common.cores())
     weight = 4 * args.inputs * args.outputs
     limit = args.limit_mib * MIB
     if limit >= weight:
@@ -101,7 +101,7 @@ def run(call: dict[str, Any]) -> dict[str, Any]:
     with limits.cgroup(call["limit"] or 1 << 50) as group:
         env = os.environ | {
             common.RANK_CALL: json.dumps(call),
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "OMP_NUM_THREADS": str(common.cores()),
         }
         command = [sys.executable, os.path.abspath(__file__)]
         with subprocess.Popen(

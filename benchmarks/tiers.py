@@ -159,7 +159,11 @@ def _row(name: str, one: dict[str, Any]) -> list[str]:
 def _deepspeed(args: Any, tier: str) -> dict[str, Any]:
     """Times of DeepSpeed's steps, in a process of its own; or why there are none."""
     keys = ("blocks", "width", "vocab", "tokens", "steps")
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    env = os.environ | {
+        **common.ALLOCATORS[args.allocator],
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": str(common.cores()),
+    }
     command = [args.deepspeed_python, os.path.abspath(__file__)]
     with tempfile.TemporaryDirectory(
         prefix="deepspeed-", dir=args.directory

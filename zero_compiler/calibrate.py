@@ -42,8 +42,17 @@ _FILE_BYTES = 512 << 20
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
 
 
+def threads_of(world: int) -> int:
+    """Threads that torch gives a rank where nobody chooses: OMP_NUM_THREADS, which torchrun sets to 1 unless it is set;
+    one process alone has all cores."""
+    return torch.get_num_threads() if world == 1 or "OMP_NUM_THREADS" in os.environ else 1
+
+
 def calibrate(
-    worlds: list[int], directory: str | None, say: Callable[[str], None] = lambda _: None
+    worlds: list[int],
+    directory: str | None,
+    say: Callable[[str], None] = lambda _: None,
+    threads: int | None = None,
 ) -> HardwareSpec:
     """Measure matrix products, memory, collectives, host-device copies, Python around a Program, and the disk under
     ``directory``.
@@ -53,15 +62,18 @@ def calibrate(
         directory: where to write a test file of 512 MiB a rank; None: the disk is not measured and takes the preset's
             numbers.
         say: called with a line before each measurement.
+        threads: of a rank that computes; None: :func:`threads_of` the largest of ``worlds``.
     """
     from .hardware import load
+
+    threads = threads or threads_of(max(worlds))
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
     preset = load("laptop")
     say("matrix products, vectors and memory")
     # CPU ranks share cores' caches and memory: what one of them gets shows while all are busy.
-    rates = _in_ranks(max(worlds), _rates_rank) if device.type == "cpu" else _rates(device)
+    rates = _in_ranks(max(worlds), _rates_rank, threads) if device.type == "cpu" else _rates(device)
     say("Python around forward and backward")
     forward, backward = _in_ranks(max(worlds), _python_rank)
     say("host to device")
@@ -80,7 +92,7 @@ def calibrate(
     on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
     return HardwareSpec(
         name=f"{device.type}, {os.cpu_count()} cores",
-        source=f"zero-compiler calibrate, torch {torch.__version__}, one thread a rank; {files}",
+        source=f"zero-compiler calibrate, torch {torch.__version__}, {_threads(threads)} a rank; {files}",
         date=datetime.date.today().isoformat(),
         matmul_flops_per_us=rates["matmul"],
         memory_bytes_per_us=rates["memory"],
@@ -109,12 +121,20 @@ def _median_us(fn: Callable[[], Any], device: torch.device, repeat: int = 7) -> 
     return _medians_us([fn], device, repeat)[0]
 
 
+# Runs of one measurement, and seconds, after which no more are needed. What takes that long, as a product of a dtype
+# that a CPU has no instructions for, is not spoiled by a late wake-up.
+_LEAST, _ENOUGH_S = 3, 2.0
+
+
 def _medians_us(fns: list[Callable[[], Any]], device: torch.device, repeat: int) -> list[float]:
     """Median time of each, called in turn: what else runs on the machine then slows all of them alike."""
     for fn in fns:
         fn()
     times: list[list[float]] = [[] for _ in fns]
-    for _ in range(repeat):
+    began = time.perf_counter()
+    for done in range(repeat):
+        if done >= _LEAST and time.perf_counter() - began > _ENOUGH_S * len(fns):
+            break
         for fn, of in zip(fns, times, strict=True):
             _sync(device)
             start = time.perf_counter()
@@ -155,8 +175,12 @@ def _elements_per_us(device: torch.device, call: Callable[[torch.Tensor], Any]) 
     return (sizes[1] - sizes[0]) / max(times[1] - times[0], 1e-3)
 
 
-def _rates_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
+def _rates_rank(rank: int, world: int, folder: str, threads: int) -> None:
+    torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     dist.barrier()
     mine = _rates(torch.device("cpu"))

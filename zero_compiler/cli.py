@@ -110,9 +110,16 @@ def plan(
 @app.command()
 def calibrate(
     world: Annotated[
-        list[int] | None, typer.Option(help="numbers of ranks to measure collectives with")
+        list[int] | None, typer.Option(min=1, help="numbers of ranks to measure collectives with")
     ] = None,
     directory: Annotated[Path | None, typer.Option(help="measure the disk under this directory")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="of each rank; default: OMP_NUM_THREADS, else one, as torchrun sets it, or all cores for one rank",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="write here instead of this machine's cache file")
     ] = None,
@@ -121,7 +128,7 @@ def calibrate(
     from .calibrate import calibrate as measure
 
     with console.status("measuring") as status:
-        spec = measure(world or [2], str(directory) if directory else None, lambda what: status.update(what))
+        spec = measure(world or [2], str(directory) if directory else None, status.update, threads)
     path = output or hardware.cache_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(spec.to_json() + "\n")

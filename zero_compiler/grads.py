@@ -123,12 +123,21 @@ class AppliedGrad(torch.Tensor):
         raise used_up()
 
 
-def used_up() -> GradientError:
-    """The error of everything that needs gradients which updates have used up already."""
+def used_up(again: bool = False) -> GradientError:
+    """The error of everything that needs gradients which updates have used up already.
+
+    Args:
+        again: it is another backward. A region that is made again with reentry runs one of its own, whose end nobody
+            can tell from that of the step.
+    """
     return GradientError(
         "zero.optimizer(overlap=True) has updated parameters with these gradients in the backward: there is nothing "
         "to clip, unscale or add to; give max_grad_norm=... to clip, call step() after every backward, or leave "
         "overlap out"
+        + (
+            "; to torch.utils.checkpoint give use_reentrant=False: with True, each region is a backward"
+            * again
+        )
     )
 
 

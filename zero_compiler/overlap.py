@@ -117,7 +117,7 @@ class Overlap:
         if any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
             if (optimizer := self._optimizer()) is not None:
                 optimizer.check_whole()
-            raise grads.used_up()
+            raise grads.used_up(again=True)
         self._task, self._failed = task, None
         if (optimizer := self._optimizer()) is not None:
             self._guarded(optimizer.place_found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_compiler import hardware, io_bench
-from zero_compiler.calibrate import _files, calibrate
+from zero_compiler.calibrate import _files, calibrate, threads_of
 from zero_compiler.hardware import HardwareSpec
 from zero_compiler.runtime import aio
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
     said: list[str] = []
-    found = calibrate([2], str(tmp_path_factory.mktemp("disk")), said.append)
+    found = calibrate([2], str(tmp_path_factory.mktemp("disk")), said.append, threads=1)
     assert said  # long work says where it is
     return found
 
@@ -35,7 +35,16 @@ def test_every_rate_was_measured(spec):
     assert set(spec.matmul_flops_per_us) == {"float32", "bfloat16", "float16", "float64"}
     assert spec.special_per_us < spec.vector_per_us
     assert torch.__version__ in spec.source
+    assert "one thread a rank" in spec.source
     assert len(spec.date) == len("2026-01-01")
+
+
+def test_threads_are_those_that_a_rank_will_have(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_of(world) for world in (1, 2)] == [6, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert [threads_of(world) for world in (1, 2)] == [6, 6]
 
 
 def test_collectives_of_both_transports(spec):

@@ -8,6 +8,7 @@ import torch
 from compare import local
 from dist.streamed import MODULE, assert_same, made, steps
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, OptimizerError
@@ -152,6 +153,27 @@ def test_overlap_refuses_what_needs_the_gradients(tmp_path):
         pass
     with pytest.raises(GradientError):
         model.first.weight.grad.sum()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_overlap_and_regions_that_are_made_again(reentrant):
+    """One that reenters is a backward of its own: the second finds the step begun."""
+
+    class Regions(Deep):
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    model = zero.shard(Regions())
+    optimizer = zero.optimizer(O.SGD, model, lr=0.1, overlap=True)
+    loss = model(torch.randn(8, 64, requires_grad=True)).sum()
+    if reentrant:
+        with pytest.raises(GradientError, match="to torch.utils.checkpoint give use_reentrant=False"):
+            loss.backward()
+    else:
+        loss.backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("grads", ["none", "nvme"])

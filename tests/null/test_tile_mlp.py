@@ -198,13 +198,13 @@ def test_every_mlp_is_tiled_and_equal_to_plain(of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2)])
 def test_on_one_rank_and_at_other_stages(world, stage):
     assert len(tiled(trained(world=world, stage=stage))) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["gelu", "swiglu", "in-bf16"])
+@pytest.mark.parametrize("of", ["swiglu", "in-bf16"])
 def test_compiled_segments_give_the_same(of):
     allowed, tol = int(1.2 * least(Net(of))), 2e-2 if of == "in-bf16" else 1e-5
     model = trained(of, tol=tol, compute="inductor", activation_budget_bytes=allowed)

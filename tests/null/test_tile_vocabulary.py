@@ -118,7 +118,7 @@ def test_every_loss_equals_plain(of, bias):
 
 
 @pytest.mark.parametrize("of", ["plain", *slow("smoothed", "shifted-and-capped")])
-@pytest.mark.parametrize("stage", [*slow(1, 2), 3])
+@pytest.mark.parametrize("stage", [*slow(2), 3])
 @pytest.mark.slow
 def test_a_tied_embedding(stage, of):
     model = check(SimulatedModel(Head(of, tied=True), 2, stage=stage, tile_bytes=TILE), of)
@@ -136,7 +136,7 @@ def test_any_number_of_ranks(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["weighted", "plain", "shifted-and-capped", "with-z", "smoothed", "upcast"])
+@pytest.mark.parametrize("of", ["weighted", "shifted-and-capped", "with-z"])
 def test_compiled_segments_give_the_same(of):
     model = check(SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=TILE, compute="inductor"), of)
     said = notes(model)
