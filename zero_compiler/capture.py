@@ -1,8 +1,8 @@
 """From Dynamo's graph to AOTAutograd: sharded parameters enter as their plain local rows.
 
-Dynamo sees ``zero.unshard(param.to_local(), ...)`` with the DTensor parameter as a graph input. AOTAutograd
-would flatten that subclass at every call. Instead the graph is given the local rows as plain leaf inputs,
-and the runtime links them to the parameters (`runtime/shards.py`).
+Dynamo sees ``weight(param, owner, name)`` with the DTensor parameter as a graph input. AOTAutograd would flatten that
+subclass at every call. Instead the graph is given the local rows as plain leaf inputs of ``zero.unshard``, and the
+runtime links them to the parameters (`runtime/shards.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from . import grads
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
+from .reading import managed, weight
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ def _refuse_writes(gm: fx.GraphModule) -> None:
         names: dict[int, str] = {}  # by storage of the gathered weight
         for node in sub.graph.nodes:
             value = node.meta.get("example_value")
-            if node.op == "call_function" and node.target in (ops.unshard, torch.ops.zero.unshard):
-                if isinstance(value, torch.Tensor):
-                    names[value.untyped_storage()._cdata] = node.args[4]
+            if node.target is weight and isinstance(value, torch.Tensor):
+                names[value.untyped_storage()._cdata] = node.args[2]
             # Dynamo has run the frame on these values: writes to them, to views of them and, apart, to .data of them
             # have been counted.
             if isinstance(value, FakeTensor) and not value.is_inference() and value._version:
@@ -72,11 +72,8 @@ def _refuse_writes(gm: fx.GraphModule) -> None:
 
 def owners_in(gm: fx.GraphModule) -> set[str]:
     """Keys of the sharded models whose weights a frame reads."""
-    markers = (ops.unshard, torch.ops.zero.unshard)
     graphs = [sub.graph for sub in gm.modules() if isinstance(sub, fx.GraphModule)]
-    return {
-        str(n.args[3]) for g in graphs for n in g.nodes if n.op == "call_function" and n.target in markers
-    }
+    return {str(n.args[1]) for g in graphs for n in g.find_nodes(op="call_function", target=weight)}
 
 
 def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Captured, list[Any]]:
@@ -86,6 +83,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
 
     Raises:
         CaptureError: a marker reads something that is not a parameter of this frame.
+        ShardError: another parameter stands where one was sharded.
     """
     mode = torch._guards.detect_fake_mode(list(example_inputs))
     if mode is None:
@@ -124,11 +122,10 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             f"weight {name!r} is read inside {region}, whose operands the compiler does not follow; read it before, "
             "and pass it in"
         )
-    for node in gm.graph.find_nodes(op="call_function", target=ops.unshard):
-        if node.args[0].op != "placeholder":
-            raise CaptureError(
-                f"weight {node.args[4]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
-            )
+    for node in gm.graph.find_nodes(op="call_function", target=weight):
+        raise CaptureError(
+            f"weight {node.args[2]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
+        )
     gm.recompile()
     return Captured(gm, shards, keep, _code(shards), goes_on), inputs
 
@@ -207,25 +204,20 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
         if len(placeholders) != len(args):
             continue
         for i, inner in enumerate(placeholders):
-            markers = [m for local in _locals_of(inner) for m in _markers_of(local)]
+            markers = _markers_of(inner)
             if not markers:
                 continue
             with gm.graph.inserting_before(node):
-                local = gm.graph.call_method("to_local", (args[i],))
-                full = gm.graph.call_function(ops.unshard, (local, *markers[0].args[1:]))
-            for copied, source in ((local, markers[0].args[0]), (full, markers[0])):
-                copied.meta = dict(source.meta)
+                full = gm.graph.call_function(weight, (args[i], *markers[0].args[1:]))
+            full.meta = dict(markers[0].meta)
             with body.graph.inserting_after(placeholders[-1]):
                 given = body.graph.placeholder(f"{inner.name}_full")
             given.meta = dict(markers[0].meta)
             placeholders.append(given)
             args.append(full)
             for marker in markers:
-                method = marker.args[0]
                 marker.replace_all_uses_with(given)
                 body.graph.erase_node(marker)
-                if not method.users:
-                    body.graph.erase_node(method)
         # Operands that nothing reads any more, so that the frame need not be given the parameter itself.
         for i in reversed(range(len(args))):
             if not placeholders[i].users and isinstance(args[i], fx.Node) and i < len(node.args) - 1:
@@ -241,12 +233,8 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(attribute)
 
 
-def _locals_of(node: fx.Node) -> list[fx.Node]:
-    return [u for u in node.users if u.op == "call_method" and u.target == "to_local"]
-
-
-def _markers_of(local: fx.Node) -> list[fx.Node]:
-    return [u for u in local.users if u.target in (ops.unshard, torch.ops.zero.unshard)]
+def _markers_of(param: fx.Node) -> list[fx.Node]:
+    return [u for u in param.users if u.target is weight]
 
 
 def _reads_inside(gm: fx.GraphModule) -> list[tuple[str, str]]:
@@ -256,29 +244,33 @@ def _reads_inside(gm: fx.GraphModule) -> list[tuple[str, str]]:
         for _, body in _bodies(gm, node) if node.op == "call_function" else ():
             region = getattr(node.target, "__name__", str(node.target))
             for inner in body.graph.nodes:
-                if inner.target in (ops.unshard, torch.ops.zero.unshard):
-                    out.append((str(inner.args[4]), region))
+                if inner.target is weight:
+                    out.append((str(inner.args[2]), region))
             out += _reads_inside(body)
     return out
 
 
 def _lower_one(gm: fx.GraphModule, node: fx.Node, example: Any) -> tuple[fx.Node, ParamRef] | None:
     """Give the readers of the local rows of ``node`` a placeholder of their own; None where nothing is gathered."""
-    marked = [(local, marker) for local in _locals_of(node) for marker in _markers_of(local)]
+    marked = _markers_of(node)
     if not marked:
         return None
-    refs = {ParamRef(str(m.args[3]), str(m.args[4])) for _, m in marked}
+    refs = {ParamRef(str(m.args[1]), str(m.args[2])) for m in marked}
     with gm.graph.inserting_before(node):
         local = gm.graph.placeholder(f"{node.name}_local")
     local._dynamo_source = None
-    for method in {m for m, _ in marked}:
-        method.replace_all_uses_with(local)
-        gm.graph.erase_node(method)
+    # A parameter that was tied after zero.shard is read under two names: one will do.
     ref = min(refs)
-    for _, marker in marked:
-        # A parameter that was tied after zero.shard is read under two names: one will do.
-        marker.target = ops.unshard
-        marker.args = (*marker.args[:3], ref.owner, ref.name)
+    policy = ops.owner_of(ref.owner)
+    info = managed(example, ref.name, policy)
+    for marker in marked:
+        with gm.graph.inserting_before(marker):
+            full = gm.graph.call_function(
+                ops.unshard, (local, info.layout.shape, info.gather_dtype, ref.owner, ref.name)
+            )
+        full.meta = dict(marker.meta)
+        marker.replace_all_uses_with(full)
+        gm.graph.erase_node(marker)
     return local, ref
 
 

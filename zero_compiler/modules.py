@@ -22,7 +22,8 @@ from .copies import Copies
 from .errors import ShardError, ZeroError
 from .group import Group
 from .guards import STALE, mark_stale
-from .policy import ParamInfo, Policy
+from .policy import Policy
+from .reading import managed, weight
 
 
 @dataclass
@@ -327,10 +328,11 @@ def _get(self: _Sharded) -> Any:
             return param
         if not isinstance(param, DTensor):
             return lent(param, name)
-        info = managed(param, name, policy)
-        shape = param.shape if info.part is None else info.layout.shape
-        full = torch.ops.zero.unshard(param.to_local(), shape, info.gather_dtype, policy.key, name)
-        return full if info.part is None else info.part.of(full)
+        full = weight(param, policy.key, name)
+        if policy.group.tensor is None:
+            return full
+        part = policy.params[name].part
+        return full if part is None else part.of(full)
     return read_eager(param, name, policy)
 
 
@@ -385,12 +387,3 @@ def lent(value: Any, name: str) -> Any:
     if isinstance(value, nn.Parameter):
         grads.replaced(name)
     return value
-
-
-def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
-    """Layout of the sharded parameter that stands where ``name`` does, if it is still what was sharded."""
-    info = policy.params[name]
-    device = policy.rests_on(name)
-    if param.dtype != info.layout.dtype or param.device.type != device.type or param.shape != info.shape:
-        grads.moved(name, info, param, device)
-    return info

@@ -44,6 +44,7 @@ RANKS = {
     "placing": 3,
     "plain": 4,
     "policy": 4,
+    "reading": 4,
     "shard": 4,
     "tiling": 4,
     "transport": 4,
