@@ -255,15 +255,14 @@ def _lower_one(gm: fx.GraphModule, node: fx.Node, example: Any) -> tuple[fx.Node
     marked = _markers_of(node)
     if not marked:
         return None
-    refs = {ParamRef(str(m.args[1]), str(m.args[2])) for m in marked}
+    refs = [ParamRef(str(m.args[1]), str(m.args[2])) for m in marked]
     with gm.graph.inserting_before(node):
         local = gm.graph.placeholder(f"{node.name}_local")
     local._dynamo_source = None
     # A parameter that was tied after zero.shard is read under two names: one will do.
     ref = min(refs)
-    policy = ops.owner_of(ref.owner)
-    info = managed(example, ref.name, policy)
-    for marker in marked:
+    for marker, read in zip(marked, refs, strict=True):
+        info = managed(example, read.name, ops.owner_of(read.owner))
         with gm.graph.inserting_before(marker):
             full = gm.graph.call_function(
                 ops.unshard, (local, info.layout.shape, info.gather_dtype, ref.owner, ref.name)

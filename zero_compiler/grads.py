@@ -130,14 +130,15 @@ def used_up(again: bool = False) -> GradientError:
         again: it is another backward. A region that is made again with reentry runs one of its own, whose end nobody
             can tell from that of the step.
     """
+    more = (
+        "; to torch.utils.checkpoint give use_reentrant=False: with True, each region is a backward"
+        if again
+        else ""
+    )
     return GradientError(
         "zero.optimizer(overlap=True) has updated parameters with these gradients in the backward: there is nothing "
         "to clip, unscale or add to; give max_grad_norm=... to clip, call step() after every backward, or leave "
-        "overlap out"
-        + (
-            "; to torch.utils.checkpoint give use_reentrant=False: with True, each region is a backward"
-            * again
-        )
+        "overlap out" + more
     )
 
 

@@ -329,7 +329,7 @@ def _get(self: _Sharded) -> Any:
         if not isinstance(param, DTensor):
             return lent(param, name)
         full = weight(param, policy.key, name)
-        if policy.group.tensor is None:
+        if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
         part = policy.params[name].part
         return full if part is None else part.of(full)

@@ -22,10 +22,11 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     """
     policy = ops.owner_of(owner)
     info = policy.params[name]
-    if not _stands(param, name, policy) and isinstance(param._local_tensor, FakeTensor):
+    if not _stands(param, info, policy):
+        if not isinstance(param._local_tensor, FakeTensor):
+            grads.moved(name, info, param, policy.rests_on(name))
         # While Dynamo looks nothing is refused: `capture.py` does, where our errors stay what they are.
         return torch.empty(info.layout.shape, dtype=info.gather_dtype, device=policy.group.device)
-    managed(param, name, policy)
     return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
@@ -36,12 +37,11 @@ def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
         ShardError: it is not what was sharded any more.
     """
     info = policy.params[name]
-    if not _stands(param, name, policy):
+    if not _stands(param, info, policy):
         grads.moved(name, info, param, policy.rests_on(name))
     return info
 
 
-def _stands(param: Any, name: str, policy: Policy) -> bool:
-    info, device = policy.params[name], policy.rests_on(name)
-    found, wanted = (param.dtype, param.device.type), (info.layout.dtype, device.type)
-    return bool(found == wanted and param.shape == info.shape)
+def _stands(param: Any, info: ParamInfo, policy: Policy) -> bool:
+    found = param.dtype, param.device.type, tuple(param.shape)
+    return found == (info.layout.dtype, policy.rests_on(info.name).type, info.shape)

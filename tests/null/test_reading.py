@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from null.small import batch, net
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
@@ -54,3 +55,22 @@ def test_another_parameter_in_its_place_is_refused_by_every_backend():
             ShardError, match="was sharded as torch.float32 on cpu, and is torch.float64 on cpu now"
         ):
             torch.compile(model, backend=backend)(batch().double())
+
+
+def test_one_of_another_shape_under_two_names_is_refused():
+    """Both names are looked at, not only the first."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    for first, second in (("a", "b"), ("b", "a")):
+        torch._dynamo.reset()
+        model = zero.shard(Two(), stage=3)
+        getattr(model, second)._parameters["weight"] = getattr(model, first)._parameters["weight"]
+        with pytest.raises(ShardError, match=f"parameter '{second}.weight' was sharded with shape"):
+            torch.compile(model, backend="zero")(torch.ones(2, 4))
