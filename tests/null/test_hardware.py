@@ -192,6 +192,9 @@ def planned():
     return frame
 
 
+CALIBRATE = ["calibrate", "--world", "2", "--world", "4", "--threads", "3"]
+
+
 @pytest.fixture
 def measured(monkeypatch, tmp_path) -> HardwareSpec:
     """What a measurement would find; an empty cache."""
@@ -199,9 +202,9 @@ def measured(monkeypatch, tmp_path) -> HardwareSpec:
     spec = HardwareSpec.from_dict(machine(latency_us=3.0, bytes_per_us=500.0))
     spec = dataclasses.replace(spec, date=datetime.date.today().isoformat())
 
-    def measure(worlds, directory, say):
+    def measure(worlds, directory, say, threads):
         say("something")
-        assert (worlds, directory) == ([2, 4], None)
+        assert (worlds, directory, threads) == ([2, 4], None, 3)
         return spec
 
     monkeypatch.setattr(calibrate, "calibrate", measure)
@@ -214,7 +217,7 @@ def test_what_calibrate_finds_is_kept_and_read_by_the_next_plan(measured, tmp_pa
     assert hardware.cache_path() == path
     assert hardware.load() == hardware.load("laptop")
     before = planned()
-    done = CliRunner().invoke(app, ["calibrate", "--world", "2", "--world", "4"])
+    done = CliRunner().invoke(app, CALIBRATE)
     assert done.exit_code == 0, done.output
     assert f"kept in {path}" in done.output.replace("\n", "")
     kept = json.loads(path.read_text())
@@ -231,16 +234,23 @@ def test_what_calibrate_finds_is_kept_and_read_by_the_next_plan(measured, tmp_pa
 
 def test_calibrate_writes_elsewhere_where_it_is_told_to(measured, tmp_path):
     path = tmp_path / "sub" / "mine.json"
-    done = CliRunner().invoke(app, ["calibrate", "--world", "2", "--world", "4", "--output", str(path)])
+    done = CliRunner().invoke(app, [*CALIBRATE, "--output", str(path)])
     assert done.exit_code == 0, done.output
     assert hardware.load(str(path)) == measured
     assert not hardware.cache_path().exists()
 
 
+@pytest.mark.parametrize("option", ["--world", "--threads"])
+def test_there_are_no_ranks_or_threads_below_one(option):
+    done = CliRunner().invoke(app, ["calibrate", option, "0"])
+    assert done.exit_code == 2
+    assert option in done.output
+
+
 def test_doctor_says_which_machine_plans_are_made_for(measured):
     said = CliRunner().invoke(app, ["doctor"]).output
     assert "laptop of 2026-11-21 (preset)" in said
-    CliRunner().invoke(app, ["calibrate", "--world", "2", "--world", "4"])
+    CliRunner().invoke(app, CALIBRATE)
     said = CliRunner().invoke(app, ["doctor"]).output
     assert f"test of {measured.date}" in said
     assert "(preset)" not in said
