@@ -30,11 +30,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS := $(JOBS)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo bench test check lint types cpp-test pytest clean distclean
+.PHONY: help setup demo bench test test-all check lint types cpp-test pytest clean distclean
 help:
 	@echo "make demo       train a small model on $(RANKS) ranks"
 	@echo "make check      lint, types and quick tests"
-	@echo "make test       everything: lint, types, C++ tests, all Python tests"
+	@echo "make test       lint, types, C++ tests, Python tests"
+	@echo "make test-all   the same, with tests that combine anew what others combine already"
 	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
 	@echo "make cpp-test   the engine's own tests, under ASan and TSan"
 	@echo "make setup      only the set-up that the others share"
@@ -114,6 +115,9 @@ check: lint types
 	$(PY) -m pytest -q -n $(JOBS) -m "not slow" tests/null $(PYTEST_ARGS)
 
 test: lint types cpp-test pytest
+
+test-all: override PYTEST_ARGS += --thorough
+test-all: test
 
 lint: setup
 	$(PY) -m ruff check .

@@ -21,11 +21,26 @@ def shares(path: Path) -> bool:
     return SHARES.search(path.read_text()) is not None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run tests marked thorough too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--thorough"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Plans are those of a machine that was never calibrated, whatever was measured on this one."""
     empty = tempfile.TemporaryDirectory()
     config.add_cleanup(empty.cleanup)
     os.environ["XDG_CACHE_HOME"] = empty.name
+    # Else each rank compiles and loads a library to ask whether its compiler knows this processor's vectors.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,8 @@
     def test_it(name):
         cases.check(name)
 
+One that combines anew what others combine is added by ``@cases.add_thorough``: only ``make test-all`` runs it.
+
 Processes, and what a first case has imported and compiled in them, serve all cases of a spawn.
 """
 
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from marks import thorough
 
 from .spawn import run_ranks
 
@@ -40,15 +43,21 @@ class Cases:
         self.__module__, self.__qualname__ = module, "cases"
         self._world, self._spawns, self._group_timeout = world, spawns, group_timeout
         self._cases: dict[str, Case] = {}
-        self._found: dict[int, list[dict[str, list[str]]]] = {}
+        self._thorough: set[str] = set()
+        self._found: dict[tuple[bool, int], list[dict[str, list[str]]]] = {}
 
     @property
-    def names(self) -> list[str]:
-        return list(self._cases)
+    def names(self) -> list[Any]:
+        """What a test is parametrized with."""
+        return [name for n in self._cases for name in (thorough(n) if n in self._thorough else [n])]
 
     def add(self, case: Case) -> Case:
         self._cases[case.__name__] = case
         return case
+
+    def add_thorough(self, case: Case) -> Case:
+        self._thorough.add(case.__name__)
+        return self.add(case)
 
     def __call__(self, rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
         """On a rank: of each case at most eight sentences, none where it passes, or a traceback."""
@@ -63,9 +72,12 @@ class Cases:
             return [traceback.format_exc()]
 
     def check(self, name: str) -> None:
-        spawn = self.names.index(name) % self._spawns
+        kind = name in self._thorough
+        alike = [n for n in self._cases if (n in self._thorough) == kind]
+        first = alike.index(name) % self._spawns
+        spawn = (kind, first)
         if spawn not in self._found:
-            names = self.names[spawn :: self._spawns]
+            names = alike[first :: self._spawns]
             run: Any = self
             self._found[spawn] = run_ranks(
                 run, self._world, names, timeout=550.0, group_timeout=self._group_timeout

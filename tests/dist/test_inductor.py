@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 from curves import Case, check
+from marks import thorough
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -20,11 +21,9 @@ STAGES = {"odd": (0, 1, 3)}
     "names",
     [
         ["gpt2", "llama"],
-        ["resnet", "lora"],
-        ["t5"],
         ["mixtral"],
-        ["lstm", "odd"],
         ["broken", "nested", "mixed-dtypes", "sometimes"],
+        *thorough(["resnet", "lora"], ["t5"], ["lstm", "odd"]),
     ],
     ids="-".join,
 )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import thorough
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def unlimited(tmp_path_factory):
     return run(tmp_path_factory.mktemp("unlimited"), "none", "--files", "none", "--limit-gib", "0")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [False, *thorough(True)])
 def test_a_quarter_of_the_model_states_is_enough(overlap, unlimited, tmp_path):
     states = unlimited["built"]["model_states_bytes"]
     assert unlimited["memory"]["sampled_peak_bytes"] > states

@@ -255,7 +255,7 @@ def of_many_sizes(rank: int, model: nn.Module, loss: Callable[..., torch.Tensor]
     return twin.errors
 
 
-@cases.add
+@cases.add_thorough
 def dynamic_sizes(rank: int) -> list[str]:
     return of_many_sizes(
         rank, FAMILIES["gpt2"].model(), lambda m, ids: m(input_ids=ids, labels=ids).loss, "aten"
@@ -270,30 +270,35 @@ def dynamic_sizes_under_inductor(rank: int) -> list[str]:
     )
 
 
+def told(rank: int, **told: bool) -> list[str]:
+    """What torch.compile is told to capture: a whole model as one graph, of any sizes from the first call on."""
+
+    def compiled(model: nn.Module) -> nn.Module:
+        return torch.compile(zero.shard(model, compute="aten"), backend="zero", **told)
+
+    torch._dynamo.utils.counters.clear()
+    twin = Twin(FAMILIES["gpt2"].model(), compiled, where=str(told))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        length = 8 + step + rank if "dynamic" in told else 8
+        ids = torch.randint(1, 61, (2, length), generator=generator)
+        twin.backward(lambda m, ids=ids: m(input_ids=ids, labels=ids).loss)
+        twin.check_gradients()
+        twin.step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if graphs != 1:
+        twin.say(f"{graphs} graphs instead of one")
+    return twin.errors
+
+
+@cases.add_thorough
+def one_graph(rank: int) -> list[str]:
+    return told(rank, fullgraph=True)
+
+
 @cases.add
-def torch_compile_told_what_to_capture(rank: int) -> list[str]:
-    """``fullgraph=True``, and with it ``dynamic=True`` from the first call on."""
-    errors = []
-    for told in ({"fullgraph": True}, {"fullgraph": True, "dynamic": True}):
-
-        def compiled(model: nn.Module, told: dict[str, bool] = told) -> nn.Module:
-            return torch.compile(zero.shard(model, compute="aten"), backend="zero", **told)
-
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        twin = Twin(FAMILIES["gpt2"].model(), compiled, where=str(told))
-        for step in range(3):
-            generator = torch.Generator().manual_seed(2 * step + rank)
-            length = 8 + step + rank if "dynamic" in told else 8
-            ids = torch.randint(1, 61, (2, length), generator=generator)
-            twin.backward(lambda m, ids=ids: m(input_ids=ids, labels=ids).loss)
-            twin.check_gradients()
-            twin.step()
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        if graphs != 1:
-            twin.say(f"{graphs} graphs instead of one")
-        errors += twin.errors[:3]
-    return errors
+def one_graph_of_any_sizes(rank: int) -> list[str]:
+    return told(rank, fullgraph=True, dynamic=True)
 
 
 @cases.add

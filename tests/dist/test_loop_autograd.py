@@ -7,7 +7,6 @@ as a test of its own. A case returns what is wrong, in sentences.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -89,8 +88,17 @@ def dropout(rank: int) -> list[str]:
 
 @cases.add
 def checkpointed_regions(rank: int) -> list[str]:
+    return checkpointed(rank, ((1, True), (3, False)))
+
+
+@cases.add_thorough
+def checkpointed_regions_the_other_way(rank: int) -> list[str]:
+    return checkpointed(rank, ((1, False), (3, True)))
+
+
+def checkpointed(rank: int, ways: tuple[tuple[int, bool], ...]) -> list[str]:
     errors = []
-    for stage, reentrant in itertools.product((1, 3), (False, True)):
+    for stage, reentrant in ways:
         where = f"stage {stage}{', reentrant' if reentrant else ''}"
         compiled, plain = functools.partial(sharded, stage=stage), functools.partial(eager, stage=stage)
         errors += randomly(rank, Twin(Checkpointed(0.0, reentrant), compiled, where=where))

@@ -72,7 +72,7 @@ def every_stage_over_both_transports(rank: int) -> list[str]:
     return errors
 
 
-@cases.add
+@cases.add_thorough
 def a_transformer(rank: int) -> list[str]:
     return trained("gpt2", rank, stage=3)
 
@@ -169,7 +169,7 @@ def built_in_place(rank: int) -> list[str]:
 
 @cases.add
 def updates_in_mid_backward(rank: int) -> list[str]:
-    family = FAMILIES["gpt2"]
+    family = FAMILIES["odd"]
     models = [hybrid(family.model(), stage=3, transport="c10d") for _ in range(2)]
     opts = [
         torch.optim.AdamW(models[0].parameters(), lr=1e-2),

@@ -1,9 +1,9 @@
 """Every model: the curve of plain data-parallel PyTorch.
 
-Stages 1 and 2 are one plan (tests/null/test_programs.py holds their Programs equal) and take turns. So every model meets
-every plan on two ranks; on four, small models do too, and each architecture meets stage 3 and one plan more, in turn.
-Optimizers and transports take turns over stages, and what stands against a stage on two ranks does not on four: each
-model meets both optimizers, and at stage 3 both transports.
+Stages 1 and 2 are one plan (tests/null/test_programs.py holds their Programs equal) and take turns. Small models meet
+every plan on two ranks and on four; each architecture meets stage 3 on two ranks, and thoroughly every plan there, and on
+four stage 3 and one plan more, in turn. Optimizers and transports take turns over stages, and what stands against a stage
+on two ranks does not on four: each model meets both optimizers, and at stage 3 both transports.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from compare import Twin, local
 from curves import Case, captured, check
 from dist.spawn import run_ranks
+from marks import thorough
 from models import FAMILIES
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -43,10 +44,17 @@ def cases(world: int, name: str, stages: Iterable[int] | None = None) -> list[Ca
     ]
 
 
-@pytest.mark.parametrize("names", [ARCHITECTURES[i : i + 2] for i in range(0, 9, 2)], ids="-".join)
+@pytest.mark.parametrize("names", [ARCHITECTURES[i : i + 3] for i in range(0, 9, 3)], ids="-".join)
 @pytest.mark.timeout(900)
 def test_architectures_on_two_ranks(names: list[str]) -> None:
-    check(2, [case for name in names for case in cases(2, name)])
+    check(2, [case for name in names for case in cases(2, name, [3])])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("names", [ARCHITECTURES[i : i + 3] for i in range(0, 9, 3)], ids="-".join)
+@pytest.mark.timeout(900)
+def test_architectures_at_other_stages_on_two_ranks(names: list[str]) -> None:
+    check(2, [case for name in names for case in cases(2, name, plans(2, name)[:2])])
 
 
 @pytest.mark.timeout(900)
@@ -59,7 +67,9 @@ def test_odd_models_on_two_ranks(names: list[str]) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "names", [["gpt2", "llama"], ["bert", "t5"], ["vit", "lora"], ["mixtral", "lstm"]], ids="-".join
+    "names",
+    [["gpt2", "lora"], *thorough(["llama", "bert"], ["vit", "t5"], ["mixtral", "lstm"])],
+    ids="-".join,
 )
 def test_architectures_on_four_ranks(names: list[str]) -> None:
     # One that comes even gets the first of its plans, the other the second.

@@ -48,18 +48,18 @@ def every_stage_over_both_transports(rank: int) -> list[str]:
     return errors
 
 
-@cases.add
+@cases.add_thorough
 def twenty_steps(rank: int) -> list[str]:
     return trained(rank, "twenty steps", 20, layers=2, stage=3)
 
 
-@cases.add
+@cases.add_thorough
 def activations_cut_along_the_sequence(rank: int) -> list[str]:
     """At stage 2: other cases have such a plan at stage 3."""
     return trained(rank, "stage 2", plan="by sequence", stage=2)
 
 
-@cases.add
+@cases.add_thorough
 def compiled_by_inductor(rank: int) -> list[str]:
     return trained(rank, "inductor", 2, stage=3, compute="inductor")
 

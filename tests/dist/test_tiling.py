@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import Twin
 from dist.spawn import run_ranks
+from marks import thorough
 from models import FAMILIES, VOCAB
 from torch import nn
 
@@ -59,7 +60,12 @@ def train(rank: int, world: int, name: str, fields: dict[str, Any], want: str) -
 # Each model, one with a tied head, meets both ways to compute.
 @pytest.mark.parametrize(
     ("name", "stage", "compute"),
-    [("gpt2", 0, "aten"), ("gpt2", 3, "inductor"), ("llama", 2, "inductor"), ("llama", 3, "aten")],
+    [
+        ("gpt2", 0, "aten"),
+        ("llama", 2, "inductor"),
+        ("llama", 3, "aten"),
+        *thorough(("gpt2", 3, "inductor")),
+    ],
 )
 @pytest.mark.timeout(600)
 def test_logits_in_tiles(name: str, stage: int, compute: str) -> None:
