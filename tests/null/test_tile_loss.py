@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
-from marks import slow
+from marks import slow, thorough
 from null.graphs import head_graph, lower
 from torch import nn
 
@@ -51,7 +51,7 @@ def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["weighted", *slow("plain", "shifted-and-capped", "with-z", "smoothed")])
+@pytest.mark.parametrize("of", ["weighted", *thorough("plain", "shifted-and-capped", "with-z", "smoothed")])
 def test_compiled_segments_give_the_same(of):
     model = SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=TILE, compute="inductor")
     model.check([batch(0, 32), batch(1, 32)], lambda out: 3 * out)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from harness import SimulatedModel
+from marks import thorough
 from models import FAMILIES, tokens
 from null.graphs import Build, aten, lower
 from torch import nn
@@ -204,7 +205,7 @@ def test_on_one_rank_and_at_other_stages(world, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["swiglu", "in-bf16"])
+@pytest.mark.parametrize("of", ["swiglu", *thorough("in-bf16")])
 def test_compiled_segments_give_the_same(of):
     allowed, tol = int(1.2 * least(Net(of))), 2e-2 if of == "in-bf16" else 1e-5
     model = trained(of, tol=tol, compute="inductor", activation_budget_bytes=allowed)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, Head, batch, flat
-from marks import slow
+from marks import slow, thorough
 from null.graphs import Build, head_graph, lower
 from null.test_tile_loss import TOL, notes
 from torch import nn
@@ -136,7 +136,7 @@ def test_any_number_of_ranks(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["weighted", "shifted-and-capped", "with-z"])
+@pytest.mark.parametrize("of", ["shifted-and-capped", *thorough("weighted", "with-z")])
 def test_compiled_segments_give_the_same(of):
     model = check(SimulatedModel(Head(of, True), 2, stage=3, tile_bytes=TILE, compute="inductor"), of)
     said = notes(model)
