@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import thorough
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -39,7 +40,11 @@ def test_every_script_is_run_or_left_out():
     assert {p.stem for p in SCRIPTS.glob("*.py")} == CALLS.keys() | LEFT_OUT | PARTS
 
 
-@pytest.mark.parametrize("script", CALLS)
+# The others share with these how they begin, measure and save.
+OFTEN = ("bench", "one_layer", "pass_time", "tiers")
+
+
+@pytest.mark.parametrize("script", [*OFTEN, *thorough(*(s for s in CALLS if s not in OFTEN))])
 def test_it_runs_and_saves_what_it_found(script, tmp_path):
     out = tmp_path / "out.json"
     words = shlex.split(CALLS[script].replace("PRESET", PRESET).replace("DIR", str(tmp_path)))

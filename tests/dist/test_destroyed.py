@@ -3,6 +3,7 @@ backend is left, what is local goes on, and what would talk says why it cannot."
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -39,7 +40,11 @@ def threads():
     """Names of this process's threads that gloo made."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm") as f:
+        # One that ends meanwhile is no thread any more.
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/self/task/{task}/comm") as f,
+        ):
             names.append(f.read().strip())
     return sorted(n for n in names if "gloo" in n)
 

@@ -71,7 +71,8 @@ def test_a_long_run_stays_flat(world, stage):
     ):
         assert eighth == second  # nothing after the first two steps of training
         assert last == evaluated
-        assert seen[0] == seen[1]  # threads, file descriptors
+        for before, after in zip(*seen, strict=True):  # threads, file descriptors
+            assert after <= before  # a thread of torch's may have ended
         # 200 steps: a leak of one weight a step (16 KiB) would be 3.2 MB.
         assert growth < 1 << 20
 
