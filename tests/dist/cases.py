@@ -44,7 +44,7 @@ class Cases:
         self._world, self._spawns, self._group_timeout = world, spawns, group_timeout
         self._cases: dict[str, Case] = {}
         self._thorough: set[str] = set()
-        self._found: dict[tuple[bool, int], list[dict[str, list[str]]]] = {}
+        self._found: dict[tuple[str, ...], list[dict[str, list[str]]]] = {}
 
     @property
     def names(self) -> list[Any]:
@@ -72,15 +72,12 @@ class Cases:
             return [traceback.format_exc()]
 
     def check(self, name: str) -> None:
-        kind = name in self._thorough
-        alike = [n for n in self._cases if (n in self._thorough) == kind]
-        first = alike.index(name) % self._spawns
-        spawn = (kind, first)
-        if spawn not in self._found:
-            names = alike[first :: self._spawns]
+        alike = [n for n in self._cases if (n in self._thorough) == (name in self._thorough)]
+        together = tuple(alike[alike.index(name) % self._spawns :: self._spawns])
+        if together not in self._found:
             run: Any = self
-            self._found[spawn] = run_ranks(
-                run, self._world, names, timeout=550.0, group_timeout=self._group_timeout
+            self._found[together] = run_ranks(
+                run, self._world, list(together), timeout=550.0, group_timeout=self._group_timeout
             )
-        for rank, found in enumerate(self._found[spawn]):
+        for rank, found in enumerate(self._found[together]):
             assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])

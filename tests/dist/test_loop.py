@@ -270,17 +270,17 @@ def dynamic_sizes_under_inductor(rank: int) -> list[str]:
     )
 
 
-def told(rank: int, **told: bool) -> list[str]:
+def told(rank: int, **what: bool) -> list[str]:
     """What torch.compile is told to capture: a whole model as one graph, of any sizes from the first call on."""
 
     def compiled(model: nn.Module) -> nn.Module:
-        return torch.compile(zero.shard(model, compute="aten"), backend="zero", **told)
+        return torch.compile(zero.shard(model, compute="aten"), backend="zero", **what)
 
     torch._dynamo.utils.counters.clear()
-    twin = Twin(FAMILIES["gpt2"].model(), compiled, where=str(told))
+    twin = Twin(FAMILIES["gpt2"].model(), compiled, where=str(what))
     for step in range(3):
         generator = torch.Generator().manual_seed(2 * step + rank)
-        length = 8 + step + rank if "dynamic" in told else 8
+        length = 8 + step + rank if "dynamic" in what else 8
         ids = torch.randint(1, 61, (2, length), generator=generator)
         twin.backward(lambda m, ids=ids: m(input_ids=ids, labels=ids).loss)
         twin.check_gradients()

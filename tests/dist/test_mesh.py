@@ -169,7 +169,16 @@ def built_in_place(rank: int) -> list[str]:
 
 @cases.add
 def updates_in_mid_backward(rank: int) -> list[str]:
-    family = FAMILIES["odd"]
+    return updated_in_mid_backward("odd", rank)
+
+
+@cases.add_thorough
+def updates_of_a_transformer_in_mid_backward(rank: int) -> list[str]:
+    return updated_in_mid_backward("gpt2", rank)
+
+
+def updated_in_mid_backward(name: str, rank: int) -> list[str]:
+    family = FAMILIES[name]
     models = [hybrid(family.model(), stage=3, transport="c10d") for _ in range(2)]
     opts = [
         torch.optim.AdamW(models[0].parameters(), lr=1e-2),
