@@ -74,6 +74,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
         default="default",
         help="keep: glibc keeps the pages of freed tensors; by default each large gradient gets fresh ones",
     )
+    parser.add_argument("--threads", type=int, default=common.cores(), help="of torch; default: the cores")
     parser.add_argument("--json")
     return parser
 
@@ -81,7 +82,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 def planned_for(args: argparse.Namespace) -> None:
     """The runs inherit what the plan is made for, which decides to which library matrix products go."""
     if args.compute == "inductor" and args.hardware != "none":
-        common.hardware(args.hardware, 1, args.directory, threads=common.cores())
+        common.hardware(args.hardware, 1, args.directory, threads=args.threads)
 
 
 def kinds(text: str) -> list[str]:
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         env = os.environ | {
             **common.ALLOCATORS[args.allocator],
             common.RANK_CALL: json.dumps(call),
-            "OMP_NUM_THREADS": str(common.cores()),
+            "OMP_NUM_THREADS": str(args.threads),
         }
         child = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__)],

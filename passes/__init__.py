@@ -11,6 +11,7 @@ from .choose_saved import ChooseSaved
 from .clone_escapes import CloneEscapes
 from .expand_tiles import ExpandTiles, finer, read_by_tiles, set_tiles, tiles_in
 from .keep_old_values import KeepOldValues
+from .land_products import LandProducts
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .offload_activations import OffloadActivations, offloaded
@@ -48,6 +49,7 @@ PHASE: list[tuple[Pass, str]] = [
     (BucketTransfers(), "lowered"),
     (PlaceStarts(), "lowered"),
     (ExpandTiles(), "lowered"),
+    (LandProducts(), "lowered"),
     (PickKernels(), "lowered"),
     (PlaceOffloads(), "lowered"),
     (InsertReleases(), "scheduled"),
@@ -65,6 +67,7 @@ __all__ = [
     "ExpandTiles",
     "InsertReleases",
     "KeepOldValues",
+    "LandProducts",
     "LowerMarkers",
     "MergeMarkers",
     "ParamPlan",

@@ -40,16 +40,15 @@ class PickKernels:
     name: str = "pick-kernels"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        machine = ctx.machine
-        if not ctx.kernels or machine is None or "float32" not in machine.onednn_flops_per_us:
+        cost, known = chooser(ctx), hints(graph)
+        if cost is None:
             return
-        cost, known = CostModel(machine), hints(graph)
         found = [node for node in graph.nodes if _product(node) is not None]
         chosen = [node for node in found if cost.onednn_pays(node, known)]
         if not chosen:
             return
         blas, onednn = (
-            rates["float32"] / 1e3 for rates in (machine.matmul_flops_per_us, machine.onednn_flops_per_us)
+            rates["float32"] / 1e3 for rates in (cost.spec.matmul_flops_per_us, cost.spec.onednn_flops_per_us)
         )
         emit = Emitter(graph, chosen[0])
         for node in chosen:
@@ -62,6 +61,14 @@ class PickKernels:
             f"{len(chosen)} of {len(found)} float32 matrix products go to oneDNN: by calibration it does "
             f"{onednn:.0f} GFLOP/s, torch's BLAS {blas:.0f}",
         )
+
+
+def chooser(ctx: Context) -> CostModel | None:
+    """What knows which library does a product faster; None where there is nothing to choose."""
+    machine = ctx.machine
+    if not ctx.kernels or machine is None or "float32" not in machine.onednn_flops_per_us:
+        return None
+    return CostModel(machine)
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:

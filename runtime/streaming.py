@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from .aio import Engine, Request, buffer
-from .stores import Checked, Span, merged, settle
+from .aio import buffer
+from .guarded import Guarded, Requests
+from .stores import Span, merged
 from .turns import Turns
 
 
@@ -28,36 +28,19 @@ class Job:
 
 
 @dataclass
-class _Turn:
+class _Turn(Requests):
     job: Job | None  # None: it has run, and what it holds is gone
     buffer: torch.Tensor | None
-    requests: list[Request | Checked] = field(default_factory=list)
-
-    def done(self) -> bool:
-        return all(r.done() for r in self.requests)
-
-    def wait(self) -> None:
-        """Wait for every request. What breaks this off may leave some under way."""
-        while self.requests:
-            self.requests[0].wait()
-            del self.requests[0]
 
 
-class Stream(Turns[Job, _Turn]):
-    """Runs jobs in the order in which they are fed, through ``count`` buffers of ``nbytes`` each.
-
-    Not for two threads at once. After an error or Ctrl-C, which may come between any two lines, nothing is under way
-    any more, and what was fed is forgotten.
-    """
+class Stream(Guarded, Turns[Job, _Turn]):
+    """Runs jobs in the order in which they are fed, through ``count`` buffers of ``nbytes`` each."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         super().__init__()
         self.nbytes = nbytes
         self._buffers = [buffer(nbytes) for _ in range(count if nbytes else 0)]
         self._free = deque(self._buffers)
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # that move what was fed
-        weakref.finalize(self, _end, self._engines).atexit = False
-        self._torn = False  # a call broke off, and what it began may be under way
 
     def feed(self, job: Job) -> None:
         def take() -> None:
@@ -73,17 +56,6 @@ class Stream(Turns[Job, _Turn]):
 
     def drain(self) -> None:
         self._guarded(super().drain)
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        if self._torn:
-            self._forget()
-        self._torn = True
-        try:
-            step()
-        except BaseException:
-            self._forget()  # where this is broken off too, the next call does it
-            raise
-        self._torn = False
 
     def _has_buffer(self, job: Job) -> bool:
         return not job.nbytes or bool(self._free)
@@ -107,21 +79,7 @@ class Stream(Turns[Job, _Turn]):
         if turn.buffer is not None:
             self._free.append(turn.buffer)
 
-    def forget(self) -> None:
-        """Give up what was fed and has not ended, where it is."""
-        self._torn = True
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing touches a buffer or a file after this. Not by the requests that are known here: Ctrl-C may have come
-        before one of them was."""
-        settle(list(self._engines))
+    def _drop(self) -> None:
         for turns in (self._waiting, self._reading, self._writing):
             turns.clear()
         self._free = deque(self._buffers)
-        self._torn = False
-
-
-def _end(engines: weakref.WeakSet[Engine]) -> None:
-    """A stream that was dropped before it was drained leaves nothing under way either."""
-    settle(list(engines))

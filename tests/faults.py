@@ -1,4 +1,5 @@
-"""Storage that fails: small file systems mounted for a test, and system calls that fail on demand in a child process."""
+"""Storage that fails: small file systems mounted for a test, system calls that fail on demand in a child process, and Ctrl-C
+anywhere."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +119,28 @@ def run_with_faults(
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(body)], env=env, capture_output=True, text=True, check=False
     )
+
+
+class Interrupt:
+    """KeyboardInterrupt before line number ``at`` of those that run in ``files``."""
+
+    def __init__(self, at: int, files: tuple[str, ...]) -> None:
+        self.left, self._files = at, files
+
+    def __enter__(self) -> Interrupt:
+        self._was = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(self._was)
+
+    def _called(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.endswith(self._files) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._line

@@ -43,6 +43,7 @@ def _linear(input: Any, weight: Any, bias: Any, out_val: Any) -> Any:
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
     ops.onednn_linear.overloadpacket: _linear,
+    ops.land_mm.overloadpacket: flop_registry[_aten.mm],
     _aten.addmm_: _add_product,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -227,16 +228,18 @@ class CostModel:
             return 0.0
         return share * self.moved_bytes(node) / self.spec.memory_bytes_per_us
 
-    def onednn_pays(self, node: fx.Node, known: Mapping[Any, int]) -> bool:
+    def onednn_pays(self, node: fx.Node, known: Mapping[Any, int], copied: bool = False) -> bool:
         """Whether oneDNN is clearly faster than torch's BLAS at a product in float32, launches included.
 
-        Both copy operands, about as much.
+        Both copy operands, about as much. ``copied``: what oneDNN makes is copied then, and what the BLAS makes is not.
         """
         blas = self.spec.matmul_flops_per_us["float32"]
         onednn = self.spec.onednn_flops_per_us.get("float32", blas)
         count, copies = at_hints(self.flops(node), known), at_hints(self._copies_us(node), known)
-        launches = _ONEDNN_LAUNCHES * self.spec.kernel_us
-        return _ONEDNN_GAIN * (count / onednn + copies + launches) < count / blas + copies
+        after = _ONEDNN_LAUNCHES * self.spec.kernel_us
+        if copied:
+            after += 2 * facts.bytes_of(facts.value(node)) / self.spec.memory_bytes_per_us
+        return _ONEDNN_GAIN * (count / onednn + copies + after) < count / blas + copies
 
 
 def tensor_bytes(val: Any) -> Any:

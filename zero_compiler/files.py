@@ -10,8 +10,8 @@ import torch
 
 from . import grads
 from .layout import Layout
+from .runtime.landing import Landing
 from .runtime.stores import Nvme, Region, Store, blocks, watch
-from .runtime.streaming import Job, Stream
 
 # What one write of a gradient takes at a time. Of the largest gradient twice as many are under way, so that what lands
 # together is written while backward goes on, up to a limit; and one is copied.
@@ -96,7 +96,7 @@ class GradientFiles:
         self._partly: set[str] = set()  # of which some tiles have landed
         # Autograd's numbers of the backwards that run: one may run within another (torch.utils.checkpoint).
         self._tasks: set[int] = set()
-        self._stream: Stream | None = None
+        self._landing: Landing | None = None
 
     def _name_of(self, param: Any) -> str | None:
         """The name of a parameter as it stands in the module now: one that was made on meta is replaced when it is
@@ -127,7 +127,7 @@ class GradientFiles:
         self._enter()
         _, written = self._landed.get(name, (param, False))
         if written:
-            self._ready().drain()
+            self.landing().drain()
             rows.add_(local)
         elif param.grad is None:
             written = True
@@ -172,39 +172,31 @@ class GradientFiles:
         tensor = self._regions[name].tensor
         return tensor[: local.shape[0]] if local.dim() else tensor
 
-    def _ready(self) -> Stream:
-        if self._stream is None:
-            self._stream = Stream(*self._writes())
-        return self._stream
+    def landing(self) -> Landing:
+        """Where gradients are made, or copied to, that go to files."""
+        if self._landing is None:
+            size, count = self._writes()
+            self._landing = Landing(size * count, size)
+        return self._landing
 
     def _write(self, name: str, local: torch.Tensor, begin: int = 0) -> None:
         """Start to write to the file of ``name``, from byte ``begin`` on."""
-        region, stream = self._regions[name], self._ready()
-        raw = local.detach().contiguous().view(-1).view(torch.uint8)
-        for at in range(0, raw.numel(), stream.nbytes):
-            part = raw[at : at + stream.nbytes]
-
-            def copy(buffer: torch.Tensor | None, part: torch.Tensor = part) -> None:
-                assert buffer is not None
-                buffer[: part.numel()].copy_(part)
-
-            stream.feed(Job(blocks(part.numel()), (), (region.span(begin + at, part.numel(), 0),), copy))
-        stream.admit()  # no gradient waits for a buffer beyond its own landing
+        self.landing().write(self._regions[name], local, begin)
 
     def _broke_off(self, task: int) -> None:
         """No write of this backward comes later than those of the next one."""
         self._tasks.discard(task)
         self._landed.clear()
         self._partly.clear()
-        if self._stream is not None:
-            self._stream.forget()
+        if self._landing is not None:
+            self._landing.forget()
 
     def _end(self, task: int) -> None:
         """The backward is over: everything is written, and may be read; so is what has landed in one around it."""
         self._tasks.discard(task)
         landed, self._landed = self._landed, {}
-        if self._stream is not None:
-            self._stream.drain()
+        if self._landing is not None:
+            self._landing.drain()
         for name, (param, written) in landed.items():
             rows, grad = self._rows(name, param._local_tensor), param.grad
             if grad is not None and grad._local_tensor.data_ptr() != rows.data_ptr():

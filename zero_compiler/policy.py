@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from .ir import ops
 from .layout import Layout
 from .placing import Given, Placed, tiers_of
 from .runtime import heap
-from .runtime.stores import Nvme, region_of, watch
+from .runtime.stores import Nvme, blocks, region_of, watch
 from .tensor_parallel import TensorPart
 from .transport import COPIED, LOCAL, Transport, choose
 
@@ -267,6 +268,15 @@ class Policy:
             self._gradient_files = GradientFiles(self, self.files.gradients)
             self.restore_sinks()
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
+
+    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for a gradient that goes to a file, or None where it may be anywhere."""
+        if self._gradient_files is None:
+            return None
+        nbytes, landing = math.prod(shape) * dtype.itemsize, self._gradient_files.landing()
+        if blocks(nbytes) > landing.limit:  # it goes in parts, of which some are under way at a time
+            return None
+        return landing.take(nbytes).view(dtype).view(*shape)
 
     def restore_sinks(self) -> None:
         """Gradients that rest in files and go to no optimizer go there."""

@@ -109,7 +109,8 @@ class ReduceDesc:
     when their own ranks' gradients are summed up, an all-reduce between them follows, which may be under way until
     the next reduction lands, or the Program ends.
     With ``tile`` only a part of one gradient is reduced; the wait for the last part gives all of this rank's rows.
-    The gradients come in ``grad_dtype``; "" stands for ``dtype``.
+    The gradients come in ``grad_dtype``; "" stands for ``dtype``. Those named in ``direct`` are made in memory from
+    which they are written to files.
     """
 
     owner: str
@@ -126,6 +127,7 @@ class ReduceDesc:
     copies: int = 1
     tile: Part | None = None
     grad_dtype: str = ""
+    direct: tuple[str, ...] = ()
 
     @property
     def copied(self) -> bool:

@@ -404,8 +404,8 @@ def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
 class _Files:
     """What the host does itself for transfers of files: sums of bytes, and gradients that go by way of buffers.
 
-    A gradient is copied to one buffer of a few (`files.py`) for each part of it, and that is free again when its part
-    is in the file. So a disk that is slower than backward makes gradients holds it up.
+    Of a gradient that is not made in a block that can be written, each part is copied to one (`landing.py`). Only so
+    much is under way at a time, so a disk that is slower than backward makes gradients holds it up.
     """
 
     def __init__(
@@ -450,12 +450,14 @@ class _Files:
         sim, writing, (size, count) = self._sim, self._writing[r.owner], self._buffers[r.owner]
         link, label = self._spec.nvme_write, f"file of the {r.label}"
         first = True
-        for _, nbytes in results:
+        for name, nbytes in results:
+            direct = name in r.direct and nbytes <= size * count
+            copied = not r.copied and not direct
             for at in range(0, nbytes, size):
                 part = min(size, nbytes - at)
                 while len(writing) >= count or (writing and writing[0].done):
                     sim.wait(writing.popleft())
-                if not r.copied:  # else it is the host's memory that is copied, while the device computes
+                if copied:  # what comes from a device is copied on its host, while the device computes
                     sim.compute(f"buffer of the {r.label}", 2 * part / self._spec.memory_bytes_per_us)
                 self.sum_up(label, part)
                 # The requests of one landing are in the engine's queue together: it begins but once.

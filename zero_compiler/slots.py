@@ -148,6 +148,7 @@ def plan_slots(
             copies=plans[0].copies,
             tile=_part(node, plans[0]),
             grad_dtype=_dtype_text(plans[0].gather_dtype),
+            direct=facts.direct(node),
         )
         for k, (node, plans, chunks) in enumerate(reduce_rows)
     ]

@@ -75,6 +75,7 @@ def _blocks(query: fx.Node, key: fx.Node, sizes: facts.Sizes | None) -> tuple[in
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int | None]] = {
     ops.onednn_linear: onednn_bytes,
+    ops.land_mm: _product_bytes,
     _aten.mm.default: _product_bytes,
     _aten.addmm.default: _product_bytes,
     _aten.bmm.default: _product_bytes,

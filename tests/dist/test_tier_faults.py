@@ -16,7 +16,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, StorageError
 from zero_compiler.modules import policies_of
-from zero_compiler.runtime import streaming
+from zero_compiler.runtime import landing
 from zero_compiler.runtime.stores import region_of
 
 O = torch.optim
@@ -202,17 +202,20 @@ def test_a_gradient_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_an_error_that_is_dropped_in_a_later_backward_takes_no_gradient_with_it(tmp_path, monkeypatch):
     """Its traceback may be part of a cycle, which is collected at any time."""
-    done = streaming._Turn.done  # what is to be written is not begun before somebody waits for it
-    monkeypatch.setattr(streaming._Turn, "done", lambda turn: turn.job is None and done(turn))
     model = zero.shard(nn.Linear(64, 512, bias=False), nvme_dir=str(tmp_path), offload_grads="nvme")
-    broken, errors = Broken(monkeypatch, "write"), []
-    broken.armed = True
-    try:
-        model(torch.ones(2, 64)).sum().backward()  # fails at its end
-    except StorageError as error:
-        errors.append(error)
+    errors = []
+
+    def broken(write):
+        raise StorageError("write of a gradient")
+
+    with monkeypatch.context() as until_waited_for:
+        until_waited_for.setattr(landing._Write, "done", lambda write: False)
+        until_waited_for.setattr(landing.Landing, "_finish", broken)
+        try:
+            model(torch.ones(2, 64)).sum().backward()  # fails at its end
+        except StorageError as error:
+            errors.append(error)
     assert len(errors) == 1
-    broken.armed = False
     model.zero_grad()
 
     def drop(grad):

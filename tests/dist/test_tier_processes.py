@@ -12,6 +12,7 @@ import textwrap
 import pytest
 import torch
 from compare import local
+from faults import Interrupt
 from tiered import ALL, assert_same, compiled, made, reference, train
 from torch import nn
 
@@ -19,7 +20,7 @@ import zero_compiler as zero
 from zero_compiler.config import PLACED_FIELDS
 from zero_compiler.errors import OptimizerError
 from zero_compiler.modules import policies_of
-from zero_compiler.runtime import aio, streaming
+from zero_compiler.runtime import aio, guarded
 from zero_compiler.runtime.stores import region_of
 
 O = torch.optim
@@ -173,35 +174,11 @@ _FILES = (
     "zero_compiler/optimizer.py",
     "zero_compiler/updates.py",
     "runtime/streaming.py",
+    "runtime/guarded.py",
     "runtime/turns.py",
     "runtime/stores.py",
     "runtime/aio.py",
 )
-
-
-class _Interrupt:
-    """KeyboardInterrupt before line number ``at`` of those that run in our files."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def __enter__(self):
-        self.was = sys.gettrace()
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *exc):
-        sys.settrace(self.was)
-
-    def _called(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename.endswith(_FILES) else None
-
-    def _line(self, frame, event, arg):
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self._line
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -237,7 +214,7 @@ def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
     step()
     checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     before = values()
-    lines = _Interrupt(1 << 40)
+    lines = Interrupt(1 << 40, _FILES)
     step(lines)
     after = values()
     step()
@@ -245,19 +222,19 @@ def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
     back()
     count = (1 << 40) - lines.left
     assert count > 300
-    real, outcomes = streaming.settle, set()
+    real, outcomes = guarded.settle, set()
 
     def impatient(engines):  # Ctrl-C again, while what is under way is waited for
         real(engines)
-        monkeypatch.setattr(streaming, "settle", real)
+        monkeypatch.setattr(guarded, "settle", real)
         raise KeyboardInterrupt
 
     for k in range(40):
         if k % 3 == 2:
-            monkeypatch.setattr(streaming, "settle", impatient)
+            monkeypatch.setattr(guarded, "settle", impatient)
         with contextlib.suppress(KeyboardInterrupt):
-            step(_Interrupt(1 + k * (count - 1) // 39))
-        monkeypatch.setattr(streaming, "settle", real)
+            step(Interrupt(1 + k * (count - 1) // 39, _FILES))
+        monkeypatch.setattr(guarded, "settle", real)
         assert engine.counters()["in_flight"] == 0, k
         assert len(engine._live) == 0 or all(request.done() for request in engine._live)
         optimizer.zero_grad()

@@ -50,6 +50,7 @@ NUMBERS = {
     "ExpandTiles": "test_tile_operators::test_a_linear_layer_in_tiles_keeps_the_numbers",
     "InsertReleases": "test_passes::test_passes_of_a_phase_keep_the_numbers",
     "KeepOldValues": "test_lifetimes::test_backward_sees_what_forward_saw_of_a_buffer",
+    "LandProducts": "test_land_products::test_numbers",
     "LowerMarkers": "test_passes::test_passes_of_a_phase_keep_the_numbers",
     "MergeMarkers": "test_passes::test_merge_markers_keeps_the_numbers",
     "OffloadActivations": "test_offload_activations::test_two_ranks_get_the_numbers_of_plain_pytorch",

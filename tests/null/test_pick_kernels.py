@@ -100,6 +100,7 @@ def test_cost():
 
 @pytest.mark.slow
 def test_trains_as_plain_pytorch_does(tmp_path):
+    torch._dynamo.reset()
     path = tmp_path / "machine.json"
     path.write_text(MACHINE.to_json())
     torch.manual_seed(3)

@@ -32,6 +32,7 @@ _RETURNED = "zero_returned"
 _STAYS = "zero_stays"
 _AWAY = "zero_away"
 _GOES_AWAY = "zero_goes_away"
+_DIRECT = "zero_direct"
 
 
 class ParamRef(NamedTuple):
@@ -271,6 +272,15 @@ def goes_away(node: fx.Node) -> bool:
 
 def send_away(node: fx.Node) -> None:
     node.meta[_GOES_AWAY] = True
+
+
+def direct(node: fx.Node) -> tuple[str, ...]:
+    """Of what a reduction reduces, names of gradients that are made in memory from which they go to files."""
+    return node.meta.get(_DIRECT, ())
+
+
+def set_direct(node: fx.Node, names: Iterable[str]) -> None:
+    node.meta[_DIRECT] = tuple(names)
 
 
 def module_path(node: fx.Node) -> str:

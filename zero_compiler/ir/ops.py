@@ -28,6 +28,8 @@ class Owner(Protocol):
 
     def computes_on(self, name: str, shard: torch.Tensor) -> torch.device: ...
 
+    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
+
 
 # Markers carry their owner by name, since a graph can hold no Python object. Weak: a name dies with its model.
 _owners: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -66,6 +68,8 @@ _lib.define("cut() -> ()")
 _lib.define(
     "onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.flexible_layout,)
 )
+# a @ b, in memory from which the owner writes to files (see `passes/land_products.py`).
+_lib.define("land_mm(Tensor a, Tensor b, str owner) -> Tensor", tags=(torch.Tag.flexible_layout,))
 # This rank's part of a tensor that is the same on all ranks of a process group: flat, equally long on each.
 _lib.define("part(Tensor whole, str group, int ranks) -> Tensor")
 
@@ -99,6 +103,7 @@ write = torch.ops.zero.write.default
 bring = torch.ops.zero.bring.default
 discard = torch.ops.zero.discard.default
 onednn_linear = torch.ops.zero.onednn_linear.default
+land_mm = torch.ops.zero.land_mm.default
 part = torch.ops.zero.part.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
@@ -164,6 +169,18 @@ def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 @torch.library.impl(_lib, "onednn_linear", "CPU")
 def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
+
+
+@torch.library.register_fake("zero::land_mm", lib=_lib)
+def _(a: torch.Tensor, b: torch.Tensor, owner: str) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@torch.library.impl(_lib, "land_mm", "CPU")
+def _(a: torch.Tensor, b: torch.Tensor, owner: str) -> torch.Tensor:
+    model = _owners.get(owner)  # none where a Program is run by itself, to be looked at
+    out = None if model is None else model.landing((a.shape[0], b.shape[1]), a.dtype)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
 @torch.library.impl(_lib, "unshard", "CompositeExplicitAutograd")
