@@ -38,8 +38,8 @@ class LandProducts:
         %s = zero.reduce %g
 
     Refuses: nothing. Left alone are gradients below 1 MiB, of several ranks, that rest elsewhere, that are made or
-    reduced in another dtype, that something else reads too, that are no products, or that another library makes, with
-    the copy, faster.
+    reduced in another dtype, that something else reads too, that are no products, or that `pick_kernels.py` gives to
+    another library: it does so wherever the gradient rests, and so the same bits are made.
     """
 
     name: str = "land-products"
@@ -54,7 +54,7 @@ class LandProducts:
             direct = []
             for ref, grad in zip(facts.params(start), grads, strict=True):
                 product = _product(grad) if _lands(ctx.params[ref]) else None
-                if product is None or (cost is not None and cost.onednn_pays(product, known, copied=True)):
+                if product is None or (cost is not None and cost.onednn_pays(product, known)):
                     continue
                 emit = emit or Emitter(graph, product)
                 emit.origin = product

@@ -55,12 +55,17 @@ class TagRecompute:
     activations, which ranks may legally disagree about. Under a budget for activations (``ctx.recompute``) backward
     gathers every small weight that forward reads, and the costly readers of what it gathers may be run twice.
 
+    What one region of ``torch.utils.checkpoint`` hands to the next one is saved. Partitioners do so themselves, but for
+    views and for one of several results of an operator: there it is what they are of that is tagged ``MUST_SAVE``.
+
     Refuses: nothing.
     """
 
     name: str = "tag-recompute"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
+        for node in _handed_on(graph):
+            facts.tag_recompute(node, CheckpointPolicy.MUST_SAVE, 0)
         backward = facts.depends_on_tangents(graph)
         derived = facts.made_of_weights(graph)
         allowed = regathered(graph, ctx.bucket_bytes, ctx.recompute)
@@ -77,6 +82,29 @@ class TagRecompute:
                 costly = user.target in _COSTLY and not ctx.recompute
                 if (costly or not marks <= allowed) and not facts.user_region(user):
                     facts.tag_recompute(user, CheckpointPolicy.MUST_SAVE, 0)
+
+
+def _handed_on(graph: fx.Graph) -> set[fx.Node]:
+    """What makes the values that are views, or one of several results, and that a later region reads."""
+
+    def region(node: fx.Node) -> int | None:
+        again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+        return node.meta.get("ac_graph_id") if again else None
+
+    out: set[fx.Node] = set()
+    for node in graph.nodes:
+        here = region(node)
+        if here is None or not any((region(u) or here) > here for u in node.users):
+            continue
+        source = node
+        while region(source) == here and (bases := facts.aliased_inputs(source)):
+            source = bases[0]
+        if source is node or region(source) != here:
+            continue
+        out.add(source)
+        if not isinstance(facts.value(source), torch.Tensor):
+            out.update(result for result in source.users if result.users)
+    return out
 
 
 def regathered(graph: fx.Graph, small_bytes: int, recompute: bool = False) -> set[fx.Node]:

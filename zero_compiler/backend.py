@@ -62,12 +62,14 @@ def zero(
     except Exception as error:
         ours = grads.computes_with_shards() if grads.mixes(error) else error
         broken = Broken(owners_in(gm), ours)
-        if isinstance(ours, ZeroError) and ours.failure is None:
+        of_any_size = any(isinstance(given, torch.SymInt) for given in example_inputs)
+        if isinstance(ours, ZeroError) and ours.failure is None and not of_any_size:
             return _raiser(ours, broken)
         with _disable_current_modes():
             broken.end_call()
         if isinstance(ours, ZeroError):
-            # Another rank's failure: the same call may do when it is tried again, so nothing may be left to be found.
+            # Another rank's failure, or one of a graph that other sizes find too, in place of those that were compiled
+            # for them: the same call may do when it is tried again, so nothing may be left to be found.
             raise _handed_on(ours, inspect.currentframe()) from None
         raise
 

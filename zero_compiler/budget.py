@@ -218,7 +218,7 @@ def _advice(memory: Memory, policies: Sequence[Any]) -> str:
     options: list[tuple[float, str]] = [
         (
             memory.programs / 2,
-            "a smaller batch, or torch.utils.checkpoint on the repeated blocks, would help most",
+            "a smaller batch, or torch.utils.checkpoint on the repeated blocks that have none, would help most",
         ),
         ((memory.optimizer + memory.parameters + memory.gradients) / 2, rest),
     ]

@@ -6,6 +6,7 @@ Placement fields belong to ``zero.shard``; compile fields may also be given as
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -142,6 +143,17 @@ class Config:
         return self.__dict__["given"]
 
     def __post_init__(self) -> None:
+        self._check()
+        self._find_directory()
+
+    def _find_directory(self) -> None:
+        if self.nvme_dir is not None:
+            if not os.path.isdir(self.nvme_dir):
+                raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
+            # Files are made later too, and a process may change its directory.
+            object.__setattr__(self, "nvme_dir", os.path.abspath(self.nvme_dir))
+
+    def _check(self) -> None:
         if not isinstance(self.stage, int) or isinstance(self.stage, bool) or not 0 <= self.stage <= 3:
             raise ConfigError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("param_dtype", "reduce_dtype"):
@@ -164,11 +176,6 @@ class Config:
                 object.__setattr__(self, name, os.fspath(given))  # a plan is written as JSON
             elif given is not None and not isinstance(given, str):
                 raise ConfigError(f"{name} must be a str or None, not {given!r}")
-        if self.nvme_dir is not None:
-            if not os.path.isdir(self.nvme_dir):
-                raise ConfigError(f"nvme_dir must be an existing directory; {self.nvme_dir!r} is not one")
-            # Files are made later too, and a process may change its directory.
-            object.__setattr__(self, "nvme_dir", os.path.abspath(self.nvme_dir))
         for name in REST_FIELDS[1:]:
             if getattr(self, name) is not None and self.device_rest_bytes is None:
                 raise ConfigError(
@@ -182,10 +189,9 @@ class Config:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
         if self.kernels not in _KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(_KERNELS)}, not {self.kernels!r}")
-        if not isinstance(self.partition_activations, bool):
-            raise ConfigError(
-                f"partition_activations must be True or False, not {self.partition_activations!r}"
-            )
+        for name in ("nvme_keep", "nvme_checksums", "partition_activations"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         sizes = ("bucket_bytes", "memory_budget_bytes", "activation_budget_bytes", "tile_bytes", *REST_FIELDS)
         for name in sizes:
             size = getattr(self, name)
@@ -212,8 +218,11 @@ class Config:
             return Config(**fields)
         if not isinstance(base, Config):
             raise ConfigError(f"config must be a zero.Config, not {type(base).__name__}")
-        merged = Config(**{name: getattr(base, name) for name in known} | fields)
-        merged.__dict__["given"] = base._given | frozenset(fields)
+        merged = copy.copy(base)
+        merged.__dict__.update(fields, given=base._given | frozenset(fields))
+        merged._check()
+        if "nvme_dir" in fields:  # that of base was found, and may be gone: files that are there do not need it
+            merged._find_directory()
         for name in fields:
             if name in base._given and getattr(merged, name) != getattr(base, name):
                 raise ConfigError(

@@ -228,18 +228,17 @@ class CostModel:
             return 0.0
         return share * self.moved_bytes(node) / self.spec.memory_bytes_per_us
 
-    def onednn_pays(self, node: fx.Node, known: Mapping[Any, int], copied: bool = False) -> bool:
+    def onednn_pays(self, node: fx.Node, known: Mapping[Any, int]) -> bool:
         """Whether oneDNN is clearly faster than torch's BLAS at a product in float32, launches included.
 
-        Both copy operands, about as much. ``copied``: what oneDNN makes is copied then, and what the BLAS makes is not.
+        Both copy operands, about as much. Where the result goes does not count: the libraries add in other orders, and
+        a placement must not change a bit.
         """
         blas = self.spec.matmul_flops_per_us["float32"]
         onednn = self.spec.onednn_flops_per_us.get("float32", blas)
         count, copies = at_hints(self.flops(node), known), at_hints(self._copies_us(node), known)
-        after = _ONEDNN_LAUNCHES * self.spec.kernel_us
-        if copied:
-            after += 2 * facts.bytes_of(facts.value(node)) / self.spec.memory_bytes_per_us
-        return _ONEDNN_GAIN * (count / onednn + copies + after) < count / blas + copies
+        launches = _ONEDNN_LAUNCHES * self.spec.kernel_us
+        return _ONEDNN_GAIN * (count / onednn + copies + launches) < count / blas + copies
 
 
 def tensor_bytes(val: Any) -> Any:

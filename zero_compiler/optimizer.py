@@ -66,6 +66,8 @@ def optimizer(
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, numbers.Real) and max_grad_norm > 0):
         raise OptimizerError(f"max_grad_norm must be a number above 0 or None, not {max_grad_norm!r}")
+    if not isinstance(overlap, bool):
+        raise OptimizerError(f"overlap must be True or False, not {overlap!r}")
     if kw.get("differentiable"):
         raise OptimizerError(
             "differentiable=True keeps a graph through the step, which zero.optimizer does not; leave it out"
@@ -153,8 +155,12 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        seen: set[int] = set()
         for param, given in zip(group["params"], names, strict=True):
             policy, name = owners.get(id(param), (None, given or "a parameter"))
+            if id(param) in seen:
+                raise OptimizerError(f"a parameter group has {name} twice; give each parameter once")
+            seen.add(id(param))
             tier = tier_of(group, policy, name)
             local = local_of(param)
             states = self._states_of(group, local)

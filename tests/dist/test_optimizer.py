@@ -342,6 +342,10 @@ def test_arguments_that_do_not_fit():
     for norm in (0, "1"):
         with pytest.raises(OptimizerError, match="max_grad_norm must be"):
             zero.optimizer(O.SGD, made(), max_grad_norm=norm)
+    with pytest.raises(OptimizerError, match="overlap must be True or False, not 'no'"):
+        zero.optimizer(O.SGD, made(), overlap="no")
+    with pytest.raises(OptimizerError, match="a parameter group has .* twice; give each parameter once"):
+        zero.optimizer(O.SGD, [*made().parameters()] * 2, lr=0.1)
     with pytest.raises(OptimizerError, match="differentiable"):
         zero.optimizer(O.SGD, made(), differentiable=True)
     with pytest.raises(OptimizerError, match="must be one of none, host, nvme, not 'disk'"):

@@ -103,3 +103,23 @@ def test_batches_that_are_not_refused_stay_within_the_budget():
         # Rank 1 has a row more; and weights that the plan keeps, with the room that 16 rows leave, are there still.
         assert LARGE // 2 < count <= LARGE
         assert budget * 3 // 4 < measured <= budget + 2 * 2 * LARGE * WIDTH * 4 + 4096
+
+
+def _second_size_too_large(rank, world):
+    """Of rank 1 alone; then both go on with what they have compiled."""
+    budget = zero.inspect(sharded(None)[0], (torch.ones(LARGE, WIDTH),)).memory.peak
+    model, call = sharded(budget)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step(call, 8, optimizer)
+    with pytest.raises(MemoryBudgetError) as error:
+        step(call, 4096 if rank else 8, optimizer)
+    for count in (8, 8 + 4 * rank, 8):
+        step(call, count, optimizer)
+    return str(error.value), [p.to_local().sum().item() for p in model.parameters()]
+
+
+def test_ranks_go_on_after_a_second_size_that_was_too_large_on_one():
+    (first, ours), (second, theirs) = run_ranks(_second_size_too_large, 2, timeout=240, group_timeout=60)
+    assert "too small for this rank" in second
+    assert "rank 1" in first
+    assert ours != theirs

@@ -150,6 +150,8 @@ def test_an_unknown_option_names_the_nearest():
         ("bucket_bytes", True, "bucket_bytes must be a number of bytes"),
         ("bucket_bytes", "4M", "bucket_bytes must be a number of bytes"),
         ("tile_bytes", -1, "tile_bytes must be a number of bytes"),
+        ("nvme_keep", "no", "nvme_keep must be True or False, not 'no'"),
+        ("nvme_checksums", 1, "nvme_checksums must be True or False, not 1"),
     ],
 )
 def test_a_value_that_an_option_does_not_take(field, value, sentence):
@@ -163,6 +165,17 @@ def test_an_nvme_dir_that_does_not_exist(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="nvme_dir must be an existing directory"):
         zero.shard(mlp(), nvme_dir=str(tmp_path / "file"))
+
+
+def test_an_nvme_dir_that_goes_is_missed_by_nothing_that_makes_no_file(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    model = zero.shard(nn.Linear(8, 8), nvme_dir=str(folder), offload_params="nvme", offload_grads="nvme")
+    run = use(model, "compiled", compute="aten")
+    run(torch.ones(2, 8)).sum().backward()
+    folder.rmdir()
+    with torch.no_grad():  # another frame
+        assert torch.equal(run(torch.ones(2, 8))[0], run(torch.ones(3, 8))[2])
 
 
 def test_host_on_a_cpu_means_none_and_says_so_once(caplog, monkeypatch):

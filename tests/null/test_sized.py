@@ -119,6 +119,16 @@ def planned(count: int, net: type[nn.Module] = Net, compute: str = "aten"):
     return zero.inspect(zero.shard(net(), stage=3), (rows(count),)).memory
 
 
+def test_sizes_that_ran_run_after_a_second_size_was_refused():
+    """With the second size the graph becomes one of any sizes, which Dynamo would look up first from then on."""
+    run = Run(planned(64).peak)
+    run.step(FEW)
+    for _ in range(2):
+        run.refused("bytes too small for this rank: the predicted peak is", MANY)
+        run.step(FEW)
+    run.step(SOME)
+
+
 # Inductor itself compiles again for much larger sizes, and so they are planned for themselves.
 @pytest.mark.parametrize(("compute", "many"), [("aten", MANY), ("inductor", 128)])
 def test_a_call_that_passes_the_budget_is_refused_before_it_begins(compute, many):
