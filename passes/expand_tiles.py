@@ -198,8 +198,8 @@ def one_tile(
 
     Args:
         known: values of tiles that were written out before, which one with inputs of the same layout has too, but for
-            views of them, whose offsets are other ones: to run every operator of many tiles on fake tensors takes longer
-            than all else. Grows.
+            views of these, whose offsets are others: to run every operator of many tiles on fake tensors takes
+            longer than all else. Grows.
     """
     rows, *names = list(tiling.graph.find_nodes(op="placeholder"))
     env: dict[fx.Node, Any] = {}
@@ -210,7 +210,11 @@ def one_tile(
     env[rows] = facts.value(first).shape[dim]
     vals = [facts.value(n) for n in given]
     fixed = known is not None and not any(facts.symbols_of(v) for v in vals)
-    alike = known.setdefault(tuple((v.shape, v.stride()) for v in vals), {}) if known is not None and fixed else {}
+    alike = (
+        known.setdefault(tuple((v.shape, v.stride()) for v in vals), {})
+        if known is not None and fixed
+        else {}
+    )
     roots = facts.alias_roots(tiling.graph)
     outs: list[fx.Node] = []
     for inner in tiling.graph.nodes:

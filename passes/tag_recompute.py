@@ -88,7 +88,10 @@ def _handed_on(graph: fx.Graph) -> set[fx.Node]:
     """What makes the values that are views, or one of several results, and that a later region reads."""
 
     def region(node: fx.Node) -> int | None:
-        again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+        again = node.meta.get("recompute") in (
+            CheckpointPolicy.MUST_RECOMPUTE,
+            CheckpointPolicy.PREFER_RECOMPUTE,
+        )
         return node.meta.get("ac_graph_id") if again else None
 
     out: set[fx.Node] = set()

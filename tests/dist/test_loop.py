@@ -262,12 +262,21 @@ def dynamic_sizes(rank: int) -> list[str]:
     )
 
 
-@cases.add
-def dynamic_sizes_under_inductor(rank: int) -> list[str]:
+def of_uneven_sizes(rank: int, compute: str) -> list[str]:
     """Of few operators: kernels take long to compile, and each is compiled for every kind of sizes."""
     return of_many_sizes(
-        rank, Uneven(), lambda m, ids: F.cross_entropy(m(ids).flatten(0, 1), ids.flatten()), "inductor"
+        rank, Uneven(), lambda m, ids: F.cross_entropy(m(ids).flatten(0, 1), ids.flatten()), compute
     )
+
+
+@cases.add
+def dynamic_sizes_of_few_operators(rank: int) -> list[str]:
+    return of_uneven_sizes(rank, "aten")
+
+
+@cases.add_thorough
+def dynamic_sizes_under_inductor(rank: int) -> list[str]:
+    return of_uneven_sizes(rank, "inductor")
 
 
 def told(rank: int, **what: bool) -> list[str]:

@@ -25,7 +25,12 @@ def equals_c10d(rank, world):
     bf16 = {"param_dtype": torch.bfloat16}
     mixed = bf16 | {"reduce_dtype": torch.float32}
     # Stages 1 and 2 are one plan. In bf16 the sum of three has an order of its own in each transport.
-    plans = [(0, {}), (1, {}), (3, {}), *([(2, bf16), (3, bf16), (0, mixed), (3, mixed)] if world == 2 else [])]
+    plans = [
+        (0, {}),
+        (1, {}),
+        (3, {}),
+        *([(2, bf16), (3, bf16), (0, mixed), (3, mixed)] if world == 2 else []),
+    ]
     for stage, fields in plans:
         ours, theirs = (train(kind, rank, stage=stage, **fields) for kind in ("shared", "c10d"))
         same_or_close(ours, theirs, exact=world == 2)

@@ -254,9 +254,18 @@ def full_weights_for_a_while(rank: int) -> list[str]:
 
 @cases.add
 def activations_in_parts(rank: int) -> list[str]:
+    return in_parts(rank, ("by columns", "aten"), ("by sequence", "aten"))
+
+
+@cases.add_thorough
+def activations_in_parts_by_inductor(rank: int) -> list[str]:
+    return in_parts(rank, ("by columns", "inductor"))
+
+
+def in_parts(rank: int, *ways: tuple[str, str]) -> list[str]:
     """The same numbers, and of what is saved alike on both ranks of a pair one half."""
     errors = []
-    for plan, compute in (("by columns", "inductor"), ("by sequence", "aten")):
+    for plan, compute in ways:
         where = f"{plan}, {compute}"
         fields = {"plan": plan, "compute": compute, "stage": 3, "partition_activations": True}
         errors += trained(rank, where, 2, data=long, **fields)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._inductor.inductor_prims
 import torch.nn.functional as F
+from marks import thorough
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
@@ -233,7 +234,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["shared", "loss", "sort", *thorough("norm", "cumsum", "fused")])
 def test_the_meter_measures_what_was_read(name):
     function, make, beside = CASES[name]
     seg = graph_of(function, *make())
@@ -281,7 +282,7 @@ def test_code_that_calls_what_is_not_known_counts_at_least_as_its_operators(monk
 
 
 @pytest.mark.parametrize("laid", ["as the query", "rows together"])
-@pytest.mark.parametrize("length", [100, 256, 800])
+@pytest.mark.parametrize("length", [*thorough(100), 256, 800])
 def test_attention_holds_what_is_known_of_it(length, laid):
     def attention(q, k, v, grad):
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -136,7 +136,7 @@ class Net(nn.Module):
         super().__init__()
         self.ups = nn.ModuleList(nn.Linear(16, 64) for _ in range(2))
         self.downs = nn.ModuleList(nn.Linear(64, 16) for _ in range(2))
-        self.head = nn.Linear(16, 256)
+        self.head = nn.Linear(16, 64)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for up, down in zip(self.ups, self.downs, strict=True):
@@ -162,7 +162,7 @@ def test_what_a_budget_tries_takes_the_bytes_of_what_would_run(monkeypatch):
         return program
 
     monkeypatch.setattr(Lowering, "_trial", both)
-    batch = torch.randn(512, 16), torch.randint(256, (512,))
+    batch = torch.randn(128, 16), torch.randint(64, (128,))
     given = {"hardware": "laptop", "compute": "aten"}
     with pytest.raises(MemoryBudgetError) as refused:
         report(Net(), batch, 2, memory_budget_bytes=1, **given)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from harness import SimulatedModel
-from marks import slow
+from marks import slow, thorough
 from null.hosted import TIERS, deep, on, planned, programs
 from standin import accelerator
 from tiered import Net
@@ -146,7 +146,7 @@ wait            gradients of 0.0.weight""",
     [{}, *slow({"param_dtype": torch.bfloat16}, {"bucket_bytes": 0}, {"bucket_bytes": 0, "tile_bytes": 600})],
     ids=str,
 )
-@pytest.mark.parametrize("world", [*slow(1), 2, *slow(3)])
+@pytest.mark.parametrize("world", [*slow(1), 2, *thorough(3)])
 @pytest.mark.slow
 def test_chunks_arrive_and_nothing_is_overwritten_on_the_way(world, fields, tier, tmp_path):
     run = SimulatedModel(deep(), world, **on(tier, tmp_path), **fields)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from compare import local
-from null.hosted import TIERS
+from marks import thorough
 from tiered import Net, assert_same, compiled, made, train
 from torch import nn, optim
 
@@ -81,9 +81,21 @@ def test_every_combination_of_the_three_options(tmp_path):
 CHAINS = [("host", None), ("host", "host"), ("host", "nvme"), ("nvme", None), ("nvme", "nvme")]
 
 
+CAST, TILES = {"param_dtype": torch.bfloat16}, {"tile_bytes": 8192}
+MET = [*((*chain, {}) for chain in CHAINS), ("host", "nvme", CAST), ("nvme", "nvme", TILES)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"param_dtype": torch.bfloat16}, {"tile_bytes": 8192}], ids=str)
-@pytest.mark.parametrize(("params", "grads"), CHAINS)
+@pytest.mark.parametrize(
+    ("params", "grads", "fields"),
+    [
+        *MET,
+        *thorough(
+            *(c for c in ((*chain, more) for chain in CHAINS for more in (CAST, TILES)) if c not in MET)
+        ),
+    ],
+    ids=str,
+)
 def test_one_rank_trains_as_with_everything_on_the_device(params, grads, fields, tmp_path):
     want = made(tmp_path, **fields)
     losses = train(want, compiled(want), optim.AdamW(want.parameters()))
@@ -98,7 +110,7 @@ def test_one_rank_trains_as_with_everything_on_the_device(params, grads, fields,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("tier", [None, "host", "nvme"])
+@pytest.mark.parametrize("tier", [*thorough(None), "host", "nvme"])
 def test_states_are_beside_the_shards_or_in_files(tier, overlap, tmp_path):
     def steps(model):
         optimizer = zero.optimizer(optim.AdamW, model, overlap=overlap)
@@ -153,7 +165,7 @@ def test_accumulation_without_communication(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [*thorough("host"), "nvme"])
 def test_a_model_that_is_built_on_the_host(tier, tmp_path):
     want = made(tmp_path)
     torch.manual_seed(0)

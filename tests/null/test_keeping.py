@@ -10,7 +10,7 @@ import torch
 from expecttest import TestCase
 from harness import SimulatedModel
 from machines import machine
-from marks import slow
+from marks import slow, thorough
 from models import TiedAndFrozen
 from null.graphs import OWNER, lower, two_layers_backward
 from null.test_programs import planned
@@ -121,7 +121,7 @@ def total(run: SimulatedModel, batches: list) -> dict[str, torch.Tensor | None]:
         (3, 1, {"stage": 1}),
         (2, 2, {"stage": 3}),
         (2, 1, {"stage": 0}),
-        *slow((3, 1, {"stage": 3, "bucket_bytes": 100}), (4, 1, {"stage": 2}), (2, 2, {"stage": 0})),
+        *thorough((3, 1, {"stage": 3, "bucket_bytes": 100}), (4, 1, {"stage": 2}), (2, 2, {"stage": 0})),
     ],
 )
 def test_two_backwards_that_keep_and_one_that_reduces_equal_plain(world, copies, fields):
@@ -236,7 +236,7 @@ def test_another_order_or_other_owners():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*thorough(1), 2])
 @pytest.mark.parametrize(
     "fields", [{}, {"bucket_bytes": 0}, *slow({"stage": 2}, {"param_dtype": "bf16"}, {"stage": 0})]
 )

@@ -109,7 +109,9 @@ FASTER = dataclasses.replace(
 def test_what_another_library_makes_is_left_to_it(rows, lands):
     """Where it is faster, wherever the gradient rests: two libraries add in two orders."""
     for tier in (("nvme",), ()):
-        graph = lower(gradients(rows=rows, tier=tier), "backward", "pick-kernels", machine=FASTER, kernels=True)
+        graph = lower(
+            gradients(rows=rows, tier=tier), "backward", "pick-kernels", machine=FASTER, kernels=True
+        )
         assert names_of(graph).count("zero.land_mm") == (lands if tier else 0)
         assert names_of(graph).count("zero.onednn_linear") == 2 - lands
 
@@ -197,7 +199,7 @@ def test_trains_as_plain_pytorch_does(fields, tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_by_inductor_too(tmp_path):
     plain, ours = model_in_files(tmp_path)
     run = torch.compile(ours, backend="zero")

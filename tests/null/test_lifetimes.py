@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
-from marks import slow
+from marks import slow, thorough
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +19,8 @@ from zero_compiler.planning import planned_group
 from zero_compiler.shard import shard_over
 
 # Inductor compiles C++: the tests that need it are left out of the quick tier.
-COMPUTE = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
+COMPUTE = ["aten", *slow("inductor")]
+ATEN = ["aten", *thorough("inductor")]
 
 
 def batches(world: int, *shapes: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
@@ -93,7 +94,7 @@ def test_a_view_that_leaves_on_one_rank(what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["itself", "rows", "no-op cast"])
+@pytest.mark.parametrize("what", ["rows", *thorough("itself", "no-op cast")])
 def test_a_view_that_leaves_a_compiled_segment(what):
     model = simulated(Returns(what), compute="inductor")
     xs = batches(2, (3, 4))
@@ -201,7 +202,7 @@ class Counted(nn.Module):
         return torch.sigmoid(y) * self.scale.cos()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [*thorough(0), 3])
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_backward_sees_what_forward_saw_of_a_buffer(compute, stage):
     model = simulated(Counted(), compute=compute, stage=stage)
@@ -222,7 +223,7 @@ class SavedView(nn.Module):
         return self.out(a @ v), q.t()
 
 
-@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("compute", ATEN)
 def test_saved_views(compute):
     simulated(SavedView(), compute=compute).check(batches(2, (3, 4)), total, rtol=1e-4, atol=1e-5)
 
@@ -283,7 +284,7 @@ class Dropout(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
 
 
-@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("compute", ATEN)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_dropout_agrees_between_forward_and_backward(checkpointed, compute):
     model = simulated(Dropout(checkpointed), compute=compute)
@@ -323,7 +324,7 @@ class Sized(nn.Module):
         return self.last(torch.cat([y, y])).expand(x.shape[0], 4) / x.size(0)
 
 
-@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("compute", ATEN)
 def test_symbolic_sizes(compute):
     model = simulated(Sized(), dynamic=True, compute=compute)
     for rows in (3, 5, 8):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import thorough
 from null.graphs import OWNER, Build, lower, two_layers, two_layers_backward
 from null.test_programs import planned
 from torch import fx, nn
@@ -133,7 +134,7 @@ def test_live_bytes_bound_what_a_run_allocates(build, phase, bucket_bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"stage": 2}, {"param_dtype": "bf16"}, {"stage": 0}])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*thorough(1), 2])
 def test_the_plan_and_the_verifier_count_alike(world, fields):
     for frame in planned(world=world, batch=(4, 9), **fields):
         for program in frame.programs.values():

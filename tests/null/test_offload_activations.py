@@ -10,6 +10,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from harness import SimulatedModel
+from marks import thorough
 from null import blocks
 from null.offloaded import FAST, SLOW, Net, at_of, least, placed, planned, waits, x
 
@@ -110,7 +111,7 @@ def test_a_budget_sends_more_than_the_lane_hides(with_files):
         planned(with_files(SLOW), activation_budget_bytes=1)
 
 
-@pytest.mark.parametrize("disk", [10.0, 300.0])
+@pytest.mark.parametrize("disk", [10.0, *thorough(300.0)])
 def test_the_time_of_a_row_is_what_the_simulated_step_waits_for_it(with_files_anywhere, disk):
     """Some tensors are hidden by the times of operators alone: not where a budget has them read late."""
     budget = int(least() * 0.9)
@@ -214,7 +215,7 @@ def test_reads_pass_while_the_segment_before_computes(with_files, monkeypatch):
     assert backward.exposed_us("nvme-read") <= 0.1 * backward.alone_us("nvme-read")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [*thorough(1), 3])
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_two_ranks_get_the_numbers_of_plain_pytorch(with_files_anywhere, stage, link):
     budget = None if link is FAST else int(least() * 0.9)

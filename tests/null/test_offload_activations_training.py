@@ -13,6 +13,7 @@ import torch
 from faults import run_with_faults, small_tmpfs
 from harness import SimulatedModel
 from machines import machine
+from marks import thorough
 from null.blocks import LAYERS
 from null.offloaded import FAST, LOOP, SLOW, Net, gone_with_its_model, least, planned, trained, waits, x
 from torch import nn
@@ -23,12 +24,13 @@ from zero_compiler.policy import Policy
 from zero_compiler.program import Compute, Restore
 
 pytestmark = pytest.mark.slow
+ANYWHERE = [*thorough("cpu"), "accelerator"]  # the way from there is longer by the host
 
 
 # For real ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("drop", "calls"), [(0.0, 1), (0.3, 2)])
+@pytest.mark.parametrize(("drop", "calls"), [*thorough((0.0, 1)), (0.3, 2)])
 def test_losses_are_the_same_bits(with_files_anywhere, drop, calls):
     want, _ = trained(drop, calls=calls)
     got, model = trained(drop, calls=calls, **with_files_anywhere(FAST))
@@ -42,6 +44,7 @@ def test_losses_are_the_same_bits(with_files_anywhere, drop, calls):
     assert len(policy.runtime.parcels._idle) == calls
 
 
+@pytest.mark.parametrize("with_files_anywhere", ANYWHERE, indirect=True)
 def test_with_every_other_offload_under_one_budget(with_files_anywhere):
     want, _ = trained(0.3)
     every = {"offload_params": "nvme", "offload_grads": "nvme", "offload_optimizer": "nvme"}
@@ -69,6 +72,7 @@ def test_backward_twice_and_never(with_files_anywhere):
     assert len(parcels._living) == 0
 
 
+@pytest.mark.parametrize("with_files_anywhere", ANYWHERE, indirect=True)
 def test_compiled_segments_with_activations_in_files(with_files_anywhere):
     want, _ = trained(0.3, compute="inductor")
     got, model = trained(0.3, compute="inductor", **with_files_anywhere(FAST))
@@ -95,6 +99,7 @@ def test_what_is_left_where_it_is(with_files):
     )
 
 
+@pytest.mark.parametrize("with_files_anywhere", ANYWHERE, indirect=True)
 def test_a_deleted_model_leaves_no_pool(with_files_anywhere):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -116,6 +121,7 @@ def test_activations_are_never_left_behind(with_files, tmp_path):
     assert not any("-activations-of-rank-" in name for name in names)
 
 
+@pytest.mark.parametrize("with_files_anywhere", ANYWHERE, indirect=True)
 def test_checksums_find_a_changed_byte(with_files_anywhere):
     torch._dynamo.reset()
     model = zero.shard(Net(), **with_files_anywhere(FAST, nvme_checksums=True))
@@ -180,7 +186,7 @@ def test_two_ranks_with_activations_on_the_host(on_host):
     assert model.frames[-1].offloaded
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("calls", [*thorough(1), 2])
 def test_losses_are_the_same_bits_with_the_host(on_host, calls):
     want, _ = trained(0.3, calls=calls)
     got, model = trained(0.3, calls=calls, **on_host(FAST))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow
+from marks import slow, thorough
 from standin import accelerator
 from torch import nn
 
@@ -323,7 +323,7 @@ def train(model, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("init", [*slow(False), True])
+@pytest.mark.parametrize("init", [*thorough(False), True])
 @pytest.mark.parametrize("share", [*slow(0.0, 0.15), 0.4, *slow(1.0)])
 def test_mixed_placements_train_as_one_does(share, init, tmp_path):
     want = deep()
@@ -347,7 +347,7 @@ def test_mixed_placements_train_as_one_does(share, init, tmp_path):
     assert kinds == ({"nvme"} if share == 0 else {"none", "nvme"} if share == 0.15 else {"none"})
 
 
-@pytest.mark.parametrize("init", [*slow(False), True])
+@pytest.mark.parametrize("init", [*thorough(False), True])
 @pytest.mark.parametrize(
     ("device", "host"),
     [(0.3, 0.3), *slow((0.0, None), (0.5, 0.5), (0.6, None), (0.1, 0.3), (1.0, 0.0), (0.55, 0.45))],
