@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +20,9 @@ from .passes import Context, run_passes
 from .program import Compute, Program
 from .schedule import Choice
 from .segments import SegmentCompiler
+
+log = logging.getLogger("zero_compiler")
+SAY_EVERY_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Lowering:
 
     def __init__(self, state: FrameState) -> None:
         self.state = state
+        self._trials, self._began, self._say_at_s = 0, time.monotonic(), SAY_EVERY_S
         self._tried: weakref.WeakKeyDictionary[fx.GraphModule, list[_Tried]] = weakref.WeakKeyDictionary()
 
     def phase(self, gm: fx.GraphModule, phase: str) -> Lowered:
@@ -89,9 +95,23 @@ class Lowering:
             if t.tiles == tiles and t.offsets == offsets and t.context == context:
                 return t.program
         program = self._lowered(facts.copy_module(gm), phase, trial=True).emitted.program
+        self._say_that_it_goes_on()
         if self._offsets() == offsets:  # else a weight got its place just now, which is to be noted again
             tried.append(_Tried(context, tiles, offsets, program))
         return program
+
+    def _say_that_it_goes_on(self) -> None:
+        """Now and then, of a search that takes long: what decides is what was tried, and never the time."""
+        self._trials += 1
+        seconds = time.monotonic() - self._began
+        if seconds >= self._say_at_s and self.state.first is not None and self.state.first.group.rank == 0:
+            self._say_at_s = seconds + SAY_EVERY_S
+            log.warning(
+                "frame %d: still looking for a plan within the budget, %d tried in %.0f s; Ctrl-C ends it",
+                self.state.index,
+                self._trials,
+                seconds,
+            )
 
     def _offsets(self) -> dict[str, dict[str, int]]:
         return {owner: dict(table) for owner, table in self.state.loader.kept_offsets().items()}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from dist.faulty import ATEN, GROUP_TIMEOUT, batch, expect, net, ranks, use
 from machines import machine
+from marks import thorough
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -186,7 +187,7 @@ def other_call(rank, world, how, stage):
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize(("world", "stage"), [(2, 3), (2, 1), (3, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), *thorough((2, 1)), (3, 3)])
 def test_ranks_in_different_calls(how, world, stage):
     results = ranks(other_call, world, how, stage)
     for case in results[0]:
@@ -249,7 +250,7 @@ def own_lengths(rank, world, stage):
     return len(model._zero.policy.frames)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [*thorough(2), 3])
 def test_ranks_with_their_own_lengths_and_recompiles(stage):
     frames = ranks(own_lengths, 2, stage)
     assert frames[0] < frames[1]  # so one did compile alone

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -215,7 +216,7 @@ def test_decorated(tmp_path, ranks):
     assert losses[-1] < losses[0] - 0.3
 
 
-@both
+@pytest.mark.parametrize("ranks", [*thorough(1), 2])
 def test_finetune_transformers(tmp_path, ranks):
     pytest.importorskip("transformers")
     where = tmp_path / "checkpoint"

@@ -31,6 +31,7 @@ def test_models(names: list[str]) -> None:
     check(2, [Case(n, stage, compute="inductor") for n in names for stage in STAGES.get(n, (3,))])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_four_ranks() -> None:
     """The kernels are those of two ranks, since segments see full weights; what is cut, sent and summed is not."""

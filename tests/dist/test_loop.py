@@ -130,8 +130,17 @@ def continued(twin: Twin, rank: int) -> torch.Tensor:
 
 @cases.add
 def generation_between_steps(rank: int) -> list[str]:
+    return generation(rank, 3)
+
+
+@cases.add_thorough
+def generation_between_steps_from_kept_weights(rank: int) -> list[str]:
+    return generation(rank, 2)
+
+
+def generation(rank: int, *stages: int) -> list[str]:
     errors = []
-    for stage in (2, 3):
+    for stage in stages:
         family = FAMILIES["gpt2"]
         make = functools.partial(torch.optim.AdamW, lr=3e-2, eps=1e-3)
         twin = Twin(family.model(), functools.partial(sharded, stage=stage), make)

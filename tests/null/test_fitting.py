@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -149,6 +150,19 @@ def test_a_budget_for_activations_is_kept_beside_one_for_all_memory():
     both = planned(layers=4, activation_budget_bytes=allowed, memory_budget_bytes=peak * 4 // 5)
     assert both.memory.peak <= peak * 4 // 5
     assert both.frames[0].held_bytes <= allowed
+
+
+def test_a_long_search_says_now_and_then_that_it_goes_on(monkeypatch, caplog):
+    (frame,) = report(Wide(), rows(8), 2, compute="aten").frames
+    assert "still looking" not in caplog.text
+    for seconds, said in ((0.0, True), (1e9, False)):
+        caplog.clear()
+        torch._dynamo.reset()
+        monkeypatch.setattr(lowering_module, "SAY_EVERY_S", seconds)
+        most = max(max(p.live) for p in frame.programs.values())
+        with contextlib.suppress(MemoryBudgetError):
+            report(Wide(), rows(8), 2, compute="aten", memory_budget_bytes=6 * WIDTH * WIDTH * 8 + most)
+        assert ("still looking for a plan within the budget, 1 tried in" in caplog.text) == said
 
 
 def test_what_rests_alone_does_not_fit_and_nothing_is_tried(monkeypatch):
