@@ -221,9 +221,8 @@ class Config:
         merged = copy.copy(base)
         merged.__dict__.update(fields, given=base._given | frozenset(fields))
         merged._check()
-        if (
-            "nvme_dir" in fields
-        ):  # that of base was found, and may be gone: files that are there do not need it
+        # That of base was found when it was made, and may be gone: files that are there do not need it.
+        if "nvme_dir" in fields:
             merged._find_directory()
         for name in fields:
             if name in base._given and getattr(merged, name) != getattr(base, name):
