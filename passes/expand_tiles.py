@@ -215,7 +215,9 @@ def one_tile(
         if known is not None and fixed
         else {}
     )
-    roots = facts.alias_roots(tiling.graph)
+    roots = (
+        facts.alias_roots(tiling.graph) if fixed and not alike else {}
+    )  # the first tile of this layout is noted
     outs: list[fx.Node] = []
     for inner in tiling.graph.nodes:
         if inner.op == "output":
@@ -228,7 +230,7 @@ def one_tile(
                 env[inner] = emit.node(inner.target, args, kwargs, alike[inner])
             else:
                 env[inner] = emit(inner.target, *args, **kwargs)
-                if all(root.op == "call_function" for root in roots[inner]):
+                if roots and all(root.op == "call_function" for root in roots[inner]):
                     alike[inner] = facts.value(env[inner])
     return outs
 
