@@ -59,6 +59,7 @@ MODELS = {
     ),
     "tiny": Spec("GPT, 2 layers, width 64", lambda: gpt(2, 64, 64, 32), 64, 32, 4),
 }
+ALLOCATOR = "keep"
 _TRIES = 5  # budgets tried at most to come down to a peer's memory
 
 
@@ -79,7 +80,7 @@ def main() -> None:
     if args.budgets:
         for found in json.loads(Path(args.budgets).read_text())["runs"]:
             known |= {(found["model"], r["name"]): r["zero"].get("budget") for r in found["rows"][1:]}
-    common.hardware(args.hardware, 1)
+    common.hardware(args.hardware, 1, ALLOCATOR)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     result: dict[str, Any] = {"machine": m, "runs": []}
@@ -99,7 +100,7 @@ def compare(name: str, args: argparse.Namespace, known: dict[tuple[str, str], in
 
     def run(mode: str, **more: Any) -> dict[str, Any]:
         call = {"model": name, "mode": mode, "steps": args.steps, "warmup": args.warmup, **more}
-        (found,) = common.run_ranks(os.path.abspath(__file__), call, 1, "keep")
+        (found,) = common.run_ranks(os.path.abspath(__file__), call, 1, ALLOCATOR)
         print(f"  {name} {mode} {more or ''}: {found['ms']:.0f} ms, {found['bytes']:,} bytes", flush=True)
         return {"mode": mode, **more, **found}
 
@@ -146,7 +147,8 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         for block in model.blocks:
             block.forward = _checkpointed(block.forward, checkpoint)
     if call["mode"] == "zero":
-        model = zero.shard(model, stage=3, kernels="torch", activation_budget_bytes=call.get("budget"))
+        budget, machine = call.get("budget"), os.environ[common.HARDWARE]
+        model = zero.shard(model, kernels="torch", activation_budget_bytes=budget, hardware=machine)
         step = torch.compile(model, backend="zero")
     else:
         torch._functorch.config.activation_memory_budget = call.get("fraction", 1.0)

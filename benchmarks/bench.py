@@ -42,11 +42,13 @@ def main() -> None:
         return
     result: dict[str, Any] = {"machine": common.machine(), "runs": []}
     print(common.machine_text(result["machine"]), flush=True)
-    result["hardware"] = json.loads(Path(common.hardware(args.hardware, args.ranks)).read_text())
+    files = {a: common.hardware(args.hardware, args.ranks, a) for a in args.allocator}
+    result["hardware"] = {a: json.loads(Path(file).read_text()) for a, file in files.items()}
     pages: list[str] = []
     for name in args.model:
         for dtype in args.dtype:
             for allocator in args.allocator:
+                os.environ[common.HARDWARE] = files[allocator]
                 before, run = result["runs"], None
                 for run in rounds_of(args, name, dtype, allocator):
                     result["runs"] = [*before, run]
@@ -449,12 +451,13 @@ def verdict(run: dict[str, Any]) -> str:
 
 def page(result: dict[str, Any], pages: Sequence[str]) -> str:
     text = common.heading("Step time", result["machine"])
-    spec = result.get("hardware", {})
     rates = {"torch's BLAS": "matmul_flops_per_us", "oneDNN": "onednn_flops_per_us"}
-    known = {k: spec.get(v, {}).get("float32") for k, v in rates.items()}
-    if all(known.values()):
-        rates_text = ", ".join(f"{k} {v / 1e3:.0f}" for k, v in known.items())
-        text += f"Calibration of float32 matrix products, GFLOP/s with all ranks busy: {rates_text}.\n\n"
+    for allocator, spec in result.get("hardware", {}).items():
+        known = {k: spec.get(v, {}).get("float32") for k, v in rates.items()}
+        if all(known.values()):
+            found = ", ".join(f"{k} {v / 1e3:.0f}" for k, v in known.items())
+            text += "Calibration of float32 matrix products, GFLOP/s with all ranks busy, "
+            text += f"allocator {allocator}: {found}.\n\n"
     return text + "\n".join(pages)
 
 

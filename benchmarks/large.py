@@ -82,7 +82,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 def planned_for(args: argparse.Namespace) -> None:
     """The runs inherit what the plan is made for, which decides to which library matrix products go."""
     if args.compute == "inductor" and args.hardware != "none":
-        common.hardware(args.hardware, 1, args.directory, threads=args.threads)
+        common.hardware(args.hardware, 1, args.allocator, args.directory, args.threads)
 
 
 def kinds(text: str) -> list[str]:

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.hardware != "none":
-        common.hardware(args.hardware, 1, args.directory, threads=common.cores())
+        common.hardware(args.hardware, 1, directory=args.directory, threads=common.cores())
     weight = 4 * args.inputs * args.outputs
     limit = args.limit_mib * MIB
     if limit >= weight:

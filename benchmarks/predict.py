@@ -27,6 +27,7 @@ import torch
 from bench import TOLERANCE, _list
 from models import MODELS
 
+ALLOCATOR = "keep"
 SIDE = 1024  # of the square matrices in calibration
 
 
@@ -48,7 +49,7 @@ def main() -> None:
     print(common.machine_text(m), flush=True)
     rows = {}
     for name in args.model:
-        common.hardware(args.hardware, args.ranks)
+        common.hardware(args.hardware, args.ranks, ALLOCATOR)
         call = {
             "model": name,
             "mode": args.mode,
@@ -56,7 +57,7 @@ def main() -> None:
             "steps": args.steps,
             "warmup": args.warmup,
         }
-        found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, "keep")
+        found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, ALLOCATOR)
         slowest = [max(steps) for steps in zip(*(f["seconds"] for f in found))]
         rows[name] = {
             "seconds": slowest,

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
-    common.hardware(args.hardware, args.ranks)
+    common.hardware(args.hardware, args.ranks, args.allocator)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     call = {"model": args.model, "mode": args.mode, "dtype": args.dtype, "steps": args.steps}

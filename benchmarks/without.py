@@ -38,6 +38,7 @@ from torch import nn
 MIB = 1 << 20
 WHOLE = 1 << 40  # tile_bytes that nothing passes
 HEAD = 32
+ALLOCATOR = "keep"
 
 
 class Wide(nn.Module):
@@ -172,13 +173,16 @@ def main() -> None:
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
-    common.hardware(args.hardware, 2, args.dir)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     result: dict[str, Any] = {"machine": m, "cases": []}
     pages = []
+    machines: dict[int, str] = {}  # by ranks
     for name in args.cases:
         case = cases(SIZES[args.size], args.dir)[name]
+        if case.ranks not in machines:
+            machines[case.ranks] = common.hardware(args.hardware, case.ranks, ALLOCATOR, args.dir)
+        os.environ[common.HARDWARE] = machines[case.ranks]
         rows = {}
         for way in case.ways:
             rows[way] = run(args, name, case, way, rows)
@@ -203,7 +207,7 @@ def run(args: Any, name: str, case: Case, way: str, rows: dict[str, dict[str, An
                 case, {k: v for k, v in case.ways[way].items() if not isinstance(v, tuple)}, args.compute
             )
         call["budget"] = math.ceil(known * share)
-    found = common.run_ranks(os.path.abspath(__file__), call, case.ranks, "keep")
+    found = common.run_ranks(os.path.abspath(__file__), call, case.ranks, ALLOCATOR)
     return {
         "budget": call["budget"],
         "seconds": [max(each) for each in zip(*(f["seconds"] for f in found))],
