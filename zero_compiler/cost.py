@@ -14,13 +14,14 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .hardware import HardwareSpec
+from .hardware import HardwareSpec, Link
 from .ir import facts, ops
 
-_aten = torch.ops.aten
+_aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +57,13 @@ _SPECIAL = frozenset(
         "pow sqrt rsqrt sin cos _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"
     ).split()
 )
+
+# Collectives of the user's own, as tensor parallelism has them, by the kind that a spec knows.
+_COLLECTIVES: dict[Any, str] = {
+    _functional.all_reduce: "all_reduce",
+    _functional.all_gather_into_tensor: "all_gather",
+    _functional.reduce_scatter_tensor: "reduce_scatter",
+}
 
 # Launches of one kernel that a call of `zero.onednn_linear` takes more: 12 us beside 2, for a product of 8 rows.
 _ONEDNN_LAUNCHES = 5
@@ -170,12 +178,17 @@ class CostModel:
         moved = self.moved_bytes(node)
         if moved == 0:
             return 0.0
+        link = self._collective(node)
+        if link is not None:
+            full = _longer(*(tensor_bytes(facts.value(n)) for n in (node, node.all_input_nodes[0])))
+            return link.latency_us + full / link.bytes_per_us
         arithmetic = self._arithmetic_us(node) + self._copies_us(node) + self.vector_us(node)
         return _longer(arithmetic, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
 
     def heavy(self, node: fx.Node) -> bool:
-        """Whether it is matrix-like: such an operator runs by itself, and what it reads and writes lies in memory."""
-        return getattr(node.target, "overloadpacket", None) in _FLOPS
+        """Whether it is matrix-like or a collective: it runs by itself; what it reads and writes lies in memory."""
+        packet = getattr(node.target, "overloadpacket", None)
+        return packet in _FLOPS or packet in _COLLECTIVES
 
     def region_us(self, graph: fx.Graph, fused: bool) -> Any:
         """Time of a compute segment.
@@ -224,9 +237,18 @@ class CostModel:
     def _copies_us(self, node: fx.Node) -> Any:
         """What of a matrix product's memory traffic comes on top of its arithmetic; 0 for other operators."""
         share = self.spec.matmul_traffic
-        if share == 0 or not self.heavy(node):
+        if share == 0 or self.flops(node) == 0:
             return 0.0
         return share * self.moved_bytes(node) / self.spec.memory_bytes_per_us
+
+    def _collective(self, node: fx.Node) -> Link | None:
+        """Of a collective of the user's over more than one rank, where the spec has any; they run over c10d."""
+        kind = _COLLECTIVES.get(getattr(node.target, "overloadpacket", None))
+        if kind is None or not self.spec.covers("c10d"):
+            return None
+        name: Any = node.args[-1]
+        world = _resolve_process_group(name).size()
+        return self.spec.collective(kind, world) if world > 1 else None
 
     def onednn_pays(self, node: fx.Node, known: Mapping[Any, int]) -> bool:
         """Whether oneDNN is clearly faster than torch's BLAS at a product in float32, launches included.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import sympy
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_compiler import hardware
 from zero_compiler.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets, tile_rows
@@ -95,6 +98,38 @@ def test_attention_on_cpu_counts_its_products():
     graph = graph_of(lambda q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0], q)
     (node,) = nodes(graph, aten._scaled_dot_product_flash_attention_for_cpu)
     assert COST.flops(node) == 2 * (2 * 2 * 3 * 16 * 16 * 8)
+
+
+def test_a_users_collective_takes_the_time_of_its_link():
+    """As tensor parallelism has them; what is element-wise around it runs beside, in a fused region as well."""
+    functional = torch.ops._c10d_functional
+    calls = {
+        "all_reduce": lambda x, group: functional.all_reduce(x, "sum", group),
+        "all_gather": lambda x, group: functional.all_gather_into_tensor(x, 2, group),
+        "reduce_scatter": lambda x, group: functional.reduce_scatter_tensor(x, "sum", 2, group),
+    }
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        pair = dist.new_group([0, 1]).group_name
+        for kind, call in calls.items():
+
+            def between(x, call):
+                return functional.wait_tensor(call(x * 2, pair)).relu()
+
+            graph = graph_of(functools.partial(between, call=call), torch.ones(1000, 2))
+            (sent,) = (n for n in graph.nodes if COST.heavy(n))
+            link = SPEC.collective(kind, 2)
+            us = link.latency_us + (16_000 if kind == "all_gather" else 8_000) / link.bytes_per_us
+            assert COST.node_us(sent) == pytest.approx(us)
+            light = [n for n in graph.nodes if n.op == "call_function" and n is not sent]
+            assert COST.region_us(graph, fused=False) == pytest.approx(us + sum(map(COST.node_us, light)))
+            assert us < COST.region_us(graph, fused=True) <= COST.region_us(graph, fused=False)
+        alone = dist.new_group([0]).group_name
+        graph = graph_of(lambda x: functional.all_reduce(x, "sum", alone), torch.ones(1000))
+        (kept,) = (n for n in graph.nodes if COST.heavy(n))
+        assert COST.node_us(kept) == pytest.approx(8000 / 100 + 1)  # a copy in memory
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_fused_region_reads_and_writes_its_border_once():

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from machines import machine
 from torch import fx
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from zero_compiler.errors import ConfigError
@@ -161,7 +164,17 @@ def test_the_part_is_taken_behind_the_last_reader():
     assert facts.note(part) == "2,116 of 4,228 bytes are saved: one part of 2, the others are equal"
 
 
-def test_a_part_waits_elsewhere_and_is_back_until_it_has_been_sent():
+@pytest.fixture
+def tp_group():
+    """A group of that name, of two ranks: the cost of its collectives depends on how many they are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    _register_process_group("tp", dist.group.WORLD)
+    yield
+    _unregister_process_group("tp")
+    dist.destroy_process_group()
+
+
+def test_a_part_waits_elsewhere_and_is_back_until_it_has_been_sent(tp_group):
     """Rajbhandari et al. 2020, section 6.1: parts may be parked on the host."""
     fast = {"latency_us": 1e-6, "bytes_per_us": 1e9}
     graphs = Graphs()
