@@ -3,13 +3,15 @@
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/io_deepspeed.py DIR
 
 Needs deepspeed (0.19) with its async_io operator built. The variable gives its locked memory the huge pages that
-aio.buffer asks for. DeepSpeed first runs over a small grid of its options; then its best, by the medians of three
-rounds, and ours at its defaults take turns for the rounds that count.
+aio.buffer asks for. Both first run over a small grid of their options; then the best of each, by the medians of three
+rounds, take turns for the rounds that count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -23,10 +25,12 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from zero_compiler.runtime import aio
 
+SIZES = (1 << 20, 4 << 20)
+
 
 def _best(ways, timed) -> str:
-    """Of DeepSpeed's options the fastest: the median of three rounds over all of them."""
-    rates = {name: [] for name in ways if name != "zero"}
+    """The fastest: the median of three rounds over all of them."""
+    rates = {name: [] for name in ways}
     for _ in range(3):
         for name, taken in rates.items():
             taken.append(timed(ways[name]))
@@ -37,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--bytes", type=int, default=1 << 30)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     nbytes = args.bytes
     theirs = AsyncIOBuilder().load()
@@ -45,7 +49,7 @@ def main() -> None:
     block = aio.buffer(nbytes).random_()
     handles = {
         f"{size >> 20} MiB x {depth}, {threads} threads": theirs.aio_handle(size, depth, False, True, threads)
-        for size in (1 << 20, 4 << 20)
+        for size in SIZES
         for depth in (16, 32)
         for threads in (1, 2)
     }
@@ -58,29 +62,37 @@ def main() -> None:
         return nbytes / (time.perf_counter() - began) / 1e9
 
     try:
-        with aio.Engine() as io:
-            file = io.open(path, nbytes, create=True)
-            io.register(block)
-            ways = {
-                "read": {n: lambda h=h: h.sync_pread(locked, str(path), 0) for n, h in handles.items()}
-                | {"zero": lambda: io.read(file, block).wait()},
-                "write": {n: lambda h=h: h.sync_pwrite(locked, str(path), 0) for n, h in handles.items()}
-                | {"zero": lambda: io.write(file, block).wait()},
+        with contextlib.ExitStack() as stack:
+            ours = {}
+            for size, depth in itertools.product(SIZES, (4, 16, 32)):
+                io = stack.enter_context(aio.Engine(block_bytes=size, depth=depth))
+                io.register(block)
+                ours[f"{size >> 20} MiB x {depth}"] = io, io.open(path, nbytes, create=not ours)
+            runs = {
+                "write": (
+                    {n: lambda io=io, f=f: io.write(f, block).wait() for n, (io, f) in ours.items()},
+                    {n: lambda h=h: h.sync_pwrite(locked, str(path), 0) for n, h in handles.items()},
+                ),
+                "read": (
+                    {n: lambda io=io, f=f: io.read(f, block).wait() for n, (io, f) in ours.items()},
+                    {n: lambda h=h: h.sync_pread(locked, str(path), 0) for n, h in handles.items()},
+                ),
             }
+            io, file = next(iter(ours.values()))
             io.write(file, block).wait()
             print(
                 f"deepspeed {deepspeed.__version__}, torch {torch.__version__}, ours: {io.backend}, {nbytes >> 20} MiB"
             )
-            for mode in ("write", "read"):
-                ours, theirs_best = "zero", _best(ways[mode], timed)
-                rates: dict[str, list[float]] = {ours: [], theirs_best: []}
+            for mode, sides in runs.items():
+                best = [_best(side, timed) for side in sides]
+                rates: list[list[float]] = [[], []]
                 for number in range(args.rounds):
-                    for name in sorted(rates, reverse=bool(number % 2)):
-                        rates[name].append(timed(ways[mode][name]))
-                pairs = [a / b for a, b in zip(rates[ours], rates[theirs_best], strict=True)]
-                median = {name: statistics.median(taken) for name, taken in rates.items()}
+                    for side in (0, 1) if number % 2 else (1, 0):
+                        rates[side].append(timed(sides[side][best[side]]))
+                pairs = [a / b for a, b in zip(*rates, strict=True)]
+                median = [statistics.median(taken) for taken in rates]
                 print(
-                    f"{mode}: ours {median[ours]:.2f} GB/s; DeepSpeed {median[theirs_best]:.2f} ({theirs_best}); "
+                    f"{mode}: ours {median[0]:.2f} GB/s ({best[0]}); DeepSpeed {median[1]:.2f} ({best[1]}); "
                     f"ratio {statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})"
                 )
             assert torch.equal(locked, block), "both hold what was written"
