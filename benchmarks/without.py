@@ -95,8 +95,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Ways to train one model: fields of `zero.shard` by the name of the row, that without first; and "reread", the
-    share of products' time that tiles of logits may take beside.
+    """Ways to train one model: fields of `zero.shard` by the name of the row, that without first.
 
     "held" and "least" in a field become a share of what backward holds in the first row, and of the least that it can.
     """
@@ -134,8 +133,7 @@ def cases(size: Size, folder: str) -> dict[str, Case]:
         "logits": Case(
             *lm(size.head),
             {
-                # Else there are as many as take a tenth of the head's time, on a machine that is quick to read.
-                "whole": {"tile_bytes": WHOLE, "reread": 1e-9},
+                "whole": {"tile_bytes": WHOLE},
                 "tiles of tokens": {},
                 "the head's weight in tiles too": {"tile_bytes": 8 * MIB},
             },
@@ -237,13 +235,11 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     import zero_compiler as zero
-    from zero_compiler import cost
     from zero_compiler.runtime import _C, aio
 
     rank, _ = common.init_group()
     case = cases(SIZES[call["size"]], call["dir"])[call["case"]]
     fields = {k: call["budget"] if isinstance(v, tuple) else v for k, v in case.ways[call["way"]].items()}
-    cost.REREAD = fields.pop("reread", cost.REREAD)
     _C.meter_install()
     torch.manual_seed(0)
     model, mesh = case.model(), None
