@@ -139,6 +139,7 @@ def test_no_more_than_the_limit_is_under_way_or_idle(nvme, monkeypatch, here):
     count, numel = 12, 4 * K
     all_ = regions(nvme, count, numel)
     slow = Slow(monkeypatch)
+    gc.collect()  # what tests before left in cycles
     limit, before = 5 * 8 * K, aio.live_bytes()
     landing, most, held = Landing(limit, 8 * K), 0, 0
     for k, region in enumerate(all_):
@@ -195,6 +196,7 @@ def test_after_an_error_nothing_is_under_way_and_it_goes_on(nvme, monkeypatch, w
 
 
 def test_results_outlive_it(nvme):
+    gc.collect()  # what tests before left in cycles
     landing = Landing(1 << 20, 8 * K)
     g, before = made(landing, K, 5.0), aio.live_bytes()
     del landing
