@@ -13,8 +13,8 @@ AdamW, two ranks of one thread. Ways to train:
 A size counts where three steps were made in fresh processes and the largest number of live bytes of torch's CPU
 allocator, with the buffers of files, stayed within the budget (the rank with the most; an exact count). A peer's size
 is looked for by running it. Ours is the largest that the plan finds to fit, before anything is allocated, up to 6% too
-small and of 32 layers at most, as a search takes long; then that size is run. The time is that of the last step, of
-the slowest rank.
+small, and of 32 layers or a width of 2048 at most, as a search takes long; then that size is run. The time is that of
+the last step, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from models import Spec, gpt
 
 SHAPE = {"layers": 4, "width": 256, "sequence": 128}
 GRAIN = {"layers": 1, "width": 64, "sequence": 64}
-MOST = {"layers": 32, "width": 1 << 14, "sequence": 1 << 14}  # grains times a power of two; no more is tried
+MOST = {"layers": 32, "width": 1 << 11, "sequence": 1 << 14}  # grains times a power of two; no more is tried
 CLOSE = 16
 VOCAB, RANKS = 1024, 2
 

@@ -14,7 +14,9 @@ from .errors import RankMismatchError, ZeroError
 from .failing import Failure, notice
 from .group import Group, group_timeout_s, in_store, store_of
 
-_LOOK_S = 0.5  # so often a rank that waits for another one's text looks whether that has failed
+# A rank that waits for another one's text looks for it, and whether that rank has failed, after the first of these,
+# then after twice as long each time, up to the second. The store's own wait with a timeout would print warnings.
+_FIRST_LOOK_S, _LOOK_S = 0.001, 0.2
 _WELL = "no problem"
 
 
@@ -163,19 +165,20 @@ def _await_text(group: Group, name: str, timeout_s: float, notices: Sequence[str
     Raises:
         ZeroError: that of such a rank.
     """
-    store, end = store_of(group), time.monotonic() + timeout_s
-    while (left := end - time.monotonic()) > 0:
+    store, end, pause = store_of(group), time.monotonic() + timeout_s, _FIRST_LOOK_S
+    while True:
         try:
-            store.wait([name], timedelta(seconds=max(0.01, min(_LOOK_S, left))))
-            return str(store.get(name).decode())
-        except (RuntimeError, dist.DistStoreError):
-            pass
-        try:
-            text = next((store.get(failed).decode() for failed in notices if store.check([failed])), None)
-            if text is not None and store.check([name]):
-                continue  # both came since: what was said before the failure holds
+            # Looked for before its text is: what was said before a failure holds.
+            failed = [key for key in notices if store.check([key])]
+            if store.check([name]):
+                return str(store.get(name).decode())
+            text = store.get(failed[0]).decode() if failed else None
         except (RuntimeError, dist.DistStoreError):
             return None  # the store is gone
         if text is not None:
             raise Failure.read(text).error()
-    return None
+        left = end - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LOOK_S)

@@ -7,12 +7,15 @@ agreement, and not by waiting.
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist.faulty import ATEN, GROUP_TIMEOUT, batch, expect, net, ranks, use
+from dist.spawn import run_ranks
 from machines import machine
 from marks import thorough
 from torch import nn
@@ -392,3 +395,25 @@ def test_an_eager_forward_that_writes_to_a_weight():
 def test_gathered_with_different_values():
     texts = ranks(writes, 3)
     assert len(set(texts)) == 1
+
+
+# --- ranks that come late ----------------------------------------------------------------------------------------
+
+
+def late(rank, world, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    if rank == 0:
+        time.sleep(1.5)
+    began = time.monotonic()
+    zero.shard(net())
+    return time.monotonic() - began
+
+
+def test_waiting_for_a_late_rank_is_silent(capfd):
+    """A store of torchrun's kind writes two lines for each wait that is over without an answer."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    _, waited = run_ranks(late, 2, port, group=False)
+    assert waited > 1.0
+    assert "waitForInput" not in capfd.readouterr().err
