@@ -168,11 +168,11 @@ def _await_text(group: Group, name: str, timeout_s: float, notices: Sequence[str
     store, end, pause = store_of(group), time.monotonic() + timeout_s, _FIRST_LOOK_S
     while True:
         try:
-            # Looked for before its text is: what was said before a failure holds.
-            failed = [key for key in notices if store.check([key])]
             if store.check([name]):
                 return str(store.get(name).decode())
-            text = store.get(failed[0]).decode() if failed else None
+            text = next((store.get(failed).decode() for failed in notices if store.check([failed])), None)
+            if text is not None and store.check([name]):
+                continue  # both came since: what was said before the failure holds
         except (RuntimeError, dist.DistStoreError):
             return None  # the store is gone
         if text is not None:
