@@ -53,8 +53,8 @@ def hardware(
     """For :func:`run_ranks` to inherit: ``file``, or what calibration finds now (``directory``: on that disk too) with
     so many ``threads`` a rank.
 
-    Under the allocator that the ranks will have: with pages that it keeps, a gather over gloo was twice as fast, and
-    a product, whose result is new memory, a tenth.
+    Under the allocator that the ranks will have: fresh pages take part of the time of gloo's transfers, and of
+    products, whose results are new memory.
     """
     from zero_compiler.calibrate import calibrate
 

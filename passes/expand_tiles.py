@@ -215,9 +215,8 @@ def one_tile(
         if known is not None and fixed
         else {}
     )
-    roots = (
-        facts.alias_roots(tiling.graph) if fixed and not alike else {}
-    )  # the first tile of this layout is noted
+    # The first tile of a layout is noted for those after it.
+    roots = facts.alias_roots(tiling.graph) if fixed and not alike else {}
     outs: list[fx.Node] = []
     for inner in tiling.graph.nodes:
         if inner.op == "output":
