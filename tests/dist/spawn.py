@@ -161,6 +161,7 @@ def _rank_main(pipe, rank, world, source, call, environment, folder, backend, gr
     collect_seldom()
     os.environ.clear()
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
     with open(os.path.join(folder, f"stack.{rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:
