@@ -11,6 +11,10 @@ Three figures a mode, each of the rank with the most:
 The first two are exact counts of bytes asked for, by a meter in the allocator (of memory that ranks share, each
 counts its part); memory that a library takes past torch's allocator (gloo's buffers, DeepSpeed's pinned ones), pages
 that an allocator keeps, compiled code and kernels' scratch show in the third alone, which is sampled.
+
+A second table says where the peak is and what it is made of: the peak of each phase of a step, and the live bytes after
+forward and after backward. What is live after forward beyond the bytes at rest is what waits for backward: saved
+activations, and of FSDP2 what it has not put back.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from bench import TOLERANCE, _list
 from models import MODELS
 
 SETTINGS = ("default", "keep")
+PHASES = ("forward", "backward", "optimizer")
 
 
 def main() -> None:
@@ -65,7 +70,7 @@ def main() -> None:
             if "skipped" in found[0]:
                 skipped[mode] = found[0]["skipped"]
                 continue
-            rows[mode] = {k: max(f[k] for f in found) for k in found[0] if found[0][k] is not None}
+            rows[mode] = most_of(found)
             peak = rows[mode]["peak"] / 2**20
             print(f"  {name} {mode}: peak {peak:.0f} MiB", flush=True)
         result["runs"].append({"model": name, "modes": rows, "skipped": skipped})
@@ -73,6 +78,15 @@ def main() -> None:
         if args.json:
             text = common.heading("Peak memory", m) + "\n".join(pages)
             common.save(args.json, result, text)
+
+
+def most_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure that of the rank with the most."""
+    first = {k: v for k, v in found[0].items() if v is not None}
+    return {
+        k: most_of([f[k] for f in found]) if isinstance(v, dict) else max(f[k] for f in found)
+        for k, v in first.items()
+    }
 
 
 def measure(call: dict[str, Any]) -> dict[str, Any]:
@@ -93,10 +107,11 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     at_rest = _C.meter_current()
     _C.meter_reset_peak()
+    phases: dict[str, int] = {}
     with Sampled() as resident:
         for i in range(call["steps"]):
-            trainer.step(*spec.data(call["warmup"] + i, rank))
-    peak = _C.meter_peak()
+            step_in_phases(trainer, spec.data(call["warmup"] + i, rank), phases)
+    peak = max(phases[phase] for phase in PHASES)
     plan = None
     if call["mode"].startswith("zero"):
         import zero_compiler as zero
@@ -108,7 +123,25 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         "pss_peak": resident.peak - base,
         "while_building": built,
         "predicted_peak": plan,
+        "phases": phases,
     }
+
+
+def step_in_phases(trainer: modes.Trainer, batch: Any, most: dict[str, int]) -> None:
+    """One step; ``most`` keeps the peak of each phase and the live bytes behind it, each the most of all steps."""
+    from zero_compiler.runtime import _C
+
+    def ended(phase: str) -> None:
+        for name, nbytes in ((phase, _C.meter_peak()), (f"after {phase}", _C.meter_current())):
+            most[name] = max(most.get(name, 0), nbytes)
+        _C.meter_reset_peak()
+
+    loss = trainer.forward(*batch)
+    ended("forward")
+    trainer.backward(loss)
+    ended("backward")
+    trainer.update()
+    ended("optimizer")
 
 
 class Sampled:
@@ -138,7 +171,7 @@ def pss() -> int:
 
 
 def report(
-    name: str, args: argparse.Namespace, rows: dict[str, dict[str, int]], skipped: dict[str, str]
+    name: str, args: argparse.Namespace, rows: dict[str, dict[str, Any]], skipped: dict[str, str]
 ) -> str:
     fsdp = min((r["peak"] for m, r in rows.items() if m.startswith("fsdp2")), default=None)
     head = [
@@ -152,7 +185,7 @@ def report(
     ]
     table = []
     for mode, r in rows.items():
-        mib = {k: f"{v / 2**20:.1f}" for k, v in r.items()}
+        mib = {k: f"{v / 2**20:.1f}" for k, v in r.items() if k != "phases"}
         share = f"{r['peak'] / fsdp:.2f}" if fsdp else ""
         cells = [
             mib["at_rest"],
@@ -166,8 +199,17 @@ def report(
     title = f"{name}: {MODELS[name].about}; {args.dtype}, {args.ranks} ranks, allocator {args.allocator}"
     common.print_table(title, head, table)
     notes = [f"- Skipped {m}: {why}." for m, why in skipped.items()]
+    spans = ("forward", "after forward", "backward", "after backward", "optimizer")
+    by_phase = [
+        [mode, f"{r['at_rest'] / 2**20:.1f}", *(f"{r['phases'][s] / 2**20:.1f}" for s in spans)]
+        for mode, r in rows.items()
+    ]
+    head_of_phases = ["mode", "at rest MiB", *(s if s.startswith("after") else f"peak in {s}" for s in spans)]
+    of_phases = f"{name}: by phase"
+    common.print_table(of_phases, head_of_phases, by_phase)
     print("\n".join(notes), flush=True)
-    return common.table(title, head, table) + "\n".join(notes) + "\n"
+    text = common.table(title, head, table) + "\n" + common.table(of_phases, head_of_phases, by_phase)
+    return text + "\n".join(notes) + "\n"
 
 
 if __name__ == "__main__":
