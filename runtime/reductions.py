@@ -214,7 +214,7 @@ class Reductions:
         runtime, r = loaded.runtime, loaded.desc
         policy = runtime.policy
         if r.tile is not None:
-            whole = self._laid(runtime, r, chunks[0])
+            whole = self._laid(runtime, r, chunks[0], final[0])
             if whole is None:
                 return
             chunks = [whole]
@@ -233,12 +233,16 @@ class Reductions:
             if i >= 0:
                 env[i] = value
 
-    def _laid(self, runtime: ModelRuntime, r: ReduceDesc, part: torch.Tensor) -> torch.Tensor | None:
+    def _laid(
+        self, runtime: ModelRuntime, r: ReduceDesc, part: torch.Tensor, final: bool
+    ) -> torch.Tensor | None:
         """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
         assert r.tile is not None
         sink, param = runtime.policy.sinks.get(r.names[0]), runtime.policy.param(r.names[0])
-        if sink is not None and sink.land_part(param, part, r.tile.begin, r.tile.last):
-            return None
+        if sink is not None:
+            done = r.tile.last and final and grads.alone(runtime.policy, r.names[0])
+            if sink.land_part(param, part, r.tile.begin, r.tile.last, done):
+                return None
         key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
         if r.tile.index == 0:
             self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -118,10 +118,10 @@ class GradientFiles:
         largest = max((r.nbytes for r in self._regions.values()), default=0)
         return write_buffers(largest, self._policy.files_budget)
 
-    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
-        """See :class:`~zero_compiler.grads.Sink`."""
+    def land(self, param: Any, local: torch.Tensor, final: bool, ours: Collection[int] = ()) -> bool:
+        """See :class:`~zero_compiler.grads.Sink`; ``ours`` are the ids of hooks that are not the user's."""
         name = self._name_of(param)
-        if name is None or not grads.goes_to_grad(param) or grads.hooked(param):
+        if name is None or not grads.goes_to_grad(param) or grads.hooked(param, ours):
             return False
         rows = self._rows(name, local)
         self._enter()
@@ -137,7 +137,15 @@ class GradientFiles:
         self._landed[name] = (param, written)
         return True
 
-    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
+    def land_part(
+        self,
+        param: Any,
+        part: torch.Tensor,
+        begin: int,
+        last: bool,
+        final: bool,
+        ours: Collection[int] = (),
+    ) -> bool:
         """A tile of a gradient, ``begin`` elements after the beginning of the chunk; tiles follow each other.
 
         Returns whether it was taken; what was not taken of the first tile is not of those after it.
@@ -145,7 +153,7 @@ class GradientFiles:
         name = self._name_of(param)
         if (
             name is None
-            or (begin == 0 and not self._takes_parts(name, param))
+            or (begin == 0 and not self._takes_parts(name, param, ours))
             or (begin and name not in self._partly)
         ):
             return False
@@ -157,10 +165,10 @@ class GradientFiles:
             self._landed[name] = (param, True)
         return True
 
-    def _takes_parts(self, name: str, param: Any) -> bool:
+    def _takes_parts(self, name: str, param: Any, ours: Collection[int]) -> bool:
         """Whether nothing is there yet to which they would have to be added."""
         there = param.grad is not None or self._landed.get(name, (param, False))[1]
-        return not there and grads.goes_to_grad(param) and not grads.hooked(param)
+        return not there and grads.goes_to_grad(param) and not grads.hooked(param, ours)
 
     def _enter(self) -> None:
         """The first gradient of a backward that lands."""
@@ -194,9 +202,15 @@ class GradientFiles:
     def _end(self, task: int) -> None:
         """The backward is over: everything is written, and may be read; so is what has landed in one around it."""
         self._tasks.discard(task)
-        landed, self._landed = self._landed, {}
-        if self._landing is not None:
-            self._landing.drain()
+        self.settle()
+
+    def settle(self, name: str | None = None) -> None:
+        """What has landed, or of it the gradient of ``name``, is complete: it is written, and is ``.grad`` from here
+        on."""
+        names = list(self._landed) if name is None else [name] if name in self._landed else []
+        landed = {name: self._landed.pop(name) for name in names}
+        if landed:
+            self.landing().drain()
         for name, (param, written) in landed.items():
             rows, grad = self._rows(name, param._local_tensor), param.grad
             if grad is not None and grad._local_tensor.data_ptr() != rows.data_ptr():

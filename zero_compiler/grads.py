@@ -262,8 +262,9 @@ class Sink(Protocol):
         Returns whether it was taken; else autograd goes on with it.
         """
 
-    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
-        """A tile of this rank's rows, from element ``begin`` on; returns whether it was taken."""
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
+        """A tile of this rank's rows, from element ``begin`` on; returns whether it was taken. ``final`` is said of the
+        whole gradient, with the last tile."""
 
 
 def goes_to_grad(param: torch.Tensor) -> bool:

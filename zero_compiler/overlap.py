@@ -4,6 +4,10 @@ A gradient that is reduced goes straight to the update of its parameter, as soon
 the weight any more: no weight changes under a backward that has yet to use it, and no gradient waits in memory for
 ``step()``. What cannot be told in time (a weight that other frames or eager code use too, a parameter with hooks) is
 updated at the end of the backward.
+
+Where gradients rest in files, some go there first, and their updates read them (`Policy.goes_by_file`): those that wait
+for the norm of all, those that come in tiles, and under a budget of memory all, since the buffers of files have their
+part of it, and gradients on their way to updates none.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from .plain import averages_follow, check_averaged
 from .runtime import heap
 
 if TYPE_CHECKING:
+    from .files import GradientFiles
     from .optimizer import StreamedOptimizer
+    from .policy import Policy
     from .updates import Entry, Unit
 
 
@@ -43,7 +49,9 @@ class Overlap:
             int, set[int]
         ] = {}  # of each unit that has not run, parameters without a final gradient
         self._hooks: list[Any] = []
+        self._own: set[int] = set()  # the ids of these: hooks that are not the user's
         self._params: list[weakref.ref[Any]] = []
+        self._names: dict[int, tuple[weakref.ref[Policy], str]] = {}  # of each parameter of a sharded model
         self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
         self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
@@ -93,6 +101,7 @@ class Overlap:
                 if id(param) not in self._of:
                     if param.requires_grad:
                         self._hooks.append(param.register_post_accumulate_grad_hook(accumulated))
+                        self._own.add(self._hooks[-1].id)
                     self._params.append(weakref.ref(param))
                     self._of[id(param)] = (piece.entry, [])
                 self._of[id(param)][1].append(unit)
@@ -101,6 +110,7 @@ class Overlap:
                 if id(policy.find(name)) in self._of:
                     self._policies.add(policy)
                     policy.sinks[name] = self
+                    self._names[id(policy.find(name))] = weakref.ref(policy), name
 
     # In a backward -----------------------------------------------------------------------------------------
 
@@ -131,28 +141,52 @@ class Overlap:
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.grads.Sink`."""
-        replaced = id(param) not in self._of  # step() says so
-        if (
-            replaced
-            or not grads.goes_to_grad(param)
-            or grads.hooked(param, {hook.id for hook in self._hooks})
-        ):
+        if not self._takes(param):
             return False
         self.enter()
-        grads.publish(param, local)
+        files = self._files_of(param, False)
+        if files is None:
+            grads.publish(param, local)
+        elif not files.land(param, local, final, self._own):
+            return False
         if final:
             self._ready(param)
         return True
 
-    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool) -> bool:
-        """See :class:`~zero_compiler.grads.Sink`; updates wait for the whole of a gradient."""
-        return False
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
+        """See :class:`~zero_compiler.grads.Sink`; an update waits for the whole of its gradient."""
+        files = self._files_of(param, True) if self._takes(param) else None
+        if files is None:
+            return False
+        self.enter()
+        taken = files.land_part(param, part, begin, last, final, self._own)
+        if taken and last and final:
+            self._ready(param)
+        return taken
+
+    def _takes(self, param: Any) -> bool:
+        """Whether its gradient is used up here. One that was replaced is not: ``step()`` says so."""
+        known = id(param) in self._of
+        return known and grads.goes_to_grad(param) and not grads.hooked(param, self._own)
+
+    def _files_of(self, param: Any, tiled: bool) -> GradientFiles | None:
+        """Who takes a gradient to its file; None for one that goes from memory to its update."""
+        ref, name = self._names.get(id(param), (None, ""))
+        policy = ref() if ref is not None else None
+        optimizer = self._optimizer()
+        if policy is None or optimizer is None:
+            return None
+        return policy.gradient_files(name) if policy.goes_by_file(name, optimizer.early, tiled) else None
 
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None or not optimizer.early:
             return
         entry, units = self._of[id(param)]
+        ref, name = self._names.get(id(param), (None, ""))
+        policy = ref() if ref is not None else None
+        if policy is not None and (files := policy.gradient_files(name)) is not None:
+            self._guarded(lambda: files.settle(name))
         entry.take_grad()
         for unit in units:
             missing = self._missing.get(id(unit))
@@ -212,6 +246,8 @@ class Overlap:
         if optimizer is None or not optimizer.early:
             return
         check_averaged(params)
+        for policy in self._policies:
+            self._guarded(policy.settle_gradients)
         for entry, _ in self._of.values():
             entry.take_grad()
         for unit in self._units:

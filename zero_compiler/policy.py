@@ -269,6 +269,25 @@ class Policy:
             self.restore_sinks()
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
 
+    def gradient_files(self, name: str) -> GradientFiles | None:
+        """Who takes the gradient of a parameter to its file; None where it rests elsewhere."""
+        return self._gradient_files if self.files is not None and name in self.files.gradients else None
+
+    def goes_by_file(self, name: str, early: bool, tiled: bool) -> bool:
+        """Whether the gradient of a parameter goes to a file, from which its update reads it.
+
+        Args:
+            early: the update takes gradients while backward runs. From memory, unless it has to wait for the rest of
+                one in tiles, or a budget has no room for gradients on their way beside the buffers of files.
+        """
+        in_files = self.placed.tier("grads", name) == "nvme"
+        return in_files and (not early or tiled or self.files_budget is not None)
+
+    def settle_gradients(self) -> None:
+        """What has landed in files is complete, and is ``.grad``."""
+        if self._gradient_files is not None:
+            self._gradient_files.settle()
+
     def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for a gradient that goes to a file, or None where it may be anywhere."""
         if self._gradient_files is None:

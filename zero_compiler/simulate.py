@@ -192,6 +192,7 @@ class Turn:
         us: time of the update itself.
         read_bytes, written_bytes: of files, through a buffer.
         copied_bytes: of states on an accelerator's host, which are copied to it and back.
+        filed: of ``names``, those whose gradients go to files first.
     """
 
     label: str
@@ -200,6 +201,7 @@ class Turn:
     read_bytes: int = 0
     written_bytes: int = 0
     copied_bytes: int = 0
+    filed: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def buffered(self) -> bool:
@@ -488,11 +490,12 @@ class _Updates:
             for key in turn.names:
                 self._of.setdefault(key, []).append(i)
         self._read = last_reads(program) if turns else {}
+        self._filed = frozenset[tuple[str, str]]().union(*(turn.filed for turn in turns))
 
     @property
     def taken(self) -> Collection[tuple[str, str]]:
         """Gradients that go to an update, and nowhere else."""
-        return self._of.keys()
+        return self._of.keys() - self._filed
 
     @property
     def left(self) -> list[Turn]:

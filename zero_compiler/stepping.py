@@ -8,7 +8,7 @@ what lies on the device is eager code, and no part of a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ _IN_PLACE = 1.5
 
 def stepped(policies: Sequence[Policy], frames: Sequence[Frame]) -> tuple[list[Frame], Update | None]:
     """The frames with the updates that run while their backward does, and the update that follows."""
-    early, late, what = _turns(policies)
+    early, late, what = _turns(policies, _tiled(frames))
     if not early and not late:
         return list(frames), None
     reduced = [_reduced(f) for f in frames]
@@ -56,6 +56,12 @@ def _reduced(frame: Frame) -> set[tuple[str, str]]:
     return {(r.owner, name) for r in program.reduces for name in r.names} if program is not None else set()
 
 
+def _tiled(frames: Sequence[Frame]) -> set[tuple[str, str]]:
+    """Parameters whose gradients come in tiles."""
+    programs = [f.programs["backward"] for f in frames if "backward" in f.programs]
+    return {(r.owner, name) for p in programs for r in p.reduces if r.tile is not None for name in r.names}
+
+
 def _timeline(
     policy: Policy, program: Program, turns: Sequence[Turn], frame: Frame | None = None
 ) -> Timeline:
@@ -70,7 +76,9 @@ def _timeline(
     )
 
 
-def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
+def _turns(
+    policies: Sequence[Policy], tiled: Collection[tuple[str, str]]
+) -> tuple[list[Turn], list[Turn], str]:
     """Turns that run as soon as gradients are final, those that run in ``step()``, and what they are known from."""
     keys = {
         id(param): (policy, name)
@@ -86,7 +94,7 @@ def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
     for optimizer in known.values():
         for unit in optimizer.units:
             state_bytes = [d.itemsize for d in unit.states.tensors.values()]
-            turn = _turn(unit.pieces, keys, state_bytes, optimizer.early, spec)
+            turn = _turn(unit.pieces, keys, state_bytes, optimizer.early, tiled, spec)
             if turn is not None:
                 (early if optimizer.early else late).append(turn)
         when = ", overlap=True" if optimizer.early else ""
@@ -100,7 +108,7 @@ def _turns(policies: Sequence[Policy]) -> tuple[list[Turn], list[Turn], str]:
     assumed = [
         turn
         for batch in batches_of(entries, True, unit_bytes(policies))
-        if (turn := _turn(batch, keys, _STATE_BYTES, False, spec)) is not None
+        if (turn := _turn(batch, keys, _STATE_BYTES, False, tiled, spec)) is not None
     ]
     away = any(policy.on_host(name) for policy in policies for name in policy.params)
     if away or any(t.buffered or t.copied_bytes for t in assumed):
@@ -124,10 +132,12 @@ def _turn(
     keys: dict[int, tuple[Policy, str]],
     state_bytes: Sequence[int],
     early: bool,
+    tiled: Collection[tuple[str, str]],
     spec: HardwareSpec,
 ) -> Turn | None:
     """What updating ``pieces`` at once moves and computes."""
     names: dict[tuple[str, str], None] = {}
+    filed: set[tuple[str, str]] = set()
     us = read = written = copied = 0.0
     for piece in pieces:
         entry = piece.entry
@@ -139,8 +149,10 @@ def _turn(
         numel, item = piece.rows(local).numel(), local.element_size()
         states = sum(state_bytes)
         param = item * (policy.placed.tier("params", name) == "nvme")
-        # Early gradients go to the update as they are reduced, and to no file.
-        grad = item * (policy.placed.tier("grads", name) == "nvme" and not early)
+        by_file = policy.goes_by_file(name, early, (policy.key, name) in tiled)
+        if by_file:
+            filed.add((policy.key, name))
+        grad = item * by_file
         in_files = states * (entry.tier == "nvme")
         read += numel * (param + grad + in_files)
         written += numel * (param + in_files)
@@ -149,7 +161,9 @@ def _turn(
     if not names:
         return None
     label = f"update of {few(tuple(name for _, name in names))}"
-    return Turn(label, frozenset(names), us + spec.kernel_us, int(read), int(written), int(copied))
+    return Turn(
+        label, frozenset(names), us + spec.kernel_us, int(read), int(written), int(copied), frozenset(filed)
+    )
 
 
 def _memory(spec: HardwareSpec, policy: Policy, name: str) -> float:
