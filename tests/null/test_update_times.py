@@ -141,3 +141,23 @@ def test_a_plan_counts_the_update_as_its_optimizer_runs_it(clip, tmp_path):
     assert overlapped.step_us < plain.step_us
     assert "while backward runs (SGD of zero.optimizer, overlap=True)" in str(overlapped)
     del keep
+
+
+@pytest.mark.parametrize("way", ["memory", "budget", "tiles"])
+def test_a_plan_knows_which_gradients_go_to_overlapped_updates_by_file(way, tmp_path):
+    """Under a budget all of them do, of weights in tiles without one those; else none."""
+    fields = {"memory": {}, "budget": {"memory_budget_bytes": 1 << 26}, "tiles": {"tile_bytes": 8 << 10}}[way]
+    tiers = {f"offload_{what}": "nvme" for what in ("params", "grads", "optimizer")}
+    sharded = zero.shard(model(), nvme_dir=str(tmp_path), **tiers, **fields)
+    keep = zero.optimizer(torch.optim.SGD, sharded, lr=0.1, momentum=0.9, overlap=True)
+    told = zero.inspect(sharded, (torch.ones(2, 64),))
+    reduces = told.frames[0].programs["backward"].reduces
+    tiled = {name for r in reduces if r.tile is not None for name in r.names}
+    assert bool(tiled) == (way == "tiles")
+    filed = {p for p, _ in sharded.named_parameters() if way == "budget" or p in tiled}
+    filed_bytes = 4 * sum(p.numel() for n, p in sharded.named_parameters() if n in filed)
+    # Parameters and their one state are read and written in any case; forward and backward read parameters, too.
+    assert told.frames[0].timelines["backward"].nbytes(WRITE) == 2 * 4 * NUMEL + filed_bytes
+    turns = [s for s in told.frames[0].timelines["backward"].spans if s.lane == READ and "update" in s.label]
+    assert sum(s.nbytes for s in turns) == 2 * 4 * NUMEL + filed_bytes
+    del keep
