@@ -290,9 +290,8 @@ class Session:
         try:  # with nothing before it where Ctrl-C could come, and peers would not be told
             if call is not None:
                 watch.begin(call)
-            if need.idle_bytes >= 0:
-                for runtime in self.runtimes.values():
-                    runtime.engine.trim(need.idle_bytes // len(self.runtimes))
+            for runtime in self.runtimes.values():
+                runtime.engine.trim(need.idle_bytes // len(self.runtimes))  # of -1 that is -1
             self._walk(env)
             self._finish_copies()
             if self._moves is not None:

@@ -191,6 +191,10 @@ class GradientFiles:
         """Start to write to the file of ``name``, from byte ``begin`` on."""
         self.landing().write(self._regions[name], local, begin)
 
+    def has(self, name: str) -> bool:
+        """Whether a gradient has landed in this backward, and is not settled."""
+        return name in self._landed
+
     def _broke_off(self, task: int) -> None:
         """No write of this backward comes later than those of the next one."""
         self._tasks.discard(task)

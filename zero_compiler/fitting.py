@@ -578,6 +578,10 @@ class Fitting:
         for program in mine:
             if program.phase != "backward":
                 program.idle_bytes = idle
+            elif state.config.memory_budget_bytes is not None and not gradients:
+                # All go on to other tiers. Plans count them until then, and not what each size of them leaves behind.
+                peak = budget.memory_of(policies, [*mine, *others], state.frame.kept_bytes).peak
+                program.idle_bytes = max(0, state.config.memory_budget_bytes - peak)
 
     def check_budget(self) -> None:
         """What was compiled fits the budget, by the plan and by the verifier's own count; and so does it together with

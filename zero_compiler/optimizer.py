@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -339,6 +339,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if job is not None:
                 self._ready().feed(job)
                 self._ready().admit()  # gradients that wait for a buffer would pile up where the disk is slower
+
+    def receive(self, settle: Callable[[], None]) -> None:
+        """Wait until gradients are in their files: where one is not, some parameters are updated and others not."""
+        with self._whole():
+            settle()
 
     @torch.no_grad()
     def complete(self) -> None:

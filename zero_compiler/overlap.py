@@ -16,6 +16,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,7 +177,10 @@ class Overlap:
         optimizer = self._optimizer()
         if policy is None or optimizer is None:
             return None
-        return policy.gradient_files(name) if policy.goes_by_file(name, optimizer.early, tiled) else None
+        files = policy.gradient_files(name)
+        # What is added to a gradient that went there goes there too, so that sums are in the order of autograd's.
+        there = files is not None and files.has(name)
+        return files if there or policy.goes_by_file(name, optimizer.early, tiled) else None
 
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
@@ -186,7 +190,7 @@ class Overlap:
         ref, name = self._names.get(id(param), (None, ""))
         policy = ref() if ref is not None else None
         if policy is not None and (files := policy.gradient_files(name)) is not None:
-            self._guarded(lambda: files.settle(name))
+            self._guarded(lambda: optimizer.receive(partial(files.settle, name)))
         entry.take_grad()
         for unit in units:
             missing = self._missing.get(id(unit))
@@ -247,7 +251,7 @@ class Overlap:
             return
         check_averaged(params)
         for policy in self._policies:
-            self._guarded(policy.settle_gradients)
+            self._guarded(partial(optimizer.receive, policy.settle_gradients))
         for entry, _ in self._of.values():
             entry.take_grad()
         for unit in self._units:

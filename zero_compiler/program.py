@@ -452,8 +452,8 @@ class Program:
         host_bytes: size of the pinned pool on the host through which files are read and written.
         device_bytes: size of the pool on the device to which chunks are copied that rest on its host, or in files.
         offloads: tensors that wait on another tier between forward and backward.
-        idle_bytes: of the storages of gradients that nobody holds, so many may wait for the next backward while this
-            Program runs; the rest is given back when it begins (see `live.py`). -1: all may wait.
+        idle_bytes: of the storages of gradients that nobody holds, so many may wait to be used again while this Program
+            runs; the rest is given back when it begins (see `live.py`), or before more is taken. -1: all may wait.
         before_bytes: what frames before this one have saved for their backward, which is still due (see `beside.py`).
         again_bytes: gradients that frames behind this one have stored, in the same backward, of weights whose gradients
             it makes as well.

@@ -76,25 +76,33 @@ at::Tensor Recycler::acquire(
     }
   }
 
+  if (limit_ >= 0) {
+    trim(limit_);
+  }
+  const size_t left = pool.storages.size();
   at::Tensor fresh = at::empty(sizes, at::TensorOptions(dtype).device(device));
   allocations_ += 1;
   // Twice the tensors of a step: one set in p.grad, one arriving beside it.
-  if (count < 2 * pool.expected) {
+  if (left < 2 * pool.expected) {
     pool.storages.push_back(fresh.storage());
     pool.next = 0;
-  } else if (count > 0) {
+  } else if (left > 0) {
     pool.storages[pool.next] = fresh.storage();
-    pool.next = (pool.next + 1) % count;
+    pool.next = (pool.next + 1) % left;
   }
   return fresh;
 }
 
 std::vector<c10::Storage> Recycler::trim(int64_t nbytes) {
+  std::vector<c10::Storage> dropped;
+  limit_ = nbytes;
+  if (nbytes < 0) {
+    return dropped;
+  }
   int64_t known = 0;  // in the pool, held by others or not
   for (const auto& [key, pool] : classes_) {
     known += key.first * static_cast<int64_t>(pool.storages.size());
   }
-  std::vector<c10::Storage> dropped;
   if (known <= nbytes) {
     return dropped;
   }

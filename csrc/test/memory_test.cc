@@ -112,6 +112,27 @@ TEST(the_pool_forgets_what_is_held_for_ever) {
   CHECK_EQ(meter.live(), 0);
 }
 
+TEST(the_pool_gives_back_what_waits_before_it_takes_more) {
+  const Metered meter;
+  zero::Recycler pool;
+  for (const int64_t nbytes : {400, 4000, 4000}) {
+    pool.expect(nbytes, kCpu);
+  }
+  pool.trim(400);
+  pool.acquire({1000}, at::kFloat, kCpu);
+  pool.acquire({1000}, at::kFloat, kCpu);  // the same once more
+  CHECK_EQ(pool.allocations(), 1);
+  pool.acquire({100}, at::kFloat, kCpu);
+  CHECK_EQ(meter.live(), 400);
+  Tensor held = pool.acquire({1000}, at::kFloat, kCpu);
+  CHECK_EQ(meter.live(), 4400);  // so much may wait
+  pool.trim(-1);
+  pool.acquire({1000}, at::kFloat, kCpu);
+  pool.acquire({100}, at::kFloat, kCpu);
+  CHECK_EQ(meter.live(), 8400);
+  CHECK_EQ(pool.allocations(), 4);
+}
+
 TEST(the_pool_gives_back_what_nobody_holds) {
   const Metered meter;
   zero::Recycler pool;

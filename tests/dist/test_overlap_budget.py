@@ -18,9 +18,11 @@ def _rank(rank, world, budgets, folder):
     for budget in budgets:
         losses = set()
         for clip, overlap in ((None, False), (None, True), (0.5, False), (0.5, True)):
+            held = []  # with its buffers, until all is counted
 
-            def streamed(cls, model, lr, clip=clip, overlap=overlap):
-                return zero.optimizer(cls, model, lr=lr, overlap=overlap, max_grad_norm=clip)
+            def streamed(cls, model, lr, clip=clip, overlap=overlap, held=held):
+                held.append(zero.optimizer(cls, model, lr=lr, overlap=overlap, max_grad_norm=clip))
+                return held[0]
 
             buffers = aio.live_bytes()
             got, measured, model = train(
@@ -28,10 +30,13 @@ def _rank(rank, world, budgets, folder):
             )
             measured += aio.live_bytes() - buffers  # taken once, and kept until the model is gone
             (frame,) = model._zero.policy.frames
-            tiles = sum(r.tile is not None for r in frame.programs["backward"].reduces)
-            rows.append((budget, clip, overlap, tiles, measured, zero.inspect(model).memory.peak))
+            backward = frame.programs["backward"]
+            tiles = sum(r.tile is not None for r in backward.reduces)
+            planned = zero.inspect(model).memory.peak
+            assert backward.idle_bytes == budget - planned, (backward.idle_bytes, budget, planned)
+            rows.append((budget, clip, overlap, tiles, measured, planned))
             losses.add((clip, *got))
-            del model
+            del model, held[:]
         assert len(losses) == 2, losses  # those of clipped gradients, and the others
     return rows
 

@@ -149,7 +149,8 @@ class Engine {
   Result<std::vector<at::Tensor>> reduce_wait(int id);
 
   // Frees storages of results that nobody holds any more, until at most `nbytes`
-  // of such wait to be used again.
+  // of such wait to be used again; and before one is made from here on. Negative:
+  // all of them wait.
   Status trim(int64_t nbytes);
 
   // A contiguous tensor for what leaves the engine in parts, of a size that

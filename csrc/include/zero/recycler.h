@@ -41,7 +41,8 @@ class Recycler {
       c10::Device device);
 
   // Forgets storages that nobody else holds until at most `nbytes` of such are
-  // left. Gives them to the caller, who frees them.
+  // left. Gives them to the caller, who frees them. From here on acquire() does
+  // the same before it takes more memory. Negative: all may stay.
   std::vector<c10::Storage> trim(int64_t nbytes);
 
   void clear();
@@ -62,6 +63,7 @@ class Recycler {
 
   // Keyed by (bytes, device as "type, index").
   std::map<std::pair<int64_t, std::pair<int, int>>, Class> classes_;
+  int64_t limit_ = -1;
   int64_t allocations_ = 0;
   int64_t recycled_ = 0;
 };
