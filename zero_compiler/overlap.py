@@ -172,8 +172,7 @@ class Overlap:
 
     def _files_of(self, param: Any, tiled: bool) -> GradientFiles | None:
         """Who takes a gradient to its file; None for one that goes from memory to its update."""
-        ref, name = self._names.get(id(param), (None, ""))
-        policy = ref() if ref is not None else None
+        policy, name = self._owner(param)
         optimizer = self._optimizer()
         if policy is None or optimizer is None:
             return None
@@ -182,13 +181,17 @@ class Overlap:
         there = files is not None and files.has(name)
         return files if there or policy.goes_by_file(name, optimizer.early, tiled) else None
 
+    def _owner(self, param: Any) -> tuple[Policy | None, str]:
+        """The sharded model of a parameter, and its name there."""
+        ref, name = self._names.get(id(param), (None, ""))
+        return (ref() if ref is not None else None), name
+
     def _ready(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None or not optimizer.early:
             return
         entry, units = self._of[id(param)]
-        ref, name = self._names.get(id(param), (None, ""))
-        policy = ref() if ref is not None else None
+        policy, name = self._owner(param)
         if policy is not None and (files := policy.gradient_files(name)) is not None:
             self._guarded(lambda: optimizer.receive(partial(files.settle, name)))
         entry.take_grad()
