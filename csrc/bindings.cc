@@ -210,7 +210,8 @@ int add_reduce(
     int64_t staging_offset,
     bool replicated,
     at::ScalarType out_dtype,
-    double divisor) {
+    double divisor,
+    bool passes) {
   zero::ReduceSpec spec{
       .arena = arena,
       .dtype = dtype,
@@ -219,7 +220,8 @@ int add_reduce(
       .staging_offset = staging_offset,
       .replicated = replicated,
       .out_dtype = out_dtype,
-      .divisor = divisor};
+      .divisor = divisor,
+      .passes = passes};
   for (const auto& [chunk_numel, sizes] : params) {
     spec.params.push_back({chunk_numel, sizes});
   }
@@ -263,6 +265,12 @@ py::dict counters(const Engine& engine) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The zero_compiler runtime engine.";
 
+  py::class_<zero::Arena, std::shared_ptr<zero::Arena>>(
+      module, "Arena", "A block of memory, allocated when an engine first uses it")
+      .def(
+          py::init<int64_t, at::Device>(), py::arg("nbytes"),
+          py::arg("device"))
+      .def_property_readonly("nbytes", &zero::Arena::nbytes);
   py::class_<Engine, std::unique_ptr<Engine, DestroyWithoutGil>>(
       module, "Engine")
       .def(
@@ -314,6 +322,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("arena"),
           py::arg("nbytes"))
       .def(
+          "place_arena",
+          [](Engine& engine, int id, std::shared_ptr<zero::Arena> arena) {
+            check(without_gil(
+                [&] { return engine.place_arena(id, std::move(arena)); }));
+          },
+          py::arg("arena"),
+          py::arg("to"))
+      .def(
           "abandon",
           [](Engine& engine, const std::string& reason) {
             without_gil([&] { engine.abandon(reason); });
@@ -361,7 +377,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("staging_offset"),
           py::arg("replicated"),
           py::arg("out_dtype"),
-          py::arg("divisor"))
+          py::arg("divisor"),
+          py::arg("passes") = false)
       .def(
           "reduce_start",
           [](Engine& engine, int id, std::vector<at::Tensor> grads) {
@@ -378,23 +395,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("reduce"))
       .def(
           "expect_output",
-          [](Engine& engine, int64_t nbytes, const at::Device& device) {
-            check(without_gil([&] { return engine.expect_output(nbytes, device); }));
+          [](Engine& engine,
+             int64_t nbytes,
+             const at::Device& device,
+             bool passes) {
+            check(without_gil(
+                [&] { return engine.expect_output(nbytes, device, passes); }));
           },
           py::arg("nbytes"),
-          py::arg("device"))
+          py::arg("device"),
+          py::arg("passes"))
       .def(
           "acquire_output",
           [](Engine& engine,
              int64_t numel,
              c10::ScalarType dtype,
-             const at::Device& device) {
-            return unwrap(without_gil(
-                [&] { return engine.acquire_output(numel, dtype, device); }));
+             const at::Device& device,
+             bool passes) {
+            return unwrap(without_gil([&] {
+              return engine.acquire_output(numel, dtype, device, passes);
+            }));
           },
           py::arg("numel"),
           py::arg("dtype"),
-          py::arg("device"))
+          py::arg("device"),
+          py::arg("passes"))
       .def("counters", &counters)
       .def("close", [](Engine& engine) {
         without_gil([&] { engine.close(); });

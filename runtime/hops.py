@@ -150,12 +150,12 @@ class Hops:
                 spans.append(region.span(g.begin * item, nbytes, at))
                 runtime.aside.spare(at, at + spans[-1].nbytes)
         self._engines.update(s.store.engine for s in spans)
-        return [s.store.read(s, runtime.host) for s in merged(spans)]
+        return [s.store.read(s, runtime.pools.host) for s in merged(spans)]
 
     def _arrived(self, runtime: Any, g: GatherDesc, hop: int) -> list[torch.Tensor]:
         """Chunks in the pool to which a hop has brought them; what was put into memory meanwhile comes from there."""
         step, dtype = g.hops[hop], getattr(torch, g.rest_dtype)
-        pool = runtime.host if step.pool == "host" else runtime.near
+        pool = runtime.pools.host if step.pool == "host" else runtime.pools.near
         out = []
         for name, numel, at in zip(g.names, g.chunk_numels, step.offsets, strict=True):
             if step.tier == "nvme" and runtime.region(name) is None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zero_compiler import eager
 from zero_compiler.errors import ShardError
@@ -18,6 +17,7 @@ from .aio import buffer
 from .hops import Aside
 from .moves import Copies, Files, Moves, Staged
 from .parcels import Parcels
+from .pools import Pools
 from .stores import Region, region_of
 
 
@@ -54,10 +54,8 @@ class ModelRuntime:
             self.kept = self.engine.add_shared_arena(0, "kept")
             self.slots = self.engine.add_shared_arena(0, "slots")
             self.own = self.engine.add_shared_arena(0, "own")
-        # Into which files are read, on the host; and to which chunks are copied from there, on the device. Grown while
-        # nothing is under way.
-        self.host = buffer(0)
-        self.near: torch.Tensor | None = None
+        self.pools: Pools
+        Pools(group.device).join(self)
         self.parcels = Parcels(functools.partial(_place, self._policy))
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
@@ -67,7 +65,6 @@ class ModelRuntime:
         self.planned: tuple[Any, Any] | None = (
             None  # what its calls may take, and by which frames (see Session)
         )
-        self._aside: torch.Stream | None = None  # made for the first Program whose activations are copied
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
         weakref.finalize(policy, self.close).atexit = False
 
@@ -113,28 +110,15 @@ class ModelRuntime:
         what = self.parcels, program.offloads, program.file_bytes
         device, path = self.policy.group.device, self.policy.activation_path
         if path == ("host",):
-            return Copies(*what, device, _stream(self))
+            return Copies(*what, device, lambda: self.pools.stream)
         if path == ("nvme",):
-            return Files(*what, lambda: self.host)
-        return Staged(*what, lambda: self.host, device, self.aside)
+            return Files(*what, lambda: self.pools.host)
+        return Staged(*what, lambda: self.pools.host, device, lambda: self.aside)
 
-    @functools.cached_property
+    @property
     def aside(self) -> Aside:
         """What copies chunks and gradients between the device and its host."""
-        return Aside(self.policy.group.device, _stream(self))
-
-    def grow_host(self, nbytes: int) -> None:
-        """Make the pool on the host at least ``nbytes`` large."""
-        if nbytes > self.host.numel():
-            self.aside.finish()
-            self.host = buffer(nbytes)
-
-    def grow_near(self, nbytes: int) -> None:
-        """Make the pool on the device at least ``nbytes`` large."""
-        if nbytes > (0 if self.near is None else self.near.numel()):
-            self.aside.finish()
-            with unset_fake_temporarily():  # while a call is compiled
-                self.near = torch.empty(nbytes, dtype=torch.uint8, device=self.policy.group.device)
+        return self.pools.aside
 
     def region(self, name: str) -> Region | None:
         """Where a parameter rests in a file; None where it was put into memory meanwhile."""
@@ -181,21 +165,9 @@ class ModelRuntime:
         self.whole.clear()
         for held in self._views.values():
             held.clear()
-        if "aside" in self.__dict__:
-            self.aside.finish()
-        self.host = buffer(0)
-        self.near = None
+        self.pools.leave(self)
         self.parcels.close()
         self.engine.close()
-
-
-def _stream(runtime: Any) -> torch.Stream | None:
-    """That of all copies of a model between its device and the host; None where the device has no streams."""
-    device = runtime.policy.group.device
-    if runtime._aside is None and device.type != "cpu":
-        runtime._aside = torch.Stream(device)
-    stream: torch.Stream | None = runtime._aside
-    return stream
 
 
 def _place(policy: Any, nbytes: int) -> Any:

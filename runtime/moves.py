@@ -162,7 +162,7 @@ class Staged(Files):
 
     Args:
         device: that computes.
-        aside: what copies between it and the pool.
+        aside: gives what copies between it and the pool.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Staged(Files):
         nbytes: int,
         pool: Callable[[], torch.Tensor],
         device: torch.device,
-        aside: Aside,
+        aside: Callable[[], Aside],
     ) -> None:
         super().__init__(parcels, offloads, nbytes, pool)
         self._device, self._aside = device, aside
@@ -189,12 +189,12 @@ class Staged(Files):
         """Start to copy ``value`` to its place in the pool; its ticket."""
         parcel = self._filled()
         self._copying[which] = None, value
-        self._copying[which] = self._aside.to_places([self._in_pool(which)], [value]), value
+        self._copying[which] = self._aside().to_places([self._in_pool(which)], [value]), value
         return parcel.ticket()
 
     def _write(self, which: int) -> None:
         """Wait for the copy, and start to write what came."""
-        self._aside.land(self._copying[which][0])
+        self._aside().land(self._copying[which][0])
         del self._copying[which]
         store: Store = self._filled().place
         self._begin(which, store)
@@ -202,7 +202,7 @@ class Staged(Files):
 
     def restore(self, which: int, ticket: torch.Tensor) -> None:
         o = self._offloads[which]
-        self._aside.spare(o.offset, o.offset + blocks(o.nbytes))
+        self._aside().spare(o.offset, o.offset + blocks(o.nbytes))
         super().restore(which, ticket)
 
     def _bring(self, which: int) -> None:
@@ -211,14 +211,14 @@ class Staged(Files):
         place, o = self._in_pool(which), self._offloads[which]
         value = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device)
         self._copying[which] = None, value
-        event = self._aside.to_device([value], [place])
+        event = self._aside().to_device([value], [place])
         self._copying[which] = event, value
-        self._aside.reads(event, [(o.offset, o.offset + o.nbytes)])
+        self._aside().reads(event, [(o.offset, o.offset + o.nbytes)])
 
     def wait(self, which: int) -> None:
         """For a file; or what computes from here on finds the copy done."""
         if which in self._copying:
-            self._aside.wait(self._copying[which][0])
+            self._aside().wait(self._copying[which][0])
         else:
             super().wait(which)
 
@@ -227,7 +227,7 @@ class Staged(Files):
 
     def end(self) -> None:
         if self._copying:
-            self._aside.finish()  # nothing reads or writes what goes now
+            self._aside().finish()  # nothing reads or writes what goes now
             self._copying.clear()
         super().end()
 
@@ -240,7 +240,7 @@ class Copies(Moves):
 
     Args:
         device: that computes.
-        stream: of the model's copies; None where the device has no streams, and copies are done at once.
+        stream: gives that of the model's copies; None where the device has no streams, and copies are done at once.
     """
 
     def __init__(
@@ -249,12 +249,16 @@ class Copies(Moves):
         offloads: Sequence[Any],
         nbytes: int,
         device: torch.device,
-        stream: torch.Stream | None,
+        stream: Callable[[], torch.Stream | None],
     ) -> None:
         super().__init__(parcels, offloads, nbytes)
-        self._device, self._stream = device, stream
+        self._device, self._of_model = device, stream
         self._events: dict[int, Any] = {}
         self._back: dict[int, torch.Tensor] = {}
+
+    @property
+    def _stream(self) -> torch.Stream | None:
+        return self._of_model()
 
     def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
         """Start to copy ``value`` to the host; its ticket."""

@@ -42,11 +42,12 @@ def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
         r.replicated,
         getattr(torch, r.out_dtype if group.across is None else r.dtype),
         float(group.data_ranks),
+        r.passes or r.cast_last,
     )
     if r.tile is not None and r.tile.index == 0:
         numel = runtime.policy.params[r.names[0]].layout.chunk_numel
         device = torch.device("cpu") if r.copied else runtime.policy.group.device
-        runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device)
+        runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device, bool(r.tiers))
     return Loaded(runtime, index, r, [_rows(runtime, name) for name in r.names])
 
 
@@ -245,6 +246,6 @@ class Reductions:
                 return None
         key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
         if r.tile.index == 0:
-            self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device)
+            self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device, bool(r.tiers))
         self._tiles[key][r.tile.begin : r.tile.begin + part.numel()].copy_(part)
         return self._tiles.pop(key) if r.tile.last else None

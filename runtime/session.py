@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from zero_compiler import accumulation
-from zero_compiler.beside import frames_of, saved_before
+from zero_compiler.beside import frames_of, related, saved_before
+from zero_compiler.ends import Ends, ends_by_owner
 from zero_compiler.errors import MemoryBudgetError, StorageError, TransferError, ZeroError
 from zero_compiler.failing import noticed
 from zero_compiler.group import Group
@@ -37,6 +38,7 @@ from zero_compiler.verify import verify_accumulating
 from . import moves, watch
 from .hops import Hops
 from .model import ModelRuntime
+from .pools import forsake, joined
 from .reductions import Reductions, load
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
@@ -78,13 +80,14 @@ class Session:
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
-        for runtime in runtimes.values():
-            runtime.engine.grow_arena(runtime.transient, program.transient_bytes)
-            runtime.grow_host(program.host_bytes)
-            runtime.grow_near(program.device_bytes)
+        for pools in joined(runtimes.values()):
+            pools.grow(program)
+        ends = ends_by_owner(program)
+        for owner, runtime in runtimes.items():
             if runtime.shared:
-                runtime.engine.grow_arena(runtime.slots, program.slots_bytes)
-                runtime.engine.grow_arena(runtime.own, program.own_bytes)
+                at = ends.get(owner, Ends())
+                runtime.engine.grow_arena(runtime.slots, at.slots)
+                runtime.engine.grow_arena(runtime.own, at.own)
         self._gathers = [self._add_gather(g) for g in program.gathers]
         self._whole = [self._is_whole(g) for g in program.gathers]
         self._known_reduces = {r: load(runtimes[r.owner], r) for r in program.reduces}
@@ -324,6 +327,8 @@ class Session:
         self._reductions.forget()
         if self._talks:
             broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
+        if self._talks:
+            forsake(self.runtimes.values())
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
             runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -358,15 +363,17 @@ class Session:
         planned, sized = self._planned(policies), getattr(self.frame, "sized", None)
         at, phase = None, self.program.phase
         if planned is not None and sized is not None:
-            before = 0 if phase == "inference" else saved_before(self.frame, frames_of(policies))
+            before = 0 if phase == "inference" else saved_before(self.frame, frames_of(related(policies)))
             at = sized.call(phase, env, before, planned)
+        if planned is not None:
+            policies = related(policies)
         everyone = self.first.policy.group.everyone
         return accumulation.need_of(self.program, policies, planned, everyone.name_of(everyone.rank), at)
 
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         assert self.first is not None
-        state = tuple((p.key, len(p.frames), len(p.optimizers), p.taken) for p in policies)
+        state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)
         if self.first.planned is None or self.first.planned[0] != state:
             self.first.planned = (state, accumulation.planned_for(policies))
         known: accumulation.Planned | None = self.first.planned[1]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .beside import frames_of
+from .beside import frames_of, related
 from .budget import memory_of
 from .grads import PendingGrad
 from .keeping import most_accumulating
@@ -38,8 +38,9 @@ class Planned:
 
 
 def planned_for(policies: Sequence[Any]) -> Planned | None:
-    """By the frames compiled so far; None without a budget. Of several budgets the least; where a frame was compiled
-    again for another one, the last."""
+    """By the frames compiled so far of all that they are parts of; None without a budget. Of several budgets the least;
+    where a frame was compiled again for another one, the last."""
+    policies = related(policies)
     frames = frames_of(policies)
     last = {f.code or f.index: f.config.memory_budget_bytes for f in frames}
     budgets = [b for b in last.values() if b is not None]

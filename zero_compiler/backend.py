@@ -38,7 +38,6 @@ from .report import Frame
 from .runtime.shards import LocalRows
 from .segments import SegmentCompiler
 from .simulate import Timeline, simulate
-from .slots import kept_bytes
 from .verify import verify_accumulating
 
 
@@ -247,7 +246,7 @@ class _FrameCompiler:
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
         timeline = self._simulated(program)
-        state.frame.add(program, kept_bytes(state.loader.kept_offsets()), timeline, state.choices[phase])
+        state.frame.add(program, state.kept_bytes(), timeline, state.choices[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)

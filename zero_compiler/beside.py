@@ -15,6 +15,13 @@ from .program import Program
 from .report import Frame
 
 
+def related(policies: Iterable[Any]) -> list[Any]:
+    """All that are of one model with any of these, its parts that were sharded by themselves among them, in the order
+    in which they were made."""
+    found = {id(p): p for policy in policies for p in (policy, *policy.scope.members)}
+    return sorted(found.values(), key=lambda p: p.serial)
+
+
 def frames_of(policies: Iterable[Any]) -> list[Frame]:
     """Those compiled so far, in order."""
     return sorted((f for policy in policies for f in policy.frames), key=lambda f: f.index)

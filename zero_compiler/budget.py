@@ -15,6 +15,7 @@ from typing import Any
 
 from .arena import aligned
 from .assign import Option, assign
+from .ends import ends_by_owner
 from .errors import MemoryBudgetError
 from .ir.facts import ParamRef
 from .keeping import most_accumulating
@@ -103,6 +104,45 @@ def keep(
     note(set(text.split("\n")))
 
 
+def _pool_bytes(policies: Sequence[Any], programs: Sequence[Program], moves: bool) -> tuple[int, int]:
+    """Bytes of all pools on the device and of those on its host.
+
+    What peers read, and what a transport keeps, each model has for itself. All else is common to a model, its parts and
+    whatever has a Program with them (`runtime/pools.py`).
+
+    Args:
+        moves: whether anything is gathered.
+    """
+    scopes = {p.key: p.scope for p in policies}
+    common: dict[
+        Any, Any
+    ] = {}  # of each scope one that it shares pools with; itself at the end of such a chain
+
+    def first(scope: Any) -> Any:
+        while (before := common.setdefault(scope, scope)) is not scope:
+            scope = before
+        return scope
+
+    ends = [ends_by_owner(p) for p in programs]
+    for owners in ends:
+        found = [first(scopes[owner]) for owner in owners if owner in scopes]
+        for scope in found:
+            common[scope] = found[0]
+    transient, device, host, slots, own, scratch = (Counter[Any]() for _ in range(6))
+    for p, owners in zip(programs, ends, strict=True):
+        group = next((first(scopes[owner]) for owner in owners if owner in scopes), None)
+        transient[group] = max(transient[group], p.transient_bytes)
+        device[group] = max(device[group], p.device_bytes)
+        host[group] = max(host[group], p.host_bytes)
+        for owner, at in owners.items():
+            slots[owner] = max(slots[owner], -(-at.slots // p.slots_ranks))
+            own[owner] = max(own[owner], at.own)
+        for owner, nbytes in scratch_bytes(p, policies).items():
+            scratch[owner] = max(scratch[owner], nbytes)
+    arenas = sum(pool.total() for pool in (transient, slots, own, scratch))
+    return device.total() + (arenas if moves else 0), host.total()
+
+
 def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
     rest = {kind: Counter[str]() for kind in TRANSFERS}
@@ -130,12 +170,10 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
-    arena = max((p.buffer_bytes if moves else p.device_bytes for p in programs), default=0)
-    arena += max((scratch_bytes(q.transport, p, q.group) for p in programs for q in policies), default=0)
+    arena, host = _pool_bytes(policies, programs, moves)
     away = max((p.file_bytes for p in programs), default=0)
     files += away if policies[0].activation_tier == "nvme" else 0
     streamers = {id(s): s for policy in policies for s in policy.streamers}
-    host = max((p.host_bytes for p in programs), default=0)
     host += sum(s.buffer_bytes for s in streamers.values())
     if policies[0].apart:
         apart += host + (away if policies[0].activation_tier == "host" else 0)

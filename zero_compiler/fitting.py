@@ -300,7 +300,7 @@ class Fitting:
         state = self.state
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is not None and state.policies:
-            budget.check_rest(state.memory([]), budget_bytes, list(state.policies.values()))
+            budget.check_rest(state.memory([]), budget_bytes, state.relatives)
 
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes.
@@ -568,7 +568,7 @@ class Fitting:
         """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""
         state = self.state
         mine = list(state.frame.programs.values())
-        policies = list(state.policies.values())
+        policies = state.relatives
         if not policies or not mine:
             return
         others = [p for policy in policies for f in policy.frames for p in f.programs.values()]
@@ -578,10 +578,6 @@ class Fitting:
         for program in mine:
             if program.phase != "backward":
                 program.idle_bytes = idle
-            elif state.config.memory_budget_bytes is not None and not gradients:
-                # All go on to other tiers. Plans count them until then, and not what each size of them leaves behind.
-                peak = budget.memory_of(policies, [*mine, *others], state.frame.kept_bytes).peak
-                program.idle_bytes = max(0, state.config.memory_budget_bytes - peak)
 
     def check_budget(self) -> None:
         """What was compiled fits the budget, by the plan and by the verifier's own count; and so does it together with
@@ -595,7 +591,7 @@ class Fitting:
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is None or not state.policies:
             return
-        policies, programs = list(state.policies.values()), list(state.frame.programs.values())
+        policies, programs = state.relatives, list(state.frame.programs.values())
         every = [*programs, *state.waiting]
         memory = budget.memory_of(policies, every, state.frame.kept_bytes)
         budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies)

@@ -50,7 +50,7 @@ class FrameState:
         self.config = self._config(options)
         if loader.compute is not None:
             self.config = dataclasses.replace(self.config, compute=loader.compute)
-        loader.prepare(list(self.policies.values()))
+        loader.prepare(list(self.policies.values()), self.relatives)
         self.bucket_bytes, why = self._bucket_bytes()
         self.captured = captured
         self.params = {s.ref: self._plan(s) for s in captured.shards}
@@ -58,7 +58,7 @@ class FrameState:
         self.frame = Frame(self.index, self.config, self.params, self.trace, code=captured.code)
         if self.config.memory_budget_bytes is not None and self.first is not None:
             self.frame.sized = Sized()
-        self.others = beside.frames_of(self.policies.values())  # that were compiled before
+        self.others = beside.frames_of(self.relatives)  # that were compiled before
         self.due = beside.due(self.others, captured.code)
         self.take_buckets(self.bucket_bytes, why)
         self.order: list[ParamRef] = []  # of first use
@@ -85,6 +85,11 @@ class FrameState:
         return {key: policy for key, ref in self._owners if (policy := ref()) is not None}
 
     @property
+    def relatives(self) -> list[Any]:
+        """These, and what else there is of the models that they are parts of: budgets are for all of it."""
+        return beside.related(self.policies.values())
+
+    @property
     def first(self) -> Any:
         return next(iter(self.policies.values()), None)
 
@@ -92,6 +97,7 @@ class FrameState:
         """The frame is compiled: from here on its model shows it."""
         if self.first is not None:
             self.first.frames.append(self.frame)
+            self.first.scope.changes += 1
 
     @property
     def fused(self) -> bool:
@@ -214,8 +220,12 @@ class FrameState:
 
     def memory(self, programs: Sequence[Program]) -> Memory:
         """What the frame takes with these Programs as its phases, together with frames that wait for it."""
-        policies, every = list(self.policies.values()), [*programs, *self.waiting]
-        return budget.memory_of(policies, every, kept_bytes(self.loader.kept_offsets()))
+        return budget.memory_of(self.relatives, [*programs, *self.waiting], self.kept_bytes())
+
+    def kept_bytes(self) -> int:
+        """Of the arenas of kept weights."""
+        tables = {p.key: p.runtime.kept_offsets for p in self.relatives if p.runtime is not None}
+        return kept_bytes({**tables, **self.loader.kept_offsets()})
 
     def lay_beside(self, program: Program) -> None:
         """Note what other frames hold while it runs."""

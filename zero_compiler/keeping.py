@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch
-
-from .arena import aligned
+from .ends import ends_by_owner
 from .live import moments, passing_of, read_in_place, results_of
 from .program import Instr, Keep, KeepDesc, Program, Reduce, ReduceDesc, Store, WaitReduce
 
@@ -62,7 +59,9 @@ def accumulating(program: Program, owners: Collection[str]) -> Program:
         reduces=reduces,
         keeps=keeps,
     )
-    out.transient_bytes, out.own_bytes = _arenas(out)
+    ends = ends_by_owner(out).values()
+    out.transient_bytes = max((at.transient for at in ends), default=0)
+    out.own_bytes = max((at.own for at in ends), default=0)
     out.live = _live(program, out, came_from) if program.live else []
     return out
 
@@ -87,34 +86,9 @@ def most_accumulating(program: Program, gradients: int, full: int) -> int:
     return max(waiting, max(m.others + m.gradients + end.full - m.full for m in rows) + elsewhere + cast)
 
 
-def _arenas(program: Program) -> tuple[int, int]:
-    """Bytes that transfers need of the arenas "transient" and "own": to the end of the last buffer in each."""
-    ends = {"transient": [0], "own": [0]}
-    world = program.slots_ranks
-    for g in program.gathers:
-        item = getattr(torch, g.dtype).itemsize
-        if not (g.home or g.kept or g.shared):
-            ends["transient"] += [
-                at + aligned(n * world * item) for at, n in zip(g.offsets, g.chunk_numels, strict=True)
-            ]
-        if g.staging >= 0:
-            several = world + 1 if len(g.names) > 1 else 1
-            ends["transient"].append(g.staging + aligned(sum(g.chunk_numels) * several * item))
-    for r in program.reduces:
-        item = getattr(torch, r.dtype).itemsize
-        if r.shared:
-            ends["own"].append(r.staging + aligned(sum(map(math.prod, r.shapes)) * item))
-        elif r.staging >= 0:
-            total = sum(r.chunk_numels) * item
-            size = total if r.replicated else aligned(total * world) + total
-            ends["transient"].append(r.staging + aligned(size))
-    # Of owners on fewer ranks than others this is too much.
-    return min(program.transient_bytes, max(ends["transient"])), min(program.own_bytes, max(ends["own"]))
-
-
 def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
     """Live bytes of ``out``, whose instructions are those of ``program`` at ``came_from``."""
-    before, added = moments(program), _added(program, {k.owner for k in out.keeps})
+    before, added = moments(program, waiting=False), _added(program, {k.owner for k in out.keeps})
     beside = program.beside_bytes  # not what this Program holds
     rows, results, always = [], 0, out.buffer_bytes + out.waiting_bytes
     for instr, at in zip(out.instrs, came_from, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -203,22 +204,70 @@ def _written_there(program: Program, r: ReduceDesc) -> bool:
 class Moment:
     """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, of the ``full`` ones
     that these came from, and of all ``others`` beside them and the arenas: what other frames and the caller hold is
-    among them."""
+    among them, and memory of results that pass which waits for others."""
 
     others: int
     gradients: int
     full: int = 0
 
 
-def moments(program: Program) -> list[Moment]:
-    """What lives when, of what a Program makes."""
+def waiting_of(program: Program) -> list[int]:
+    """During each instruction, bytes of memory that waits for results that pass.
+
+    A storage of one that has gone is used again by another of its size, or given back before one is made of another
+    size (``passing_`` in csrc/include/zero/engine.h). So at each moment they take, of each owner, what those took that
+    were there at once at some moment before, and no more.
+    """
+    now: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    summing: Counter[str] = Counter()  # until the next reduction is waited for
+    held = taken = 0
+    rows = []
+    for instr in program.instrs:
+        gone: Counter[str] = Counter()
+        if isinstance(instr, (Reduce, Store, WaitReduce)):
+            r = program.reduces[instr.index]
+            nbytes = _passing_storage(program, r)
+            waited = isinstance(instr, Store if r.copied else WaitReduce)
+            if waited:
+                now -= summing
+                held -= summing.total()
+                summing.clear()
+            early = _early(program, r) or _written_there(program, r)
+            if isinstance(instr, Reduce) if early else waited:
+                held += nbytes
+                now[r.owner] += nbytes
+                more = max(0, now[r.owner] - most[r.owner])
+                most[r.owner] += more
+                taken += more
+            if isinstance(instr, WaitReduce):
+                (summing if waited and r.copies > 1 else gone)[r.owner] += nbytes
+        rows.append(taken - held)
+        now -= gone
+        held -= gone.total()
+    return rows
+
+
+def _passing_storage(program: Program, r: ReduceDesc) -> int:
+    """Bytes of the engine's that results of a reduction lie in and leave again."""
+    if r.cast_last:
+        return sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
+    if not r.passes:
+        return 0
+    itself = program.slots_ranks == 1 and r.copies == 1 and (r.grad_dtype or r.dtype) == r.out_dtype
+    return 0 if itself else r.result_bytes  # of one rank the gradient itself is the result
+
+
+def moments(program: Program, waiting: bool = True) -> list[Moment]:
+    """What lives when, of what a Program makes; with or without what :func:`waiting_of` counts."""
     out = []
     gradients = full = 0
-    beside = program.beside_bytes
+    beside, arenas = program.beside_bytes, program.buffer_bytes
     tiles: dict[tuple[str, str], int] = {}
-    for instr, live in zip(program.instrs, program.live, strict=True):
+    waits = waiting_of(program) if waiting else [0] * len(program.instrs)
+    for instr, live, wait in zip(program.instrs, program.live, waits, strict=True):
         gradients += results_of(program, instr)
-        out.append(Moment(live - program.buffer_bytes - gradients + beside, gradients, full))
+        out.append(Moment(live - arenas - gradients + beside + wait, gradients, full))
         if isinstance(instr, WaitReduce):
             r = program.reduces[instr.index]
             key = (r.owner, r.names[0])

@@ -11,6 +11,7 @@ from .errors import ShardError
 from .program import Program
 from .report import Frame
 from .runtime.model import ModelRuntime
+from .runtime.pools import joined
 from .runtime.session import Session
 
 
@@ -22,8 +23,12 @@ class Loader(Protocol):
 
     compute: str | None
 
-    def prepare(self, policies: Sequence[Any]) -> None:
-        """Called once a frame, before anything is compiled."""
+    def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
+        """Called once a frame, before anything is compiled.
+
+        Args:
+            relatives: these, and what else there is of the models that they are parts of.
+        """
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         """The tables that :func:`emit` grows, one an owner."""
@@ -55,12 +60,13 @@ class EngineLoader:
         self.runtimes: dict[str, ModelRuntime] = {}
         self.first: ModelRuntime | None = None
 
-    def prepare(self, policies: Sequence[Any]) -> None:
+    def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
         for policy in policies:
             policy.group.check_still_valid()
             if policy.runtime is None:
                 policy.runtime = ModelRuntime(policy)
             self.runtimes[policy.key] = policy.runtime
+        joined(p.runtime for p in relatives if p.runtime is not None)
         self.first = policies[0].runtime if policies else None
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
@@ -107,7 +113,7 @@ class PlanLoader:
         made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}
         self._kept: defaultdict[str, dict[str, int]] = defaultdict(dict, made)
 
-    def prepare(self, policies: Sequence[Any]) -> None:
+    def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
         pass
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:

@@ -69,7 +69,7 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
     for module in model.modules():
         state = state_of(module)
         if state is not None:
-            state.policy.scope = policy.scope
+            state.policy.belong(policy.scope)
             continue
         names = {a: names_by_id[id(p)] for a, p in module._parameters.items() if p is not None}
         owned[id(module)] = names

@@ -175,7 +175,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 self._held[policy.key, name] = nbytes, rests
                 self._managed.append((weakref.ref(policy), name, param))
                 policy.optimizers[name] = self
-                policy.taken += 1
+                policy.take()
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
                     needs.setdefault(policy, []).append((entry, key, dtype))
@@ -232,7 +232,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 nbytes + local_of(piece.entry.param).numel() * dtype.itemsize,
                 rests,
             )
-            policy.taken += 1
+            policy.take()
             if piece.entry.tier != "none" and whole_blocks(piece, dtype):
                 piece.entry.streamed[key] = dtype.itemsize
         self._measure()

@@ -41,14 +41,24 @@ _OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers take
 
 
 class Scope:
-    """Whether a forward of the model is running: inside one, a managed attribute is the full weight.
+    """What a sharded model and the parts of it that were sharded before have in common: whether a forward is running.
+    Inside one, a managed attribute is the full weight.
 
-    ``copies``: what eager code was given as weights, where a forward runs without compile.
+    ``copies``: what eager code was given as weights, where a forward runs without compile. ``members``: their policies.
+    ``changes`` counts what these learn of frames and optimizers.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.copies: Copies | None = None
+        self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
+        self.changes = 0
+
+    def __getstate__(self) -> None:
+        """Nothing of it is a copy's."""
+
+    def __setstate__(self, state: None) -> None:
+        self.__init__()  # type: ignore[misc]
 
 
 @dataclass
@@ -84,7 +94,7 @@ class Policy:
         self.hardware = hardware.load(config.hardware)
         self.transport: Transport = LOCAL  # until the parameters are known
         self.placed = Placed({})
-        self.scope = scope or Scope()
+        self.belong(scope or Scope())
         self.params: dict[str, ParamInfo] = {}
         self.places: dict[str, Places] = {}
         # Weights of stage 3 that the memory budget keeps, by name; decided once, then fixed.
@@ -106,6 +116,16 @@ class Policy:
         self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
+
+    def belong(self, scope: Scope) -> None:
+        """Be a part of the model that ``scope`` is of."""
+        self.scope = scope
+        scope.members.add(self)
+
+    def take(self) -> None:
+        """An optimizer takes a parameter, or finds what its states need."""
+        self.taken += 1
+        self.scope.changes += 1
 
     def unmade(self) -> None:
         """The model is not made after all, and maybe another rank has not even begun: the next one gets its number."""
@@ -148,6 +168,7 @@ class Policy:
         _copies[self.serial] += 1
         self.serial = (*self.serial, _copies[self.serial])
         self.runtime = None
+        self.belong(self.scope)
         self._fresh()
         self.frames, self.compilers = [], {}
         self.transport = COPIED if self.group.world > 1 else LOCAL

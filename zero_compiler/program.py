@@ -141,6 +141,11 @@ class ReduceDesc:
         return bool(self.tiers) or self.tile is not None
 
     @property
+    def cast_last(self) -> bool:
+        """Whether what ranks with the same rows sum up becomes the result only then, in another dtype."""
+        return self.copies > 1 and self.dtype != self.out_dtype
+
+    @property
     def result_bytes(self) -> int:
         """Of this rank's chunks of the result."""
         return sum(self.chunk_numels) * getattr(torch, self.out_dtype).itemsize
@@ -448,12 +453,14 @@ class Program:
         modules: for each ``Compute.segment``, the modules of the model that it computes.
         transient_bytes: size of the arena that gather buffers and staging of this Program share.
         slots_bytes: size of the gather buffers that all ranks share, ``slots_ranks`` of them.
-        own_bytes: size of this rank's staging that its peers read.
+        own_bytes: size of this rank's staging that its peers read. Of several models each has slots and staging of its
+            own, to where they end (see `ends.py`), which may lie at the same bytes.
         host_bytes: size of the pinned pool on the host through which files are read and written.
         device_bytes: size of the pool on the device to which chunks are copied that rest on its host, or in files.
         offloads: tensors that wait on another tier between forward and backward.
-        idle_bytes: of the storages of gradients that nobody holds, so many may wait to be used again while this Program
-            runs; the rest is given back when it begins (see `live.py`), or before more is taken. -1: all may wait.
+        idle_bytes: of the storages of gradients that rest in memory and nobody holds, so many may wait to be used again
+            while this Program runs; the rest is given back when it begins (see `live.py`), or before more is taken. -1:
+            all may wait.
         before_bytes: what frames before this one have saved for their backward, which is still due (see `beside.py`).
         again_bytes: gradients that frames behind this one have stored, in the same backward, of weights whose gradients
             it makes as well.

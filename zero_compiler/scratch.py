@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
-from .group import Group
 from .program import GatherDesc, Program, Reduce, ReduceDesc, WaitReduce
-from .transport import Transport
 
 
-def scratch_bytes(transport: Transport, program: Program, group: Group) -> int:
-    """Bytes on one rank, at most; the same on every rank."""
-    if transport.hosts is not None:
-        return _between_hosts(program, group.world, transport.hosts.hosts)
-    if transport.name == "c10d" and group.device.type == "cpu" and group.world > 2:
-        return _exchanged(program, group.world)
-    return 0
+def scratch_bytes(program: Program, policies: Sequence[Any]) -> dict[str, int]:
+    """Bytes on one rank, at most, of each model's transport, by the model's key; the same on every rank."""
+    between = {p.key: p for p in policies if p.transport.hosts is not None}
+    exchanged = {
+        p.key: p
+        for p in policies
+        if p.transport.name == "c10d" and p.group.device.type == "cpu" and p.group.world > 2
+    }
+    out = _between_hosts(program, between) if between else {}
+    return out | (_exchanged(program, exchanged) if exchanged else {})
 
 
-def _between_hosts(program: Program, world: int, hosts: int) -> int:
+def _between_hosts(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
     """One transfer at a time, in room for the largest (csrc/src/hosts_transport.cc)."""
-    laid = max((hosts * _chunk_bytes(g) for g in program.gathers), default=0)
-    summed = 0
+    laid: Counter[str] = Counter()
+    summed: Counter[str] = Counter()
+    for g in program.gathers:
+        if g.owner in policies:
+            hosts = policies[g.owner].transport.hosts.hosts
+            laid[g.owner] = max(laid[g.owner], hosts * _chunk_bytes(g))
     for r in program.reduces:
-        chunk = _chunk_bytes(r)
-        laid = max(laid, chunk if r.replicated else world * chunk)
-        summed = max(summed, chunk if r.replicated else hosts * chunk)
-    return laid + summed
+        if r.owner in policies:
+            policy, chunk = policies[r.owner], _chunk_bytes(r)
+            world, hosts = policy.group.world, policy.transport.hosts.hosts
+            laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
+            summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
+    return {key: laid[key] + summed[key] for key in policies}
 
 
-def _exchanged(program: Program, world: int) -> int:
+def _exchanged(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
     """Of each reduction under way, the rows that come from all ranks but two (csrc/src/c10d_transport.cc)."""
-    under_way: dict[int, int] = {}
-    most = 0
+    under_way: Counter[str] = Counter()
+    most: dict[str, int] = dict.fromkeys(policies, 0)
     for instr in program.instrs:
-        if isinstance(instr, Reduce) and not program.reduces[instr.index].replicated:
-            under_way[instr.index] = (world - 2) * _chunk_bytes(program.reduces[instr.index])
-            most = max(most, sum(under_way.values()))
-        elif isinstance(instr, WaitReduce):
-            under_way.pop(instr.index, None)
+        if not isinstance(instr, (Reduce, WaitReduce)):
+            continue
+        r = program.reduces[instr.index]
+        if r.replicated or r.owner not in policies:
+            continue
+        nbytes = (policies[r.owner].group.world - 2) * _chunk_bytes(r)
+        under_way[r.owner] += nbytes if isinstance(instr, Reduce) else -nbytes
+        most[r.owner] = max(most[r.owner], under_way[r.owner])
     return most
 
 

@@ -149,6 +149,12 @@ def collect(
                     f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
                     "that zero.shard replaces; register hooks after zero.shard"
                 )
+            if name is None and not ours(param) and param.__dict__.get(STALE, ("", ""))[1] == "zero.shard":
+                raise ShardError(
+                    f"parameter {_joined(prefix, attribute)} was tied to {param.__dict__[STALE][0]!r} of a module that "
+                    "is sharded by itself, which now has another parameter in its place; leave out the zero.shard of "
+                    "that module"
+                )
             if name is None:
                 name = _joined(prefix, attribute)
                 found[id(param)] = name

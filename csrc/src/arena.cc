@@ -93,7 +93,8 @@ Result<at::Tensor> Arena::slice(
     int64_t numel,
     c10::ScalarType dtype) {
   ZERO_RETURN_IF_ERROR(check(offset, numel, dtype));
-  if (!allocated()) {
+  const std::lock_guard lock(mutex_);
+  if (!block_.defined()) {
     ZERO_RETURN_IF_ERROR(allocate());
   }
   // Device memory has addresses too: this is arithmetic, not access.

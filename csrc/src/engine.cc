@@ -40,7 +40,8 @@ void Engine::close() {
     direct_->clear();
   }
   arenas_.clear();
-  recycler_.clear();
+  resting_.clear();
+  passing_.clear();
 }
 
 Status Engine::usable() const {
@@ -94,9 +95,8 @@ Result<int> Engine::add_arena(int64_t nbytes, c10::Device device) {
   if (nbytes < 0) {
     return Status::error("an arena cannot have a negative size");
   }
-  arenas_.push_back(std::make_unique<Arena>(nbytes, device));
+  arenas_.push_back(std::make_shared<Arena>(nbytes, device));
   shared_.push_back(false);
-  counters_.arena_bytes_planned += nbytes;
   return static_cast<int>(arenas_.size()) - 1;
 }
 
@@ -110,7 +110,7 @@ Result<int> Engine::add_shared_arena(int64_t nbytes, PeerMemory::Space space) {
                    : "ranks cannot read each other's memory over " +
                 transport_->name());
   }
-  arenas_.push_back(std::make_unique<Arena>(
+  arenas_.push_back(std::make_shared<Arena>(
       nbytes, c10::Device(at::kCPU), [peers, space](int64_t size) {
         return peers->block(space, size);
       }));
@@ -128,7 +128,6 @@ Result<Tensor> Engine::slice(
   auto part = arena.slice(offset, numel, dtype);
   if (!there && arena.allocated()) {
     counters_.arena_allocations += 1;
-    counters_.arena_bytes += arena.source() ? 0 : arena.nbytes();
   }
   return part;
 }
@@ -142,6 +141,30 @@ Result<bool> Engine::grow_arena(int id, int64_t nbytes) {
   if (nbytes <= old.nbytes()) {
     return false;
   }
+  ZERO_RETURN_IF_ERROR(leave_arena(id));
+  if (shared_[static_cast<size_t>(id)]) {
+    counters_.shared_bytes += nbytes - old.nbytes();
+  }
+  arenas_[static_cast<size_t>(id)] =
+      std::make_shared<Arena>(nbytes, old.device(), old.source());
+  return true;
+}
+
+Status Engine::place_arena(int id, std::shared_ptr<Arena> arena) {
+  const std::lock_guard lock(mutex_);
+  if (!usable().ok()) {
+    return {};  // it transfers nothing any more
+  }
+  ZERO_RETURN_IF_ERROR(find_arena(id, "place").status());
+  if (shared_[static_cast<size_t>(id)]) {
+    return Status::error("what peers read cannot lie in another arena");
+  }
+  ZERO_RETURN_IF_ERROR(leave_arena(id));
+  arenas_[static_cast<size_t>(id)] = std::move(arena);
+  return {};
+}
+
+Status Engine::leave_arena(int id) {
   const auto uses = [&](const auto& spec) {
     if constexpr (requires { spec.staging_arena; }) {
       return spec.arena == id || spec.staging_arena == id;
@@ -153,14 +176,14 @@ Result<bool> Engine::grow_arena(int id, int64_t nbytes) {
     if (uses(gather->spec) && gather->state != Gather::State::kIdle) {
       return misuse(
           "gather", gather->spec.label,
-          std::string("its arena cannot grow while ") + gather->state_name());
+          std::string("its arena cannot change while ") + gather->state_name());
     }
   }
   for (const auto& reduce : reduces_) {
     if (uses(reduce->spec) && reduce->state != Reduce::State::kIdle) {
       return misuse(
           "reduce", reduce->spec.label,
-          std::string("its arena cannot grow while ") + reduce->state_name());
+          std::string("its arena cannot change while ") + reduce->state_name());
     }
   }
   for (const auto& gather : gathers_) {
@@ -173,17 +196,7 @@ Result<bool> Engine::grow_arena(int id, int64_t nbytes) {
       reduce->drop();
     }
   }
-  if (shared_[static_cast<size_t>(id)]) {
-    counters_.shared_bytes += nbytes - old.nbytes();
-  } else {
-    if (old.allocated()) {
-      counters_.arena_bytes -= old.nbytes();
-    }
-    counters_.arena_bytes_planned += nbytes - old.nbytes();
-  }
-  arenas_[static_cast<size_t>(id)] =
-      std::make_unique<Arena>(nbytes, old.device(), old.source());
-  return true;
+  return {};
 }
 
 void Engine::abandon(const std::string& reason) {
@@ -215,36 +228,34 @@ void Engine::stop_waiting(const std::string& reason) {
   transport_->stop_waiting(reason);
 }
 
-Status Engine::expect_output(int64_t nbytes, c10::Device device) {
+Status Engine::expect_output(
+    int64_t nbytes,
+    c10::Device device,
+    bool passes) {
   const std::lock_guard lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());
-  recycler_.expect(nbytes, device);
+  pool(passes).expect(nbytes, device);
   return {};
 }
 
 Result<Tensor> Engine::acquire_output(
     int64_t numel,
     c10::ScalarType dtype,
-    c10::Device device) {
+    c10::Device device,
+    bool passes) {
   const std::lock_guard lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());
   return guarded([&]() -> Result<Tensor> {
-    return acquire(at::IntArrayRef{numel}, dtype, device);
+    return pool(passes).acquire(at::IntArrayRef{numel}, dtype, device);
   });
 }
 
-Tensor Engine::acquire(
-    at::IntArrayRef sizes,
-    c10::ScalarType dtype,
-    c10::Device device) {
-  return recycler_.acquire(sizes, dtype, device);
-}
-
 Status Engine::trim(int64_t nbytes) {
-  std::vector<c10::Storage> dropped;
+  std::vector<c10::Storage> dropped[2];  // freed when the lock is
   const std::lock_guard lock(mutex_);
   ZERO_RETURN_IF_ERROR(usable());
-  dropped = recycler_.trim(nbytes);
+  dropped[0] = resting_.trim(nbytes);
+  dropped[1] = passing_.trim(0);
   return {};
 }
 
@@ -263,8 +274,15 @@ Status Engine::leave() {
 Counters Engine::counters() const {
   const std::lock_guard lock(mutex_);
   Counters all = counters_;
-  all.allocations = all.arena_allocations + recycler_.allocations();
-  all.recycled = recycler_.recycled();
+  for (size_t id = 0; id < arenas_.size(); ++id) {
+    if (!shared_[id]) {
+      all.arena_bytes += arenas_[id]->allocated() ? arenas_[id]->nbytes() : 0;
+      all.arena_bytes_planned += arenas_[id]->nbytes();
+    }
+  }
+  all.allocations =
+      all.arena_allocations + resting_.allocations() + passing_.allocations();
+  all.recycled = resting_.recycled() + passing_.recycled();
   all.scratch_bytes = transport_->scratch_bytes();
   return all;
 }

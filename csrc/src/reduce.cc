@@ -70,6 +70,7 @@ Status Engine::start_collective(Reduce& reduce) {
   if (reduce.direct >= 0) {
     return start_direct(reduce);
   }
+  Recycler& results = pool(spec.passes);
   const bool lone = spec.params.size() == 1;
   const Tensor& first = reduce.inputs[0];
   reduce.copied = false;
@@ -80,8 +81,8 @@ Status Engine::start_collective(Reduce& reduce) {
   if (lone && spec.dtype == spec.out_dtype) {
     const ReduceParam& param = spec.params[0];
     out = spec.replicated
-        ? acquire(param.sizes, spec.out_dtype, first.device()).view({-1})
-        : acquire({param.chunk_numel}, spec.out_dtype, first.device());
+        ? results.acquire(param.sizes, spec.out_dtype, first.device()).view({-1})
+        : results.acquire({param.chunk_numel}, spec.out_dtype, first.device());
     reduce.results = {out};
   }
 
@@ -248,7 +249,8 @@ void Engine::finish_collective(Reduce& reduce) {
   for (size_t i = 0; i < spec.params.size(); ++i) {
     const Tensor& sum = reduce.out_slots[i];
     const ReduceParam& param = spec.params[i];
-    Tensor out = acquire({param.chunk_numel}, spec.out_dtype, sum.device());
+    Tensor out = pool(spec.passes)
+                     .acquire({param.chunk_numel}, spec.out_dtype, sum.device());
     if (spec.out_dtype == spec.dtype && divides) {
       reduce.divide(sum, out);
     } else {
@@ -279,8 +281,8 @@ Status Engine::finish_direct(Reduce& reduce) {
   int64_t offset = 0;  // elements
   for (const ReduceParam& param : spec.params) {
     const int64_t numel = product(param.sizes);
-    Tensor out = acquire(
-        {param.chunk_numel}, spec.out_dtype, c10::Device(at::kCPU));
+    Tensor out = pool(spec.passes)
+                     .acquire({param.chunk_numel}, spec.out_dtype, c10::kCPU);
     const int64_t begin =
         spec.replicated ? 0 : std::min(rank_ * param.chunk_numel, numel);
     const int64_t rows = std::min(param.chunk_numel, numel - begin);
@@ -315,7 +317,7 @@ void Engine::finish_local(Reduce& reduce) {
       reduce.results.push_back(spec.replicated ? grad : grad.view(sizes));
       continue;
     }
-    Tensor out = acquire(sizes, spec.out_dtype, grad.device());
+    Tensor out = pool(spec.passes).acquire(sizes, spec.out_dtype, grad.device());
     if (padded) {
       out.zero_();
     }
@@ -326,7 +328,7 @@ void Engine::finish_local(Reduce& reduce) {
       full.copy_(grad, /*non_blocking=*/true);
       reduce.divide(full, full);
     } else {
-      Tensor wide = acquire(param.sizes, spec.dtype, grad.device());
+      Tensor wide = passing_.acquire(param.sizes, spec.dtype, grad.device());
       wide.copy_(grad, /*non_blocking=*/true);
       reduce.divide(wide, wide);
       full.copy_(wide, /*non_blocking=*/true);

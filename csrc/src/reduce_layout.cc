@@ -70,7 +70,7 @@ Result<int> Engine::add_reduce(ReduceSpec spec) {
     }
   }
   for (const ReduceParam& param : spec.params) {
-    recycler_.expect(
+    pool(spec.passes).expect(
         bytes_of(param.chunk_numel, spec.out_dtype), arena.value()->device());
   }
   reduces_.push_back(std::make_unique<Reduce>(std::move(spec)));

@@ -252,7 +252,7 @@ TEST(an_arena_grows_between_transfers) {
       CHECK_OK(engine.gather_start(gather, shards));
       CHECK_FAILS(
           engine.grow_arena(arena, 1 << 20),
-          "gather 'w': its arena cannot grow while it is in flight");
+          "gather 'w': its arena cannot change while it is in flight");
       kept = value_of(engine.gather_wait(gather))[0];
       check_equal(kept, numbers({4, 3}, 0));
       CHECK_FAILS(
@@ -265,6 +265,46 @@ TEST(an_arena_grows_between_transfers) {
     CHECK_EQ(engine.counters().arena_bytes_planned, (1 << 15) + (1 << 14));
     CHECK_FAILS(engine.grow_arena(7, 1), "no arena has the number 7");
   });
+}
+
+TEST(engines_lie_in_one_arena) {
+  // Two models of which one Program has parameters: what the one has let go of
+  // serves the other.
+  const auto alone = [] {
+    return std::make_unique<Engine>(
+        std::make_unique<zero::LocalTransport>(), 0, 1);
+  };
+  const auto first = alone();
+  const auto second = alone();
+  const auto shared = std::make_shared<zero::Arena>(1 << 12, kCpu);
+  Tensor seen;
+  for (Engine* engine : {first.get(), second.get()}) {
+    const int arena = value_of(engine->add_arena(1 << 6, kCpu));
+    CHECK_OK(engine->place_arena(arena, shared));
+    GatherSpec spec;
+    spec.arena = arena;
+    spec.dtype = at::kBFloat16;  // a cast, which is made in the arena
+    spec.staging_offset = 1 << 11;
+    spec.label = "w";
+    spec.params = {{12, {4, 3}, 0}};
+    const int gather = value_of(engine->add_gather(spec));
+    const Tensor full = numbers({4, 3}, engine == first.get() ? 0 : 1);
+    CHECK_OK(engine->gather_start(gather, {full.reshape({-1})}));
+    CHECK_FAILS(
+        engine->place_arena(arena, std::make_shared<zero::Arena>(64, kCpu)),
+        "gather 'w': its arena cannot change while it is in flight");
+    const Tensor got = value_of(engine->gather_wait(gather))[0];
+    check_equal(got, full.to(at::kBFloat16));
+    CHECK_TRUE(!seen.defined() || seen.data_ptr() == got.data_ptr());
+    seen = got;
+    CHECK_OK(engine->release(gather));
+    CHECK_EQ(engine->counters().arena_bytes, 1 << 12);
+    CHECK_FAILS(engine->place_arena(7, shared), "no arena has the number 7");
+  }
+  CHECK_EQ(first->counters().arena_allocations, 1);
+  CHECK_EQ(second->counters().arena_allocations, 0);
+  first->close();
+  CHECK_OK(first->place_arena(0, shared));
 }
 
 }  // namespace

@@ -133,6 +133,25 @@ TEST(the_pool_gives_back_what_waits_before_it_takes_more) {
   CHECK_EQ(pool.allocations(), 4);
 }
 
+TEST(a_pool_without_room_takes_what_is_there_at_once) {
+  const Metered meter;
+  zero::Recycler pool(0);
+  for (const int64_t nbytes : {4000, 4000, 400}) {
+    pool.expect(nbytes, kCpu);
+  }
+  Tensor held = pool.acquire({1000}, at::kFloat, kCpu);
+  pool.acquire({1000}, at::kFloat, kCpu);
+  CHECK_EQ(meter.live(), 8000);
+  pool.acquire({1000}, at::kFloat, kCpu);  // the same once more
+  CHECK_EQ(pool.allocations(), 2);
+  Tensor small = pool.acquire({100}, at::kFloat, kCpu);  // in place of that
+  CHECK_EQ(meter.live(), 4400);
+  held.reset();
+  small.reset();
+  CHECK_EQ(pool.trim(0).size(), size_t{2});
+  CHECK_EQ(meter.live(), 0);
+}
+
 TEST(the_pool_gives_back_what_nobody_holds) {
   const Metered meter;
   zero::Recycler pool;

@@ -94,7 +94,7 @@ def scratch(rank, world):
         model, _, _ = trained(kind, rank)
         policy = policies_of(model)[0]
         programs = [p for frame in policy.frames for p in frame.programs.values()]
-        planned = max(scratch_bytes(policy.transport, p, policy.group) for p in programs)
+        planned = max(scratch_bytes(p, [policy])[policy.key] for p in programs)
         found = policy.runtime.engine.counters()["scratch_bytes"]
         assert 0 < found <= planned, (kind, found, planned)
         buffers = max(p.buffer_bytes for p in programs)

@@ -33,7 +33,6 @@ def _rank(rank, world, budgets, folder):
             backward = frame.programs["backward"]
             tiles = sum(r.tile is not None for r in backward.reduces)
             planned = zero.inspect(model).memory.peak
-            assert backward.idle_bytes == budget - planned, (backward.idle_bytes, budget, planned)
             rows.append((budget, clip, overlap, tiles, measured, planned))
             losses.add((clip, *got))
             del model, held[:]

@@ -31,6 +31,17 @@ def test_sharding_a_part_of_a_sharded_model():
         zero.shard(model[0])
 
 
+def test_a_weight_tied_to_a_part_that_is_sharded_by_itself_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    zero.shard(model[0])
+    with pytest.raises(
+        ShardError,
+        match=r"parameter 1.weight was tied to 'weight' of a module .* leave out the zero.shard of that",
+    ):
+        zero.shard(model)
+
+
 def test_an_inner_shard_first_is_fine():
     model = mlp()
     zero.shard(model[0], stage=1)

@@ -57,6 +57,7 @@ RANKS = {
     "passes": 6,
     "cut": 7,
     "emit": 7,
+    "ends": 7,
     "generated": 3,
     "inside": 7,
     "workspaces": 6,

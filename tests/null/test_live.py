@@ -20,7 +20,7 @@ from zero_compiler.cut import SegmentGraph
 from zero_compiler.inside import peak_inside
 from zero_compiler.ir import facts, ops
 from zero_compiler.keeping import most_accumulating
-from zero_compiler.live import idle_bytes, most
+from zero_compiler.live import idle_bytes, moments, most, waiting_of
 from zero_compiler.program import (
     Compute,
     Gather,
@@ -180,6 +180,70 @@ def test_as_many_storages_of_gradients_wait_as_raise_no_peak(before, rows):
     idle = idle_bytes([forward, backward], gradients, peak)
     assert held(idle) <= peak
     assert idle == gradients or held(idle + 1) > peak
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_memory_of_results_that_pass_is_counted(data):
+    """Beside a pool that gives back what waits before it takes more (``Recycler`` in csrc), one for each owner."""
+    tiers, ranks, count = ("nvme",), data.draw(st.sampled_from([1, 2])), data.draw(st.integers(1, 8))
+    copies = data.draw(st.sampled_from([1, 2]))
+    reduces = [
+        ReduceDesc(
+            data.draw(st.sampled_from(["a", "b"])),
+            (f"w{k}",),
+            ((numel,),),
+            (numel,),
+            data.draw(st.sampled_from(["float32", "bfloat16"])),
+            "float32",
+            False,
+            0,
+            "",
+            shared=data.draw(st.booleans()),
+            tiers=data.draw(st.sampled_from([(), tiers])),
+            copies=copies,
+        )
+        for k in range(count)
+        for numel in [data.draw(st.integers(1, 3)) * 100]
+    ]
+    order = data.draw(st.permutations([k for k in range(count) for _ in range(2)]))
+    begun: set[int] = set()
+    instrs = [WaitReduce(k, ()) if k in begun or begun.add(k) else Reduce(k, (), ()) for k in order]
+    program = Program("backward", 0, 0, instrs, [], [], reduces, [], 0, slots_ranks=ranks)
+    program.live = [0] * len(instrs)
+    live: dict[str, list[int]] = {"a": [], "b": []}
+    idle: dict[str, list[int]] = {"a": [], "b": []}
+    seen: set[int] = set()
+    summing: list[tuple[str, int]] = []  # between ranks with the same rows, until the next wait
+    waits = waiting_of(program)
+    for at, instr in enumerate(instrs):
+        r, first = reduces[instr.index], instr.index not in seen
+        seen.add(instr.index)
+        cast_last = copies > 1 and r.dtype != r.out_dtype
+        early = (r.dtype == "float32" or cast_last) and not r.shared and ranks > 1
+        itself = ranks == 1 and copies == 1 and r.dtype == "float32"
+        pooled = (bool(r.tiers) or cast_last) and not itself
+        nbytes = r.chunk_numels[0] * 2 if cast_last else r.result_bytes
+        if not first:
+            for owner, summed in summing:
+                live[owner].remove(summed)
+                idle[owner].append(summed)
+            summing.clear()
+        if pooled and first == early:
+            if nbytes in idle[r.owner]:
+                idle[r.owner].remove(nbytes)
+            else:
+                idle[r.owner].clear()
+            live[r.owner].append(nbytes)
+        assert sum(map(sum, idle.values())) <= waits[at]
+        assert moments(program)[at].others - moments(program, waiting=False)[at].others == waits[at]
+        if pooled and not first and copies > 1:
+            summing.append((r.owner, nbytes))
+        elif pooled and not first:
+            live[r.owner].remove(nbytes)
+            idle[r.owner].append(nbytes)
+    if not any(r.tiers or r.cast_last for r in reduces):
+        assert not any(waits)
 
 
 @given(

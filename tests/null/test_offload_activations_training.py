@@ -103,7 +103,7 @@ def test_what_is_left_where_it_is(with_files):
 def test_a_deleted_model_leaves_no_pool(with_files_anywhere):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    assert gone_with_its_model(lambda runtime: [runtime.host], **with_files_anywhere(FAST))
+    assert gone_with_its_model(lambda runtime: [runtime.pools.host], **with_files_anywhere(FAST))
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -12,6 +12,7 @@ from zero_compiler.program import OffloadDesc
 from zero_compiler.runtime.model import ModelRuntime
 from zero_compiler.runtime.moves import Files
 from zero_compiler.runtime.parcels import Parcels
+from zero_compiler.runtime.pools import Pools
 
 
 def test_each_frame_finds_the_place_that_was_made_for_it():
@@ -120,8 +121,11 @@ def test_all_copies_of_a_model_share_one_stream(monkeypatch):
     streams = []
     monkeypatch.setattr(torch, "Stream", lambda device: streams.append(device) or object())
     policy = SimpleNamespace(activation_path=("host",), group=SimpleNamespace(device=torch.device("cuda")))
-    runtime = SimpleNamespace(policy=policy, parcels=Parcels(torch.empty), _aside=None)
+    pools = Pools(torch.device("cuda"))
+    runtime = SimpleNamespace(policy=policy, parcels=Parcels(torch.empty), pools=pools)
     program = SimpleNamespace(phase="backward", offloads=[], file_bytes=0)
-    for _ in range(2):
-        ModelRuntime.moves(runtime, program)
+    first, second = (ModelRuntime.moves(runtime, program) for _ in range(2))
+    assert first._stream is second._stream is pools.aside._stream
     assert streams == [torch.device("cuda")]
+    runtime.pools = Pools(torch.device("cuda"))  # with those of another model
+    assert first._stream is second._stream is runtime.pools.aside._stream

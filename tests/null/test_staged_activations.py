@@ -399,7 +399,7 @@ def test_a_call_that_breaks_off_leaves_nothing_under_way(after):
     parcels, pool = Parcels(lambda nbytes: File(request)), torch.zeros(4096, dtype=torch.uint8)
     desc = OffloadDesc("a", "h.0", ("host", "nvme"), (1024,), (1,), "float32", 0, 0)
     aside = _Slow(torch.device("cpu"), None)
-    moves = Staged(parcels, [desc], 4096, lambda: pool, torch.device("cpu"), aside)
+    moves = Staged(parcels, [desc], 4096, lambda: pool, torch.device("cpu"), lambda: aside)
     parcel = parcels.take(4096)
     if after in ("offload", "write"):
         moves.offload(0, torch.ones(1024))

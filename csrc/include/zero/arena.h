@@ -1,14 +1,17 @@
 // Arena: one block of device memory in which the compiler has planned offsets.
 //
+// Engines whose transfers are planned together share one.
+//
 // Ownership  The block lives as long as the Arena or any slice() of it.
 // Blocking   The first slice() allocates; nothing else does.
-// Threads    Not thread-safe; the Engine's lock guards it.
+// Threads    Every method may be called from any thread.
 #pragma once
 
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <utility>
 
 #include "zero/status.h"
@@ -34,6 +37,7 @@ class Arena {
     return source_;
   }
   bool allocated() const {
+    const std::lock_guard lock(mutex_);
     return block_.defined();
   }
 
@@ -51,9 +55,10 @@ class Arena {
  private:
   Status allocate();
 
-  int64_t nbytes_;
-  c10::Device device_;
-  Source source_;
+  const int64_t nbytes_;
+  const c10::Device device_;
+  const Source source_;
+  mutable std::mutex mutex_;  // guards what follows
   at::Tensor block_;  // uint8[nbytes_], undefined until first used
 };
 

@@ -81,6 +81,8 @@ struct ReduceSpec {
   bool replicated = false;
   c10::ScalarType out_dtype = c10::ScalarType::Float;
   double divisor = 1.0;
+  // The results are gone soon: they go on to another tier, or are parts of one.
+  bool passes = false;
 };
 
 struct Counters {
@@ -88,7 +90,7 @@ struct Counters {
   int64_t reduces = 0;
   int64_t bytes_gathered = 0;  // size of what the transport gathered, all ranks
   int64_t bytes_reduced = 0;  // size of what the transport summed, one rank
-  int64_t arena_bytes = 0;  // allocated so far
+  int64_t arena_bytes = 0;  // allocated so far, also where engines share it
   int64_t arena_bytes_planned = 0;
   int64_t shared_bytes = 0;  // in blocks that ranks share, planned; not in those
   int64_t scratch_bytes = 0;  // kept by the transport
@@ -127,6 +129,9 @@ class Engine {
   // lay in the old one is lost, so none of its transfers may be under way.
   // True if it grew.
   Result<bool> grow_arena(int id, int64_t nbytes);
+  // Puts another arena in the place of one, as a larger block does. Nothing where
+  // the engine is of no use any more: others go on in that arena.
+  Status place_arena(int id, std::shared_ptr<Arena> arena);
   Result<int> add_gather(GatherSpec spec);
   Result<int> add_reduce(ReduceSpec spec);
 
@@ -150,16 +155,18 @@ class Engine {
 
   // Frees storages of results that nobody holds any more, until at most `nbytes`
   // of such wait to be used again; and before one is made from here on. Negative:
-  // all of them wait.
+  // all of them wait. Of results that pass (see ReduceSpec) none waits, and none
+  // while another is made: they take no more than those do that are there at once.
   Status trim(int64_t nbytes);
 
   // A contiguous tensor for what leaves the engine in parts, of a size that
   // expect_output() announced: recycled like the outputs of reductions.
-  Status expect_output(int64_t nbytes, c10::Device device);
+  Status expect_output(int64_t nbytes, c10::Device device, bool passes);
   Result<at::Tensor> acquire_output(
       int64_t numel,
       c10::ScalarType dtype,
-      c10::Device device);
+      c10::Device device,
+      bool passes);
 
   // The end of a call: with shared arenas, waits until no peer reads what lies
   // in this rank's memory; else does nothing.
@@ -190,6 +197,8 @@ class Engine {
   Result<Gather*> find_gather(int id) const;
   Result<Reduce*> find_reduce(int id) const;
   Result<Arena*> find_arena(int id, const std::string& label) const;
+  // Nothing is under way in it, and nothing is known to lie in it from here on.
+  Status leave_arena(int id);
   // Of an arena, which is allocated and counted where it is not there yet.
   Result<at::Tensor> slice(
       Arena& arena,
@@ -206,10 +215,9 @@ class Engine {
   Status start_direct(Gather& gather);
   Status start_direct(Reduce& reduce);
   Status finish_direct(Reduce& reduce);
-  at::Tensor acquire(
-      at::IntArrayRef sizes,
-      c10::ScalarType dtype,
-      c10::Device device);
+  Recycler& pool(bool passes) {
+    return passes ? passing_ : resting_;
+  }
 
   const std::unique_ptr<Transport> transport_;
   const int rank_;
@@ -220,11 +228,14 @@ class Engine {
   mutable std::mutex mutex_;  // guards all that follows
   bool closed_ = false;
   std::optional<std::string> poison_;
-  std::vector<std::unique_ptr<Arena>> arenas_;
+  std::vector<std::shared_ptr<Arena>> arenas_;
   std::vector<bool> shared_;  // which of them peers read
   std::vector<std::unique_ptr<Gather>> gathers_;
   std::vector<std::unique_ptr<Reduce>> reduces_;
-  Recycler recycler_;
+  // What stays until the next step and what is gone in a moment never share a
+  // pool: the one would keep memory that the other could use.
+  Recycler resting_;
+  Recycler passing_{0};
   Counters counters_;
 };
 

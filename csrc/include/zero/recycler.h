@@ -30,6 +30,9 @@ bool held_by_nobody_else(const c10::Storage& storage);
 
 class Recycler {
  public:
+  // `limit`: see trim().
+  explicit Recycler(int64_t limit = -1) : limit_(limit) {}
+
   // Announces one more tensor of this size a step.
   void expect(int64_t nbytes, c10::Device device);
 
@@ -63,7 +66,7 @@ class Recycler {
 
   // Keyed by (bytes, device as "type, index").
   std::map<std::pair<int64_t, std::pair<int, int>>, Class> classes_;
-  int64_t limit_ = -1;
+  int64_t limit_;
   int64_t allocations_ = 0;
   int64_t recycled_ = 0;
 };
