@@ -54,10 +54,10 @@ class Scope:
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
         self.changes = 0
 
-    def __getstate__(self) -> None:
-        """Nothing of it is a copy's."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # nothing of it is a copy's
 
-    def __setstate__(self, state: None) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
 
