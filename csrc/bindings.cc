@@ -358,7 +358,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(
           "trim",
           [](Engine& engine, int64_t nbytes) {
-            check(without_gil([&] { return engine.trim(nbytes); }));
+            without_gil([&] { engine.trim(nbytes); });
           },
           py::arg("nbytes"))
       .def(

@@ -30,6 +30,7 @@ class Pools:
         # Into which files are read, on the host; and to which chunks are copied from there, on the device.
         self.host = buffer(0)
         self.near: torch.Tensor | None = None
+        self.forsaken = False  # of calls that broke off: nobody joins them
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # runtimes
 
     @functools.cached_property
@@ -49,8 +50,18 @@ class Pools:
         runtime.engine.place_arena(runtime.transient, self.arena)
 
     def grow(self, program: Program) -> None:
-        """Make room for a Program, while nothing is under way."""
-        self._make(program.transient_bytes, program.host_bytes, program.device_bytes)
+        """Make room for a Program, where there is less; nothing is under way."""
+        if program.transient_bytes > self.arena.nbytes:
+            self.arena = _C.Arena(program.transient_bytes, self.device)
+            for runtime in list(self._users):
+                runtime.engine.place_arena(runtime.transient, self.arena)
+        if program.host_bytes > self.host.numel():
+            self._finish()
+            self.host = buffer(program.host_bytes)
+        if program.device_bytes > (0 if self.near is None else self.near.numel()):
+            self._finish()
+            with unset_fake_temporarily():  # while a call is compiled
+                self.near = torch.empty(program.device_bytes, dtype=torch.uint8, device=self.device)
 
     def leave(self, runtime: Any) -> None:
         """A runtime is at its end; with the last one the memory is."""
@@ -59,42 +70,23 @@ class Pools:
         if not self._users:
             self._empty()
 
-    def keep(self, broken: Collection[Any]) -> None:
-        """Keep these runtimes alone; the others take other memory, of the same sizes."""
-        rest = [u for u in self._users if u not in broken]
-        if rest:
-            self._finish()
-            other = Pools(self.device)
-            for runtime in rest:
-                self._users.discard(runtime)
-                other.join(runtime)
-            other._make(self.arena.nbytes, self.host.numel(), self._near_bytes())
-
     def absorb(self, other: Pools) -> None:
-        """Take over the runtimes of other pools of the same device."""
-        sizes = other.arena.nbytes, other.host.numel(), other._near_bytes()
+        """Take over the runtimes of other pools of the same device; a Program of theirs makes room when it runs."""
         other._finish()
         for runtime in list(other._users):
             self.join(runtime)
         other._users.clear()
         other._empty()
-        self._make(*sizes)
 
-    def _make(self, arena: int, host: int, near: int) -> None:
-        if arena > self.arena.nbytes:
-            self.arena = _C.Arena(arena, self.device)
-            for runtime in list(self._users):
-                runtime.engine.place_arena(runtime.transient, self.arena)
-        if host > self.host.numel() or near > self._near_bytes():
-            self._finish()
-        if host > self.host.numel():
-            self.host = buffer(host)
-        if near > self._near_bytes():
-            with unset_fake_temporarily():  # while a call is compiled
-                self.near = torch.empty(near, dtype=torch.uint8, device=self.device)
-
-    def _near_bytes(self) -> int:
-        return 0 if self.near is None else self.near.numel()
+    def keep(self, broken: Collection[Any]) -> None:
+        """Keep these runtimes alone, for good; the others take other memory."""
+        self.forsaken = True
+        rest = [u for u in self._users if u not in broken]
+        if rest:
+            other = Pools(self.device)
+            for runtime in rest:
+                self._users.discard(runtime)
+                other.join(runtime)
 
     def _finish(self) -> None:
         """Wait until nothing is copied any more."""
@@ -108,13 +100,16 @@ class Pools:
         self.arena, self.host, self.near = _C.Arena(0, self.device), buffer(0), None
 
 
-def joined(runtimes: Iterable[Any]) -> list[Pools]:
-    """The pools of the models of one Program, which are the same from here on: one for each device."""
-    by_device: dict[torch.device, Pools] = {}
+def joined(runtimes: Iterable[Any]) -> list[Any]:
+    """Let models use the same pools from here on. Of each device one of them, whose pools these are; none of those that
+    broke off."""
+    by_device: dict[torch.device, Any] = {}
     for runtime in runtimes:
-        pools = by_device.setdefault(runtime.pools.device, runtime.pools)
-        if pools is not runtime.pools:
-            pools.absorb(runtime.pools)
+        if runtime.pools.forsaken:
+            continue
+        first = by_device.setdefault(runtime.pools.device, runtime)
+        if first.pools is not runtime.pools:
+            first.pools.absorb(runtime.pools)
     return list(by_device.values())
 
 

@@ -80,8 +80,8 @@ class Session:
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
-        for pools in joined(runtimes.values()):
-            pools.grow(program)
+        self._devices = joined(runtimes.values())
+        self._make_room(program)
         ends = ends_by_owner(program)
         for owner, runtime in runtimes.items():
             if runtime.shared:
@@ -108,6 +108,11 @@ class Session:
         self._engines = [r.engine for r in runtimes.values()]
         self._take(program)
 
+    def _make_room(self, program: Program) -> None:
+        """In pools that other models may have joined, or left, since it ran last."""
+        for runtime in self._devices:
+            runtime.pools.grow(program)
+
     def _take(self, program: Program) -> None:
         """Run ``program`` from here on, whose transfers are known."""
         self.program = program
@@ -117,6 +122,7 @@ class Session:
         self._last_read = last_reads(program)
         self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
         self._accumulating: dict[frozenset[str], Session] = {}
+        self._around: tuple[Any, list[Any]] | None = None
 
     def _keeping(self, owners: frozenset[str]) -> Session:
         """This backward with the gradients of ``owners`` kept: a Program of its own, on the same segments, transfers
@@ -293,8 +299,9 @@ class Session:
         try:  # with nothing before it where Ctrl-C could come, and peers would not be told
             if call is not None:
                 watch.begin(call)
-            for runtime in self.runtimes.values():
-                runtime.engine.trim(need.idle_bytes // len(self.runtimes))  # of -1 that is -1
+            engines = self._beside()
+            for engine in engines:
+                engine.trim(need.idle_bytes // len(engines))  # of -1 that is -1
             self._walk(env)
             self._finish_copies()
             if self._moves is not None:
@@ -327,17 +334,18 @@ class Session:
         self._reductions.forget()
         if self._talks:
             broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
-        if self._talks:
-            forsake(self.runtimes.values())
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
             runtime.policy.break_off(f"{type(error).__name__}: {error}")
             runtime.fresh.clear()
+        if self._talks:
+            forsake(self.runtimes.values())
 
     def _begin(self, env: Sequence[Any]) -> accumulation.Need:
         """What this call takes, with which all ranks begin."""
         with self._together():
             self._reductions.check_unhooked()
+            self._make_room(self.program)
             need = self._need(env)
         if self._talks:
             self._agree(need)
@@ -369,6 +377,15 @@ class Session:
             policies = related(policies)
         everyone = self.first.policy.group.everyone
         return accumulation.need_of(self.program, policies, planned, everyone.name_of(everyone.rank), at)
+
+    def _beside(self) -> list[Any]:
+        """The engines of all that the models of this call are parts of: what waits there waits beside it."""
+        scopes = dict.fromkeys(r.policy.scope for r in self.runtimes.values())
+        now = tuple((scope, scope.changes) for scope in scopes)
+        if self._around is None or self._around[0] != now:
+            relatives = related(r.policy for r in self.runtimes.values())
+            self._around = now, [p.runtime.engine for p in relatives if p.runtime is not None]
+        return self._around[1]
 
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""

@@ -169,14 +169,15 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
     accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
-    moves = policies[0].group.world > 1 or any(policy.config.param_dtype is not None for policy in policies)
+    moves = any(p.group.world > 1 or p.config.param_dtype is not None for p in policies)
     arena, host = _pool_bytes(policies, programs, moves)
     away = max((p.file_bytes for p in programs), default=0)
-    files += away if policies[0].activation_tier == "nvme" else 0
+    away_to = {p.activation_tier for p in policies}
+    files += away if "nvme" in away_to else 0
     streamers = {id(s): s for policy in policies for s in policy.streamers}
     host += sum(s.buffer_bytes for s in streamers.values())
-    if policies[0].apart:
-        apart += host + (away if policies[0].activation_tier == "host" else 0)
+    if any(p.apart for p in policies):
+        apart += host + (away if "host" in away_to else 0)
         host = 0
     kept = kept_bytes if moves else 0
     return Memory(

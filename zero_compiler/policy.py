@@ -54,11 +54,8 @@ class Scope:
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
         self.changes = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # nothing of it is a copy's
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Scope], tuple[()]]:
+        return Scope, ()  # nothing of it is a copy's
 
 
 @dataclass
@@ -118,9 +115,13 @@ class Policy:
         self._bind()
 
     def belong(self, scope: Scope) -> None:
-        """Be a part of the model that ``scope`` is of."""
+        """Be a part of the model that ``scope`` is of, and of no other."""
+        if (before := self.__dict__.get("scope")) is not None:
+            before.members.discard(self)
+            before.changes += 1
         self.scope = scope
         scope.members.add(self)
+        scope.changes += 1
 
     def take(self) -> None:
         """An optimizer takes a parameter, or finds what its states need."""

@@ -6,6 +6,7 @@ be cut. What its module then does with it is in `modules.py`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import eager, grads, plain
 from .agreement import agree
@@ -34,6 +36,8 @@ class _Default(int):
 DEFAULT_STAGE = _Default(3)
 # Attribute of a whole parameter that was cut while somebody kept it: the cut one. They share their values.
 SUCCESSOR = "_zero_successor"
+# Of a parameter that zero.shard has replaced, the one in its place.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def shard(
@@ -149,7 +153,7 @@ def collect(
                     f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
                     "that zero.shard replaces; register hooks after zero.shard"
                 )
-            if name is None and not ours(param) and param.__dict__.get(STALE, ("", ""))[1] == "zero.shard":
+            if name is None and _stands_in(model, _replaced.get(param)):
                 raise ShardError(
                     f"parameter {_joined(prefix, attribute)} was tied to {param.__dict__[STALE][0]!r} of a module that "
                     "is sharded by itself, which now has another parameter in its place; leave out the zero.shard of "
@@ -163,6 +167,11 @@ def collect(
                 policy.params[name] = describe_param(name, param, policy, part)
             targets[name][1].append((module, attribute))
     return targets
+
+
+def _stands_in(model: nn.Module, param: weakref.ref[nn.Parameter] | None) -> bool:
+    found = None if param is None else param()
+    return found is not None and any(found is p for p in model.parameters())
 
 
 def _check_table(prefix: str, module: nn.Module) -> None:
@@ -206,6 +215,7 @@ def install(
     param = sharded_parameter(policy.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)
     mark_stale(old, name, "zero.shard")
+    _replaced[old] = weakref.ref(param)
     for module, attribute in places:
         module._parameters[attribute] = param
     policy.places[name] = places

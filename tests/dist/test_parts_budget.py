@@ -92,13 +92,15 @@ class Broken(nn.Module):
         return self.second(x).square().mean()
 
 
-WIDTH = 384
+WIDTH, ROWS_OF_FRAMES = 384, 1024  # where activations use the bytes of gradients between two backwards
 
 
 def _frames(rank, world, transport, folder):
     _C.meter_install()
     rows = []
-    for apart, fields in ((False, {}), (True, {}), (True, {"offload_params": "nvme", "nvme_dir": folder})):
+    files = {"nvme_dir": folder}
+    grads, params = files | {"offload_grads": "nvme"}, files | {"offload_params": "nvme"}
+    for apart, fields in ((False, {}), (True, {}), (True, params), (True, grads)):
         buffers, base = aio.live_bytes(), settled()
         torch.manual_seed(0)
         model = Broken()
@@ -110,7 +112,7 @@ def _frames(rank, world, transport, folder):
         step = torch.compile(model, backend="zero", options={"compute": "aten"})
         opt = zero.optimizer(torch.optim.AdamW, model, lr=1e-3, fused=True)
         for _ in range(3):
-            step(torch.randn(8, WIDTH)).backward()
+            step(torch.randn(ROWS_OF_FRAMES, WIDTH)).backward()
             opt.step()
             opt.zero_grad()
         rows.append((_C.meter_peak() - base + aio.live_bytes() - buffers, zero.inspect(model).memory))
@@ -120,9 +122,9 @@ def _frames(rank, world, transport, folder):
 
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 def test_frames_with_parts_of_their_own_share_it_too(transport, tmp_path):
-    for whole, apart, files in run_ranks(_frames, 2, transport, str(tmp_path)):
-        for measured, memory in (whole, apart, files):
-            assert measured <= memory.peak + 16384, (measured, memory)
+    for whole, apart, *files in run_ranks(_frames, 2, transport, str(tmp_path)):
+        for measured, memory in (whole, apart, *files):
+            assert measured <= memory.peak + ROWS_OF_FRAMES * WIDTH * 4 + 4096, (measured, memory)
         if transport == "c10d":
             assert apart[1] == whole[1]
 
@@ -163,6 +165,7 @@ def _(x):
     return x.clone()
 
 
+fails_when_told.register_autograd(lambda ctx, grad: grad)
 FAIL: list[bool] = []
 
 
@@ -198,6 +201,9 @@ def _broken_off(rank, world, folder, fields):
     # What peers had under way may still come to the memory of the call that broke off.
     assert one._zero.policy.runtime.pools is pools is not other._zero.policy.runtime.pools
     assert call(other) == want
+    torch.set_grad_enabled(True)
+    assert call(other) == want  # compiled again, among parts of which one broke off
+    assert one._zero.policy.runtime.pools is pools is not other._zero.policy.runtime.pools
     larger = zero.shard(nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64), other), **fields)
     call(larger)
     assert call(other) == want

@@ -31,6 +31,16 @@ def test_sharding_a_part_of_a_sharded_model():
         zero.shard(model[0])
 
 
+def test_a_weight_that_another_model_had_before_is_sharded():
+    linear = nn.Linear(4, 4)
+    weight = linear.weight
+    zero.shard(nn.Sequential(linear, nn.Linear(4, 4)))
+    other = nn.Linear(4, 4)
+    other.weight = weight
+    zero.shard(nn.Sequential(other))
+    assert torch.equal(other.weight.full_tensor(), linear.weight.full_tensor())
+
+
 def test_a_weight_tied_to_a_part_that_is_sharded_by_itself_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight

@@ -157,7 +157,7 @@ class Engine {
   // of such wait to be used again; and before one is made from here on. Negative:
   // all of them wait. Of results that pass (see ReduceSpec) none waits, and none
   // while another is made: they take no more than those do that are there at once.
-  Status trim(int64_t nbytes);
+  void trim(int64_t nbytes);
 
   // A contiguous tensor for what leaves the engine in parts, of a size that
   // expect_output() announced: recycled like the outputs of reductions.
