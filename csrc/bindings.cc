@@ -97,7 +97,8 @@ using RanksOfHosts = std::tuple<py::object, int, SegmentOfRanks>;
 std::unique_ptr<zero::Transport> over_group(
     const py::object& group,
     int rank,
-    int world) {
+    int world,
+    uint32_t series) {
   // Through the raw pointer: torch registers the class with a holder type of
   // its own.
   auto* raw = group.cast<::c10d::ProcessGroup*>();
@@ -108,7 +109,7 @@ std::unique_ptr<zero::Transport> over_group(
         std::to_string(rank) + " of " + std::to_string(world));
   }
   return zero::make_c10d_transport(
-      c10::intrusive_ptr<::c10d::ProcessGroup>::reclaim_copy(raw));
+      c10::intrusive_ptr<::c10d::ProcessGroup>::reclaim_copy(raw), series);
 }
 
 std::unique_ptr<zero::Transport> over_segment(
@@ -138,6 +139,7 @@ std::unique_ptr<Engine, DestroyWithoutGil> make_engine(
     int rank,
     int world,
     bool scribble_on_release,
+    uint32_t series,
     const std::optional<SegmentOfRanks>& shared,
     const std::optional<RanksOfHosts>& hosts) {
   std::unique_ptr<zero::Transport> transport;
@@ -151,7 +153,7 @@ std::unique_ptr<Engine, DestroyWithoutGil> make_engine(
           std::to_string(world));
     }
     transport = zero::make_hosts_transport(
-        over_group(across, rank / places, world / places),
+        over_group(across, rank / places, world / places, series),
         over_segment(nullptr, segment, place, {}),  // its waits are a thread's
         {.rank = rank,
          .world = world,
@@ -163,7 +165,7 @@ std::unique_ptr<Engine, DestroyWithoutGil> make_engine(
     }
     transport = std::make_unique<zero::LocalTransport>();
   } else {
-    transport = over_group(group, rank, world);
+    transport = over_group(group, rank, world, series);
   }
   if (shared && world > 1) {
     if (static_cast<int>(std::get<2>(*shared).size()) != world) {
@@ -280,6 +282,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("world"),
           py::kw_only(),
           py::arg("scribble_on_release") = false,
+          py::arg("series") = 0,
           py::arg("shared") = std::nullopt,
           py::arg("hosts") = std::nullopt)
       .def(

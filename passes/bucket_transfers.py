@@ -127,7 +127,7 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
             for bucket in buckets(
                 refs,
                 ctx,
-                lambda r: (ctx.params[r].gather_dtype, r.owner, ctx.params[r].released, ctx.params[r].path),
+                lambda r: _gather_key(ctx, r),
             ):
                 elements = emit_gather(graph, bucket, unit, ctx, device)
                 started.append(elements[0].args[0].args[0])
@@ -140,6 +140,12 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
         start = wait.args[0]
         for node in (element, wait, start):
             graph.erase_node(node)
+
+
+def _gather_key(ctx: Context, ref: ParamRef) -> Any:
+    """What all members of a gather have in common. The dtype at rest too: hops from other tiers bring those bytes."""
+    plan = ctx.params[ref]
+    return plan.dtype, plan.gather_dtype, ref.owner, plan.released, plan.path
 
 
 def _device(graph: fx.Graph) -> Any:

@@ -307,8 +307,11 @@ class ColumnSums:
         """Where the column is the one that ``index``, one a token, names."""
         if axes.shape(index) != [self.rows, 1]:
             raise Left("more than one column of a token is looked up")
-        numbers = self._put(aten.view.default, self.numbers, [1, self.width])
-        return self._put(aten.eq.Tensor, self._put(aten.add.Tensor, index, 1), numbers)
+        # Looked up, and not counted on: an index that names no column is an error then, as it is of whole logits.
+        named = self._put(
+            aten.gather.default, self._put(aten.view.default, self.numbers, [self.width, 1]), 0, index
+        )
+        return self._put(aten.eq.Tensor, named, self._put(aten.view.default, self.numbers, [1, self.width]))
 
     def _is_hit(self, node: Any) -> bool:
         return self._compared(node) is not None

@@ -206,7 +206,7 @@ class Head:
         if any(facts.value(n).dtype is torch.float16 for n in self.nodes if n in self.tangents):
             raise Left("the gradient of float16 logits needs the factor that the loss is scaled by")
         results = self.results()
-        first = min(u for n in results for u in self.readers(n))
+        first = self.before_writes(min(u for n in results for u in self.readers(n)))
         emit = Emitter(self.graph, self.head)
         with self.graph.inserting_before(first):
             ones: dict[fx.Node, fx.Node] = {}
@@ -231,6 +231,12 @@ class Head:
             for reader in self.readers(node):
                 reader.replace_input_with(node, out)
         hoist(emit.made)
+
+    def before_writes(self, reader: fx.Node) -> fx.Node:
+        """The first ``reader`` of what stands in the head's place, or a write to an input (of the graph) that comes
+        between: what the head reads would be overwritten there."""
+        writes = self.graph.find_nodes(op="call_function", target=aten.copy_.default)
+        return min([reader, *(w for w in writes if self.head < w)])
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         return [u for u in node.users if u not in self.rows and u not in self.sums]

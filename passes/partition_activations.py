@@ -84,7 +84,7 @@ class PartitionActivations:
         place = {v: k for k, v in enumerate(values) if k >= num_outputs and isinstance(v, fx.Node)}
         for node in (offers[text] for text in chosen):
             k = place[node]
-            values[k] = self._cut(node, roots[node], last)
+            values[k] = self._cut(node, roots[node], last, ctx)
             self._gather(entries[node.name], values[k])
         output.args = (type(output.args[0])(values),)
 
@@ -155,13 +155,19 @@ class PartitionActivations:
                 made[node] = _way(node, made)
         return made
 
-    def _cut(self, node: fx.Node, roots: Iterable[fx.Node], last: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _cut(
+        self, node: fx.Node, roots: Iterable[fx.Node], last: Mapping[fx.Node, fx.Node], ctx: Context
+    ) -> fx.Node:
         # Behind the last reader of its storage, which is dead then.
         at = max(last[root] for root in roots)
         part = _after(at, ops.part, (node, self.group, self.ranks), f"{node.name}_part")
         whole, mine = facts.bytes_of(facts.value(node)), facts.bytes_of(facts.value(part))
+        time = ""
+        if ctx.machine is not None and ctx.machine.covers("c10d"):
+            time = f"; gathered back in {ctx.machine.collective('all_gather', self.ranks).us(whole):,.0f} us"
         facts.set_note(
-            part, f"{mine:,} of {whole:,} bytes are saved: one part of {self.ranks}, the others are equal"
+            part,
+            f"{mine:,} of {whole:,} bytes are saved: one part of {self.ranks}, the others are equal{time}",
         )
         return part
 

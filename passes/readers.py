@@ -191,7 +191,14 @@ def _contiguous(val: Any) -> bool:
 
 
 def looked_up(emit: Emitter, picks: fx.Node, plan: ParamPlan) -> Callable[[Tile], tuple[fx.Node, fx.Node]]:
-    """For each tile, the row of the tile that an index names, and whether it names one (else row 0)."""
+    """For each tile, the row of the tile that an index names, and whether it names one (else row 0).
+
+    An index that is none of the weight's names a row behind the first tile's, or before its first: an error, as of the
+    whole weight.
+    """
+    if plan.shape[0] < plan.world * plan.chunk_rows:  # else it may name a row of the padding
+        real = emit(aten.lt.Scalar, picks, plan.shape[0])
+        picks = either(emit, real, picks, plan.world * plan.chunk_rows)
     rank = emit(aten.div.Tensor_mode, picks, plan.chunk_rows, rounding_mode="floor")
     row = emit(aten.remainder.Scalar, picks, plan.chunk_rows)
     found = {}

@@ -26,6 +26,8 @@ aten = torch.ops.aten
 
 _FREE = axes._VIEWS | axes._PERMUTES | {aten.unsqueeze.default, aten.squeeze.dim}
 _PUTS = {aten.index_put.default, aten._unsafe_index_put.default}
+# As Inductor takes it apart: rows that are masked out add nothing, wherever their index points.
+_MASKED_PUT = aten._unsafe_masked_index_put_accumulate.default
 _ABOVE = _FREE | axes._SAME | readers._CASTS
 
 
@@ -137,10 +139,13 @@ def _above(node: fx.Node, dim: int) -> Sliced:
 
 def _adds_rows(node: fx.Node) -> bool:
     """The gradient of an embedding as compilers write it: rows are added to zeros at indices."""
-    if node.target not in _PUTS or len(node.args) < 4:
+    if node.target is _MASKED_PUT:
+        base, _, picks, _ = node.args
+    elif node.target in _PUTS and len(node.args) == 4 and node.args[3] is True:
+        base, picks = node.args[:2]
+    else:
         return False
-    base, picks, _, accumulate = node.args
-    return len(picks) == 1 and isinstance(picks[0], fx.Node) and accumulate is True and axes.is_zero(base)
+    return len(picks) == 1 and isinstance(picks[0], fx.Node) and axes.is_zero(base)
 
 
 def _below(node: fx.Node, dim: int) -> Sliced:
@@ -168,24 +173,28 @@ def _factors(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
     """What is not of the tile is added to a row behind the others, which nobody keeps."""
-    puts = node.target in _PUTS
-    picks, val = node.args[1][0] if puts else node.args[1], facts.value(node)
-    if puts:  # which may count from the end
+    puts, masked = node.target in _PUTS, node.target is _MASKED_PUT
+    val = facts.value(node)
+    picks = node.args[2][0] if masked else node.args[1][0] if puts else node.args[1]
+    if puts or masked:  # which may count from the end
         rows = emit(aten.add.Tensor, picks, plan.shape[0])
         picks = emit(aten.where.self, emit(aten.lt.Scalar, picks, 0), rows, picks)
     find = readers.looked_up(emit, picks, plan)
     found = {}
     for tile in plan.tiles:
         place, inside = find(tile)
-        if not puts:
+        if not puts and not masked:
             inside = emit(aten.logical_and.default, inside, emit(aten.ne.Scalar, picks, node.args[3]))
         found[tile] = readers.either(emit, inside, place, plan.world * tile.rows)
 
     def make(tile: Tile, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         rows, place = plan.world * tile.rows, found[tile]
-        if puts:
+        if puts or masked:
             zeros = emit(aten.full.default, [rows + 1, *val.shape[1:]], 0, dtype=val.dtype, device=val.device)
-            out = emit(node.target, zeros, [place], node.args[2], True)
+            if masked:
+                out = emit(node.target, zeros, node.args[1], [place], node.args[3])
+            else:
+                out = emit(node.target, zeros, [place], node.args[2], True)
         else:
             out = emit(node.target, node.args[0], place, rows + 1, rows, node.args[4])
         return emit(aten.slice.Tensor, out, 0, 0, rows)
@@ -210,6 +219,6 @@ def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
 
 _SPECIAL: dict[Any, Any] = {
     aten.embedding_dense_backward.default: _of_embedding,
-    **dict.fromkeys(_PUTS, _of_embedding),
+    **dict.fromkeys((*_PUTS, _MASKED_PUT), _of_embedding),
     operator.getitem: _of_convolution,
 }

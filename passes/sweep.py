@@ -196,4 +196,4 @@ class Sweep:
         again = (len(plan.tiles) - 1) * sum(facts.bytes_of(facts.value(n)) for n in tokens)
         again += (tiling.tiles - 1) * plan.gather_bytes
         what = f"{tiling.what}, {tiling.tile} tokens at a time"
-        return note(what, plan, self.ctx, again)
+        return note(what, "all_gather", plan, self.ctx, again)

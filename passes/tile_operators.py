@@ -270,9 +270,8 @@ class _Loop:
         tiles, result = len(self.plan.tiles), facts.bytes_of(facts.value(self.reader.node))
         again = 2 * result * (1 if self.reader.laid is not None else tiles - 1)
         again += 2 * sum(facts.bytes_of(facts.value(n)) for n in given) * (self.plan.world > 1)
-        return note(
-            f"{dump.target_text(self.reader.call)} with {self.plan.ref.name}", self.plan, self.ctx, again
-        )
+        what = f"{dump.target_text(self.reader.call)} with {self.plan.ref.name}"
+        return note(what, "all_gather", self.plan, self.ctx, again)
 
 
 def _tile_gradient(
@@ -310,7 +309,7 @@ def _tile_gradient(
         for sweep in sweeps:
             sweep.finish()
     again = 2 * sum(facts.bytes_of(facts.value(leaf.node)) for leaf in form.leaves()) * (plan.world > 1)
-    facts.add_note(graph, note(f"gradient of {plan.ref.name}", plan, ctx, again))
+    facts.add_note(graph, note(f"gradient of {plan.ref.name}", "reduce_scatter", plan, ctx, again))
     old.replace_all_uses_with(element)
     for node in (old, wait, start):
         graph.erase_node(node)

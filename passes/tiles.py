@@ -62,15 +62,24 @@ def on_tile(emit: Emitter, node: fx.Node, env: Mapping[fx.Node, fx.Node], dim: i
     return emit.like(node, env)
 
 
-def note(what: str, plan: ParamPlan, ctx: Context, again: int) -> str:
-    """For the report: what, why, bytes saved, time paid."""
+def note(what: str, kind: str, plan: ParamPlan, ctx: Context, again: int) -> str:
+    """For the report: what, why, bytes saved, time paid.
+
+    Args:
+        kind: of the transfers, one a tile in place of one for the whole.
+        again: bytes that are read or written once more.
+    """
     tile = plan.tiles[0]
     row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
     why = MEMORY if ctx.tile_bytes is None else limit_text(ctx.tile_bytes)
-    time = "" if ctx.machine is None else f", {reread_us(ctx.machine, again):,.0f} us"
+    time = ""
+    if ctx.machine is not None:
+        latency = ctx.machine.collective(kind, plan.world, plan.shared).latency_us
+        time = f", {reread_us(ctx.machine, again) + (tile.of - 1) * latency:,.0f} us"
     return (
         f"tiled: {what}: {tile.of} tiles of {tile.rows} rows a rank, {row * tile.rows:,} bytes at a time, for {why}; "
-        f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {again:,} bytes of memory traffic{time}"
+        f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {tile.of - 1} more transfers and "
+        f"{again:,} bytes of memory traffic{time}"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from zero_compiler.cost import reread_bytes
+from zero_compiler.cost import CostModel, at_hints, hints, reread_bytes
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import Columns, ParamRef, TileOutput, Tiling
 
@@ -234,7 +234,7 @@ class Vocabulary:
         swept = [r for r in late if r.kind is not None]
         apart = [r for r in swept if not self._is_alone(r)]
         new: dict[fx.Node, fx.Node] = {}
-        with graph.inserting_before(self._first(early or late)):
+        with graph.inserting_before(head.before_writes(self._first(early or late))):
             self._sweep_forward()
             for r in early:
                 new[r.node] = head.restored(self.emit, r.node, self.whole(r.made[0]))
@@ -318,7 +318,7 @@ class Vocabulary:
                 outs.append(body.graph.call_function(last.target, args, kwargs))
         vals = [self.head.collapsed(self.emit, r.node, self.total) for r in results]
         kinds = [r.kind for r in results if r.kind is not None]
-        what = f"logits of {self._name()}, made again, and their gradient"
+        what = f"logits of {self._name()}, made again{self._time()}, and their gradient"
         got = self._tiled(body, outs, kinds, [r.how for r in results], vals, what, name)
         for r, out in zip(results, got, strict=True):
             new[r.node] = self.head.restored(self.emit, r.node, out)
@@ -357,6 +357,13 @@ class Vocabulary:
         tiled = self.emit.node(ops.tiled, (given, f"{self.key}.{name}"), {}, list(vals))
         facts.set_tiling(tiled, tiling)
         return [self.emit(operator.getitem, tiled, i) for i in range(len(vals))]
+
+    def _time(self) -> str:
+        """Of the head's product, which a sweep in backward does once more; in words, where a machine is given."""
+        if self.ctx.machine is None:
+            return ""
+        us = CostModel(self.ctx.machine).node_us(self.head.head)
+        return f" in {at_hints(us, hints(self.head.graph)):,.0f} us"
 
     def _ragged(self) -> bool:
         return self.plan.shape[0] % self.plan.world != 0

@@ -50,8 +50,10 @@ class Landing(Guarded):
 
     def _taken(self, nbytes: int) -> torch.Tensor:
         size, block = blocks(nbytes), None
-        for at, idle in reversed(list(self._idle.items())):
-            if idle.numel() == size:
+        for at in reversed(
+            list(self._idle)
+        ):  # of its keys, no tuples: making those may end what lies in a block
+            if self._idle[at].numel() == size:
                 block = self._idle.pop(at)
                 break
         if block is None:

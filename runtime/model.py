@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ class ModelRuntime:
             group.pg if group.world > 1 else None,  # one rank talks to nobody
             group.rank,
             group.world,
+            series=_series(policy.serial),
             shared=None if segment is None else segment.for_engine(),
             hosts=None if hosts is None else hosts.for_engine(),
         )
@@ -168,6 +170,11 @@ class ModelRuntime:
         self.pools.leave(self)
         self.parcels.close()
         self.engine.close()
+
+
+def _series(serial: tuple[int, ...]) -> int:
+    """What tells this model's transfers from those of all other models over the same process group."""
+    return serial[0] if len(serial) == 1 else zlib.crc32(repr(serial).encode())
 
 
 def _place(policy: Any, nbytes: int) -> Any:

@@ -370,7 +370,12 @@ def _make_own() -> None:
     for at, nbytes, fd, pid in list(_mapped.values()):
         if pid == os.getppid():  # what is private already stays as it is
             how = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            libc.mmap(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, how, fd, 0)
+            if libc.mmap(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, how, fd, 0) != at:
+                # What this child writes would be in its parent's file. An exception here would only be printed.
+                os.write(
+                    2, b"zero_compiler: a forked child could not have its own copy of files in nvme_dir\n"
+                )
+                os._exit(1)
 
 
 os.register_at_fork(after_in_child=_make_own)

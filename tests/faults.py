@@ -37,6 +37,15 @@ def small_tmpfs(at: Path, size: str) -> contextlib.AbstractContextManager[Path]:
     return mounted(at, "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
 
+def takes_o_direct(path: Path) -> bool:
+    """Whether files beside ``path``, which is made, can be opened past the page cache."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def small_disk(at: Path, megabytes: int) -> Iterator[Path]:
     """An ext4 file system in the file ``at.img``: whoever truncates that file makes blocks unreadable."""

@@ -21,7 +21,7 @@ from .ir.facts import ParamRef
 from .keeping import most_accumulating
 from .live import most
 from .placing import ASSUMED_STATE_BYTES, TRANSFERS
-from .program import Compute, Program
+from .program import Program
 from .report import Memory
 from .scratch import scratch_bytes
 
@@ -284,7 +284,7 @@ def peak_at(programs: Sequence[Program], gradients: int) -> str:
     program = max(programs, key=lambda p: most(p, gradients))
     at = max(range(len(program.instrs)), key=program.live.__getitem__)
     instr = program.instrs[at]
-    what = f"segment {instr.segment}" if isinstance(instr, Compute) else instr.op
+    what = " ".join(program.line(instr).split())  # with the modules of a segment, or the names of weights
     others = program.before_bytes + program.again_bytes
     beside = (
         f", beside {others:,} bytes of other frames, into which graph breaks cut the model" if others else ""

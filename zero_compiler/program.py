@@ -592,10 +592,11 @@ class Program:
         lines = []
         for i, instr in enumerate(self.instrs):
             tail = f"live {self.live[i]:,}" if live and i < len(self.live) else ""
-            lines.append(f"{self._line(instr):<88} {tail}".rstrip())
+            lines.append(f"{self.line(instr):<88} {tail}".rstrip())
         return "\n".join(lines)
 
-    def _line(self, instr: Instr) -> str:
+    def line(self, instr: Instr) -> str:
+        """An instruction in words, in columns: what it does, and to what."""
         if isinstance(instr, (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)):
             o = self.offloads[instr.index]
             if isinstance(instr, (Offload, Write, Restore, Bring)):

@@ -233,8 +233,9 @@ class ExchangeHandle final : public Handle {
 // compute as the collectives do.
 class C10dTransport final : public Transport {
  public:
-  explicit C10dTransport(const GroupRef& group)
+  C10dTransport(const GroupRef& group, uint32_t series)
       : group_(group),
+        series_(series),
         name_(backend_of(*group)),
         rank_(group->getRank()),
         world_(group->getSize()) {}
@@ -327,13 +328,16 @@ class C10dTransport final : public Transport {
     return exchanges_directly(group, tensor) ? waits_ : nullptr;
   }
 
-  // Ranks start collectives in the same order, so they agree on the number. Far
-  // from the small tags that people choose for their own messages.
+  // Ranks start the transfers of one series in the same order, so they agree on
+  // the number. No two series have a tag in common: a transfer that broke off
+  // leaves a message that nobody takes, and gloo would give that to the next one
+  // with its tag. Far from the small tags that people choose for their own
+  // messages.
   int next_tag() {
-    constexpr int kFirst = 0x5A000000;
-    constexpr int kCount = 1 << 20;
+    constexpr uint32_t kFirst = 1U << 30;
+    constexpr uint32_t kCount = 1U << 15;  // and as many series
     sequence_ = (sequence_ + 1) % kCount;
-    return kFirst + sequence_;
+    return static_cast<int>(kFirst + series_ % kCount * kCount + sequence_);
   }
 
   static Work send(
@@ -446,20 +450,22 @@ class C10dTransport final : public Transport {
 
   // Its owner destroys it. What is in flight keeps what it needs of it.
   const c10::weak_intrusive_ptr<::c10d::ProcessGroup> group_;
+  const uint32_t series_;
   const std::string name_;
   const int rank_;
   const int world_;
   const std::shared_ptr<Waits> waits_ = std::make_shared<Waits>();
   std::optional<bool> cpu_is_gloo_;
-  int sequence_ = 0;
+  uint32_t sequence_ = 0;
   std::vector<at::Tensor> scratch_;  // uint8 blocks, reused
 };
 
 }  // namespace
 
 std::unique_ptr<Transport> make_c10d_transport(
-    const c10::intrusive_ptr<::c10d::ProcessGroup>& group) {
-  return std::make_unique<C10dTransport>(group);
+    const c10::intrusive_ptr<::c10d::ProcessGroup>& group,
+    uint32_t series) {
+  return std::make_unique<C10dTransport>(group, series);
 }
 
 }  // namespace zero

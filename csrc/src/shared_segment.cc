@@ -63,7 +63,11 @@ Result<at::Tensor> SharedSegment::block(
   if (reserve && nbytes > 0) {
     // Pages that are there already are kept. Without this, a machine that is
     // short of memory would end the process at the first touch.
-    if (const int error = ::posix_fallocate(fd_, begin, nbytes); error != 0) {
+    int error = 0;
+    do {  // a signal (of a child that ended, of a timer) may come between
+      error = ::posix_fallocate(fd_, begin, nbytes);
+    } while (error == EINTR);
+    if (error != 0) {
       return failed(
           std::to_string(nbytes) + " bytes of shared memory could not be had",
           error);

@@ -82,7 +82,8 @@ def fails_in_a_call(rank: int, world: int, stage: int, transport: str, where: st
     texts += [raised(TransferError, step, call) for _ in range(2)]
     if stage > 0:  # else an all-reduce has begun on some ranks alone, and gloo tells those apart by counting
         _, other = made(transport, stage)
-        assert [step(other) for _ in range(2)] == want
+        # So many that their numbers pass those of the transfers that broke off.
+        assert [step(other) for _ in range(6)] == want * 3
     return texts
 
 

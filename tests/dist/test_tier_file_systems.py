@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from compare import local
-from faults import mounted, small_tmpfs
+from faults import mounted, small_tmpfs, takes_o_direct
 from tiered import ALL, assert_same, compiled, made, reference, train
 from torch import nn
 
@@ -46,6 +46,15 @@ def test_a_disk_without_room_is_an_error_at_set_up(small_disk):
     del first
     gc.collect()
     assert os.statvfs(small_disk).f_bavail > free  # an optimizer that is gone takes its file along
+
+
+def test_a_directory_without_o_direct_is_named(tmp_path):
+    with mounted(tmp_path / "disk", "-t", "ramfs", "ramfs") as folder:
+        if takes_o_direct(folder / "probe"):
+            pytest.skip("this kernel's ramfs takes O_DIRECT")
+        with pytest.warns(RuntimeWarning, match=f"nvme_dir={folder}.* is on a file system without O_DIRECT"):
+            made(folder, tiers=ALL)
+        gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore:.*without O_DIRECT")

@@ -73,6 +73,6 @@ def test_logits_in_tiles(name: str, stage: int, compute: str) -> None:
     # Where the weight is cut between ranks it is larger than a tile, too.
     want = f"tiled: logits of {weight}, their gradient with them in forward: 4 tiles of 4 rows"
     if stage:
-        want = f"tiled: logits of {weight}, made again, and their gradient"
+        want = f"tiled: logits of {weight}, made again in "
     for errors in run_ranks(train, 2, name, fields, want, timeout=400.0):
         assert not errors, "\n".join(errors)

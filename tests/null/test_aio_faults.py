@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from faults import mounted, run_with_faults, small_disk, small_tmpfs
+from faults import mounted, run_with_faults, small_disk, small_tmpfs, takes_o_direct
 from null.io_common import filled
 
 from zero_compiler.errors import StorageError
@@ -36,14 +36,6 @@ def round_trip(io, path, nbytes=3 * MiB + 5) -> aio.File:
     return file
 
 
-def takes_o_direct(path) -> bool:
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
-
-
 # --- kinds of file systems ---
 
 
@@ -64,7 +56,7 @@ def test_without_o_direct_it_works_and_says_so_once(io, tmp_path):
         assert not file.direct
         assert not again.direct
         assert [str(one.message) for one in seen] == [
-            f"'{folder}' is on a file system without O_DIRECT: file I/O there goes through the page cache, which costs "
+            f"'{folder}/a' is on a file system without O_DIRECT: file I/O there goes through the page cache, which costs "
             "a copy and memory"
         ]
         assert seen[0].filename == __file__

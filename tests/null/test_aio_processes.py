@@ -67,7 +67,8 @@ def test_nothing_leaks_over_a_thousand_requests_and_engines(backend, tmp_path):
 
 
 def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
-    threads, descriptors = threads_now(), descriptors_now()
+    gc.collect()
+    threads, descriptors, nbytes = threads_now(), descriptors_now(), aio.live_bytes()
 
     def loop():
         with aio.Engine(backend=backend) as io:
@@ -82,6 +83,7 @@ def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
     assert raised.tb is not None  # its frames still hold the engine and the file
     assert settles(threads_now, threads)
     assert descriptors_now() == descriptors
+    assert settles(aio.live_bytes, nbytes)  # of buffers that were written, and of the one that was registered
 
 
 @pytest.mark.slow

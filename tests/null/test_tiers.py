@@ -42,6 +42,49 @@ def test_fetched_weights_are_there_and_nowhere_overwritten(world, fields, tmp_pa
         assert any(isinstance(i, Fetch) for i in program.instrs)
 
 
+class TwoDtypes(nn.Module):
+    """One layer with small weights at rest in two dtypes, as a router in float32 beside experts in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow = nn.Parameter(torch.randn(8, 8, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.narrow) @ self.wide
+
+
+@pytest.mark.parametrize("world", [2, *slow(3)])
+def test_what_is_fetched_together_rests_in_one_dtype(world, tmp_path):
+    """Weights of two dtypes at rest are computed with in one: hops from files bring the bytes at rest."""
+    inputs = [(torch.randn(3, 8, dtype=torch.bfloat16),) for _ in range(world)]
+    outs = []
+    for fields in ({}, {"offload_params": "nvme", "nvme_dir": str(tmp_path)}):
+        run = SimulatedModel(TwoDtypes(), world, param_dtype=torch.bfloat16, **fields)
+        outs.append(run.step(inputs, lambda out: out.float().sum()))
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    fetched = {g.names: g.rest_dtype for g in run.programs["forward"].gathers}
+    assert fetched == {("narrow",): "bfloat16", ("wide",): "float32"}
+
+
+def test_weights_of_two_dtypes_in_files_train_as_in_memory(tmp_path):
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    seen = []
+    for fields in ({}, {"offload_params": "nvme", "nvme_dir": str(tmp_path)}):
+        torch._dynamo.reset()
+        model = zero.shard(TwoDtypes(), param_dtype=torch.bfloat16, **fields)
+        optimizer = zero.optimizer(torch.optim.SGD, model, lr=0.1)
+        step = torch.compile(model, backend="zero", options={"compute": "aten"})
+        for _ in range(2):
+            step(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered(model):
+            seen.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 def planned(**fields):
     (frame,) = report(deep(8, 64), (torch.ones(2, 64),), 2, bucket_bytes=0, **fields).frames
     return frame.programs["backward"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from harness import SimulatedModel
-from heads import LOSSES, VOCAB, Head, batch, flat
+from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
 from marks import slow, thorough
 from null.graphs import Build, head_graph, lower
 from null.test_tile_loss import TOL, notes
@@ -202,11 +204,44 @@ def test_half_precision_gives_what_whole_weights_give(world):
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_tied_embedding_in_compiled_segments():
     model = SimulatedModel(Head(tied=True), 2, stage=3, tile_bytes=TILE, compute="inductor")
     check(model)
-    assert not [n for n in notes(model) if "gathered whole" in n]
+    assert not [n for n in notes(model) if "whole" in n]
+
+
+def summed_before_a_write(m, h, labels):
+    """Logits are read for the result alone, which comes behind all writes to inputs."""
+    out = F.cross_entropy(flat(m.head(h)) + m.prior, labels.view(-1), reduction="sum")
+    m.prior.mul_(3.0)
+    return out
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("tile_bytes", [TILE, WIDTH * VOCAB * 4])
+def test_what_is_written_to_later_is_read_before(train, tile_bytes):
+    """In tiles of as many bytes as the weight has, that is whole, and tokens are in tiles alone."""
+    net = Head(summed_before_a_write)
+    net.register_buffer("prior", torch.linspace(0, 1, VOCAB))
+    model = SimulatedModel(net, 2, stage=3, tile_bytes=tile_bytes)
+    given = [batch(rank, 32) for rank in range(2)]
+    if train:
+        model.check(given, lambda out: out)
+    else:
+        want = [copy.deepcopy(net)(*given[rank]).detach() for rank in range(2)]
+        torch.testing.assert_close(model.step(given), want, rtol=1e-5, atol=1e-5)
+    assert any("logits" in n for n in notes(model))
+
+
+@pytest.mark.parametrize("compute", ["aten", *slow("inductor")])
+@pytest.mark.parametrize("label", [-1, VOCAB])
+def test_a_label_that_is_no_word_is_an_error(label, compute):
+    model = SimulatedModel(Head(), 2, stage=3, tile_bytes=TILE, compute=compute)
+    ids, labels = batch(0)
+    labels[1, 3] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        model.step([(ids, labels)] * 2)
 
 
 @pytest.mark.slow
