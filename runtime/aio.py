@@ -356,8 +356,8 @@ class Engine:
         if file._wants_direct and not file.direct and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{file.name!r} is on a file system without O_DIRECT: file I/O there goes through the page cache, which "
-                "costs a copy and memory",
+                f"{file.name!r} is on a file system without O_DIRECT: file I/O there goes through the page cache, "
+                "which costs a copy and memory",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -26,8 +26,9 @@ from torch import nn
 
 from . import io_bench
 from .backend import compile_with
+from .errors import ConfigError
 from .group import all_gather_flat, reduce_scatter_flat
-from .hardware import Collective, HardwareSpec, Link, PythonTime
+from .hardware import Collective, HardwareSpec, Link, PythonTime, load
 from .ir import ops
 from .loader import EngineLoader
 from .mesh import make_group
@@ -63,9 +64,12 @@ def calibrate(
             numbers.
         say: called with a line before each measurement.
         threads: of a rank that computes; None: :func:`threads_of` the largest of ``worlds``.
-    """
-    from .hardware import load
 
+    Raises:
+        ConfigError: ``directory`` is none, or takes no files.
+    """
+    if directory is not None and not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"directory must be one that files can be written to; {directory!r} is not")
     threads = threads or threads_of(max(worlds))
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)

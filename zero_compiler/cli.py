@@ -97,8 +97,10 @@ def plan(
     """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated."""
     from .planning import report
 
+    for option, path in (("--json", json_path), ("--html", html), ("--trace", trace)):
+        _check_folder(option, path)
     with torch.device("meta"):
-        module, inputs = _factory(model)()
+        module, inputs = _made(model)
     made = report(module, inputs, world=world, device=device, **fields)
     console.print(made.summary() if brief else str(made), highlight=False, markup=False)
     for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
@@ -196,6 +198,23 @@ def io_bench(
     if json_path is not None:
         json_path.write_text(made.to_json() + "\n")
         console.print(f"written: {json_path}")
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    """Before what takes long."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(path.parent)!r} to write to", param_hint=option)
+
+
+def _made(path: str) -> tuple[torch.nn.Module, Any]:
+    """The model that ``module:function`` makes, and its inputs."""
+    made = _factory(path)()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
+        raise typer.BadParameter(
+            f"{path} must return a module and its inputs, (model, example_inputs), and returned {type(made).__name__}",
+            param_hint="MODEL",
+        )
+    return made
 
 
 def _factory(path: str) -> Any:

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ _TRANSPORTS = ("auto", "c10d", "shared")
 
 PLACED_FIELDS = ("offload_params", "offload_grads", "offload_optimizer")  # what rests between steps
 TIER_FIELDS = (*PLACED_FIELDS, "offload_activations")
+BUDGET_FIELDS = ("memory_budget_bytes", "activation_budget_bytes")
 REST_FIELDS = ("device_rest_bytes", "host_rest_bytes", "nvme_rest_bytes")
 PLACEMENT_FIELDS = frozenset(
     {
@@ -206,14 +207,7 @@ class Config:
             ConfigError: an unknown field, or two values for one field.
         """
         fields = dict(fields or {})
-        known = {f.name for f in dataclasses.fields(Config)}
-        for name in fields:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = (
-                    f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
-                )
-                raise ConfigError(f"unknown option {name!r}{hint}")
+        _check_names(fields)
         if base is None:
             return Config(**fields)
         if not isinstance(base, Config):
@@ -239,14 +233,43 @@ class Config:
         """
         if not options:
             return self
-        merged = Config.make(None, options)
-        for name in options:
-            if name in PLACEMENT_FIELDS and getattr(merged, name) != getattr(self, name):
+        _check_names(options)
+        for name, value in options.items():
+            if name in PLACEMENT_FIELDS and _as_held(name, value) != getattr(self, name):
                 raise ConfigError(
-                    f"torch.compile(options={{{name!r}: ...}}) asks for {getattr(merged, name)!r}, but the model was "
-                    f"sharded with {name}={getattr(self, name)!r}; {name} is a placement: give it to zero.shard"
+                    f"torch.compile(options={{{name!r}: ...}}) asks for {value!r}, but the model was sharded with "
+                    f"{name}={getattr(self, name)!r}; {name} is a placement: give it to zero.shard"
                 )
         return Config.make(self, options)
+
+    @staticmethod
+    def of_parts(parts: Sequence[Config], others: Sequence[Config] = ()) -> Config:
+        """The configuration of a frame that reads ``parts`` of a model, each sharded by itself: of a budget the least,
+        and of every other compile field what it was given for any of them. Placements are those of the first.
+
+        Args:
+            others: of parts of the same model that the frame does not read; their budgets hold for it too.
+
+        Raises:
+            ConfigError: a field was given different values.
+        """
+        found: dict[str, Any] = {}
+        for name in COMPILE_FIELDS:
+            if name in BUDGET_FIELDS:
+                values = [v for c in (*parts, *others) if (v := getattr(c, name)) is not None]
+                found |= {name: min(values)} if values else {}
+                continue
+            given = dict.fromkeys(getattr(c, name) for c in parts if name in c._given)
+            if len(given) > 1:
+                one, other = list(given)[:2]
+                raise ConfigError(
+                    f"{name} is {one!r} for one part of a model that was sharded by itself and {other!r} for another, "
+                    "and they are compiled together: give both the same, or only one of them any"
+                )
+            found |= dict.fromkeys([name], *given) if given else {}
+        merged = copy.copy(parts[0])
+        merged.__dict__.update(found, given=parts[0]._given | frozenset(found))
+        return merged
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; dtypes by name."""
@@ -263,6 +286,28 @@ class Config:
     def from_dict(data: Mapping[str, Any]) -> Config:
         """Inverse of :meth:`to_dict`."""
         return Config.make(None, data)
+
+
+# Of the compiler; "hardware", a placement, is what it plans for.
+COMPILE_FIELDS = ("hardware", *(f.name for f in dataclasses.fields(Config) if f.name not in PLACEMENT_FIELDS))
+
+
+def _check_names(fields: Mapping[str, Any]) -> None:
+    known = {f.name for f in dataclasses.fields(Config)}
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option {name!r}{hint}")
+
+
+def _as_held(name: str, value: Any) -> Any:
+    """A value as a configuration holds it."""
+    if name in ("param_dtype", "reduce_dtype"):
+        return _dtype(name, value)
+    if name in ("hardware", "nvme_dir") and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return os.path.abspath(value) if name == "nvme_dir" and isinstance(value, str) else value
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -76,6 +77,13 @@ class Files:
         first = name not in self._used
         self._used.add(name)
         return first
+
+
+class PlannedWrites:
+    """In place of :class:`GradientFiles` where a plan is made and no file: what its writes would take."""
+
+    def __init__(self, largest_bytes: int, budget_bytes: int | None) -> None:
+        self.buffer_bytes = math.prod(write_buffers(blocks(largest_bytes), budget_bytes))
 
 
 class GradientFiles:

@@ -136,7 +136,8 @@ class FrameState:
                         "placement; call zero.shard(model, stage=...) before torch.compile"
                     )
             return given
-        return next(iter(self.policies.values())).config.with_options(options)
+        configs = [[p.config for p in some] for some in (self.policies.values(), self.relatives)]
+        return Config.of_parts(*configs).with_options(options)
 
     def _plan(self, shard: ShardInput) -> ParamPlan:
         policy = self.policies[shard.ref.owner]
@@ -250,7 +251,11 @@ class FrameState:
 
     @property
     def machine(self) -> HardwareSpec:
-        return self.first.hardware if self.first is not None else hardware.load(self.config.hardware)
+        """The one that the user named for any of what is compiled together, else that of the first."""
+        if self.first is None:
+            return hardware.load(self.config.hardware)
+        named = (p.hardware for p in self.policies.values() if p.config.hardware is not None)
+        return next(named, self.first.hardware)
 
     @property
     def world(self) -> int:

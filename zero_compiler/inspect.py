@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from .budget import memory_of
-from .errors import ShardError, ZeroError
+from .errors import CaptureError, ShardError, ZeroError
 from .modules import policies_of
 from .placing import TRANSFERS
-from .policy import Policy
+from .policy import NOTHING_CAPTURED, Policy
 from .report import Frame, Report
 from .stepping import stepped
 
@@ -27,10 +27,12 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     Args:
         model: a sharded module, compiled or not.
         example_inputs: a tuple of positional arguments or a dict of keyword arguments; with them the plan is
-            made without running or allocating anything. Without them the frames compiled so far are shown.
+            made without running or allocating anything, of the first frame that reads a sharded parameter. Without
+            them the frames compiled so far are shown.
 
     Raises:
         ShardError: nothing in ``model`` is sharded.
+        CaptureError: nothing of its forward can be captured.
     """
     policies = policies_of(model) if isinstance(model, nn.Module) else None
     if policies is None:
@@ -103,8 +105,11 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
     else:
         args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
     compiled = torch.compile(model, backend=backend, dynamic=False)
+    for policy in policies:
+        policy.only_planned = True
     try:
         compiled(*args, **kwargs)
+        raise CaptureError(NOTHING_CAPTURED)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, ZeroError):
             raise error.inner_exception from None
@@ -112,6 +117,7 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
             raise
     finally:
         for policy, kept, tile_bytes in decided:  # it was only looked at
+            policy.only_planned = False
             policy.kept, policy.tile_bytes = kept, tile_bytes
     frames: list[Frame] = []
     for policy in policies:

@@ -213,7 +213,13 @@ def _fill(
             raw.seek(first + (starts[0] + begin) * part[0].nbytes)
             left = part.view(-1).view(torch.uint8).numpy().data
             while left:
-                left = left[raw.readinto(left) or len(left) :]  # 0 at the end, which safe_open has checked
+                got = raw.readinto(left)
+                if not got:
+                    raise ShardError(
+                        f"{file} ends within {name}, {len(left):,} bytes before its rows do: it was cut short since it "
+                        "was opened; load a whole file"
+                    )
+                left = left[got:]
             region.fill(part[_ranges([0, *starts[1:]], [len(part), *local.shape[1:]])], begin * row)
 
 

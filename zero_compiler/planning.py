@@ -95,8 +95,9 @@ def _planned(
     if policies_of(model):
         raise ShardError("planning takes a plain model, not one that is sharded already")
     config = Config.make(None, fields)
-    options = {k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS}
-    config = Config.make(None, {k: v for k, v in config.to_dict().items() if k in PLACEMENT_FIELDS})
+    options = {
+        k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS
+    }  # for frames that read no parameter
     mode = FakeTensorMode(shape_env=ShapeEnv())
     device = torch.device(device)
     _check_known(device)

@@ -20,8 +20,8 @@ from . import eager, grads, hardware
 from .agreement import raise_together
 from .config import TIER_FIELDS, Config
 from .copies import Copies
-from .errors import ConfigError, ShardError, StorageError, TransferError
-from .files import Files, GradientFiles
+from .errors import CaptureError, ConfigError, ShardError, StorageError, TransferError
+from .files import Files, GradientFiles, PlannedWrites
 from .group import Group
 from .headers import meet, short_digest
 from .ir import ops
@@ -38,6 +38,11 @@ _keys = itertools.count()  # not the serial, which another process may have give
 _copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
 # What Policy._fresh makes.
 _OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
+
+NOTHING_CAPTURED = (
+    "there is no plan of this call: torch.compile captures nothing of the model's forward that reads a parameter, "
+    "which then runs eagerly (an RNN, say, or a graph break within a loop; TORCH_LOGS=graph_breaks says where)"
+)
 
 
 class Scope:
@@ -104,6 +109,7 @@ class Policy:
         self.attempt = 0  # to compile the model: what ranks told each other in an earlier one counts no more
         self.sync = True
         self.opened = False  # inside zero.gathered: parameters are whole
+        self.only_planned = False  # a capture looks for a plan, and nothing is to run
         self.runtime: Any = None  # made by the first compile; dies with the policy
         self.frames: list[Any] = []  # compiled frames, for the report
         self.compilers: dict[str, Any] = {}
@@ -142,6 +148,7 @@ class Policy:
         self._nvme: Nvme | None = None  # made when first needed
         self.files: Files | None = None
         self._gradient_files: GradientFiles | None = None
+        self._planned_writes: PlannedWrites | None = None
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
@@ -255,13 +262,15 @@ class Policy:
         Raises:
             StorageError: on all ranks, where one has no room.
         """
-        if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
-            return  # only planned
 
         def filed(kind: str) -> dict[str, Layout]:
             tier = self.placed.tier
             return {name: info.layout for name, info in self.params.items() if tier(kind, name) == "nvme"}
 
+        if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
+            largest = max((layout.bytes_local() for layout in filed("grads").values()), default=0)
+            self._planned_writes = PlannedWrites(largest, self.files_budget) if largest else None
+            return
         parameters = {name: lay for name, lay in filed("params").items() if not in_file(params[name])}
         gradients = filed("grads")
         if not parameters and not gradients:
@@ -280,7 +289,8 @@ class Policy:
     @property
     def streamers(self) -> list[Any]:
         """Who moves what rests in files through buffers of its own (``buffer_bytes``), beside the Programs."""
-        return [s for s in (self._gradient_files, *self.optimizers.values()) if s is not None]
+        found = (self._gradient_files, self._planned_writes, *self.optimizers.values())
+        return [s for s in found if s is not None]
 
     def take_gradients(self) -> None:
         """From here on gradients that rest in files go there as they land; the parameters are installed."""
@@ -483,7 +493,10 @@ class Policy:
         Raises:
             RankMismatchError: on every rank, naming the first difference.
             TransferError: a peer did not answer, or an earlier call broke off.
+            CaptureError: only a plan was asked for, and this code runs without being captured.
         """
+        if self.only_planned:
+            raise CaptureError(NOTHING_CAPTURED)
         self.check_whole()
         if self.group.alone:
             return

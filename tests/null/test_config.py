@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from torch import nn
 from typer.testing import CliRunner
 
 import zero_compiler as zero
 from zero_compiler import cli, planning
+from zero_compiler.errors import ConfigError, MemoryBudgetError
 
 
 def every_field(folder):
@@ -107,3 +109,74 @@ def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, monkeypatch):
     assert json.loads(paths["json"].read_text())["world"] == 512
     assert "<svg" in paths["html"].read_text()
     assert json.loads(paths["trace"].read_text())["traceEvents"]
+
+
+# Given in more than one place -----------------------------------------------------------------------------------
+
+
+def parts(own: dict, **fields):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    zero.shard(model[0], **own)
+    return zero.shard(model, **fields)
+
+
+def called(model, **options):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="zero", options=options)(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("name", ["memory_budget_bytes", "activation_budget_bytes"])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_budget_of_a_part_or_of_the_whole_is_for_both(name, part):
+    budget, other = {name: 1}, {"compute": "aten"}
+    model = parts(budget, **other) if part else parts(other, **budget)
+    with pytest.raises(MemoryBudgetError, match=f"{name}=1 is"):
+        called(model)
+
+
+def test_of_two_budgets_the_least_is_for_both():
+    with pytest.raises(MemoryBudgetError, match="memory_budget_bytes=7 is"):
+        called(parts({"memory_budget_bytes": 1 << 30, "compute": "aten"}, memory_budget_bytes=7))
+
+
+def test_parts_that_are_compiled_together_agree():
+    model = parts({"bucket_bytes": 1}, bucket_bytes=2, compute="aten")
+    with pytest.raises(
+        ConfigError, match="bucket_bytes is 1 for one part .* and 2 for another.*: give both the same"
+    ):
+        called(model)
+    report = zero.inspect(parts({}, compute="aten", bucket_bytes=3), (torch.ones(2, 8),))
+    assert [f.config.compute for f in report.frames] == ["aten"]
+    assert [f.bucket_bytes for f in report.frames] == [3]
+
+
+def test_an_option_may_repeat_what_the_shard_was_given(tmp_path):
+    model = zero.shard(
+        nn.Linear(8, 8),
+        offload_params="nvme",
+        nvme_dir=str(tmp_path),
+        device_rest_bytes=1 << 20,
+        nvme_rest_bytes=1 << 20,
+        param_dtype="bf16",
+    )
+    called(model, compute="aten", offload_params="nvme", nvme_rest_bytes=1 << 20, param_dtype=torch.bfloat16)
+    called(model, compute="aten", nvme_dir=tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"asks for 'host', but the model was sharded with offload_params='nvme'"
+    ):
+        called(model, offload_params="host")
+
+
+# The command line -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_plan_cannot_be_made_of_is_said_in_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "given.py").write_text("import torch\ndef alone():\n    return torch.nn.Linear(2, 2)\n")
+    monkeypatch.chdir(tmp_path)
+    for words, want in (
+        (["given:alone"], "given:alone must return a module and its inputs, (model, example_inputs)"),
+        (["given:alone", "--html", "no/plan.html"], "there is no folder 'no' to write to"),
+    ):
+        done = CliRunner().invoke(cli.app, ["plan", *words], env={"COLUMNS": "200"})
+        assert done.exit_code == 2
+        assert want in " ".join(done.output.split())

@@ -8,9 +8,10 @@ import os
 import pytest
 import torch
 from null.small import batch, same, two, use, values
+from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ShardError
+from zero_compiler.errors import CaptureError, ShardError
 
 # The Programs of a frame that is trained.
 TRAINED = ["backward", "backward under zero.no_sync", "forward"]
@@ -54,6 +55,27 @@ def test_inspect_with_example_inputs_plans_and_runs_nothing(inputs):
     for phase in TRAINED:
         assert ran["programs"][phase]["instrs"] == planned["programs"][phase]["instrs"]
         assert ran["programs"][phase]["live"] == planned["programs"][phase]["live"]
+
+
+def test_inspect_runs_nothing_where_nothing_can_be_captured():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4)
+
+        def forward(self, x):
+            for _ in range(2):
+                torch._dynamo.graph_break()
+                x = torch.cat([self.lstm(x)[0][..., :2], x[..., :1]], -1)
+            return x
+
+    model = zero.shard(Recurrent())
+    seen = []
+    model.lstm.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(CaptureError, match="captures nothing of the model's forward"):
+        zero.inspect(model, (torch.ones(2, 1, 3),))
+    assert not seen
+    model(torch.ones(2, 1, 3))  # it works eagerly, as before
 
 
 def test_inspect_plans_where_the_shard_names_how_to_compute():

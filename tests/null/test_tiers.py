@@ -85,6 +85,17 @@ def test_weights_of_two_dtypes_in_files_train_as_in_memory(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+@pytest.mark.parametrize("budget", [None, 1 << 19])
+def test_a_plan_counts_the_buffers_of_gradients_as_a_sharded_model_does(budget, tmp_path):
+    fields = {"offload_grads": "nvme", "nvme_dir": str(tmp_path), "memory_budget_bytes": budget}
+    inputs = (torch.ones(2, 64),)
+    plan = report(deep(3, 64), inputs, 1, **fields).memory
+    torch._dynamo.reset()
+    model = zero.inspect(zero.shard(deep(3, 64), **fields), inputs).memory
+    assert plan == model
+    assert plan.host > 0
+
+
 def planned(**fields):
     (frame,) = report(deep(8, 64), (torch.ones(2, 64),), 2, bucket_bytes=0, **fields).frames
     return frame.programs["backward"]
