@@ -35,7 +35,7 @@ help:
 	@echo "make demo       train a small model on $(RANKS) ranks"
 	@echo "make check      lint, types and quick tests"
 	@echo "make test       lint, types, C++ tests, Python tests"
-	@echo "make test-all   the same, with tests that combine anew what others combine already"
+	@echo "make test-all   the same, with the exhaustive combinations that the others sample"
 	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
 	@echo "make cpp-test   the engine's own tests, under ASan and TSan"
 	@echo "make setup      only the set-up that the others share"

@@ -41,8 +41,8 @@ from .model import ModelRuntime
 from .pools import forsake, joined
 from .reductions import Reductions, load
 
-_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE, _READ_HOME, _FETCH, _WAIT_FETCH = range(9)
-_MOVE, _KEEP, _STORE = 9, 10, 11
+_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE = range(6)
+_READ_HOME, _FETCH, _WAIT_FETCH, _MOVE, _KEEP, _STORE = range(6, 12)
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
 _REASON_BYTES = 8  # behind it: where the reason lies
 
@@ -65,7 +65,7 @@ class Session:
         program: what to run.
         segments: callable of each ``Compute.segment``; takes a list that it may empty.
         runtimes: runtime of each owner that the Program names; ``first`` is the one that agrees with other ranks.
-        frame: that it is a phase of.
+        frame: the frame of which the Program is a phase.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, StorageError
 from .runtime import aio
 
 MODES = {"read": 100, "write": 0, "both": 50}  # reads in percent of all bytes
@@ -219,7 +219,7 @@ def fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
     for engine in FIO_ENGINES:
         try:
             fio_rate(path, nbytes, engine, 100, 1 << 20, 4, 0.1)
-        except ConfigError as error:
+        except StorageError as error:
             why = str(error)
             continue
         report.fio += f", {engine}"
@@ -234,7 +234,7 @@ def fio_rate(
     """Bytes per second that fio reaches in a file of ``nbytes`` with O_DIRECT, reads and writes together.
 
     Raises:
-        ConfigError: fio failed.
+        StorageError: fio failed.
     """
     mode = {100: "read", 0: "write"}.get(read_percent, "rw")
     command = [
@@ -247,7 +247,8 @@ def fio_rate(
     env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
-        raise ConfigError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[:300]}")
+        why = done.stderr.strip() or done.stdout.strip()[:300]
+        raise StorageError(f"fio ended with {done.returncode}: {why}", path=str(path))
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     took = job["job_runtime"] / 1000  # milliseconds of wall time
     return (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / took

@@ -440,12 +440,14 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._stream = Stream(need, BUFFERS)
         return self._stream
 
-    def param(self, param: torch.Tensor) -> None:
+    def note_written(self, param: torch.Tensor) -> None:
+        """An update has written a parameter, past autograd and past the handle of its file."""
         torch.autograd.graph.increment_version(param)  # a backward of an earlier forward is told
         if (region := region_of(local_of(param))) is not None:
             region.store.written(region)
 
-    def options(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
+    def note_options(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
+        """The class has changed options of a group in its step; they hold from the next one on."""
         if changed and not any(g is group for g, _ in self._changed):
             self._changed.append((group, changed))
 

@@ -1,8 +1,8 @@
 """Compute segments: compiled once per distinct structure.
 
 Two segments are equal when their graphs are, with names taken out: operators, constants, and the sizes,
-strides, dtypes, devices and aliasing of their inputs. The layers of a transformer share one artifact, so
-compile time does not grow with depth.
+strides, dtypes, devices and aliasing of their inputs. The layers of a transformer share one artifact, so the
+number of segments that Inductor compiles does not grow with depth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from .ir import dump, facts
 
 log = logging.getLogger("zero_compiler")
 
-# Takes the list of inputs and empties it (so that the callee may free them early); returns a sequence.
 _aten_ops = torch.ops.aten
 # Views, copies, allocations and writes in place, which tiles stand between (see `passes/expand_tiles.py`): there is
 # nothing to fuse, and Inductor would write into a copy first.

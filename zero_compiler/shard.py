@@ -65,7 +65,10 @@ def shard(
 
     Raises:
         ConfigError: unknown or contradictory options.
-        ShardError: ``model`` is sharded already.
+        ShardError: ``model`` is no plain module (compiled, under DDP, TorchScript), is sharded already, or has a
+            parameter that cannot be cut (lazy, sparse, complex and trainable, on another mesh) or tied.
+        MemoryBudgetError: what is to rest passes the rest budgets.
+        StorageError: ``nvme_dir`` takes no files, or has no room.
         RankMismatchError: ranks have different models or configurations.
     """
     if stage is not DEFAULT_STAGE:

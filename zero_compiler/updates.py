@@ -315,7 +315,7 @@ class Unit:
             # States that the class makes now are copied to where they rest, and dropped.
             with heap.apart() if made else contextlib.nullcontext():
                 step_of(self.cls)(inner)
-            done.options(
+            done.note_options(
                 self.group,
                 {
                     k: v
@@ -406,7 +406,7 @@ class Unit:
                 kept[key] = value
         if piece.last:
             entry.given = None
-            done.param(entry.param)
+            done.note_written(entry.param)
 
 
 def like_rows(value: Any, rows: torch.Tensor) -> bool:
@@ -425,9 +425,9 @@ def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Done:
     """What a step hears of its units."""
 
-    def param(self, param: torch.Tensor) -> None: ...
+    def note_written(self, param: torch.Tensor) -> None: ...
 
-    def options(self, group: dict[str, Any], changed: dict[str, Any]) -> None: ...
+    def note_options(self, group: dict[str, Any], changed: dict[str, Any]) -> None: ...
 
 
 class _Buffer:

@@ -26,6 +26,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     The next backward outside reduces the total. ``model`` may be plain, sharded or compiled, before or after
     its first call. Stepping or clipping while gradients wait is an error.
+
+    Raises:
+        ShardError: ``model`` is no module.
+        GradientError: a ``zero.optimizer(overlap=True)`` uses its gradients up.
     """
     _check_module("zero.no_sync", model)
     states: list[Any] = [*policies_of(model)]
