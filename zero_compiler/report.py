@@ -136,11 +136,11 @@ class Memory:
     ``programs`` is what a Program holds beyond all of that when it holds most. Gradients make room for activations:
     they count from when they are reduced until the next forward, which finds them dropped (``zero_grad()``). ``host``
     are the buffers on the host through which files are read and written; they count where the CPU is the compute
-    device. ``files`` are bytes at rest in files, which do not count. ``assumed`` are the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has
-    told. ``waiting`` are the full gradients that a step under ``zero.no_sync`` keeps from one backward to the next, in
-    ``reduce_dtype``; ``accumulating`` is what such a step holds when it holds most, in place of ``gradients`` and
-    ``programs``. ``apart`` are bytes in the memory of an accelerator's host, which do not count: what rests there, and
-    the buffers of files.
+    device. ``files`` are bytes at rest in files, which do not count. ``assumed`` are the bytes of optimizer states,
+    wherever they rest, that no ``zero.optimizer`` has told. ``waiting`` are the full gradients that a step under
+    ``zero.no_sync`` keeps from one backward to the next, in ``reduce_dtype``; ``accumulating`` is what such a step
+    holds when it holds most, in place of ``gradients`` and ``programs``. ``apart`` are bytes in the memory of an
+    accelerator's host, which do not count: what rests there, and the buffers of files.
     """
 
     parameters: int
