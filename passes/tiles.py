@@ -72,13 +72,13 @@ def note(what: str, kind: str, plan: ParamPlan, ctx: Context, again: int) -> str
     tile = plan.tiles[0]
     row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
     why = MEMORY if ctx.tile_bytes is None else limit_text(ctx.tile_bytes)
-    time = ""
+    more, time = f"{tile.of - 1} more transfer{'s' if tile.of != 2 else ''}", ""
     if ctx.machine is not None:
         latency = ctx.machine.collective(kind, plan.world, plan.shared).latency_us
         time = f", {reread_us(ctx.machine, again) + (tile.of - 1) * latency:,.0f} us"
     return (
         f"tiled: {what}: {tile.of} tiles of {tile.rows} rows a rank, {row * tile.rows:,} bytes at a time, for {why}; "
-        f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {tile.of - 1} more transfers and "
+        f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {more} and "
         f"{again:,} bytes of memory traffic{time}"
     )
 

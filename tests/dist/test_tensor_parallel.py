@@ -293,7 +293,7 @@ def in_parts(rank: int, *ways: tuple[str, str]) -> list[str]:
     return errors
 
 
-@cases.add_thorough
+@cases.add
 def activations_in_parts_that_wait_elsewhere(rank: int) -> list[str]:
     """What a pair saves alike is saved in parts; what the lane hides, parts too, waits in files, or on the host."""
     with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dist.spawn import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
@@ -84,6 +91,43 @@ def _equal(rank: int, world: int, rows: int, micro: int, transport: str) -> set[
     assert list(state) == ["small.weight", "small.bias", "large.weight"]
     (frame,) = zero.inspect(model).frames
     return {g.names[0] for p in frame.programs.values() for g in p.gathers if g.tile}
+
+
+def _goes_on(rank: int, world: int, folder: str) -> None:
+    """A checkpoint of a model in tiles, of parameters and optimizer, is taken up by one without tiles, and back."""
+    losses = []
+    for tiles in ((None, None), (LAYER // 8, None), (None, LAYER // 8)):
+        at = f"{folder}/{tiles}"
+        for k, tile_bytes in enumerate(tiles):
+            torch._dynamo.reset()
+            model = zero.shard(Net(), stage=3, compute="aten", tile_bytes=tile_bytes)
+            step = torch.compile(model, backend="zero")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            if k:
+                state = {
+                    "model": get_model_state_dict(model),
+                    "optimizer": get_optimizer_state_dict(model, optimizer),
+                }
+                dcp.load(state, checkpoint_id=at)
+                set_model_state_dict(model, state["model"])
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            for x in batches(rank, 2 * STEPS)[k * STEPS : (k + 1) * STEPS]:
+                loss = step(x)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if not k:
+                state = {
+                    "model": get_model_state_dict(model),
+                    "optimizer": get_optimizer_state_dict(model, optimizer),
+                }
+                dcp.save(state, checkpoint_id=at)
+        losses.append(loss.item())
+    torch.testing.assert_close(losses, losses[:1] * 3, rtol=1e-5, atol=0)
+
+
+def test_checkpoints_do_not_know_of_tiles(tmp_path: Any) -> None:
+    run_ranks(_goes_on, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shared"])

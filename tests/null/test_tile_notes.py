@@ -14,7 +14,7 @@ TOKENS, WIDTH, WIDE, VOCABULARY = 256, 32, 512, 1024
 BATCH = (torch.zeros(TOKENS, WIDTH), torch.zeros(TOKENS, dtype=torch.long))
 NOTE = re.compile(
     r"tiled: (?P<what>.*): [\d,]+ tiles of [\d,]+ rows( a rank)?, [\d,]+ bytes at a time, for (?P<why>.+); "
-    r"saves [\d,]+ bytes; costs ([\d,]+ more transfers and )?[\d,]+ bytes of memory traffic, [\d,]+ us$"
+    r"saves [\d,]+ bytes; costs ([\d,]+ more transfers? and )?[\d,]+ bytes of memory traffic, [\d,]+ us$"
 )
 
 

@@ -87,6 +87,78 @@ def test_every_operator_equals_plain(world, rows, tile_bytes):
     assert "frozen.weight" not in tiled
 
 
+class Batched(nn.Module):
+    """A ``bmm`` whose weight has its rows along one dimension of it: experts, or rows or columns of the result, or what is
+    summed over."""
+
+    def __init__(self, along: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = along
+        self.weight = nn.Parameter(torch.randn(11, 3, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weight
+        if self.along == "experts":
+            return torch.bmm(x.expand(11, 4, 3), w)
+        w = w.permute(1, 0, 2)  # [3, 11, 5]
+        if self.along == "rows":
+            return torch.bmm(w, x.expand(3, 4, 5).transpose(1, 2))
+        if self.along == "columns":
+            return torch.bmm(x.expand(3, 4, 5), w.transpose(1, 2))
+        return torch.bmm(x.expand(3, 4, 11), w)
+
+
+@pytest.mark.parametrize("along", ["experts", "rows", "columns", "sum"])
+def test_a_bmm_whichever_dimension_the_rows_lie_along(along):
+    model = SimulatedModel(Batched(along), 2, stage=3, bucket_bytes=0, tile_bytes=120)
+    size = {"experts": 3, "rows": 5, "columns": 5, "sum": 11}[along]
+    gen = torch.Generator().manual_seed(1)
+    given = [(torch.randn(1, 4, size, generator=gen, requires_grad=True),) for _ in range(2)]
+    model.check(given, lambda out: out.square().sum())
+    assert not [n for n in notes(model) if "whole" in n]
+    assert all(any(g.tile for g in p.gathers) for p in model.programs.values())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("kind", [nn.Conv2d, *slow(nn.Conv3d)])
+def test_convolutions_by_output_channel(kind, last):
+    torch.manual_seed(0)
+    conv = kind(3, 11, 3, padding=1, stride=2)
+    model = SimulatedModel(conv, 2, stage=3, bucket_bytes=0, tile_bytes=700)
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, *[6] * (conv.weight.dim() - 2), generator=gen)
+    if last:
+        x = x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    model.check([(x,), (2 * x,)], lambda out: out.square().sum())
+    whole = [n for n in notes(model) if "whole" in n]
+    if last:
+        assert all("gathered whole: weight" in n and n.endswith("is not contiguous") for n in whole)
+    assert bool(whole) == last
+    assert any(r.tile for r in model.programs["backward"].reduces)
+
+
+def test_what_is_laid_and_gradients_of_weights_are_the_same_sums():
+    """Bit for bit, where a column of the result, and a row of the gradient, is computed as it is without tiles.
+
+    Of numbers that float32 adds up exactly: how a library sums for another shape of the product is its own affair.
+    """
+    torch.manual_seed(0)
+    net = nn.Linear(8, 24, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.randint(-8, 8, net.weight.shape))
+    given = [
+        (torch.randint(-8, 8, (16, 8), generator=torch.Generator().manual_seed(r)).float(),) for r in range(2)
+    ]
+    seen = []
+    for tile_bytes in (None, 128):
+        model = SimulatedModel(net, 2, stage=3, tile_bytes=tile_bytes)
+        out = model.step(given, lambda y: y.sum())
+        seen.append([*out, *(rows["weight"].grad for rows in model.rows)])
+    assert any(g.tile for g in model.programs["forward"].gathers)
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [*slow(1), 2])
 def test_tiles_are_kept_at_no_stage(stage):
