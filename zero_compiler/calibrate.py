@@ -102,6 +102,8 @@ def calibrate(
         memory_bytes_per_us=rates["memory"],
         vector_per_us=rates["vector"],
         special_per_us=rates["special"],
+        vector_share=rates["vector_share"],
+        special_share=rates["special_share"],
         kernel_us=rates["kernel"],
         memory_bytes=on_device,
         host_memory_bytes=total // max(worlds),
@@ -155,21 +157,35 @@ def _sync(device: torch.device) -> None:
 
 def _rates(device: torch.device) -> dict[str, Any]:
     kernel = _kernel_us(device)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "vector": lambda x: x.add_(1.0),
+        "special": lambda x: torch.erf(x, out=x),
+    }
+    elements = {
+        kind: {dtype: _elements_per_us(device, call, dtype) for dtype in (torch.float32, *_OTHER_DTYPES)}
+        for kind, call in calls.items()
+    }
     return {
         **(_cpu_products() if device.type == "cpu" else _products_on(device)),
-        "vector": _elements_per_us(device, lambda x: x.add_(1.0)),
-        "special": _elements_per_us(device, lambda x: torch.erf(x, out=x)),
+        **{kind: rates[torch.float32] for kind, rates in elements.items()},
+        **{f"{kind}_share": _shares(rates) for kind, rates in elements.items()},
         "kernel": kernel,
         "checksum": _checksum(),
     }
 
 
-def _elements_per_us(device: torch.device, call: Callable[[torch.Tensor], Any]) -> float:
+def _shares(rates: dict[torch.dtype, float]) -> dict[str, float]:
+    return {str(d).removeprefix("torch."): rate / rates[torch.float32] for d, rate in rates.items()}
+
+
+def _elements_per_us(
+    device: torch.device, call: Callable[[torch.Tensor], Any], dtype: torch.dtype = torch.float32
+) -> float:
     """Rate of an element-wise kernel on data in cache, without its launch."""
     sizes = (1 << 11, 1 << 16) if device.type == "cpu" else (1 << 20, 1 << 23)
     times = []
     for n in sizes:
-        x = torch.zeros(n, device=device)
+        x = torch.zeros(n, device=device, dtype=dtype)
 
         def many(x: torch.Tensor = x) -> None:
             for _ in range(200):

@@ -143,6 +143,10 @@ def calibrate(
     table.add_row("memory", f"{spec.memory_bytes_per_us / 1e3:,.1f} GB/s")
     table.add_row("sums in cache", f"{spec.vector_per_us / 1e3:,.2f} G elements/s")
     table.add_row("special functions in cache", f"{spec.special_per_us / 1e3:,.2f} G elements/s")
+    for dtype, share in spec.vector_share.items():
+        if dtype != "float32":
+            special = f", special functions {spec.special_share[dtype]:.2f}"
+            table.add_row(f"in {dtype}", f"sums {share:.2f} of float32's{special}")
     table.add_row("one kernel", f"{spec.kernel_us:,.1f} us")
     for phase, python in (("forward", spec.forward_python), ("backward", spec.backward_python)):
         table.add_row(

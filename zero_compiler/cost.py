@@ -222,17 +222,19 @@ class CostModel:
         most: Any = 0
         for size in sizes:
             most = _longer(most, size)
-        return most / (self.spec.special_per_us if packet in _SPECIAL else self.spec.vector_per_us)
+        spec = self.spec
+        rate, share = spec.vector_per_us, spec.vector_share
+        if packet in _SPECIAL:
+            rate, share = spec.special_per_us, spec.special_share
+        return most / (rate * share.get(_dtype_name(node), 1.0))
 
     def _arithmetic_us(self, node: fx.Node) -> Any:
         flops = self.flops(node)
         if flops == 0:
             return 0.0
-        dtype = next((t.dtype for t in facts.leaves(facts.value(node)) if isinstance(t, torch.Tensor)), None)
         onednn = node.target is ops.onednn_linear
         rates = self.spec.onednn_flops_per_us if onednn else self.spec.matmul_flops_per_us
-        rate = rates.get(str(dtype).removeprefix("torch."), rates["float32"])
-        return flops / rate
+        return flops / rates.get(_dtype_name(node), rates["float32"])
 
     def _copies_us(self, node: fx.Node) -> Any:
         """What of a matrix product's memory traffic comes on top of its arithmetic; 0 for other operators."""
@@ -270,6 +272,12 @@ def tensor_bytes(val: Any) -> Any:
         if isinstance(t, torch.Tensor):
             total = total + expr(t.numel()) * t.element_size()
     return total
+
+
+def _dtype_name(node: fx.Node) -> str:
+    """Of the first tensor among its results."""
+    found = (t.dtype for t in facts.leaves(facts.value(node)) if isinstance(t, torch.Tensor))
+    return str(next(found, None)).removeprefix("torch.")
 
 
 def _numel(val: Any) -> Any:

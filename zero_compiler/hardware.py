@@ -16,6 +16,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+import sympy
+
 from .errors import ConfigError
 
 LANES = ("compute", "device-device", "nvme-read", "nvme-write", "host-device")
@@ -25,7 +27,10 @@ _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not m
 
 
 def _check_number(name: str, value: Any, least: int | None = None) -> None:
-    """At ``least`` so much; None: above 0. What is infinitely fast is no mistake, what is not a number is one."""
+    """At ``least`` so much; None: above 0. What is infinitely fast is no mistake, what is not a number is one; an
+    expression of sizes that are not known yet is let pass."""
+    if isinstance(value, sympy.Expr):
+        return
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
     if not number or not (value > 0 if least is None else value >= least):
         wanted = "> 0" if least is None else f">= {least}"
@@ -106,6 +111,7 @@ class HardwareSpec:
         memory_bytes_per_us: streaming bandwidth of the device's memory, bytes read plus bytes written.
         vector_per_us, special_per_us: elements a microsecond through one vector instruction (sum, product), and
             through one function that takes many (exponential, error function, root), on data in cache, float32.
+        vector_share, special_share: what share of these it is in other dtypes, by name; 1 where that was not measured.
         kernel_us: host and launch time of one kernel.
         memory_bytes, host_memory_bytes: of one rank.
         onednn_flops_per_us: on CPUs, by dtype name, the same through oneDNN where torch would take its BLAS; empty
@@ -143,6 +149,8 @@ class HardwareSpec:
     nvme_write: Link
     shared: tuple[tuple[str, ...], ...] = field(default_factory=tuple)
     onednn_flops_per_us: dict[str, float] = field(default_factory=dict)
+    vector_share: dict[str, float] = field(default_factory=dict)
+    special_share: dict[str, float] = field(default_factory=dict)
     matmul_traffic: float = 0.0
     checksum_bytes_per_us: float = 10000.0
     forward_python: PythonTime = PythonTime()
@@ -153,8 +161,9 @@ class HardwareSpec:
         for python in ("forward_python", "backward_python"):
             for name in ("call_us", "param_us"):
                 _check_number(f"{name} of {python}", getattr(getattr(self, python), name), 0)
-        if self.onednn_flops_per_us != {}:
-            _check_rates("onednn_flops_per_us", self.onednn_flops_per_us)
+        for name in ("onednn_flops_per_us", "vector_share", "special_share"):
+            if getattr(self, name) != {}:
+                _check_rates(name, getattr(self, name))
         for name in (
             "memory_bytes_per_us",
             "vector_per_us",
@@ -169,10 +178,11 @@ class HardwareSpec:
         for lane in (lane for group in self.shared for lane in group):
             _check_one_of("a lane in `shared`", lane, LANES)
 
-    def collective(self, kind: str, world: int, shared: bool = False) -> Link:
+    def collective(self, kind: str, world: Any, shared: bool = False) -> Link:
         """Link of a collective over the process group, or over memory that ranks share.
 
-        That of the nearest measured world size, its bandwidth scaled by the ring's share.
+        That of the nearest measured world size, its bandwidth scaled by the ring's share. ``world`` may be symbolic
+        (sympy): then that of the largest, and the numbers of the link are expressions.
 
         A ring moves ``(world - 1) / world`` of the full bytes over each link, in ``world - 1`` steps (Patarasuk
         and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
@@ -182,6 +192,7 @@ class HardwareSpec:
         """
         if world == 1:
             return Link(0.0, float("inf"))
+        symbolic = isinstance(world, sympy.Expr)
         transport = "shared" if shared else "c10d"
         rows = [c for c in self.collectives if c.kind == kind and c.transport == transport]
         if not rows:
@@ -189,7 +200,7 @@ class HardwareSpec:
                 f"hardware spec {self.name!r} has no {kind} over {transport}, which {world} ranks need; "
                 f"`zero-compiler calibrate --world {world}` measures it on this machine"
             )
-        near = min(rows, key=lambda c: (abs(c.world - world), c.world))
+        near = min(rows, key=lambda c: -c.world if symbolic else (abs(c.world - world), c.world))
         if near.world == world:
             return near.link
         share = ((near.world - 1) / near.world) / ((world - 1) / world)

@@ -34,6 +34,9 @@ def test_every_rate_was_measured(spec):
         assert python.call_us >= 0
     assert set(spec.matmul_flops_per_us) == {"float32", "bfloat16", "float16", "float64"}
     assert spec.special_per_us < spec.vector_per_us
+    for shares in (spec.vector_share, spec.special_share):
+        assert set(shares) == set(spec.matmul_flops_per_us)
+        assert shares["float32"] == 1
     assert torch.__version__ in spec.source
     assert "one thread a rank" in spec.source
     assert len(spec.date) == len("2026-01-01")

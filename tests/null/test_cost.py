@@ -49,6 +49,33 @@ def test_a_matrix_product_is_bound_by_arithmetic_or_by_memory():
     assert COST.node_us(fast) == pytest.approx(2 * 64**3 / 2000 + 1)
 
 
+def test_elementwise_operators_take_the_rate_of_their_dtype():
+    shares = {
+        "vector_share": {"float32": 1.0, "bfloat16": 0.5},
+        "special_share": {"float32": 1.0, "bfloat16": 0.8},
+    }
+    cost = CostModel(dataclasses.replace(SPEC, **shares))
+    for dtype, add, exp in (
+        (torch.float32, 50.0, 5.0),
+        (torch.bfloat16, 25.0, 4.0),
+        (torch.float64, 50.0, 5.0),
+    ):
+        graph = graph_of(lambda x: (x + 1).exp(), torch.ones(1000, dtype=dtype))
+        (plus,), (power,) = nodes(graph, aten.add), nodes(graph, aten.exp)
+        assert cost.vector_us(plus) == pytest.approx(1000 / add)
+        assert cost.vector_us(power) == pytest.approx(1000 / exp)
+
+
+def test_collectives_are_symbolic_in_the_number_of_ranks():
+    ranks = sympy.Symbol("ranks", positive=True, integer=True)
+    for kind in hardware.KINDS:
+        us = SPEC.collective(kind, ranks).us(1 << 20)
+        assert us.free_symbols == {ranks}
+        largest = max(c.world for c in SPEC.collectives if (c.kind, c.transport) == (kind, "c10d"))
+        for world in (largest, 4 * largest, 512):
+            assert float(us.subs(ranks, world)) == pytest.approx(SPEC.collective(kind, world).us(1 << 20))
+
+
 COPIES = CostModel(dataclasses.replace(SPEC, matmul_traffic=2.5))
 
 

@@ -84,6 +84,11 @@ WRONG = [
         {"matmul_flops_per_us": {"float32": 0}},
         r"matmul_flops_per_us\['float32'\] must be a number > 0, not 0",
     ),
+    (
+        {"vector_share": {"float32": 1, "bfloat16": 0}},
+        r"vector_share\['bfloat16'\] must be a number > 0, not 0",
+    ),
+    ({"special_share": {"bfloat16": 1}}, "special_share must give a rate for 'float32'"),
     ({"onednn_flops_per_us": {"bfloat16": 5}}, "onednn_flops_per_us must give a rate for 'float32'"),
     ({"nvme_read": LINK | {"bytes_per_us": 0}}, "bytes_per_us of a link must be a number > 0, not 0"),
     ({"nvme_read": LINK | {"latency_us": -1}}, "latency_us of a link must be a number >= 0, not -1"),
