@@ -16,7 +16,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 
 from .errors import ConfigError
 
