@@ -185,7 +185,7 @@ def machine() -> dict[str, Any]:
         "cores": cores(),
         "memory_gib": round(memory / 2**20, 1),
         "isa": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags],
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "versions": {p: _version(p) for p in ("torch", "zero-compiler", "deepspeed")},
         "commit": _commit(),

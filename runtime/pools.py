@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -10,18 +12,22 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from zero_compiler.errors import ShardError
 from zero_compiler.program import Program
 from zero_compiler.runtime import _C
 
 from .aio import buffer
 from .hops import Aside
 
+_THREAD = "thread"
+
 
 class Pools:
     """Pools of one device: of one sharded model, or of several of which a Program has parameters.
 
     A plan has one arena for all of its transfers, whoever's parameters they move. So the engines of such models use the
-    same memory: of two of their Programs, one runs at a time.
+    same memory: of two of their Programs, one runs at a time (:meth:`begin_turn`). On an accelerator the user's streams
+    order them, as they order all else that is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +38,7 @@ class Pools:
         self.near: torch.Tensor | None = None
         self.forsaken = False  # of calls that broke off: nobody joins them
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # runtimes
+        self._turn: dict[str, int] = {}  # the thread whose Program runs in them
 
     @functools.cached_property
     def stream(self) -> torch.Stream | None:
@@ -45,22 +52,50 @@ class Pools:
 
     def join(self, runtime: Any) -> None:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
+        runtime.engine.place_arena(
+            runtime.transient, self.arena
+        )  # first: Ctrl-C may come between any two lines
         self._users.add(runtime)
         runtime.pools = self
-        runtime.engine.place_arena(runtime.transient, self.arena)
+
+    def check_turn(self) -> None:
+        """Before :meth:`begin_turn`.
+
+        Raises:
+            ShardError: this thread runs a Program here already.
+        """
+        if self._turn.get(_THREAD) == threading.get_ident():
+            raise ShardError(
+                "a compiled call of a sharded model, or of a part of it, began while another one of the same thread "
+                "runs (in a custom operator or a hook of a gradient, say), and both use the same memory: call it "
+                "before or after that"
+            )
+
+    def begin_turn(self) -> None:
+        """A Program of this thread is to run here: wait for that of another thread. :meth:`end_turn` must follow, also
+        where this is broken off."""
+        me = threading.get_ident()
+        while self._turn.setdefault(_THREAD, me) != me:  # of two threads one sets it
+            time.sleep(1e-4)
+
+    def end_turn(self) -> None:
+        if self._turn.get(_THREAD) == threading.get_ident():
+            del self._turn[_THREAD]
 
     def grow(self, program: Program) -> None:
         """Make room for a Program, where there is less; nothing is under way."""
         if program.transient_bytes > self.arena.nbytes:
-            self.arena = _C.Arena(program.transient_bytes, self.device)
+            arena = _C.Arena(program.transient_bytes, self.device)
             for runtime in list(self._users):
-                runtime.engine.place_arena(runtime.transient, self.arena)
-        if program.host_bytes > self.host.numel():
-            self._finish()
-            self.host = buffer(program.host_bytes)
-        if program.device_bytes > (0 if self.near is None else self.near.numel()):
-            self._finish()
-            with unset_fake_temporarily():  # while a call is compiled
+                runtime.engine.place_arena(runtime.transient, arena)
+            self.arena = arena  # last: what broke off before is done again
+        # Training writes to what an evaluation has made room for, and a call may be compiled meanwhile.
+        with torch.inference_mode(False), unset_fake_temporarily():
+            if program.host_bytes > self.host.numel():
+                self._finish()
+                self.host = buffer(program.host_bytes)
+            if program.device_bytes > (0 if self.near is None else self.near.numel()):
+                self._finish()
                 self.near = torch.empty(program.device_bytes, dtype=torch.uint8, device=self.device)
 
     def leave(self, runtime: Any) -> None:

@@ -285,6 +285,18 @@ class Session:
         if not all(r.policy.sync for r in self._reductions.owners.values()):
             quiet = frozenset(owner for owner, r in self._reductions.owners.items() if not r.policy.sync)
             return self._keeping(quiet).run(inputs)
+        turns = [runtime.pools for runtime in self._devices]
+        for pools in turns:
+            pools.check_turn()
+        try:
+            for pools in turns:
+                pools.begin_turn()
+            return self._run(inputs)
+        finally:
+            for pools in turns:
+                pools.end_turn()
+
+    def _run(self, inputs: list[Any]) -> list[Any]:
         env = inputs + self._empty
         inputs.clear()
         call = watch.Call(self._group, self._engines) if self._talks else None

@@ -1,0 +1,139 @@
+"""Memory that a model and its parts share: threads, evaluations and calls that break off do not spoil it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.errors import ShardError
+from zero_compiler.modules import policies_of
+from zero_compiler.runtime.pools import Pools
+
+HALF = {"param_dtype": torch.bfloat16}  # so that one rank casts weights into the arena
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+
+
+def compiled(model):
+    return torch.compile(model, backend="zero", options={"compute": "aten"})
+
+
+def two_parts(width=256):
+    torch.manual_seed(0)
+    parts = [zero.shard(nn.Linear(width, width), **HALF) for _ in range(2)]
+    return zero.shard(nn.Sequential(*parts), **HALF)
+
+
+def test_two_threads_take_turns():
+    root = two_parts()
+    calls, x = [compiled(part) for part in root], torch.randn(4, 256)
+    with torch.no_grad():
+        want = [call(x) for call in calls]
+    assert policies_of(root[0])[0].runtime.pools is policies_of(root[1])[0].runtime.pools
+    wrong = []
+
+    def go(k):
+        with torch.no_grad():
+            wrong.extend(k for _ in range(300) if not torch.equal(calls[k](x), want[k]))
+
+    threads = [threading.Thread(target=go, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@torch.library.custom_op("zero_tests::calls_a_part", mutates_args=())
+def calls_a_part(x: torch.Tensor) -> torch.Tensor:
+    return _inside[0](x).clone() if _inside else x.clone()
+
+
+@calls_a_part.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+_inside: list = []
+
+
+def test_a_call_within_a_call_is_an_error_and_leaves_both_usable():
+    root = two_parts()
+    inner, x = compiled(root[0]), torch.randn(4, 256)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.root = root
+
+        def forward(self, x):
+            return calls_a_part(self.root[1](x))
+
+    outer = compiled(Outer())
+    with torch.no_grad():
+        want = [inner(x), outer(x)]
+        _inside.append(inner)
+        with pytest.raises(ShardError, match="began while another one of the same thread runs"):
+            outer(x)
+        _inside.clear()
+        assert torch.equal(inner(x), want[0])
+
+
+@pytest.mark.parametrize("evaluation", [torch.inference_mode, torch.no_grad])
+def test_training_writes_to_memory_that_an_evaluation_made(evaluation, tmp_path):
+    torch.manual_seed(0)
+    files = {"offload_params": "nvme", "offload_activations": "nvme", "nvme_dir": str(tmp_path)}
+    model = zero.shard(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), **files)
+    call, x = compiled(model), torch.randn(64, 64)
+    with evaluation():
+        want = call(x).clone()
+    out = call(x)
+    out.square().mean().backward()
+    assert torch.equal(out, want)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_arena_that_was_placed_halfway_is_placed_again(monkeypatch):
+    root = two_parts()
+    calls, x = [compiled(part) for part in root], torch.randn(4, 256)
+    with torch.no_grad():
+        want = [call(x) for call in calls]
+        pools = policies_of(root[0])[0].runtime.pools
+        grown, arenas = Pools.grow, []
+
+        def interrupted(self, program):
+            if not arenas:
+                arenas.append(self.arena)
+                program = type(
+                    "Larger",
+                    (),
+                    {"transient_bytes": 4 * self.arena.nbytes, "host_bytes": 0, "device_bytes": 0},
+                )
+                users = list(self._users)
+                monkeypatch.setattr(self, "_users", _Breaks(users))
+                try:
+                    grown(self, program)
+                finally:
+                    monkeypatch.undo()
+            return grown(self, program)
+
+        monkeypatch.setattr(Pools, "grow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calls[0](x)
+        assert pools.arena is arenas[0]  # and not one that only some of them have
+        assert all(torch.equal(call(x), w) for call, w in zip(calls, want, strict=True))
+
+
+class _Breaks(list):
+    """Ctrl-C behind the first."""
+
+    def __iter__(self):
+        yield from self[:1]
+        raise KeyboardInterrupt
