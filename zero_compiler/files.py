@@ -101,7 +101,8 @@ class GradientFiles:
         self._names: dict[int, str] = {}
         # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
         self._landed: dict[str, tuple[Any, bool]] = {}
-        self._partly: set[str] = set()  # of which some tiles have landed
+        # Of which some tiles have landed; True: they are added to what the file has.
+        self._partly: dict[str, bool] = {}
         # Autograd's numbers of the backwards that run: one may run within another (torch.utils.checkpoint).
         self._tasks: set[int] = set()
         self._landing: Landing | None = None
@@ -159,24 +160,37 @@ class GradientFiles:
         Returns whether it was taken; what was not taken of the first tile is not of those after it.
         """
         name = self._name_of(param)
-        if (
-            name is None
-            or (begin == 0 and not self._takes_parts(name, param, ours))
-            or (begin and name not in self._partly)
-        ):
+        if name is None or (begin and name not in self._partly):
             return False
+        if begin == 0:
+            takes = self._takes_parts(name, param, ours)
+            if takes is None:
+                return False
+            self._partly[name] = takes
         self._enter()
-        self._partly.add(name)
-        self._write(name, part, begin * part.element_size())
+        if self._partly[name]:  # through the mapping, as a whole gradient is
+            self.landing().drain()
+            self._regions[name].tensor.view(-1)[begin : begin + part.numel()].add_(part.view(-1))
+        else:
+            self._write(name, part, begin * part.element_size())
         if last:
-            self._partly.discard(name)
-            self._landed[name] = (param, True)
+            _, written = self._landed.get(name, (param, False))
+            added = self._partly.pop(name)
+            self._landed[name] = (param, written or not added)
         return True
 
-    def _takes_parts(self, name: str, param: Any, ours: Collection[int]) -> bool:
-        """Whether nothing is there yet to which they would have to be added."""
-        there = param.grad is not None or self._landed.get(name, (param, False))[1]
-        return not there and grads.goes_to_grad(param) and not grads.hooked(param, ours)
+    def _takes_parts(self, name: str, param: Any, ours: Collection[int]) -> bool | None:
+        """Whether they are added to what the file has; None: they are to be added to what lies elsewhere, or somebody
+        wants to see the whole."""
+        if not grads.goes_to_grad(param) or grads.hooked(param, ours):
+            return None
+        if self._landed.get(name, (param, False))[1]:
+            return True
+        if param.grad is None:
+            return False
+        local = getattr(param.grad, "_local_tensor", None)
+        here = local is not None and local.data_ptr() == self._regions[name].tensor.data_ptr()
+        return True if here else None
 
     def _enter(self) -> None:
         """The first gradient of a backward that lands."""

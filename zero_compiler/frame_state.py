@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import weakref
@@ -136,6 +137,9 @@ class FrameState:
                         "placement; call zero.shard(model, stage=...) before torch.compile"
                     )
             return given
+        if len(self.relatives) > len(self.policies):
+            # A part that was taken out of the model counts until it is collected, on all ranks alike from here on.
+            gc.collect()
         configs = [[p.config for p in some] for some in (self.policies.values(), self.relatives)]
         return Config.of_parts(*configs).with_options(options)
 

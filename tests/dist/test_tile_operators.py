@@ -190,9 +190,22 @@ def _filed(rank: int, world: int, folder: str) -> set[str]:
     model = zero.shard(copy.deepcopy(plain), stage=3, compute="aten", tile_bytes=LAYER // 8, **fields)
     step = torch.compile(model, backend="zero")
     want = copy.deepcopy(plain)
-    for x in batches(rank, 2):
-        step(x).backward()
+    _C.meter_install()
+    peaks = []
+    for k, x in enumerate(batches(rank, 3)):
+        if k == 1:  # what is there for all steps is there
+            model.zero_grad()
+            want.zero_grad()
+        loss = step(x)
+        gc.collect()
+        base = _C.meter_current()
+        _C.meter_reset_peak()
+        loss.backward()
+        peaks.append(_C.meter_peak() - base)
         want(x).backward()
+    assert peaks[2] <= peaks[1] + 65536, (
+        peaks
+    )  # tiles are added to those in the file, and never lie side by side
     for (name, a), b in zip(model.named_parameters(), want.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b[1].grad, msg=lambda m, n=name: f"{n}: {m}")
     (frame,) = zero.inspect(model).frames
