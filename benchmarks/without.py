@@ -15,7 +15,8 @@ weights once for all). Every row runs in fresh processes with an allocator that 
 
 Peak is the largest number of live bytes of torch's CPU allocator in steps after warm-up, and the buffers that files are
 written from and read to, of the rank with the most; time is that of forward and backward of the slowest rank, median of
-the steps with the 10th and 90th percentile. The predictions are the plan's. Activations on the host of an accelerator
+the steps with the 10th and 90th percentile. The predictions are the plan's. "Apart" is how far the loss after all steps,
+and the norm of all gradients in the first, lie from those of the row without, relative. Activations on the host of an accelerator
 are not measured here: on CPU ranks everything lies on the host.
 """
 
@@ -212,7 +213,7 @@ def run(args: Any, name: str, case: Case, way: str, rows: dict[str, dict[str, An
         "budget": call["budget"],
         "seconds": [max(each) for each in zip(*(f["seconds"] for f in found))],
         **{k: max(f[k] for f in found) for k in ("peak", "predicted_peak", "predicted_s", "held")},
-        **{k: found[0][k] for k in ("loss", "plan")},
+        **{k: found[0][k] for k in ("loss", "norm", "plan")},
     }
 
 
@@ -261,6 +262,9 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         loss = compiled(*batch)
         loss.backward()
         seconds.append(time.perf_counter() - begin)
+        if i == 0:
+            squares = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
+            norm = float(sum(squares)) ** 0.5
         optimizer.step()
         optimizer.zero_grad()
     peak = _C.meter_peak() + aio.live_bytes()
@@ -275,6 +279,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
         "held": frame.held_bytes,
         "plan": planned(frame),
         "loss": loss.item(),
+        "norm": norm,
     }
 
 
@@ -320,16 +325,18 @@ def report(name: str, case: Case, rows: dict[str, dict[str, Any]]) -> str:
         "predicted",
         "peak, with / without",
         "ms",
+        "loss, norm apart",
         "the plan has",
     ]
     first = next(iter(rows.values()))
     table = []
     for way, r in rows.items():
         s = common.spread(r["seconds"])
-        beside = ["", ""]
+        beside = [""] * 3
         if r is not first:
             base = common.spread(first["seconds"])["median"]
-            beside = [f"{r['peak'] / first['peak']:.2f}", f"{s['median'] / base:.2f}"]
+            apart = [f"{abs(r[name] / first[name] - 1):.0e}" for name in ("loss", "norm")]
+            beside = [f"{r['peak'] / first['peak']:.2f}", f"{s['median'] / base:.2f}", ", ".join(apart)]
         table.append(
             [
                 f"{way} ({_mib(r['budget'])} MiB)" if r["budget"] else way,
