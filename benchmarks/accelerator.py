@@ -29,7 +29,6 @@ import torch
 from models import MODELS, gpt
 
 GIB = 1 << 30
-MOST_BLOCKS = 1 << 10
 WAYS = ("on the device", "on the host", "on the host and in files")
 
 
@@ -50,6 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--host-gib", type=float, default=96.0)
     parser.add_argument("--width", type=int, default=4096, help="of the largest model")
+    parser.add_argument("--most-blocks", type=int, default=1 << 10, help="no more are tried")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--tokens", type=int, default=2048, help="in one sequence, the batch")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
@@ -254,7 +254,7 @@ def largest(way: str, args: argparse.Namespace) -> dict[str, Any]:
         room = shutil.disk_usage(args.directory).free
         return memory.apart <= args.host_gib * GIB and memory.files <= 0.9 * room
 
-    blocks = bisect(fits)
+    blocks = bisect(fits, args.most_blocks)
     print(f"{way}: {blocks} blocks", flush=True)
     if not blocks:
         return {"way": way, "why": "one block does not fit"}
@@ -266,11 +266,12 @@ def largest(way: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"way": way, "blocks": blocks} | answer
 
 
-def bisect(fits: Callable[[int], bool]) -> int:
+def bisect(fits: Callable[[int], bool], most: int) -> int:
     """The most blocks that fit, or one part in 16 fewer; 0 where one does not."""
     low, high = 0, 1
-    while high <= MOST_BLOCKS and fits(high):
+    while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
