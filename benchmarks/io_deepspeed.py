@@ -25,7 +25,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from zero_compiler.runtime import aio
 
-SIZES = (1 << 20, 4 << 20)
+SIZES = (256 << 10, 1 << 20, 4 << 20)
 
 
 def _best(ways, timed) -> str:
@@ -48,7 +48,7 @@ def main() -> None:
     path = args.directory / f"io-deepspeed-{os.getpid()}.nvme"
     block = aio.buffer(nbytes).random_()
     handles = {
-        f"{size >> 20} MiB x {depth}, {threads} threads": theirs.aio_handle(size, depth, False, True, threads)
+        f"{size >> 10} KiB x {depth}, {threads} threads": theirs.aio_handle(size, depth, False, True, threads)
         for size in SIZES
         for depth in (16, 32)
         for threads in (1, 2)
@@ -67,7 +67,7 @@ def main() -> None:
             for size, depth in itertools.product(SIZES, (4, 16, 32)):
                 io = stack.enter_context(aio.Engine(block_bytes=size, depth=depth))
                 io.register(block)
-                ours[f"{size >> 20} MiB x {depth}"] = io, io.open(path, nbytes, create=not ours)
+                ours[f"{size >> 10} KiB x {depth}"] = io, io.open(path, nbytes, create=not ours)
             runs = {
                 "write": (
                     {n: lambda io=io, f=f: io.write(f, block).wait() for n, (io, f) in ours.items()},
