@@ -6,8 +6,8 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -19,15 +19,17 @@ from zero_compiler.runtime import _C
 from .aio import buffer
 from .hops import Aside
 
-_THREAD = "thread"
+T = TypeVar("T")
+# Far longer than a call takes: who holds the turn waits for this thread.
+_LONGEST_S = 600.0
 
 
 class Pools:
     """Pools of one device: of one sharded model, or of several of which a Program has parameters.
 
     A plan has one arena for all of its transfers, whoever's parameters they move. So the engines of such models use the
-    same memory: of two of their Programs, one runs at a time (:meth:`begin_turn`). On an accelerator the user's streams
-    order them, as they order all else that is queued.
+    same memory: of two of their Programs, one runs at a time (:func:`in_turn`), and it is not exchanged meanwhile. On
+    an accelerator the streams of the user order what they have queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +40,8 @@ class Pools:
         self.near: torch.Tensor | None = None
         self.forsaken = False  # of calls that broke off: nobody joins them
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # runtimes
-        self._turn: dict[str, int] = {}  # the thread whose Program runs in them
+        self.turn = threading.Lock()  # of whoever runs a Program in them, or changes them
+        self.thread: int | None = None  # where that is
 
     @functools.cached_property
     def stream(self) -> torch.Stream | None:
@@ -52,35 +55,10 @@ class Pools:
 
     def join(self, runtime: Any) -> None:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
-        runtime.engine.place_arena(
-            runtime.transient, self.arena
-        )  # first: Ctrl-C may come between any two lines
+        # First: Ctrl-C may come between any two lines.
+        runtime.engine.place_arena(runtime.transient, self.arena)
         self._users.add(runtime)
         runtime.pools = self
-
-    def check_turn(self) -> None:
-        """Before :meth:`begin_turn`.
-
-        Raises:
-            ShardError: this thread runs a Program here already.
-        """
-        if self._turn.get(_THREAD) == threading.get_ident():
-            raise ShardError(
-                "a compiled call of a sharded model, or of a part of it, began while another one of the same thread "
-                "runs (in a custom operator or a hook of a gradient, say), and both use the same memory: call it "
-                "before or after that"
-            )
-
-    def begin_turn(self) -> None:
-        """A Program of this thread is to run here: wait for that of another thread. :meth:`end_turn` must follow, also
-        where this is broken off."""
-        me = threading.get_ident()
-        while self._turn.setdefault(_THREAD, me) != me:  # of two threads one sets it
-            time.sleep(1e-4)
-
-    def end_turn(self) -> None:
-        if self._turn.get(_THREAD) == threading.get_ident():
-            del self._turn[_THREAD]
 
     def grow(self, program: Program) -> None:
         """Make room for a Program, where there is less; nothing is under way."""
@@ -135,9 +113,66 @@ class Pools:
         self.arena, self.host, self.near = _C.Arena(0, self.device), buffer(0), None
 
 
+def in_turn(runtimes: Iterable[Any], do: Callable[[], T]) -> T:
+    """``do`` with the pools of these to this thread alone: waits for Programs of other threads.
+
+    Raises:
+        ShardError: this thread runs a Program in them already, or another one does not end.
+    """
+    runtimes = list(runtimes)
+    out: list[T] = []
+
+    def once(pools: list[Pools]) -> None:
+        if _pools_of(runtimes) == pools:  # else they were exchanged for others while this thread waited
+            out.append(do())
+
+    while not out:
+        pools = _pools_of(runtimes)
+        for one in pools:
+            _wait(one)
+        _nested(pools, functools.partial(once, pools))
+    return out[0]
+
+
+def _pools_of(runtimes: Iterable[Any]) -> list[Pools]:
+    """In one order for all threads."""
+    return sorted({r.pools for r in runtimes}, key=id)
+
+
+def _wait(pools: Pools) -> None:
+    """Wait until the turn seems free: none that this thread would wait for in vain."""
+    ends = time.monotonic() + _LONGEST_S
+    while pools.turn.locked():
+        if pools.thread == threading.get_ident() or time.monotonic() > ends:
+            raise ShardError(
+                "a compiled call of a sharded model, or of a part of it, began while another one runs that waits for "
+                "it (in a custom operator or a hook of a gradient, say), and both use the same memory: call it before "
+                "or after that"
+            )
+        time.sleep(1e-4)
+
+
+def _nested(pools: Sequence[Pools], do: Callable[[], None]) -> None:
+    if not pools:
+        do()
+        return
+    # A lock of C in a `with`: nowhere in between can Ctrl-C leave it taken.
+    with pools[0].turn:
+        pools[0].thread = threading.get_ident()
+        try:
+            _nested(pools[1:], do)
+        finally:
+            pools[0].thread = None
+
+
 def joined(runtimes: Iterable[Any]) -> list[Any]:
     """Let models use the same pools from here on. Of each device one of them, whose pools these are; none of those that
     broke off."""
+    runtimes = list(runtimes)
+    return in_turn(runtimes, lambda: _joined(runtimes))
+
+
+def _joined(runtimes: Iterable[Any]) -> list[Any]:
     by_device: dict[torch.device, Any] = {}
     for runtime in runtimes:
         if runtime.pools.forsaken:

@@ -38,7 +38,7 @@ from zero_compiler.verify import verify_accumulating
 from . import moves, watch
 from .hops import Hops
 from .model import ModelRuntime
-from .pools import forsake, joined
+from .pools import forsake, in_turn, joined
 from .reductions import Reductions, load
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE = range(6)
@@ -81,7 +81,7 @@ class Session:
         self.runtimes = runtimes
         self.first = first
         self._devices = joined(runtimes.values())
-        self._make_room(program)
+        in_turn(self._devices, lambda: self._make_room(program))
         ends = ends_by_owner(program)
         for owner, runtime in runtimes.items():
             if runtime.shared:
@@ -285,16 +285,7 @@ class Session:
         if not all(r.policy.sync for r in self._reductions.owners.values()):
             quiet = frozenset(owner for owner, r in self._reductions.owners.items() if not r.policy.sync)
             return self._keeping(quiet).run(inputs)
-        turns = [runtime.pools for runtime in self._devices]
-        for pools in turns:
-            pools.check_turn()
-        try:
-            for pools in turns:
-                pools.begin_turn()
-            return self._run(inputs)
-        finally:
-            for pools in turns:
-                pools.end_turn()
+        return in_turn(self._devices, lambda: self._run(inputs))
 
     def _run(self, inputs: list[Any]) -> list[Any]:
         env = inputs + self._empty

@@ -27,7 +27,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     Args:
         model: a sharded module, compiled or not.
         example_inputs: a tuple of positional arguments or a dict of keyword arguments; with them the plan is
-            made without running or allocating anything, of the first frame that reads a sharded parameter. Without
+            made without running or allocating anything, of the first frame that is captured. Without
             them the frames compiled so far are shown.
 
     Raises:

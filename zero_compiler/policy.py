@@ -40,8 +40,8 @@ _copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by cop
 _OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
 
 NOTHING_CAPTURED = (
-    "there is no plan of this call: torch.compile captures nothing of the model's forward that reads a parameter, "
-    "which then runs eagerly (an RNN, say, or a graph break within a loop; TORCH_LOGS=graph_breaks says where)"
+    "there is no plan of this call: torch.compile captures nothing of the model's forward before a parameter is read "
+    "by code that runs eagerly (an RNN, say, or a graph break within a loop; TORCH_LOGS=graph_breaks says where)"
 )
 
 

@@ -51,6 +51,37 @@ def test_two_threads_take_turns():
     assert not wrong
 
 
+def test_a_part_is_compiled_while_another_runs():
+    """Its larger Program makes room in memory that both use, but not under the one that runs."""
+    torch.manual_seed(0)
+    sizes = (256, 512, 768)
+    parts = [zero.shard(nn.Linear(size, size), **HALF) for size in sizes]
+    root = zero.shard(nn.ModuleList(parts), **HALF)
+    first, x = compiled(root[0]), torch.randn(4, 256)
+    given = [torch.randn(4, size) for size in sizes[1:]]
+    with torch.no_grad():
+        want = first(x)
+        others = [part(g) for part, g in zip(root[1:], given, strict=True)]
+    wrong, ends = [], threading.Event()
+
+    def go():
+        with torch.no_grad():
+            while not ends.is_set():
+                wrong.append(not torch.equal(first(x), want))
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    try:
+        for part, g, other in zip(root[1:], given, others, strict=True):
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(part)(g), other)
+    finally:
+        ends.set()
+        thread.join()
+    assert wrong
+    assert not any(wrong)
+
+
 @torch.library.custom_op("zero_tests::calls_a_part", mutates_args=())
 def calls_a_part(x: torch.Tensor) -> torch.Tensor:
     return _inside[0](x).clone() if _inside else x.clone()
@@ -80,7 +111,7 @@ def test_a_call_within_a_call_is_an_error_and_leaves_both_usable():
     with torch.no_grad():
         want = [inner(x), outer(x)]
         _inside.append(inner)
-        with pytest.raises(ShardError, match="began while another one of the same thread runs"):
+        with pytest.raises(ShardError, match="began while another one runs that waits for it"):
             outer(x)
         _inside.clear()
         assert torch.equal(inner(x), want[0])
