@@ -20,7 +20,7 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import common
@@ -112,6 +112,18 @@ def wait() -> None:
         torch.accelerator.synchronize()
 
 
+def one_step(call: Any, optimizer: Any, batch: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Seconds of a step of training, and its loss."""
+    wait()
+    began = time.perf_counter()
+    loss = call(*batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wait()
+    return time.perf_counter() - began, loss.item()
+
+
 # Step time --------------------------------------------------------------------------------------------------------
 
 TIMES = ["model", "plain, ms", "stage 3, ms", "ratio", "tokens/s", "peak, GiB", "planned"]
@@ -149,17 +161,10 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for step in range(args.warmup + args.steps):
         batch = [t.to(at) for t in spec.data(step, 0)]
         for k in (0, 1) if step % 2 else (1, 0):
-            call, optimizer = made[k]
-            wait()
-            began = time.perf_counter()
-            loss = call(*batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            wait()
+            seconds, loss = one_step(*made[k], batch)
             if step >= args.warmup:
-                times[k].append((time.perf_counter() - began) * 1e3)
-            losses[k].append(loss.item())
+                times[k].append(seconds * 1e3)
+            losses[k].append(loss)
     tolerance = 1e-4 if low is None else 2e-2
     apart = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
     if apart > tolerance:
@@ -171,9 +176,7 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     call, optimizer = ours()
     peak = Peak()
     for step in range(3):
-        call(*[t.to(at) for t in spec.data(step, 0)]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(call, optimizer, [t.to(at) for t in spec.data(step, 0)])
     return {
         "model": name,
         "plain_ms": times[0],
@@ -292,16 +295,9 @@ def train(call: dict[str, Any]) -> dict[str, Any]:
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
         text = torch.randint(0, args.vocab, (1, args.tokens + 1), generator=draw)
-        batch = text[:, :-1].to(at), text[:, 1:].to(at)
-        wait()
-        began = time.perf_counter()
-        loss = step_of(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wait()
-        times.append(time.perf_counter() - began)
-        losses.append(loss.item())
+        seconds, loss = one_step(step_of, optimizer, [text[:, :-1].to(at), text[:, 1:].to(at)])
+        times.append(seconds)
+        losses.append(loss)
     memory = zero.inspect(model).memory
     return {
         "s": times,

@@ -139,13 +139,14 @@ def _above(node: fx.Node, dim: int) -> Sliced:
 
 def _adds_rows(node: fx.Node) -> bool:
     """The gradient of an embedding as compilers write it: rows are added to zeros at indices."""
-    if node.target is _MASKED_PUT:
+    if node.target in _PUTS:
+        base, picks, *_, accumulate = (*node.args, False) if len(node.args) < 4 else node.args
+    elif node.target is _MASKED_PUT:
         base, _, picks, _ = node.args
-    elif node.target in _PUTS and len(node.args) == 4 and node.args[3] is True:
-        base, picks = node.args[:2]
+        accumulate = True
     else:
         return False
-    return len(picks) == 1 and isinstance(picks[0], fx.Node) and axes.is_zero(base)
+    return accumulate is True and len(picks) == 1 and isinstance(picks[0], fx.Node) and axes.is_zero(base)
 
 
 def _below(node: fx.Node, dim: int) -> Sliced:
@@ -173,28 +174,26 @@ def _factors(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
     """What is not of the tile is added to a row behind the others, which nobody keeps."""
-    puts, masked = node.target in _PUTS, node.target is _MASKED_PUT
     val = facts.value(node)
-    picks = node.args[2][0] if masked else node.args[1][0] if puts else node.args[1]
-    if puts or masked:  # which may count from the end
+    lists = next((a for a in node.args if isinstance(a, (list, tuple))), None)  # of what adds rows to zeros
+    picks = node.args[1] if lists is None else lists[0]
+    if lists is not None:  # which may count from the end
         rows = emit(aten.add.Tensor, picks, plan.shape[0])
         picks = emit(aten.where.self, emit(aten.lt.Scalar, picks, 0), rows, picks)
     find = readers.looked_up(emit, picks, plan)
     found = {}
     for tile in plan.tiles:
         place, inside = find(tile)
-        if not puts and not masked:
+        if lists is None:
             inside = emit(aten.logical_and.default, inside, emit(aten.ne.Scalar, picks, node.args[3]))
         found[tile] = readers.either(emit, inside, place, plan.world * tile.rows)
 
     def make(tile: Tile, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         rows, place = plan.world * tile.rows, found[tile]
-        if puts or masked:
+        if lists is not None:
             zeros = emit(aten.full.default, [rows + 1, *val.shape[1:]], 0, dtype=val.dtype, device=val.device)
-            if masked:
-                out = emit(node.target, zeros, node.args[1], [place], node.args[3])
-            else:
-                out = emit(node.target, zeros, [place], node.args[2], True)
+            args = [[place] if a is lists else a for a in node.args[1:]]
+            out = emit(node.target, zeros, *args)
         else:
             out = emit(node.target, node.args[0], place, rows + 1, rows, node.args[4])
         return emit(aten.slice.Tensor, out, 0, 0, rows)

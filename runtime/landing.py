@@ -50,9 +50,8 @@ class Landing(Guarded):
 
     def _taken(self, nbytes: int) -> torch.Tensor:
         size, block = blocks(nbytes), None
-        for at in reversed(
-            list(self._idle)
-        ):  # of its keys, no tuples: making those may end what lies in a block
+        # Keys alone: to make tuples of items may end what lies in a block.
+        for at in reversed(list(self._idle)):
             if self._idle[at].numel() == size:
                 block = self._idle.pop(at)
                 break

@@ -68,7 +68,7 @@ def calibrate(
     Raises:
         ConfigError: ``directory`` is none, or takes no files.
     """
-    if directory is not None and not os.access(directory, os.W_OK | os.X_OK):
+    if directory is not None and not (os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)):
         raise ConfigError(f"directory must be one that files can be written to; {directory!r} is not")
     threads = threads or threads_of(max(worlds))
 
