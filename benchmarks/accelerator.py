@@ -86,15 +86,22 @@ def device_text() -> str:
     return f"{known.name}, {known.total_memory / GIB:.0f} GiB"
 
 
+def meter() -> None:
+    """Count the live bytes of this device from here on: on an accelerator torch always does."""
+    if device().type == "cpu":
+        from zero_compiler.runtime import _C
+
+        _C.meter_install()
+
+
 class Peak:
-    """Most live bytes on the device since it was made."""
+    """Most live bytes on the device since it was made, of those that were allocated behind :func:`meter`."""
 
     def __init__(self) -> None:
         gc.collect()
         if device().type == "cpu":
             from zero_compiler.runtime import _C
 
-            _C.meter_install()
             _C.meter_reset_peak()
         else:
             torch.accelerator.reset_peak_memory_stats()
@@ -132,6 +139,7 @@ TIMES = ["model", "plain, ms", "stage 3, ms", "ratio", "tokens/s", "peak, GiB", 
 def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     import zero_compiler as zero
 
+    meter()
     spec, at = MODELS[name], device()
     low = torch.bfloat16 if args.dtype == "bf16" else None
 
@@ -284,6 +292,7 @@ def bisect(fits: Callable[[int], bool], most: int) -> int:
 def train(call: dict[str, Any]) -> dict[str, Any]:
     import zero_compiler as zero
 
+    meter()
     args, at = argparse.Namespace(**call), device()
     torch.manual_seed(0)
     fields = fields_of(call["way"], args)

@@ -25,7 +25,7 @@ from .stores import Region, region_of
 class ModelRuntime:
     """Runtime state of one policy; made at its first compile and dropped with it.
 
-    Not safe for two threads at once, as a forward of one module is not.
+    Compiled calls of several threads take turns (`pools.in_turn`); what is eager is not safe for two at once.
     """
 
     def __init__(self, policy: Any) -> None:

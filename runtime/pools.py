@@ -20,7 +20,7 @@ from .aio import buffer
 from .hops import Aside
 
 T = TypeVar("T")
-# Far longer than a call takes: who holds the turn waits for this thread.
+# Far longer than one call takes.
 _LONGEST_S = 600.0
 
 
@@ -42,6 +42,7 @@ class Pools:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # runtimes
         self.turn = threading.Lock()  # of whoever runs a Program in them, or changes them
         self.thread: int | None = None  # where that is
+        self.turns = 0  # how many there were
 
     @functools.cached_property
     def stream(self) -> torch.Stream | None:
@@ -77,8 +78,10 @@ class Pools:
                 self.near = torch.empty(program.device_bytes, dtype=torch.uint8, device=self.device)
 
     def leave(self, runtime: Any) -> None:
-        """A runtime is at its end; with the last one the memory is."""
-        self._finish()
+        """A runtime is at its end; with the last one the memory is.
+
+        Of others that go on nothing is waited for: this may be any thread, in no turn.
+        """
         self._users.discard(runtime)
         if not self._users:
             self._empty()
@@ -117,7 +120,7 @@ def in_turn(runtimes: Iterable[Any], do: Callable[[], T]) -> T:
     """``do`` with the pools of these to this thread alone: waits for Programs of other threads.
 
     Raises:
-        ShardError: this thread runs a Program in them already, or another one does not end.
+        ShardError: this thread runs a Program in them already, or one of another thread does not end.
     """
     runtimes = list(runtimes)
     out: list[T] = []
@@ -140,16 +143,31 @@ def _pools_of(runtimes: Iterable[Any]) -> list[Pools]:
 
 
 def _wait(pools: Pools) -> None:
-    """Wait until the turn seems free: none that this thread would wait for in vain."""
-    ends = time.monotonic() + _LONGEST_S
+    """Wait until the turn seems free: none of this thread, which it would wait for in vain, and none without an end.
+
+    Between this and the lock another thread may take it; then this one waits as any lock does.
+    """
+    ends, turns = time.monotonic() + _LONGEST_S, pools.turns
     while pools.turn.locked():
-        if pools.thread == threading.get_ident() or time.monotonic() > ends:
-            raise ShardError(
-                "a compiled call of a sharded model, or of a part of it, began while another one runs that waits for "
-                "it (in a custom operator or a hook of a gradient, say), and both use the same memory: call it before "
-                "or after that"
+        if pools.thread == threading.get_ident():
+            raise _passing(
+                "began while another one runs that waits for it (in a custom operator or a hook of a gradient, say), "
+                "and both use the same memory: call it before or after that"
+            )
+        if pools.turns != turns:  # the next one's
+            ends, turns = time.monotonic() + _LONGEST_S, pools.turns
+        if time.monotonic() > ends:
+            raise _passing(
+                f"waited {_LONGEST_S:.0f} s for another one, of another thread, to end, since both use the same "
+                "memory: that one may wait for this thread, or for another rank; end it, and call this again"
             )
         time.sleep(1e-4)
+
+
+def _passing(what: str) -> ShardError:
+    error = ShardError(f"a compiled call of a sharded model, or of a part of it, {what}")
+    error.passing = True
+    return error
 
 
 def _nested(pools: Sequence[Pools], do: Callable[[], None]) -> None:
@@ -159,6 +177,7 @@ def _nested(pools: Sequence[Pools], do: Callable[[], None]) -> None:
     # A lock of C in a `with`: nowhere in between can Ctrl-C leave it taken.
     with pools[0].turn:
         pools[0].thread = threading.get_ident()
+        pools[0].turns += 1
         try:
             _nested(pools[1:], do)
         finally:
@@ -169,10 +188,11 @@ def joined(runtimes: Iterable[Any]) -> list[Any]:
     """Let models use the same pools from here on. Of each device one of them, whose pools these are; none of those that
     broke off."""
     runtimes = list(runtimes)
-    return in_turn(runtimes, lambda: _joined(runtimes))
+    return in_turn(runtimes, lambda: join(runtimes))
 
 
-def _joined(runtimes: Iterable[Any]) -> list[Any]:
+def join(runtimes: Iterable[Any]) -> list[Any]:
+    """The same in a turn that this thread has."""
     by_device: dict[torch.device, Any] = {}
     for runtime in runtimes:
         if runtime.pools.forsaken:

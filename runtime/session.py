@@ -38,7 +38,7 @@ from zero_compiler.verify import verify_accumulating
 from . import moves, watch
 from .hops import Hops
 from .model import ModelRuntime
-from .pools import forsake, in_turn, joined
+from .pools import forsake, in_turn, join
 from .reductions import Reductions, load
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE = range(6)
@@ -80,8 +80,17 @@ class Session:
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
-        self._devices = joined(runtimes.values())
-        in_turn(self._devices, lambda: self._make_room(program))
+        # Nothing runs in the memory that is made larger here.
+        in_turn(runtimes.values(), lambda: self._load(program))
+        sends = bool(program.gathers or program.reduces)
+        self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
+        self._engines = [r.engine for r in runtimes.values()]
+        self._take(program)
+
+    def _load(self, program: Program) -> None:
+        runtimes, first = self.runtimes, self.first
+        self._devices = join(runtimes.values())
+        self._make_room(program)
         ends = ends_by_owner(program)
         for owner, runtime in runtimes.items():
             if runtime.shared:
@@ -103,10 +112,6 @@ class Session:
             or any(o.staged for o in program.offloads)
         )
         self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
-        sends = bool(program.gathers or program.reduces)
-        self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
-        self._engines = [r.engine for r in runtimes.values()]
-        self._take(program)
 
     def _make_room(self, program: Program) -> None:
         """In pools that other models may have joined, or left, since it ran last."""

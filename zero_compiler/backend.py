@@ -62,13 +62,14 @@ def zero(
         ours = grads.computes_with_shards() if grads.mixes(error) else error
         broken = Broken(owners_in(gm), ours)
         of_any_size = any(isinstance(given, torch.SymInt) for given in example_inputs)
-        if isinstance(ours, ZeroError) and ours.failure is None and not of_any_size:
+        if isinstance(ours, ZeroError) and not (ours.failure or ours.passing or of_any_size):
             return _raiser(ours, broken)
         with _disable_current_modes():
             broken.end_call()
         if isinstance(ours, ZeroError):
-            # Another rank's failure, or one of a graph that other sizes find too, in place of those that were compiled
-            # for them: the same call may do when it is tried again, so nothing may be left to be found.
+            # Another rank's failure, one that passes, or one of a graph that other sizes find too, in place of those
+            # that were compiled for them: the same call may do when it is tried again, so nothing may be left to be
+            # found.
             raise _handed_on(ours, inspect.currentframe()) from None
         raise
 

@@ -10,9 +10,11 @@ class ZeroError(RuntimeError):
     """Base of all errors raised by zero_compiler.
 
     ``failure``: where another rank has failed, and this error only tells of it, what that rank said (`failing.py`).
+    ``passing``: whether the same call may do when it is made again later.
     """
 
     failure: object = None
+    passing: bool = False
 
 
 class ConfigError(ZeroError, ValueError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -524,7 +525,8 @@ class Fitting:
         state.plan_again()
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
-        """Gather the largest weights in tiles of half the bytes, and again, until the plan fits.
+        """Gather the largest weights in tiles of half the bytes, and again, until the plan fits; then as few tiles as
+        the budget needs.
 
         Decided once for a weight, by rank 0 for all. Weights of MLPs that are done in tiles of tokens stay whole.
         """
@@ -533,7 +535,17 @@ class Fitting:
         tiling.note(state.policies, [ref for ref in every if ref not in undecided], None)
         if not undecided:
             return
-        self._shrink_tiles(graphs, undecided, budget_bytes)
+        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
+        first = undecided[0]
+        limit = state.policies[first.owner].tile_bytes.get(first.name)  # one for all so far
+        if limit is not None and peak <= budget_bytes:
+
+            def fits() -> bool:
+                state.plan_again()
+                return self.lowering.trial_peak(graphs) <= budget_bytes
+
+            with self._forgotten_on_error(undecided):
+                tiling.coarsen(state.policies, {ref: state.params[ref] for ref in undecided}, limit, fits)
         tiling.settle(state.policies, undecided, state.loader.agreed)
         state.plan_again()
 
@@ -549,7 +561,7 @@ class Fitting:
     def _shrink_tiles(self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int) -> int:
         """Make tiles of weights as small as the budget asks for; the peak that is left."""
         state = self.state
-        try:
+        with self._forgotten_on_error(undecided):
             while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
                 limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
                 before = state.params
@@ -559,10 +571,16 @@ class Fitting:
                 state.plan_again()
                 if state.params == before:
                     break
-        except BaseException:
-            tiling.forget(state.policies, undecided)  # only tried: no other rank knows of it
-            raise
         return peak
+
+    @contextmanager
+    def _forgotten_on_error(self, undecided: Sequence[ParamRef]) -> Iterator[None]:
+        """What was noted of tiles was only tried: no other rank knows of it."""
+        try:
+            yield
+        except BaseException:
+            tiling.forget(self.state.policies, undecided)
+            raise
 
     def lend_gradients(self) -> None:
         """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""

@@ -89,6 +89,46 @@ def forget(policies: Mapping[str, Any], refs: Iterable[ParamRef]) -> None:
         policies[ref.owner].tile_bytes.pop(ref.name, None)
 
 
+def coarsen(
+    policies: Mapping[str, Any], plans: Mapping[ParamRef, Any], limit_bytes: int, fits: Callable[[], bool]
+) -> None:
+    """Give weights the largest tiles that a budget leaves them, where ``limit_bytes`` for all is known to fit.
+
+    One limit is found for the largest weights, and by halving; a peak has a place, though, where few weights are. Every
+    tile more is a latency more: so weights of one size are tried together, those with the most transfers first, whole
+    and else in tiles of twice the bytes, and twice again.
+
+    Args:
+        plans: of the weights that may be tiled, as they are with the limit.
+        fits: whether a plan with what is noted now does.
+    """
+    sizes: dict[int, list[ParamRef]] = {}
+    for ref, plan in plans.items():
+        if plan.tile_rows:
+            sizes.setdefault(plan.gather_bytes, []).append(ref)
+
+    def transfers(refs: list[ParamRef]) -> int:
+        return sum(-(-plans[ref].chunk_rows // plans[ref].tile_rows) for ref in refs)
+
+    for nbytes, refs in sorted(sizes.items(), key=lambda item: (-transfers(item[1]), item[0])):
+        limits: list[int | None] = [limit_bytes]
+        while limits[-1] is not None:
+            twice = 2 * limits[-1]
+            limits.append(twice if twice < nbytes else None)
+
+        def fit(at: int, refs: list[ParamRef] = refs, limits: list[int | None] = limits) -> bool:
+            note(policies, refs, limits[at])
+            return fits()
+
+        small, large = 0, len(limits) - 1
+        if fit(large):
+            continue
+        while large - small > 1:
+            middle = (small + large) // 2
+            small, large = (middle, large) if fit(middle) else (small, middle)
+        note(policies, refs, limits[small])
+
+
 def settle(
     policies: Mapping[str, Any], refs: Sequence[ParamRef], agreed: Callable[[Any, str, str], str]
 ) -> None:
@@ -99,9 +139,10 @@ def settle(
         agreed: rank 0's text, for all ranks of a policy (``Loader.agreed``).
     """
     first = next(iter(policies.values()))
-    chosen = policies[refs[0].owner].tile_bytes.get(refs[0].name)
+    chosen = [policies[ref.owner].tile_bytes.get(ref.name) for ref in refs]
     names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
     key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
     forget(policies, refs)  # until all ranks hold to it
-    text = agreed(first, key, "" if chosen is None else str(chosen))
-    note(policies, refs, int(text) if text else None)
+    text = agreed(first, key, ",".join("" if limit is None else str(limit) for limit in chosen))
+    for ref, limit in zip(refs, text.split(","), strict=True):
+        note(policies, [ref], int(limit) if limit else None)

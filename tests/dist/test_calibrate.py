@@ -10,6 +10,7 @@ import torch
 
 from zero_compiler import hardware, io_bench
 from zero_compiler.calibrate import _files, calibrate, threads_of
+from zero_compiler.errors import ConfigError
 from zero_compiler.hardware import HardwareSpec
 from zero_compiler.runtime import aio
 
@@ -22,6 +23,18 @@ def spec(tmp_path_factory):
     found = calibrate([2], str(tmp_path_factory.mktemp("disk")), said.append, threads=1)
     assert said  # long work says where it is
     return found
+
+
+def test_a_directory_that_takes_no_files_is_refused_before_anything_is_measured(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    said: list[str] = []
+    for directory in (file, tmp_path / "none"):
+        with pytest.raises(
+            ConfigError, match=f"directory must be one that files can be written to; '{directory}'"
+        ):
+            calibrate([2], str(directory), said.append)
+    assert not said
 
 
 def test_every_rate_was_measured(spec):

@@ -11,7 +11,8 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
 from zero_compiler.modules import policies_of
-from zero_compiler.runtime.pools import Pools
+from zero_compiler.runtime import pools as turns
+from zero_compiler.runtime.pools import Pools, in_turn
 
 HALF = {"param_dtype": torch.bfloat16}  # so that one rank casts weights into the arena
 
@@ -51,35 +52,154 @@ def test_two_threads_take_turns():
     assert not wrong
 
 
-def test_a_part_is_compiled_while_another_runs():
-    """Its larger Program makes room in memory that both use, but not under the one that runs."""
-    torch.manual_seed(0)
-    sizes = (256, 512, 768)
-    parts = [zero.shard(nn.Linear(size, size), **HALF) for size in sizes]
-    root = zero.shard(nn.ModuleList(parts), **HALF)
-    first, x = compiled(root[0]), torch.randn(4, 256)
-    given = [torch.randn(4, size) for size in sizes[1:]]
+@torch.library.custom_op("zero_tests::pauses", mutates_args=())
+def pauses(x: torch.Tensor) -> torch.Tensor:
+    if _pause:
+        began, goes_on = _pause
+        began.set()
+        assert goes_on.wait(60)
+    return x.clone()
+
+
+@pauses.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+_pause: list = []
+
+
+class Pausing(nn.Module):
+    """A root whose call runs its first part, and pauses before the end."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [zero.shard(nn.Linear(size, size), **HALF) for size in sizes]
+        self.parts = zero.shard(nn.ModuleList(parts), **HALF)
+
+    def forward(self, x):
+        return pauses(self.parts[0](x))
+
+
+@pytest.fixture
+def paused():
+    """A thread that runs the first of two parts and pauses; the second is larger and not compiled."""
+    model = Pausing((256, 512))
+    call, x = compiled(model), torch.randn(4, 256)
     with torch.no_grad():
-        want = first(x)
-        others = [part(g) for part, g in zip(root[1:], given, strict=True)]
-    wrong, ends = [], threading.Event()
+        want = call(x)
+    _pause[:] = threading.Event(), threading.Event()
+    got = []
 
     def go():
         with torch.no_grad():
-            while not ends.is_set():
-                wrong.append(not torch.equal(first(x), want))
+            got.append(call(x))
 
     thread = threading.Thread(target=go)
     thread.start()
-    try:
-        for part, g, other in zip(root[1:], given, others, strict=True):
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(part)(g), other)
-    finally:
-        ends.set()
+    assert _pause[0].wait(60)
+
+    def end():
+        _pause[1].set()
         thread.join()
-    assert wrong
-    assert not any(wrong)
+        assert torch.equal(got[0], want)
+
+    try:
+        yield model.parts[1], end
+    finally:
+        _pause[1].set()
+        thread.join()
+        _pause.clear()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Set when a thread begins to wait for its turn."""
+    begins, wait = threading.Event(), turns._wait
+
+    def waiting(one):
+        if one.turn.locked():
+            begins.set()
+        wait(one)
+
+    monkeypatch.setattr(turns, "_wait", waiting)
+    return begins
+
+
+def test_a_part_is_compiled_while_another_runs(paused, waits):
+    """Its larger Program makes room in memory that both use, but not under the one that runs."""
+    part, end = paused
+    given, out = torch.randn(4, 512), []
+    with torch.no_grad():
+        want = part(given)
+
+    def go():
+        with torch.no_grad():
+            out.append(compiled(part)(given))
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    assert waits.wait(60)
+    assert not out
+    end()
+    thread.join()
+    torch.testing.assert_close(out[0], want)
+
+
+def test_a_wait_that_takes_too_long_is_an_error_that_passes(paused, monkeypatch):
+    part, end = paused
+    call, given = compiled(part), torch.randn(4, 512)
+    with torch.no_grad():
+        want = part(given)
+        with (
+            monkeypatch.context() as limit,
+            pytest.raises(ShardError, match="waited 0 s for another one, of"),
+        ):
+            limit.setattr(turns, "_LONGEST_S", 0.2)
+            call(given)
+        end()
+        torch.testing.assert_close(call(given), want)
+
+
+class _User:
+    """Something with pools, for turns alone."""
+
+    def __init__(self):
+        self.pools = Pools(torch.device("cpu"))
+
+
+def test_pools_that_are_exchanged_during_a_wait_are_waited_for(waits):
+    user, other = _User(), Pools(torch.device("cpu"))
+    begins, seen = threading.Event(), []
+
+    def exchange():
+        begins.set()
+        assert waits.wait(60)
+        user.pools = other
+
+    second = threading.Thread(
+        target=lambda: in_turn([user], lambda: seen.append((other.turn.locked(), other.thread)))
+    )
+    first = threading.Thread(target=lambda: in_turn([user], exchange))
+    first.start()
+    assert begins.wait(60)
+    second.start()
+    first.join()
+    second.join()
+    assert seen == [(True, second.ident)]
+    assert not other.turn.locked()
+
+
+def test_ctrl_c_ends_a_turn():
+    user = _User()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_turn([user], interrupted)
+    assert in_turn([user], lambda: "free") == "free"
 
 
 @torch.library.custom_op("zero_tests::calls_a_part", mutates_args=())
