@@ -1,0 +1,103 @@
+"""How large tiles are that a budget asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from zero_compiler import tiling
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.planning import report
+
+ROW = 1 << 10
+
+
+def noted(sizes, limit):
+    """Weights of so many rows each, in tiles of at most so many bytes: policies and plans as `coarsen` takes them."""
+    policy = SimpleNamespace(tile_bytes={})
+    plans = {}
+    for i, rows in enumerate(sizes):
+        tile_rows = limit // ROW if rows * ROW > limit else 0
+        plans[ParamRef("m", f"w{i}")] = SimpleNamespace(
+            gather_bytes=rows * ROW, chunk_rows=rows, tile_rows=tile_rows
+        )
+        policy.tile_bytes[f"w{i}"] = limit
+    return {"m": policy}, plans
+
+
+def held(policies, plans):
+    """Bytes that each weight takes at a time."""
+    limits = policies["m"].tile_bytes
+    return {ref: min(p.gather_bytes, limits[ref.name] or p.gather_bytes) for ref, p in plans.items()}
+
+
+@given(
+    st.lists(st.sampled_from([8, 64, 256, 1024]), min_size=1, max_size=6),
+    st.lists(st.integers(0, 1 << 21), min_size=6, max_size=6),
+)
+def test_no_weight_could_have_larger_tiles(sizes, beside):
+    """A peak is that of one place; what else lies there differs from place to place."""
+    limit = 16 * ROW
+    policies, plans = noted(sizes, limit)
+    budget = max(b + n for b, n in zip(beside, held(policies, plans).values(), strict=False))
+
+    def fits():
+        return all(b + n <= budget for b, n in zip(beside, held(policies, plans).values(), strict=False))
+
+    tiling.coarsen(policies, plans, limit, fits)
+    assert fits()
+    for nbytes in {p.gather_bytes for p in plans.values() if p.tile_rows}:
+        same = [ref for ref, p in plans.items() if p.gather_bytes == nbytes]
+        now = policies["m"].tile_bytes[same[0].name]
+        assert all(policies["m"].tile_bytes[ref.name] == now for ref in same)
+        if now is not None:
+            tiling.note(policies, same, 2 * now if 2 * now < nbytes else None)
+            assert not fits()
+            tiling.note(policies, same, now)
+
+
+def test_what_fits_whole_is_not_touched():
+    policies, plans = noted([8, 1024], 16 * ROW)
+    tiling.coarsen(policies, plans, 16 * ROW, lambda: True)
+    assert policies["m"].tile_bytes == {"w0": 16 * ROW, "w1": None}
+
+
+def test_no_more_of_the_classes_is_tried_than_bisection_needs():
+    policies, plans = noted([1024] * 40, 2 * ROW)
+    tried = []
+    tiling.coarsen(policies, plans, 2 * ROW, lambda: tried.append(1) or False)
+    assert set(policies["m"].tile_bytes.values()) == {2 * ROW}
+    assert len(tried) <= 5
+
+
+class Ends(nn.Module):
+    """A table that is read before anything else is there, and a wide layer where the most activations are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4096, 128)
+        self.wide = nn.Linear(128, 8192, bias=False)
+
+    def forward(self, ids):
+        return self.wide(self.table(ids)).tanh().square().mean()
+
+
+def test_weights_away_from_the_peak_stay_whole():
+    with torch.device("meta"):
+        model, ids = Ends(), torch.empty(16, dtype=torch.long)
+
+    def planned(**fields):
+        found = report(model, (ids,), 2, stage=3, hardware="laptop", **fields)
+        return {ref.name: p.tile_rows for ref, p in found.frames[0].params.items()}, found.memory.peak
+
+    rows, peak = planned()
+    assert rows == {"table.weight": 0, "wide.weight": 0}
+    budget = peak * 84 // 100
+    rows, peak = planned(memory_budget_bytes=budget)
+    # The same limit for both would make tiles of the table, too, which is read where nothing else is there yet.
+    assert rows == {"table.weight": 0, "wide.weight": 1024}
+    assert peak <= budget
