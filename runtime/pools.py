@@ -22,6 +22,8 @@ from .hops import Aside
 T = TypeVar("T")
 # Far longer than one call takes.
 _LONGEST_S = 600.0
+# A thread that has not looked for so long, though it waits, may be no more (Ctrl-C): the next may go before it.
+_SEEN_S = 1.0
 
 
 class Pools:
@@ -39,10 +41,12 @@ class Pools:
         self.host = buffer(0)
         self.near: torch.Tensor | None = None
         self.forsaken = False  # of calls that broke off: nobody joins them
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # runtimes
+        # Runtimes by id. A plain dict, as a model may be dropped in any thread while another one looks through it.
+        self._users: dict[int, weakref.ref[Any]] = {}
         self.turn = threading.Lock()  # of whoever runs a Program in them, or changes them
         self.thread: int | None = None  # where that is
         self.turns = 0  # how many there were
+        self.waiting: dict[object, float] = {}  # threads in their order, and when each looked last
 
     @functools.cached_property
     def stream(self) -> torch.Stream | None:
@@ -58,14 +62,18 @@ class Pools:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
         # First: Ctrl-C may come between any two lines.
         runtime.engine.place_arena(runtime.transient, self.arena)
-        self._users.add(runtime)
+        self._users[id(runtime)] = weakref.ref(runtime)
         runtime.pools = self
+
+    def users(self) -> list[Any]:
+        """The runtimes that use these."""
+        return [user for ref in list(self._users.values()) if (user := ref()) is not None]
 
     def grow(self, program: Program) -> None:
         """Make room for a Program, where there is less; nothing is under way."""
         if program.transient_bytes > self.arena.nbytes:
             arena = _C.Arena(program.transient_bytes, self.device)
-            for runtime in list(self._users):
+            for runtime in self.users():
                 runtime.engine.place_arena(runtime.transient, arena)
             self.arena = arena  # last: what broke off before is done again
         # Training writes to what an evaluation has made room for, and a call may be compiled meanwhile.
@@ -82,14 +90,14 @@ class Pools:
 
         Of others that go on nothing is waited for: this may be any thread, in no turn.
         """
-        self._users.discard(runtime)
-        if not self._users:
+        self._users.pop(id(runtime), None)
+        if not self.users():
             self._empty()
 
     def absorb(self, other: Pools) -> None:
         """Take over the runtimes of other pools of the same device; a Program of theirs makes room when it runs."""
         other._finish()
-        for runtime in list(other._users):
+        for runtime in other.users():
             self.join(runtime)
         other._users.clear()
         other._empty()
@@ -97,11 +105,11 @@ class Pools:
     def keep(self, broken: Collection[Any]) -> None:
         """Keep these runtimes alone, for good; the others take other memory."""
         self.forsaken = True
-        rest = [u for u in self._users if u not in broken]
+        rest = [u for u in self.users() if u not in broken]
         if rest:
             other = Pools(self.device)
             for runtime in rest:
-                self._users.discard(runtime)
+                self._users.pop(id(runtime), None)
                 other.join(runtime)
 
     def _finish(self) -> None:
@@ -116,8 +124,13 @@ class Pools:
         self.arena, self.host, self.near = _C.Arena(0, self.device), buffer(0), None
 
 
-def in_turn(runtimes: Iterable[Any], do: Callable[[], T]) -> T:
+def in_turn(
+    runtimes: Iterable[Any], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
+) -> T:
     """``do`` with the pools of these to this thread alone: waits for Programs of other threads.
+
+    Args:
+        refused: called with the error before it is raised.
 
     Raises:
         ShardError: this thread runs a Program in them already, or one of another thread does not end.
@@ -131,8 +144,13 @@ def in_turn(runtimes: Iterable[Any], do: Callable[[], T]) -> T:
 
     while not out:
         pools = _pools_of(runtimes)
-        for one in pools:
-            _wait(one)
+        try:
+            _check_unnested(pools)
+            for one in pools:
+                _wait(one)
+        except ShardError as error:
+            refused(error)
+            raise
         _nested(pools, functools.partial(once, pools))
     return out[0]
 
@@ -142,26 +160,44 @@ def _pools_of(runtimes: Iterable[Any]) -> list[Pools]:
     return sorted({r.pools for r in runtimes}, key=id)
 
 
+def _check_unnested(pools: Iterable[Pools]) -> None:
+    if any(one.thread == threading.get_ident() for one in pools):
+        raise _passing(
+            "began while another one runs that waits for it (in a custom operator or a hook of a gradient, say), and "
+            "both use the same memory: call it before or after that"
+        )
+
+
 def _wait(pools: Pools) -> None:
-    """Wait until the turn seems free: none of this thread, which it would wait for in vain, and none without an end.
+    """Wait until the turn seems free, behind those that came before, and not without an end.
 
     Between this and the lock another thread may take it; then this one waits as any lock does.
     """
-    ends, turns = time.monotonic() + _LONGEST_S, pools.turns
-    while pools.turn.locked():
-        if pools.thread == threading.get_ident():
-            raise _passing(
-                "began while another one runs that waits for it (in a custom operator or a hook of a gradient, say), "
-                "and both use the same memory: call it before or after that"
-            )
-        if pools.turns != turns:  # the next one's
-            ends, turns = time.monotonic() + _LONGEST_S, pools.turns
-        if time.monotonic() > ends:
-            raise _passing(
-                f"waited {_LONGEST_S:.0f} s for another one, of another thread, to end, since both use the same "
-                "memory: that one may wait for this thread, or for another rank; end it, and call this again"
-            )
-        time.sleep(1e-4)
+    if not pools.turn.locked() and not pools.waiting:
+        return
+    mine, turns, ends = object(), -1, 0.0
+    try:
+        while True:
+            now = pools.waiting[mine] = time.monotonic()
+            if not pools.turn.locked() and _is_first(pools, mine, now):
+                return
+            if pools.turns != turns:
+                ends, turns = now + _LONGEST_S, pools.turns  # of this one
+            if now > ends:
+                raise _passing(
+                    f"waited {_LONGEST_S:.0f} s for another one, of another thread, to end, since both use the same "
+                    "memory: that one may wait for this thread, or for another rank; end it, and call this again"
+                )
+            time.sleep(1e-4)
+    finally:
+        pools.waiting.pop(mine, None)
+
+
+def _is_first(pools: Pools, mine: object, now: float) -> bool:
+    for other, seen in pools.waiting.copy().items():
+        if other is mine or now - seen < _SEEN_S:
+            return other is mine
+    return True
 
 
 def _passing(what: str) -> ShardError:

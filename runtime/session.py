@@ -290,7 +290,7 @@ class Session:
         if not all(r.policy.sync for r in self._reductions.owners.values()):
             quiet = frozenset(owner for owner, r in self._reductions.owners.items() if not r.policy.sync)
             return self._keeping(quiet).run(inputs)
-        return in_turn(self._devices, lambda: self._run(inputs))
+        return in_turn(self._devices, lambda: self._run(inputs), self._ended)
 
     def _run(self, inputs: list[Any]) -> list[Any]:
         env = inputs + self._empty
@@ -367,9 +367,12 @@ class Session:
         try:
             yield
         except Exception as error:
-            if self._talks:
-                cannot_begin(self._group, error)
+            self._ended(error)
             raise
+
+    def _ended(self, error: Exception) -> None:
+        if self._talks:
+            cannot_begin(self._group, error)
 
     def _need(self, env: Sequence[Any]) -> accumulation.Need:
         """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""

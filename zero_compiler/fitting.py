@@ -528,17 +528,20 @@ class Fitting:
         """Gather the largest weights in tiles of half the bytes, and again, until the plan fits; then as few tiles as
         the budget needs.
 
-        Decided once for a weight, by rank 0 for all. Weights of MLPs that are done in tiles of tokens stay whole.
+        Decided once for a weight, for all ranks by the one with the least room. Weights of MLPs that are done in tiles
+        of tokens stay whole. Between graph breaks tiles stay small: the room may be needed by frames that are not known
+        yet.
         """
         state = self.state
         every, undecided = tiling.undecided(state.policies, state.params), self._undecided(graphs)
         tiling.note(state.policies, [ref for ref in every if ref not in undecided], None)
         if not undecided:
             return
+        room = budget_bytes - self.lowering.trial_peak(graphs)
         peak = self._shrink_tiles(graphs, undecided, budget_bytes)
         first = undecided[0]
         limit = state.policies[first.owner].tile_bytes.get(first.name)  # one for all so far
-        if limit is not None and peak <= budget_bytes:
+        if limit is not None and peak <= budget_bytes and state.alone:
 
             def fits() -> bool:
                 state.plan_again()
@@ -546,7 +549,7 @@ class Fitting:
 
             with self._forgotten_on_error(undecided):
                 tiling.coarsen(state.policies, {ref: state.params[ref] for ref in undecided}, limit, fits)
-        tiling.settle(state.policies, undecided, state.loader.agreed)
+        tiling.settle(state.policies, undecided, room, state.loader.tightest)
         state.plan_again()
 
     def _undecided(self, graphs: Phases) -> list[ParamRef]:

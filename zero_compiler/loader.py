@@ -33,9 +33,6 @@ class Loader(Protocol):
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         """The tables that :func:`emit` grows, one an owner."""
 
-    def agreed(self, policy: Any, key: str, text: str) -> str:
-        """Rank 0's text, for all ranks of the model."""
-
     def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
         """The text of the rank of the model with the least room, given this rank's."""
 
@@ -72,9 +69,6 @@ class EngineLoader:
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
 
-    def agreed(self, policy: Any, key: str, text: str) -> str:
-        return decide(policy.group, f"{key}/{policy.attempt}", text)
-
     def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
         group = policy.group.everyone
         if group.alone:
@@ -84,7 +78,8 @@ class EngineLoader:
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
     def decide(self, policy: Any, key: str, text: str) -> str:
-        policy.distances[key] = text = self.agreed(policy, f"prefetch/{policy.serial}/{key}", text)
+        text = decide(policy.group, f"prefetch/{policy.serial}/{key}/{policy.attempt}", text)
+        policy.distances[key] = text
         return text
 
     def show(self, policy: Any, text: str) -> list[str]:
@@ -119,10 +114,8 @@ class PlanLoader:
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return self._kept
 
-    def agreed(self, policy: Any, key: str, text: str) -> str:
+    def decide(self, policy: Any, key: str, text: str) -> str:
         return text
-
-    decide = agreed
 
     def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
         return text

@@ -1,4 +1,5 @@
-"""Which weights are gathered in tiles, and how many rows at a time: by size alone, so that all ranks agree."""
+"""Which weights are gathered in tiles, and how many rows at a time: by size, and where a budget decides as all ranks
+have agreed."""
 
 from __future__ import annotations
 
@@ -58,6 +59,8 @@ def tile_rows(layout: Layout, dtype: torch.dtype, far: bool, limit_bytes: int | 
 
 # Tiles of fewer bytes are not tried for a budget: their latency would be most of their time.
 LEAST_BYTES = 1 << 16
+# Of so many sizes of weights at most larger tiles are tried: each takes a few plans.
+_CLASSES = 8
 
 
 def undecided(policies: Mapping[str, Any], params: Mapping[ParamRef, Any]) -> list[ParamRef]:
@@ -94,9 +97,10 @@ def coarsen(
 ) -> None:
     """Give weights the largest tiles that a budget leaves them, where ``limit_bytes`` for all is known to fit.
 
-    One limit is found for the largest weights, and by halving; a peak has a place, though, where few weights are. Every
-    tile more is a latency more: so weights of one size are tried together, those with the most transfers first, whole
-    and else in tiles of twice the bytes, and twice again.
+    One limit is found for the largest weights, and by halving: there may be room left, and the arena need not grow with
+    smaller ones. Every tile is the latency of a transfer: so weights of one size are tried together, those with the
+    most transfers first, whole and else in the largest of tiles of twice the bytes, and twice again. As with whole
+    weights one is on its way while another one is used.
 
     Args:
         plans: of the weights that may be tiled, as they are with the limit.
@@ -110,7 +114,7 @@ def coarsen(
     def transfers(refs: list[ParamRef]) -> int:
         return sum(-(-plans[ref].chunk_rows // plans[ref].tile_rows) for ref in refs)
 
-    for nbytes, refs in sorted(sizes.items(), key=lambda item: (-transfers(item[1]), item[0])):
+    for nbytes, refs in sorted(sizes.items(), key=lambda item: (-transfers(item[1]), item[0]))[:_CLASSES]:
         limits: list[int | None] = [limit_bytes]
         while limits[-1] is not None:
             twice = 2 * limits[-1]
@@ -130,19 +134,23 @@ def coarsen(
 
 
 def settle(
-    policies: Mapping[str, Any], refs: Sequence[ParamRef], agreed: Callable[[Any, str, str], str]
+    policies: Mapping[str, Any],
+    refs: Sequence[ParamRef],
+    room_bytes: int,
+    tightest: Callable[[Any, str, int, str], str],
 ) -> None:
-    """What rank 0 noted of these weights, for all ranks: what fits depends on the sizes of activations, which ranks
-    may legally disagree about, and collectives must not.
+    """What the rank with the least room noted of these weights, for all ranks: what fits depends on the sizes of
+    activations, which ranks may legally disagree about, and collectives must not.
 
     Args:
-        agreed: rank 0's text, for all ranks of a policy (``Loader.agreed``).
+        room_bytes: of the budget, what a plan with all of them whole leaves; below 0 by as much as it lacks.
+        tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
     """
     first = next(iter(policies.values()))
     chosen = [policies[ref.owner].tile_bytes.get(ref.name) for ref in refs]
     names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
     key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
     forget(policies, refs)  # until all ranks hold to it
-    text = agreed(first, key, ",".join("" if limit is None else str(limit) for limit in chosen))
+    text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in chosen))
     for ref, limit in zip(refs, text.split(","), strict=True):
         note(policies, [ref], int(limit) if limit else None)

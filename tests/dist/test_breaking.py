@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError, StorageError, TransferError
+from zero_compiler.errors import RankMismatchError, ShardError, StorageError, TransferError
 from zero_compiler.failing import STEP, Failure
 from zero_compiler.headers import fail_later
 from zero_compiler.modules import policies_of
-from zero_compiler.runtime import watch
+from zero_compiler.runtime import pools, watch
 from zero_compiler.runtime.stores import Store
 
 pytestmark = pytest.mark.dist
@@ -174,6 +175,26 @@ def test_a_rank_that_fails_after_its_part_of_a_call_ends_no_call():
     assert first.startswith(
         "rank 1 of 2 could not complete a step of its zero.optimizer: ValueError: out of luck"
     )
+
+
+def waits_too_long(rank: int, world: int) -> str:
+    """Another thread of rank 1 has the memory of its transfers: no rank begins, and the next call does."""
+    model, call = made("c10d")
+    want = step(call)
+    if rank == 0:
+        text = raised(ShardError, step, call)
+    else:
+        with mock.patch.object(pools, "_LONGEST_S", 0.2), policies_of(model)[0].runtime.pools.turn:
+            text = raised(ShardError, step, call)
+    assert step(call) == want
+    return text
+
+
+def test_a_rank_whose_call_waits_too_long_for_its_turn():
+    first, second = ranks(waits_too_long, 2)
+    assert "waited 0 s for another one, of another thread" in second
+    assert first.startswith("rank 1 of 2 could not begin")
+    assert second in first
 
 
 def ends(rank: int, world: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler import loader
 from zero_compiler.errors import ShardError
 from zero_compiler.modules import policies_of
 from zero_compiler.runtime import pools as turns
@@ -82,35 +84,46 @@ class Pausing(nn.Module):
         return pauses(self.parts[0](x))
 
 
-@pytest.fixture
-def paused():
-    """A thread that runs the first of two parts and pauses; the second is larger and not compiled."""
-    model = Pausing((256, 512))
-    call, x = compiled(model), torch.randn(4, 256)
-    with torch.no_grad():
-        want = call(x)
-    _pause[:] = threading.Event(), threading.Event()
-    got = []
+class Pauses:
+    """A call in another thread that pauses amid its first part; the second is larger and not compiled."""
 
-    def go():
+    def __init__(self):
+        self.model = Pausing((256, 512))
+        self.call, self.x, self.got = compiled(self.model), torch.randn(4, 256), []
         with torch.no_grad():
-            got.append(call(x))
+            self.want = self.call(self.x)
+        self.thread = threading.Thread(target=self._go)
 
-    thread = threading.Thread(target=go)
-    thread.start()
-    assert _pause[0].wait(60)
+    @property
+    def part(self):
+        return self.model.parts[1]
 
-    def end():
+    @property
+    def pools(self):
+        return policies_of(self.model.parts[0])[0].runtime.pools
+
+    def _go(self):
+        with torch.no_grad():
+            self.got.append(self.call(self.x))
+
+    def begin(self):
+        _pause[:] = threading.Event(), threading.Event()
+        self.thread.start()
+        assert _pause[0].wait(60)
+
+    def end(self):
         _pause[1].set()
-        thread.join()
-        assert torch.equal(got[0], want)
-
-    try:
-        yield model.parts[1], end
-    finally:
-        _pause[1].set()
-        thread.join()
+        self.thread.join()
         _pause.clear()
+        assert torch.equal(self.got[0], self.want)
+
+
+@pytest.fixture
+def pauses_amid():
+    made = Pauses()
+    yield made
+    if _pause:
+        made.end()
 
 
 @pytest.fixture
@@ -127,36 +140,49 @@ def waits(monkeypatch):
     return begins
 
 
-def test_a_part_is_compiled_while_another_runs(paused, waits):
+@pytest.mark.parametrize("before", ["its pools are joined", "it is loaded"])
+def test_a_part_is_compiled_while_another_runs(before, pauses_amid, waits, monkeypatch):
     """Its larger Program makes room in memory that both use, but not under the one that runs."""
-    part, end = paused
-    given, out = torch.randn(4, 512), []
+    given, out, joined = torch.randn(4, 512), [], loader.joined
     with torch.no_grad():
-        want = part(given)
+        want = pauses_amid.part(given)
+
+    def late(runtimes):
+        found = joined(runtimes)
+        pauses_amid.begin()
+        return found
 
     def go():
         with torch.no_grad():
-            out.append(compiled(part)(given))
+            out.append(compiled(pauses_amid.part)(given))
 
+    if before == "it is loaded":
+        monkeypatch.setattr(loader, "joined", late)
+    else:
+        pauses_amid.begin()
     thread = threading.Thread(target=go)
     thread.start()
     assert waits.wait(60)
+    arena = pauses_amid.pools.arena
+    time.sleep(0.2)
     assert not out
-    end()
+    assert pauses_amid.pools.arena is arena
+    pauses_amid.end()
     thread.join()
+    assert pauses_amid.pools.arena is not arena
     torch.testing.assert_close(out[0], want)
 
 
-def test_a_wait_that_takes_too_long_is_an_error_that_passes(paused, monkeypatch):
-    part, end = paused
-    call, given = compiled(part), torch.randn(4, 512)
+def test_a_wait_that_takes_too_long_is_an_error_that_passes(pauses_amid, monkeypatch):
+    call, given = compiled(pauses_amid.part), torch.randn(4, 512)
+    pauses_amid.begin()
     with torch.no_grad():
-        want = part(given)
+        want = pauses_amid.part(given)
         with monkeypatch.context() as limit:
             limit.setattr(turns, "_LONGEST_S", 0.2)
             with pytest.raises(ShardError, match="waited 0 s for another one, of another thread"):
                 call(given)
-        end()
+        pauses_amid.end()
         torch.testing.assert_close(call(given), want)
 
 
@@ -187,6 +213,52 @@ def test_pools_that_are_exchanged_during_a_wait_are_waited_for(waits):
     second.join()
     assert seen == [(True, second.ident)]
     assert not other.turn.locked()
+
+
+def test_turns_are_taken_in_the_order_of_those_who_wait():
+    """One that calls again at once does not keep another one waiting."""
+    user, ends, turns_of = _User(), threading.Event(), {"often": 0, "once": 0}
+
+    def often():
+        while not ends.is_set():
+            in_turn([user], lambda: time.sleep(0.005))
+            turns_of["often"] += 1
+
+    thread = threading.Thread(target=often)
+    thread.start()
+    try:
+        for _ in range(10):
+            before = turns_of["often"]
+            in_turn([user], lambda: None)
+            turns_of["once"] = max(turns_of["once"], turns_of["often"] - before)
+    finally:
+        ends.set()
+        thread.join()
+    assert turns_of["once"] <= 3
+
+
+def test_one_that_waits_no_more_is_in_nobodys_way(monkeypatch):
+    user = _User()
+    user.pools.waiting[object()] = time.monotonic()  # as Ctrl-C may leave it
+    monkeypatch.setattr(turns, "_SEEN_S", 0.1)
+    assert in_turn([user], lambda: "its turn") == "its turn"
+
+
+def test_a_wait_ends_by_the_time_of_one_call_and_not_of_several(monkeypatch):
+    user, begins = _User(), threading.Event()
+    monkeypatch.setattr(turns, "_LONGEST_S", 0.6)
+
+    def one():
+        begins.set()
+        time.sleep(0.4)
+
+    threads = [threading.Thread(target=in_turn, args=([user], one)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        assert begins.wait(60)
+    assert in_turn([user], lambda: "behind three") == "behind three"
+    for thread in threads:
+        thread.join()
 
 
 def test_ctrl_c_ends_a_turn():
@@ -265,8 +337,8 @@ def test_an_arena_that_was_placed_halfway_is_placed_again(monkeypatch):
                     (),
                     {"transient_bytes": 4 * self.arena.nbytes, "host_bytes": 0, "device_bytes": 0},
                 )
-                users = list(self._users)
-                monkeypatch.setattr(self, "_users", _Breaks(users))
+                users = self.users()
+                monkeypatch.setattr(self, "users", lambda: _Breaks(users))
                 try:
                     grown(self, program)
                 finally:

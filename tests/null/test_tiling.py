@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,18 +36,23 @@ def held(policies, plans):
     return {ref: min(p.gather_bytes, limits[ref.name] or p.gather_bytes) for ref, p in plans.items()}
 
 
-@given(
-    st.lists(st.sampled_from([8, 64, 256, 1024]), min_size=1, max_size=6),
-    st.lists(st.integers(0, 1 << 21), min_size=6, max_size=6),
-)
-def test_no_weight_could_have_larger_tiles(sizes, beside):
-    """A peak is that of one place; what else lies there differs from place to place."""
+SIZES = st.lists(st.sampled_from([8, 64, 256, 1024]), min_size=1, max_size=6)
+
+
+@given(SIZES, st.lists(st.integers(0, 1 << 21), min_size=6, max_size=6), st.booleans())
+def test_no_weight_could_have_larger_tiles(sizes, beside, together):
+    """Weights are there with others, or each alone with something that differs from place to place."""
     limit = 16 * ROW
     policies, plans = noted(sizes, limit)
-    budget = max(b + n for b, n in zip(beside, held(policies, plans).values(), strict=False))
+
+    def peak():
+        now = held(policies, plans).values()
+        return sum(now) if together else max(b + n for b, n in zip(beside, now, strict=False))
+
+    budget = peak() + (beside[0] if together else 0)
 
     def fits():
-        return all(b + n <= budget for b, n in zip(beside, held(policies, plans).values(), strict=False))
+        return peak() <= budget
 
     tiling.coarsen(policies, plans, limit, fits)
     assert fits()
@@ -58,6 +64,20 @@ def test_no_weight_could_have_larger_tiles(sizes, beside):
             tiling.note(policies, same, 2 * now if 2 * now < nbytes else None)
             assert not fits()
             tiling.note(policies, same, now)
+
+
+@pytest.mark.parametrize("small_first", [False, True])
+def test_room_goes_to_the_weights_with_the_most_transfers(small_first):
+    """Eight of 64 rows are 32 tiles, one of 256 rows is 16."""
+    sizes = [64] * 8 + [256]
+    policies, plans = noted(sizes[::-1] if small_first else sizes, 16 * ROW)
+    budget = (
+        sum(held(policies, plans).values()) + 8 * 48 * ROW
+    )  # what the eight take more when they are whole
+
+    tiling.coarsen(policies, plans, 16 * ROW, lambda: sum(held(policies, plans).values()) <= budget)
+    chosen = {p.gather_bytes: policies["m"].tile_bytes[ref.name] for ref, p in plans.items()}
+    assert chosen == {64 * ROW: None, 256 * ROW: 16 * ROW}
 
 
 def test_what_fits_whole_is_not_touched():
@@ -75,7 +95,7 @@ def test_no_more_of_the_classes_is_tried_than_bisection_needs():
 
 
 class Ends(nn.Module):
-    """A table that is read before anything else is there, and a wide layer where the most activations are."""
+    """A table, and a wide layer that is twice as large."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +106,7 @@ class Ends(nn.Module):
         return self.wide(self.table(ids)).tanh().square().mean()
 
 
-def test_weights_away_from_the_peak_stay_whole():
+def test_a_smaller_weight_stays_whole_where_the_arena_has_room():
     with torch.device("meta"):
         model, ids = Ends(), torch.empty(16, dtype=torch.long)
 
@@ -98,6 +118,6 @@ def test_weights_away_from_the_peak_stay_whole():
     assert rows == {"table.weight": 0, "wide.weight": 0}
     budget = peak * 84 // 100
     rows, peak = planned(memory_budget_bytes=budget)
-    # The same limit for both would make tiles of the table, too, which is read where nothing else is there yet.
+    # The limit of the wide layer's tiles would make tiles of the table, too, which has room where two of them lie.
     assert rows == {"table.weight": 0, "wide.weight": 1024}
     assert peak <= budget
