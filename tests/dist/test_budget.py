@@ -377,7 +377,8 @@ def test_a_backward_that_adds_to_gradients_stays_within_the_budget_or_is_refused
 
 
 def _uneven_accumulation(rank, world):
-    """Only rank 1 has a batch that is too large for it: no rank begins, and both say so."""
+    """Only rank 1 has a batch that is too large for it: both gather weights in the tiles that it needs; where the user
+    wants none, no rank begins, and both say so."""
     global BATCH
     BATCH = 32 if rank == 0 else 96
     _C.meter_install()
@@ -388,10 +389,15 @@ def _uneven_accumulation(rank, world):
     del free
     budget = max(sizes[0][1], sizes[1][0]) + 1024
     assert budget < sizes[1][1]
-    small = Accumulating(budget)
+    small = Accumulating(budget, tile_bytes=1 << 40)
     small.refused("such a step needs .* bytes on rank 1 of 2", sync=False)
     small.step(0)
-    return small.peak <= budget
+    assert small.peak <= budget
+    del small
+    tiled = Accumulating(budget)
+    tiled.step(1)
+    assert any(p.tile_rows for f in zero.inspect(tiled.model).frames for p in f.params.values())
+    return tiled.peak <= budget
 
 
 def test_ranks_of_which_one_cannot_accumulate_are_refused_together():
