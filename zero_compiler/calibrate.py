@@ -1,46 +1,36 @@
 """Measures this machine once and keeps the result: ``zero-compiler calibrate``.
 
-Medians of repeated runs; nothing here is called by compilation.
+Nothing here is called by compilation.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
-import math
 import os
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-from . import io_bench
 from .backend import compile_with
 from .errors import ConfigError
-from .group import all_gather_flat, reduce_scatter_flat
-from .hardware import Collective, HardwareSpec, Link, PythonTime, load
+from .hardware import Collective, HardwareSpec, PythonTime, load
 from .ir import ops
 from .loader import EngineLoader
-from .mesh import make_group
+from .measure_links import collectives_of, copy, files_rank
+from .measuring import OPERANDS_BYTES, in_ranks, median_us, medians_us
 from .program import Program
 from .report import Frame
-from .runtime import aio
 from .runtime.checksums import sums
 from .shard import shard
-from .transport import choose
-
-_FILE_BYTES = 512 << 20
-_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
 
 
 def threads_of(world: int) -> int:
@@ -77,21 +67,21 @@ def calibrate(
     preset = load("laptop")
     say("matrix products, vectors and memory")
     # CPU ranks share cores' caches and memory: what one of them gets shows while all are busy.
-    rates = _in_ranks(max(worlds), _rates_rank, threads) if device.type == "cpu" else _rates(device)
+    rates = in_ranks(max(worlds), _rates_rank, threads) if device.type == "cpu" else _rates(device)
     say("Python around forward and backward")
-    forward, backward = _in_ranks(max(worlds), _python_rank)
+    forward, backward = in_ranks(max(worlds), _python_rank)
     say("host to device")
-    copy = _copy(device)
+    host_device = copy(device)
     collectives: list[Collective] = []
     for world in worlds:
         say(f"collectives over {world} ranks")
-        collectives += _collectives(world)
+        collectives += collectives_of(world)
     read, write = preset.nvme_read, preset.nvme_write
     files = f"files: not measured, as in the preset {preset.name!r}"
     if directory is not None:
         files = "files: measured"
         say(f"files in {directory}")
-        read, write = _in_ranks(max(worlds), _files_rank, directory)
+        read, write = in_ranks(max(worlds), files_rank, directory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
     return HardwareSpec(
@@ -108,7 +98,7 @@ def calibrate(
         memory_bytes=on_device,
         host_memory_bytes=total // max(worlds),
         collectives=tuple(collectives),
-        host_device=copy,
+        host_device=host_device,
         nvme_read=read,
         nvme_write=write,
         shared=(
@@ -121,38 +111,6 @@ def calibrate(
         forward_python=forward,
         backward_python=backward,
     )
-
-
-def _median_us(fn: Callable[[], Any], device: torch.device, repeat: int = 7) -> float:
-    return _medians_us([fn], device, repeat)[0]
-
-
-# Runs of one measurement, and seconds, after which no more are needed. What takes that long, as a product of a dtype
-# that a CPU has no instructions for, is not spoiled by a late wake-up.
-_LEAST, _ENOUGH_S = 3, 2.0
-
-
-def _medians_us(fns: list[Callable[[], Any]], device: torch.device, repeat: int) -> list[float]:
-    """Median time of each, called in turn: what else runs on the machine then slows all of them alike."""
-    for fn in fns:
-        fn()
-    times: list[list[float]] = [[] for _ in fns]
-    began = time.perf_counter()
-    for done in range(repeat):
-        if done >= _LEAST and time.perf_counter() - began > _ENOUGH_S * len(fns):
-            break
-        for fn, of in zip(fns, times, strict=True):
-            _sync(device)
-            start = time.perf_counter()
-            fn()
-            _sync(device)
-            of.append((time.perf_counter() - start) * 1e6)
-    return [statistics.median(of) for of in times]
-
-
-def _sync(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _rates(device: torch.device) -> dict[str, Any]:
@@ -191,7 +149,7 @@ def _elements_per_us(
             for _ in range(200):
                 call(x)
 
-        times.append(_median_us(many, device) / 200)
+        times.append(median_us(many, device) / 200)
     return (sizes[1] - sizes[0]) / max(times[1] - times[0], 1e-3)
 
 
@@ -210,18 +168,7 @@ def _rates_rank(rank: int, world: int, folder: str, threads: int) -> None:
     dist.destroy_process_group()
 
 
-def _in_ranks(world: int, fn: Callable[..., None], *args: Any) -> Any:
-    """What rank 0 of ``world`` processes saved as "rows"."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(fn, (world, folder, *args), nprocs=world)
-        return torch.load(os.path.join(folder, "rows"), weights_only=False)
-
-
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
-
-
-# More than a core's own caches hold, a rank: operands of a training step come from memory.
-_OPERANDS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -246,7 +193,7 @@ def _products(
         product: of two matrices.
     """
     item = dtype.itemsize
-    count = max(4, _OPERANDS_BYTES // ((2 * rows + side) * side * item)) if device.type == "cpu" else 2
+    count = max(4, OPERANDS_BYTES // ((2 * rows + side) * side * item)) if device.type == "cpu" else 2
     layers = [
         [torch.randn(n, side, device=device, dtype=dtype) for n in (rows, side, rows)] for _ in range(count)
     ]
@@ -273,13 +220,13 @@ _SQUARE_ON_DEVICE = (8192, 8192)
 
 def _products_on(device: torch.device) -> dict[str, Any]:
     """Rates of an accelerator's products and memory. It loads while it computes: traffic is hidden."""
-    copy, nbytes = _memory(device)
-    memory = nbytes / _median_us(copy, device)
-    del copy  # gigabytes
+    copying, nbytes = _memory(device)
+    memory = nbytes / median_us(copying, device)
+    del copying  # gigabytes
     rates = {}
     for dtype in (torch.float32, *_OTHER_DTYPES):
         work = _products(device, dtype, torch.mm, *_SQUARE_ON_DEVICE)
-        rates[_name(dtype)] = work.flops / _median_us(work.run, device)
+        rates[_name(dtype)] = work.flops / median_us(work.run, device)
         del work  # before there are others of its size
     return {"matmul": rates, "onednn": {}, "traffic": 0.0, "memory": memory}
 
@@ -293,18 +240,18 @@ def _cpu_products() -> dict[str, Any]:
     """
     device, float32 = torch.device("cpu"), torch.float32
     square, thin = (_products(device, float32, torch.mm, *shape) for shape in (_SQUARE, _THIN))
-    copy, nbytes = _memory(device)
-    runs = [square.run, thin.run, copy]
+    copying, nbytes = _memory(device)
+    runs = [square.run, thin.run, copying]
     if torch.backends.mkldnn.is_available():
         runs += [_products(device, float32, lambda a, b: ops.onednn_linear(a, b.t(), None), *_SQUARE).run]
-    square_us, thin_us, copy_us, *onednn_us = _medians_us(runs, device, 21)
+    square_us, thin_us, copy_us, *onednn_us = medians_us(runs, device, 21)
     memory = nbytes / copy_us
     traffic = _traffic(square, square_us, thin, thin_us, memory)
     rates = {"float32": _rate(square, square_us, traffic / memory)}
     onednn = {"float32": _rate(square, onednn_us[0], traffic / memory)} if onednn_us else {}
     for dtype in _OTHER_DTYPES:
         work = _products(device, dtype, torch.mm, *_SQUARE)
-        rates[_name(dtype)] = _rate(work, _median_us(work.run, device, _WARM), traffic / memory)
+        rates[_name(dtype)] = _rate(work, median_us(work.run, device, _WARM), traffic / memory)
     return {"matmul": rates, "onednn": onednn, "traffic": traffic, "memory": memory}
 
 
@@ -344,7 +291,7 @@ def _checksum() -> float:
     With memory that the allocator has had before, as in training: fresh pages for temporaries make it six times slower.
     """
     raw = torch.zeros(1 << 25, dtype=torch.uint8)
-    return raw.numel() / _median_us(lambda: sums(raw), raw.device)
+    return raw.numel() / median_us(lambda: sums(raw), raw.device)
 
 
 def _kernel_us(device: torch.device) -> float:
@@ -354,38 +301,7 @@ def _kernel_us(device: torch.device) -> float:
         for _ in range(200):
             a.add_(1)
 
-    return _median_us(many, device) / 200
-
-
-def _copy(device: torch.device) -> Link:
-    times = []
-    for size in (1 << 12, 1 << 26):
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        there = torch.empty(size, dtype=torch.uint8, device=device)
-        times.append(_median_us(partial(there.copy_, host, non_blocking=True), device))
-    return _fit([1 << 12, 1 << 26], times)
-
-
-def _fit(sizes: list[int], times: list[float]) -> Link:
-    """Latency and bandwidth of the line that suits all sizes but one: of those through two of the points, the one from
-    which the others, without the worst, are fewest times off.
-
-    So one time that something else spoiled moves nothing, and small sizes count for as much as large ones, of which a
-    twentieth is more than all of the latency.
-    """
-    points = list(zip(sizes, times, strict=True))
-
-    def off(line: Link) -> tuple[float, float]:
-        errors = sorted(abs(math.log(line.us(n) / max(us, 1e-3))) for n, us in points)
-        return sum(errors[:-1]), errors[-1]
-
-    return min((_through(a, b) for a, b in itertools.combinations(points, 2)), key=off)
-
-
-def _through(a: tuple[int, float], b: tuple[int, float]) -> Link:
-    """The line through two points, ``a`` of the smaller size."""
-    rate = (b[0] - a[0]) / max(b[1] - a[1], 1e-3)
-    return Link(max(a[1] - a[0] / rate, 0.1), rate)
+    return median_us(many, device) / 200
 
 
 # Layers of the two models that are compared: each is a LayerNorm and a Linear, so four parameters.
@@ -436,7 +352,7 @@ def _around_us(counts: Sequence[int]) -> list[list[float]]:
     compute fills the caches with other things. The models take turns, so that what else runs slows all of them alike.
     """
     loader, x = _BesideSegments(), torch.ones(1, 8)
-    swept = torch.zeros(_OPERANDS_BYTES // 4)
+    swept = torch.zeros(OPERANDS_BYTES // 4)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with(gm, inputs, None, loader)
@@ -462,151 +378,3 @@ def _around_us(counts: Sequence[int]) -> list[list[float]]:
             step.zero_grad()
     # The first calls compile.
     return [[statistics.median(row[2:]) for row in rows] for rows in (forward, backward)]
-
-
-def _collectives(world: int) -> list[Collective]:
-    if world < 2:
-        return []
-    rows = _in_ranks(world, _collective_rank)
-    return [
-        Collective(kind, transport, world, _fit(list(_SIZES), times))
-        for transport, kinds in rows.items()
-        for kind, times in kinds.items()
-    ]
-
-
-def _collective_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), world)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device("cpu")
-    if accelerator is not None and torch.accelerator.device_count() >= world:
-        device = torch.device(accelerator.type, rank)
-        torch.accelerator.set_device_index(rank)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    rows = {"c10d": _over_c10d(world, device)}
-    if device.type == "cpu":
-        rows["shared"] = _over_shared_memory(world)
-    if rank == 0:
-        torch.save(rows, os.path.join(folder, "rows"))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _over_c10d(world: int, device: torch.device) -> dict[str, list[float]]:
-    rows: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
-    for size in _SIZES:
-        full = torch.ones(size // 4, device=device)
-        part = full[: full.numel() // world].clone()
-        out = torch.empty(part.numel() * world, device=device)
-        for kind, call, given in (
-            ("all_gather", all_gather_flat, (out, part)),
-            ("reduce_scatter", reduce_scatter_flat, (part, out)),
-            ("all_reduce", dist.all_reduce, (full,)),
-        ):
-            dist.barrier()
-            rows[kind].append(_median_us(partial(call, *given), device))
-    return rows
-
-
-def _over_shared_memory(world: int) -> dict[str, list[float]]:
-    """The engine's own transfers through memory that the ranks share; nothing where they cannot.
-
-    Before each a core's own caches are swept: in training, compute fills them with other things. Then ranks meet, or
-    one would wait for the sweep of another.
-    """
-    from .runtime import _C
-
-    group = make_group(None, "cpu")
-    way = choose(group, "auto", "calibrate", [])
-    if way.segment is None:
-        return {}
-    engine = _C.Engine(group.pg, group.rank, world, shared=way.segment.for_engine())
-    slots = engine.add_shared_arena(_SIZES[-1], "slots")
-    own = engine.add_shared_arena(_SIZES[-1], "own")
-    word, swept = torch.ones(1), torch.zeros(_OPERANDS_BYTES // 4)
-    met = engine.add_reduce(own, word.dtype, "meeting", [(1, [1])], 0, True, word.dtype, world)
-
-    def reduced(at: int, given: torch.Tensor) -> None:
-        engine.reduce_start(at, [given])
-        engine.reduce_wait(at)
-        engine.leave()
-
-    def timed(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(8):
-            swept.add_(1)
-            reduced(met, word)
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-        return statistics.median(times[1:])
-
-    rows: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
-    for size in _SIZES:
-        full = torch.ones(size // 4)
-        part = full[: full.numel() // world].clone()
-        sizes, chunk = list(full.shape), part.numel()
-        gather = engine.add_gather(slots, full.dtype, f"{size} bytes", [(chunk, sizes, 0)], -1)
-        scatter, reduce = (
-            engine.add_reduce(own, full.dtype, f"{size} bytes", [(n, sizes)], 0, whole, full.dtype, world)
-            for n, whole in ((chunk, False), (full.numel(), True))
-        )
-
-        def gathered(at: int = gather, given: torch.Tensor = part) -> None:
-            engine.gather_start(at, [given])
-            engine.gather_wait(at)
-            engine.release(at)
-            engine.leave()
-
-        for kind, call in (
-            ("all_gather", gathered),
-            ("reduce_scatter", partial(reduced, scatter, full)),
-            ("all_reduce", partial(reduced, reduce, full)),
-        ):
-            dist.barrier()
-            rows[kind].append(timed(call))
-    engine.close()
-    return rows
-
-
-def _files_rank(rank: int, world: int, folder: str, directory: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mine = _files(Path(directory), dist.barrier)
-    if rank == 0:
-        torch.save(mine, os.path.join(folder, "rows"))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _files(directory: Path, together: Callable[[], Any]) -> tuple[Link, Link]:
-    """Reads and writes as Programs have them: through the engine's queue, past the page cache where that can be.
-
-    Args:
-        together: waits until all ranks are there: they share the disk, and each gets its part.
-    """
-    path = directory / f"zero-calibrate-{os.getpid()}"
-    try:
-        with aio.Engine() as io:
-            block, depth = io.block_bytes, io.depth
-            memory = aio.buffer(io_bench.memory_bytes(block, depth))
-            file = io.open(path, _FILE_BYTES, create=True)
-            # Written once: later writes find their blocks in place.
-            for at in range(0, _FILE_BYTES, io_bench.PIECE):
-                io.write(file, memory[: io_bench.PIECE], at).wait()
-            io.flush(file)
-            report = io_bench.Report(str(directory), _FILE_BYTES, 0.3, io.backend, file.direct, "not run")
-            part, host = memory[: aio.ALIGN], torch.device("cpu")
-            alone = [lambda: io.read(file, part, 0).wait(), lambda: io.write(file, part, 0).wait()]
-            latencies = _medians_us(alone, host, 50)
-        links = []
-        for mode, latency in zip(("read", "write"), latencies, strict=True):
-            rates = []
-            for _ in range(5):
-                together()
-                rates.append(io_bench.our_rate(report, path, memory, mode, block, depth))
-            links.append(Link(latency, statistics.median(rates) / 1e6))
-    finally:
-        path.unlink(missing_ok=True)
-    return links[0], links[1]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from zero_compiler import hardware, io_bench
-from zero_compiler.calibrate import _files, calibrate, threads_of
+from zero_compiler.calibrate import calibrate, threads_of
 from zero_compiler.errors import ConfigError
 from zero_compiler.hardware import HardwareSpec
+from zero_compiler.measure_links import _files
 from zero_compiler.runtime import aio
 
 pytestmark = pytest.mark.alone

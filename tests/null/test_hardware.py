@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zero_compiler as zero
-from zero_compiler import calibrate, hardware
+from zero_compiler import calibrate, hardware, measure_links, measuring
 from zero_compiler.cli import app
 from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError
@@ -263,7 +263,7 @@ def test_doctor_says_which_machine_plans_are_made_for(measured):
 
 # What calibration makes of its measurements ----------------------------------------------------------------
 
-SIZES = list(calibrate._SIZES)
+SIZES = list(measure_links._SIZES)
 
 
 @pytest.mark.parametrize("spoiled", range(len(SIZES)))
@@ -272,7 +272,7 @@ SIZES = list(calibrate._SIZES)
 def test_one_spoiled_measurement_moves_no_link(link, times, spoiled):
     measured = [link.us(size) for size in SIZES]
     measured[spoiled] *= times
-    found = calibrate._fit(SIZES, measured)
+    found = measure_links._fit(SIZES, measured)
     assert found.latency_us == pytest.approx(link.latency_us, rel=1e-6)
     assert found.bytes_per_us == pytest.approx(link.bytes_per_us, rel=1e-6)
 
@@ -284,19 +284,34 @@ def test_small_errors_of_all_measurements_stay_small(errors):
     most 0.103 (in logarithms) from each of the three other measurements, of which one does not count; the line that is
     taken is no further off in sum, hence at four sizes by no more than 2 x 0.103 + 0.051 = 0.26."""
     link = Link(200.0, 1200.0)
-    found = calibrate._fit(SIZES, [link.us(n) * e for n, e in zip(SIZES, errors, strict=True)])
+    found = measure_links._fit(SIZES, [link.us(n) * e for n, e in zip(SIZES, errors, strict=True)])
     off = sorted(abs(math.log(found.us(n) / link.us(n))) for n in SIZES)
     assert off[-2] <= 0.26
 
 
+def test_ranks_run_collectives_equally_often_however_long_they_take(monkeypatch):
+    """One that stopped by the clock would leave its peer in a collective alone."""
+    monkeypatch.setattr(measuring, "_ENOUGH_S", 0.0)
+    host, calls = torch.device("cpu"), []
+    assert len(measuring.times_us(lambda: calls.append(1), host, 30)) == 30
+    assert len(calls) == 31  # the first is not counted
+    measuring.medians_us([lambda: calls.append(1)], host, 30)  # what one process measures alone does stop
+    assert len(calls) < 31 + 30
+
+
+def test_runs_that_waited_for_a_core_move_no_time():
+    times = [30.0, 31.0, *[2000.0 + i for i in range(3)], 32.0, 33.0, 34.0]
+    assert 30 < measuring.lower_quartile(times) < 34
+
+
 def test_two_sizes_are_met_exactly():
     link = Link(8.0, 50_000.0)
-    found = calibrate._fit([1 << 12, 1 << 26], [link.us(1 << 12), link.us(1 << 26)])
+    found = measure_links._fit([1 << 12, 1 << 26], [link.us(1 << 12), link.us(1 << 26)])
     assert (found.latency_us, found.bytes_per_us) == pytest.approx((8.0, 50_000.0))
 
 
 def test_times_that_fall_with_size_still_make_a_link():
-    found = calibrate._fit(SIZES, [50.0, 40.0, 30.0, 20.0, 10.0])
+    found = measure_links._fit(SIZES, [50.0, 40.0, 30.0, 20.0, 10.0])
     assert found.latency_us > 0
     assert found.bytes_per_us > 0
 

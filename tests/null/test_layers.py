@@ -24,6 +24,8 @@ RANKS = {
     "guards": 4,
     "windows": TOP,
     "calibrate": TOP,
+    "measure_links": TOP,
+    "measuring": 0,
     "hardware": 2,
     "arena": 3,
     "assign": 3,
