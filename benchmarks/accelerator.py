@@ -57,20 +57,27 @@ def main() -> None:
     args = parser.parse_args()
     common.hardware(args.hardware, 1, directory=args.directory)
     m = common.machine() | {"device": device_text()}
-    text = common.heading("One device", m) + f"Device: {m['device']}.\n\n"
     result: dict[str, Any] = {"machine": m, "times": [], "largest": []}
+
+    def save() -> str:
+        """What there is so far: a later row that fails takes no earlier one with it."""
+        text = common.heading("One device", m) + f"Device: {m['device']}.\n\n"
+        rows = [time_row(r) for r in result["times"]]
+        text += common.table(f"Step time, {args.dtype}", TIMES, rows) + "\n"
+        if result["largest"]:
+            title = f"The largest model within {args.device_gib:g} GiB, and {args.host_gib:g} GiB of the host"
+            text += common.table(title, LARGEST, [largest_row(r) for r in result["largest"]])
+        if args.json:
+            common.save(args.json, result, text)
+        return text
+
     for name in args.model:
         result["times"].append(times_of(name, args))
-    text += common.table(f"Step time, {args.dtype}", TIMES, [time_row(r) for r in result["times"]]) + "\n"
-    if args.device_gib:
-        for way in WAYS:
-            result["largest"].append(largest(way, args))
-        rows = [largest_row(r) for r in result["largest"]]
-        title = f"The largest model within {args.device_gib:g} GiB, and {args.host_gib:g} GiB of the host"
-        text += common.table(title, LARGEST, rows)
-    print(text)
-    if args.json:
-        common.save(args.json, result, text)
+        save()
+    for way in WAYS if args.device_gib else ():
+        result["largest"].append(largest(way, args))
+        save()
+    print(save())
 
 
 def device() -> torch.device:
@@ -273,7 +280,10 @@ def largest(way: str, args: argparse.Namespace) -> dict[str, Any]:
         "way": way,
         "blocks": blocks,
     }
-    (answer,) = common.run_ranks(os.path.abspath(__file__), call, 1)
+    try:
+        (answer,) = common.run_ranks(os.path.abspath(__file__), call, 1, threads=os.cpu_count() or 1)
+    except RuntimeError as error:  # its reason stands above; what else was measured is kept
+        return {"way": way, "why": f"{blocks} blocks by the plan; {error}"}
     return {"way": way, "blocks": blocks} | answer
 
 

@@ -90,8 +90,9 @@ def run_ranks(
     world: int,
     allocator: str = "default",
     env: Mapping[str, str] | None = None,
+    threads: int = 1,
 ) -> list[Any]:
-    """Run ``script`` in ``world`` fresh processes of one thread each; what each gave to :func:`answer`, in order.
+    """Run ``script`` in ``world`` fresh processes of so many threads each; what each gave to :func:`answer`, in order.
 
     Raises:
         RuntimeError: a rank failed. The others are ended.
@@ -110,7 +111,7 @@ def run_ranks(
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": str(threads),
                 RANK_CALL: json.dumps({**call, "answer": os.path.join(folder, str(rank))}),
             }
             full = {**os.environ, "DS_ACCELERATOR": "cpu", **ALLOCATORS[allocator], **(env or {}), **own}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "steps": [],
     }
     limit = int(args.limit_gib * GIB)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     disk = Disk(args.directory, args.seconds) if args.seconds and args.files else None
     with limits.cgroup(limit or 1 << 50) as group:
         env = os.environ | {
@@ -209,6 +211,13 @@ class Disk:
         self.bench, self.seconds = io_bench, seconds
         self.path = directory / f"large-{os.getpid()}.bench"
         self.memory = aio.buffer(io_bench.memory_bytes(4 << 20, 32)).random_()
+        try:
+            self._fill(aio, io_bench, directory, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, aio: Any, io_bench: Any, directory: Path, seconds: float) -> None:
         with aio.Engine() as io:
             file = io.open(self.path, self.NBYTES, create=True)
             for at in range(0, self.NBYTES, 64 << 20):

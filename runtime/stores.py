@@ -508,10 +508,23 @@ class Nvme:
     def grow(self, label: str, shape: Iterable[int], dtype: torch.dtype) -> Region:
         """A place in a file that is made when there is need: where the sum of what is to come is not known."""
         need = blocks(math.prod(shape := tuple(shape)) * dtype.itemsize)
-        if not self._grown or self._grown[-1].room < need:
+        if need > _GROWTH_BYTES // 8:  # it would leave much of a file that others share
+            return self.store("parameters", need).allocate(label, shape, dtype)
+        store = next((s for s in self._grown if s.room >= need), None)
+        if store is None:
             made = self._grown[-1].nbytes if self._grown else 0
-            self._grown.append(self.store("parameters", max(need, min(2 * made, _GROWTH_BYTES))))
-        return self._grown[-1].allocate(label, shape, dtype)
+            store = self._more(need, max(need, min(2 * made, _GROWTH_BYTES)))
+            self._grown.append(store)
+        return store.allocate(label, shape, dtype)
+
+    def _more(self, need: int, wanted: int) -> Store:
+        """A file of ``wanted`` bytes, or of what is needed now where there is no room for more."""
+        try:
+            return self.store("parameters", wanted)
+        except StorageError:
+            if wanted == need:
+                raise
+            return self.store("parameters", need)
 
     def close(self) -> None:
         self._closer()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from .errors import ConfigError
 from .hardware import Collective, HardwareSpec, PythonTime, load
 from .ir import ops
 from .loader import EngineLoader
-from .measure_links import collectives_of, copy, files_rank
+from .measure_links import FILE_BYTES, collectives_of, copy, files_rank
 from .measuring import OPERANDS_BYTES, in_ranks, median_us, medians_us
 from .program import Program
 from .report import Frame
@@ -56,10 +58,15 @@ def calibrate(
         threads: of a rank that computes; None: :func:`threads_of` the largest of ``worlds``.
 
     Raises:
-        ConfigError: ``directory`` is none, or takes no files.
+        ConfigError: ``directory`` is none, takes no files, or has no room for them.
     """
     if directory is not None and not (os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)):
         raise ConfigError(f"directory must be one that files can be written to; {directory!r} is not")
+    need = FILE_BYTES * max(worlds)
+    if directory is not None and (free := shutil.disk_usage(directory).free) < need:
+        raise ConfigError(
+            f"directory must have room for {need:,} bytes, {FILE_BYTES:,} a rank; {directory!r} has {free:,}"
+        )
     threads = threads or threads_of(max(worlds))
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -81,7 +88,9 @@ def calibrate(
     if directory is not None:
         files = "files: measured"
         say(f"files in {directory}")
-        read, write = in_ranks(max(worlds), files_rank, directory)
+        # Gone whichever rank fails: the others are ended then, and remove nothing.
+        with tempfile.TemporaryDirectory(prefix="zero-calibrate-", dir=directory) as folder:
+            read, write = in_ranks(max(worlds), files_rank, folder)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
     return HardwareSpec(

@@ -181,6 +181,7 @@ def io_bench(
     """Measure file I/O under a directory, with fio beside it where fio is installed, and say what suits it best."""
     from .io_bench import bench
 
+    _check_folder("--json", json_path)
     with console.status("measuring") as status:
         made = bench(
             directory, nbytes=nbytes, seconds=seconds, rounds=rounds, backend=backend, progress=status.update

@@ -72,13 +72,15 @@ def states_of(
         return x.to(device=like.device, dtype=like.dtype)
 
     start, given = sample(), [sample() for _ in range(_STEPS)]
-    whole = _Trial(cls, kw, options, start, given)
     half = shape[0] // 2
-    parts = [
-        _Trial(cls, kw, options, start[s], [g[s] for g in given]) for s in (slice(half), slice(half, None))
-    ]
+    halves = [(start[s], [g[s] for g in given]) for s in (slice(half), slice(half, None))]
+    whole = _Trial(cls, kw, options, [(start, given)])
+    parts = [_Trial(cls, kw, options, [one]) for one in halves]
     if not torch.equal(whole.param, torch.cat([p.param for p in parts])):
         raise _refusal(cls, "a step on a tensor differs from steps on its two halves")
+    together = _Trial(cls, kw, options, halves)
+    if not all(torch.equal(a, b.param) for a, b in zip(together.params, parts, strict=True)):
+        raise _refusal(cls, "a step on two parameters differs from steps on each of them alone")
     keys: dict[str, torch.dtype] = {}
     for key, value in whole.state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -92,31 +94,57 @@ def states_of(
 
 
 class _Trial:
-    """A few steps of a new optimizer on one tensor."""
+    """A few steps of a new optimizer.
+
+    Args:
+        given: each parameter as it begins, and its gradients.
+    """
 
     def __init__(
         self,
         cls: type[Optimizer],
         kw: Mapping[str, Any],
         options: Mapping[str, Any],
-        start: torch.Tensor,
-        given: Sequence[torch.Tensor],
+        given: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
     ) -> None:
-        self.param = start.clone()
-        made = make(cls, kw, options, [self.param])
+        self.params = [start.clone() for start, _ in given]
+        made = make(cls, kw, options, self.params)
         # A learning rate that is a tensor may be written to.
         made.param_groups[0].update({k: copy.deepcopy(v) for k, v in options.items()})
         self.eager = bool(made.state)
-        step = step_of(cls)
-        for grad in given:
-            self.param.grad = grad.clone()
+        step, before = step_of(cls), _numbers(made)
+        for i in range(_STEPS):
+            for param, (_, grads) in zip(self.params, given, strict=True):
+                param.grad = grads[i].clone()
             try:
                 step(made)
             except (TypeError, RuntimeError, ValueError, KeyError) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise _refusal(cls, f"its step on a small tensor fails ({reason})") from error
-        self.param.grad = None
+        for param in self.params:
+            param.grad = None
+        for key in made.state:
+            if not any(key is param for param in self.params):
+                raise _refusal(cls, f"it keeps state {key!r} for all parameters together")
+        for name, number in _numbers(made).items():
+            if before.get(name) != number:
+                raise _refusal(cls, f"it keeps a number, {name!r}, for all parameters together")
         self.state = dict(made.state.get(self.param, {}))
+
+    @property
+    def param(self) -> torch.Tensor:
+        return self.params[0]
+
+
+def _numbers(made: Optimizer) -> dict[str, float]:
+    """Attributes that may count or sum: each of the optimizers that a streamed one is made of has its own."""
+    out = {}
+    for name, value in vars(made).items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            out[name] = float(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            out[name] = value
+    return out
 
 
 def make(

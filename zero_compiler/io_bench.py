@@ -170,15 +170,22 @@ def requests(block: int, depth: int, kinds: int) -> int:
     return depth * block // max(block, PIECE) // kinds + 2
 
 
-def our_rate(report: Report, path: Path, memory: Any, mode: str, block: int, depth: int) -> float:
-    """Bytes per second of requests that follow one another through the file, or through one half each."""
+def our_rate(
+    report: Report, path: Path, memory: Any, mode: str, block: int, depth: int, registered: bool = True
+) -> float:
+    """Bytes per second of requests that follow one another through the file, or through one half each.
+
+    Args:
+        registered: the memory, with the kernel.
+    """
     piece = max(block, PIECE)
     kinds = ("read", "write") if mode == "both" else (mode,)
     span = report.nbytes // len(kinds) // piece * piece
     count = requests(block, depth, len(kinds))
     moved = 0
     with aio.Engine(backend=report.backend, block_bytes=block, depth=depth) as io:
-        io.register(memory)
+        if registered:
+            io.register(memory)
         file = io.open(path, report.nbytes, direct=report.direct)
         begins = {kind: number * span for number, kind in enumerate(kinds)}
         sent = dict.fromkeys(kinds, 0)

@@ -23,7 +23,7 @@ from .mesh import make_group
 from .runtime import aio
 from .transport import choose
 
-_FILE_BYTES = 512 << 20
+FILE_BYTES = 512 << 20
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
 
 
@@ -195,21 +195,23 @@ def _files(directory: Path, together: Callable[[], Any]) -> tuple[Link, Link]:
         with aio.Engine() as io:
             block, depth = io.block_bytes, io.depth
             memory = aio.buffer(io_bench.memory_bytes(block, depth))
-            file = io.open(path, _FILE_BYTES, create=True)
+            file = io.open(path, FILE_BYTES, create=True)
             # Written once: later writes find their blocks in place.
-            for at in range(0, _FILE_BYTES, io_bench.PIECE):
+            for at in range(0, FILE_BYTES, io_bench.PIECE):
                 io.write(file, memory[: io_bench.PIECE], at).wait()
             io.flush(file)
-            report = io_bench.Report(str(directory), _FILE_BYTES, 0.3, io.backend, file.direct, "not run")
+            report = io_bench.Report(str(directory), FILE_BYTES, 0.3, io.backend, file.direct, "not run")
             part, host = memory[: aio.ALIGN], torch.device("cpu")
             alone = [lambda: io.read(file, part, 0).wait(), lambda: io.write(file, part, 0).wait()]
+            together()  # no rank's latency beside another's writes
             latencies = medians_us(alone, host, 50)
+            together()
         links = []
         for mode, latency in zip(("read", "write"), latencies, strict=True):
             rates = []
             for _ in range(5):
                 together()
-                rates.append(io_bench.our_rate(report, path, memory, mode, block, depth))
+                rates.append(io_bench.our_rate(report, path, memory, mode, block, depth, registered=False))
             links.append(Link(latency, statistics.median(rates) / 1e6))
     finally:
         path.unlink(missing_ok=True)

@@ -155,6 +155,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        taken: list[tuple[Any, str, Any, tuple[int, str]]] = []
         seen: set[int] = set()
         for param, given in zip(group["params"], names, strict=True):
             policy, name = owners.get(id(param), (None, given or "a parameter"))
@@ -172,10 +173,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if policy is not None:
                 nbytes = local.numel() * sum(d.itemsize for d in states.tensors.values())
                 rests = "host" if tier == "none" and policy.on_host(name) else tier
-                self._held[policy.key, name] = nbytes, rests
-                self._managed.append((weakref.ref(policy), name, param))
-                policy.optimizers[name] = self
-                policy.take()
+                taken.append((policy, name, param, (nbytes, rests)))
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
                     needs.setdefault(policy, []).append((entry, key, dtype))
@@ -196,6 +194,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._begin([unit for unit in new if unit.states.eager])
         if self._overlap is not None:
             self._overlap.watch(new)
+        for policy, name, param, held in taken:  # a group that could not be placed leaves nothing behind
+            self._held[policy.key, name] = held
+            self._managed.append((weakref.ref(policy), name, param))
+            policy.optimizers[name] = self
+            policy.take()
 
     def place_found(self) -> None:
         """Give states a place that there were not when the optimizer was made.
@@ -519,13 +522,16 @@ def batches_of(entries: list[Entry], few: bool, limit_bytes: int) -> Iterable[li
 
     What rests where it is used passes through no buffer, and is updated in one call; unless with ``few`` parts of it
     are to be updated early, or torch's kernels are not fused ones and make temporaries as large as what they update.
+    Before the last piece of a parameter there is none of another one: its pieces are updated in order, and an update of
+    the first that waited for another gradient would be passed by the last.
     """
     batch: list[Piece] = []
     nbytes = 0
     for entry in entries:
         for piece in pieces_of(entry, limit_bytes):
             more = max(piece.nbytes, local_of(entry.param).nbytes if few else 0)
-            if batch and nbytes + more > limit_bytes:
+            apart = not piece.last and batch and batch[-1].entry is not entry
+            if batch and (apart or nbytes + more > limit_bytes):
                 yield batch
                 batch, nbytes = [], 0
             batch.append(piece)

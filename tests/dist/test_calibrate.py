@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +15,11 @@ import torch
 from zero_compiler import hardware, io_bench
 from zero_compiler.calibrate import calibrate, threads_of
 from zero_compiler.errors import ConfigError
-from zero_compiler.hardware import HardwareSpec
-from zero_compiler.measure_links import _files
+from zero_compiler.hardware import HardwareSpec, PythonTime
+from zero_compiler.measure_links import _files, files_rank
 from zero_compiler.runtime import aio
+
+measured = sys.modules["zero_compiler.calibrate"]
 
 pytestmark = pytest.mark.alone
 
@@ -36,6 +42,33 @@ def test_a_directory_that_takes_no_files_is_refused_before_anything_is_measured(
         ):
             calibrate([2], str(directory), said.append)
     assert not said
+
+
+def test_a_full_disk_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    with pytest.raises(
+        ConfigError, match="room for 1,610,612,736 bytes, 536,870,912 a rank; .* has 1,073,741"
+    ):
+        calibrate([3], str(tmp_path), said.append)
+    assert not said
+
+
+def test_a_rank_that_fails_leaves_no_file_of_another(tmp_path, monkeypatch):
+    """The others are ended, and remove nothing themselves."""
+
+    def rank_of_two(world, fn, directory):
+        (Path(directory) / "of a rank that was ended").touch()
+        raise RuntimeError("a rank failed")
+
+    monkeypatch.setattr(measured, "in_ranks", lambda world, fn, *args: FOUND[fn](world, fn, *args))
+    nothing = lambda *args: (PythonTime(0.0, 0.0),) * 2  # noqa: E731
+    FOUND = {measured._rates_rank: lambda *args: {}, measured._python_rank: nothing, files_rank: rank_of_two}
+    monkeypatch.setattr(measured, "copy", lambda device: None)
+    monkeypatch.setattr(measured, "collectives_of", lambda world: [])
+    with pytest.raises(RuntimeError, match="a rank failed"):
+        calibrate([2], str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_rate_was_measured(spec):
@@ -84,17 +117,18 @@ def test_files_are_measured_as_programs_use_them(tmp_path, monkeypatch):
     """Through the engine, many blocks at once, and by all ranks in the same moment."""
     said = []
 
-    def rate(report, path, memory, mode, block, depth):
+    def rate(report, path, memory, mode, block, depth, registered):
         assert os.path.getsize(path) == report.nbytes
         assert report.backend == engine.backend
         assert (block, depth) == (engine.block_bytes, engine.depth)
+        assert not registered  # nor are buffers of tiers
         said.append(mode)
         return {"read": 3e9, "write": 2e9}[mode]
 
     with aio.Engine() as engine:
         monkeypatch.setattr(io_bench, "our_rate", rate)
         read, write = _files(tmp_path, lambda: said.append("together"))
-    assert said == ["together", "read"] * 5 + ["together", "write"] * 5
+    assert said == ["together"] * 2 + ["together", "read"] * 5 + ["together", "write"] * 5
     assert (read.bytes_per_us, write.bytes_per_us) == (3000, 2000)
     assert 0 < read.latency_us < 1e5
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from dist.streamed import MODULE, Net, assert_same, made, steps
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ConfigError, OptimizerError, ShardError
+from zero_compiler.errors import ConfigError, OptimizerError, ShardError, StorageError
 from zero_compiler.runtime.stores import region_of
 from zero_compiler.updates import Done, Entry, Piece, Unit
 
@@ -334,6 +334,55 @@ def test_a_class_that_draws_random_numbers_is_refused():
 
     with pytest.raises(OptimizerError, match="Noisy is none"):
         zero.optimizer(Noisy, made())
+
+
+class Shared(O.SGD):
+    """Keeps for all parameters together what ``where`` says."""
+
+    where = ""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                p.add_(p.grad, alpha=-group["lr"] / (1 + i if self.where == "index" else 1))
+        if self.where == "state":
+            self.state["k"] = self.state.get("k", 0) + 1
+        if self.where == "attribute":
+            self.count = getattr(self, "count", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("state", "it keeps state 'k' for all parameters together"),
+        ("attribute", "it keeps a number, 'count', for all parameters together"),
+        ("index", "a step on two parameters differs from steps on each of them alone"),
+    ],
+)
+def test_a_class_that_couples_parameters_is_refused(where, why, monkeypatch):
+    monkeypatch.setattr(Shared, "where", where)
+    with pytest.raises(OptimizerError, match=f"Shared is none: {why}; use"):
+        zero.optimizer(Shared, made(), lr=0.1)
+    monkeypatch.setattr(Shared, "where", "")
+    zero.optimizer(Shared, made(), lr=0.1)
+
+
+def test_a_group_that_found_no_room_leaves_nothing_behind(tmp_path, monkeypatch):
+    model = made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
+    optimizer = zero.optimizer(O.AdamW, [model.last.weight])
+
+    def full(*args):
+        raise StorageError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer), "_allocate", full)
+        with pytest.raises(StorageError, match="no room"):
+            optimizer.add_param_group({"params": [model.first.weight]})
+    (policy,) = optimizer._policies()
+    assert set(policy.optimizers) == {"last.weight"}
+    optimizer.add_param_group({"params": [model.first.weight]})
+    assert set(policy.optimizers) == {"last.weight", "first.weight"}
 
 
 def test_arguments_that_do_not_fit():

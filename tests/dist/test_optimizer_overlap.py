@@ -72,6 +72,45 @@ def test_overlap_updates_while_backward_runs_and_never_before_the_last_read(tmp_
     optimizer.step()
 
 
+class Behind(nn.Module):
+    """A parameter that is never final before the large weight that comes after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(5))
+        self.large = nn.Linear(96, 128)
+
+    def forward(self, x):
+        return self.large(x)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_overlap_updates_all_of_a_weight_that_lies_beside_one_without_a_gradient(slow, tmp_path, monkeypatch):
+    """Where the beginning of the weight shared a unit with the other parameter, its end was updated before it, and the
+    beginning not at all."""
+    monkeypatch.setattr(MODULE, "UNIT_BYTES", 64 << 10)
+    if not slow:
+        monkeypatch.setattr(streaming._Turn, "done", lambda turn: turn.wait() or True)
+
+    def train(make, **fields):
+        torch.manual_seed(0)
+        model = zero.shard(Behind(), **fields)
+        optimizer = make(model)
+        run = torch.compile(model, backend="zero", options={"compute": "aten"})
+        for i in range(3):
+            torch.manual_seed(i)
+            run(torch.randn(8, 96)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    want = train(lambda m: O.AdamW(m.parameters()))
+    tier = {"offload_optimizer": "nvme", "nvme_dir": str(tmp_path)}
+    model, optimizer = train(lambda m: zero.optimizer(O.AdamW, m, overlap=True), **tier)
+    assert any(p.entry.param is model.large.weight and not p.whole for u in optimizer.units for p in u.pieces)
+    assert_same(model, optimizer, *want)
+
+
 def test_overlap_keeps_no_gradients_waiting_for_a_buffer(tmp_path, monkeypatch):
     monkeypatch.setattr(MODULE, "UNIT_BYTES", 1)
     monkeypatch.setattr(streaming._Turn, "done", lambda turn: False)  # a disk that is slower than backward

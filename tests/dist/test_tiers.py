@@ -210,8 +210,17 @@ def test_param_dtype_needs_no_second_copy(tmp_path):
     want = made(tmp_path, param_dtype=torch.bfloat16)
     losses = train(want, compiled(want), O.AdamW(want.parameters()))
     model = made(tmp_path, tiers=ALL, param_dtype=torch.bfloat16)
-    assert train(model, compiled(model), zero.optimizer(O.AdamW, model)) == losses
+    optimizer = zero.optimizer(O.AdamW, model)
+    assert train(model, compiled(model), optimizer) == losses
     assert_same(model, want)
+    # At rest there is what is there without a cast, and no more than weights, gradients and two states in float32.
+    full = made(tmp_path, tiers=ALL)
+    other = zero.optimizer(O.AdamW, full)
+    train(full, compiled(full), other)
+    with_cast, without = (zero.inspect(m).memory for m in (model, full))
+    for at in ("parameters", "gradients", "optimizer", "files"):
+        assert getattr(with_cast, at) == getattr(without, at), at
+    assert 0 < with_cast.files <= 4 * 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_options_that_do_not_fit(tmp_path):

@@ -223,6 +223,30 @@ def nvme(tmp_path):
     tier.close()
 
 
+def test_files_that_grow_take_little_more_than_what_lies_in_them(nvme, monkeypatch):
+    monkeypatch.setattr(stores, "_GROWTH_BYTES", 1 << 20)
+    sizes = [70 << 10, 600 << 10, 4 << 10, *[120 << 10] * 30, 600 << 10, 2 << 20, *[8 << 10] * 40]
+    kept = [nvme.grow(f"weight {i}", (n // 4,), torch.float32) for i, n in enumerate(sizes)]
+    assert len({(id(r.store), r.offset) for r in kept}) == len(sizes)
+    assert sum(s.nbytes for s in nvme.stores) <= sum(sizes) + (1 << 20) + (1 << 17)
+    assert len(nvme.stores) < len(sizes) / 4
+
+
+def test_a_disk_with_room_for_a_weight_and_no_more_takes_it(nvme, monkeypatch):
+    first = nvme.grow("first", (1 << 14,), torch.float32)
+    made = nvme.store
+
+    def store(what, nbytes):
+        if nbytes > first.nbytes:
+            raise StorageError("no room")
+        return made(what, nbytes)
+
+    monkeypatch.setattr(nvme, "store", store)
+    assert nvme.grow("second", (1 << 14,), torch.float32).store is not first.store
+    with pytest.raises(StorageError, match="no room"):
+        nvme.grow("third", (1 << 15,), torch.float32)
+
+
 class Disagreeing(Engine):
     """On a file system where direct transfers and the page cache do not see each other; ``cached``: nor do plain ones
     and mappings."""
