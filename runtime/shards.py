@@ -21,10 +21,11 @@ class LocalRows(torch.autograd.Function):
     def forward(
         ctx: Any, names: Sequence[str], owners: Sequence[Any], frame: Any, *params: Any
     ) -> tuple[torch.Tensor, ...]:
+        """``names`` and ``owners`` of each of ``params``."""
         ctx.params, ctx.names, ctx.owners = params, names, owners
         ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
-        ctx.calls = [grads.opened(owner, names) for owner in owners]
+        ctx.calls = [grads.opened(owner, names) for owner in {id(o): o for o in owners}.values()]
         ctx.versions = [p._version for p in params]
         ctx.set_materialize_grads(False)
         rows = tuple(p._local_tensor.detach() for p in params)
@@ -59,6 +60,13 @@ def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
 
 
 def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
-    for name, param, version, grad in zip(ctx.names, ctx.params, ctx.versions, given, strict=True):
-        if grad is not None and param._version != version:
+    for name, owner, param, version, grad in zip(
+        ctx.names, ctx.owners, ctx.params, ctx.versions, given, strict=True
+    ):
+        if grad is None:
+            continue
+        if param._version != version:
             grads.modified(name)
+        # Backward gathers what stands in the module.
+        if all(m._parameters.get(a) is not param for m, a in owner.places[name]):
+            grads.exchanged(name)

@@ -56,7 +56,10 @@ def wait(work: Any, group: Group) -> None:
             work.wait(timedelta(seconds=LOOK_S))
             return
         except RuntimeError:  # gloo's goes on after this time, until the group's timeout
-            if work.is_completed() or _broken_off(group) is not None:
+            if work.is_completed():
+                work.wait()  # it may have ended well since: then the error was that of this time
+                return
+            if _broken_off(group) is not None:
                 raise
 
 

@@ -163,7 +163,7 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
     """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
     shards, keep = captured.shards, captured.keep
     names = [s.ref.name for s in shards]
-    owners = {s.ref.owner for s in shards}
+    owners = [s.ref.owner for s in shards]
     shard_args = [s.arg for s in shards]
     # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
     sources: list[tuple[bool, int]] = []
@@ -177,7 +177,8 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
         params = [args[i] for i in shard_args]
         if torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
-            rows = LocalRows.apply(names, [ops.owner_of(key) for key in owners], frame, *params)
+            models = {key: ops.owner_of(key) for key in owners}
+            rows = LocalRows.apply(names, [models[key] for key in owners], frame, *params)
         else:
             rows = [p._local_tensor for p in params]
         return compiled(*[rows[k] if shard else args[k] for shard, k in sources])

@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import ZeroError
 from .failing import Failure, warn_others
+from .group import by_ranks
 from .headers import fail
 from .ir import ops
 
@@ -34,7 +35,7 @@ class Broken:
                 warn_others(group, self._failure)
 
     def _policies(self) -> list[Any]:
-        return sorted((p for p in ops.owners() if p.key in self._owners), key=lambda p: p.serial)
+        return by_ranks(p for p in ops.owners() if p.key in self._owners)
 
     def end_call(self) -> None:
         """Let the call end on all ranks, as it does here. Where no rank could compile and none has before, what they

@@ -58,6 +58,12 @@ _SPECIAL = frozenset(
     ).split()
 )
 
+# Their first operand is a table. What makes another table, as `index_put` does, copies the whole.
+_LOOKUPS = frozenset(
+    getattr(_aten, name)
+    for name in "embedding index _unsafe_index index_select gather index_put_ index_add_".split()
+)
+
 # Collectives of the user's own, as tensor parallelism has them, by the kind that a spec knows.
 _COLLECTIVES: dict[Any, str] = {
     _functional.all_reduce: "all_reduce",
@@ -171,7 +177,7 @@ class CostModel:
         """Bytes that the operator reads and writes when it runs by itself; 0 for a view."""
         if facts.aliased_inputs(node) and not _mutates(node):
             return 0
-        return sum(tensor_bytes(facts.value(n)) for n in (node, *node.all_input_nodes))
+        return _written_bytes(node) + sum(_read_bytes(node, n) for n in node.all_input_nodes)
 
     def node_us(self, node: fx.Node) -> Any:
         """Time of one operator that runs by itself."""
@@ -200,16 +206,19 @@ class CostModel:
         nodes = [n for n in graph.nodes if facts.is_compute(n)]
         if not fused:
             return sum(self.node_us(n) for n in nodes)
-        heavy = {n for n in nodes if self.heavy(n)}
-        total = sum(self.node_us(n) for n in heavy)
-        light = [n for n in nodes if n not in heavy and self.moved_bytes(n) != 0]
+        # In the order of the graph, that sums are equal on all ranks.
+        total = sum(self.node_us(n) for n in nodes if self.heavy(n))
+        light = [n for n in nodes if not self.heavy(n) and self.moved_bytes(n) != 0]
         if not light:
             return total
         inside = set(light)
-        border = {i for n in light for i in n.all_input_nodes if i not in inside} | {
-            n for n in light if any(u not in inside for u in n.users)
-        }
-        moved = sum(tensor_bytes(facts.value(n)) for n in border)
+        moved: Any = sum(_written_bytes(n) for n in light if any(u not in inside for u in n.users))
+        entering: dict[fx.Node, Any] = {}
+        for n in light:
+            for i in n.all_input_nodes:
+                if i not in inside:
+                    entering[i] = _longer(entering.get(i, 0), _read_bytes(n, i))
+        moved += sum(entering.values())
         vector = sum(self.vector_us(n) for n in light)
         return total + _longer(vector, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
 
@@ -218,7 +227,13 @@ class CostModel:
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _FLOPS:
             return 0.0
-        sizes = [_numel(facts.value(n)) for n in (node, *node.all_input_nodes)]
+        table = _table(node)
+        both = (node, *node.all_input_nodes)
+        sizes = [
+            _numel(facts.value(n))
+            for n in both
+            if n is not table and not (n is node and table and _mutates(n))
+        ]
         most: Any = 0
         for size in sizes:
             most = _longer(most, size)
@@ -295,6 +310,26 @@ def _shaped(val: Any) -> Any:
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _table(node: fx.Node) -> fx.Node | None:
+    """The operand of which a lookup reads, or writes in place, only what its indices name; None of other operators."""
+    found = node.args[0] if getattr(node.target, "overloadpacket", None) in _LOOKUPS else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _read_bytes(reader: fx.Node, operand: fx.Node) -> Any:
+    """What ``reader`` reads of an operand: of a table as much as it finds there, or adds to it."""
+    if operand is not _table(reader):
+        return tensor_bytes(facts.value(operand))
+    if _mutates(reader):
+        return sum(tensor_bytes(facts.value(n)) for n in reader.all_input_nodes if n is not operand)
+    return tensor_bytes(facts.value(reader))
+
+
+def _written_bytes(node: fx.Node) -> Any:
+    table = _table(node) if _mutates(node) else None
+    return tensor_bytes(facts.value(node)) if table is None else _read_bytes(node, table)
 
 
 def _longer(a: Any, b: Any) -> Any:

@@ -17,6 +17,7 @@ from .capture import Captured, ShardInput
 from .config import PLACEMENT_FIELDS, Config
 from .cost import bucket_bytes, smaller_buckets
 from .errors import ConfigError
+from .group import speaking
 from .hardware import HardwareSpec
 from .ir import ops
 from .ir.facts import ParamRef
@@ -45,9 +46,7 @@ class FrameState:
         self.index = next(_frames)
         owners = {s.ref.owner: ops.owner_of(s.ref.owner) for s in captured.shards}
         # Weak: Dynamo keeps a frame, and what compiled it, for as long as the code of the model's class lives.
-        self._owners = [
-            (key, weakref.ref(p)) for key, p in sorted(owners.items(), key=lambda kv: kv[1].serial)
-        ]
+        self._owners = [(p.key, weakref.ref(p)) for p in speaking(owners.values())]
         self.config = self._config(options)
         if loader.compute is not None:
             self.config = dataclasses.replace(self.config, compute=loader.compute)
@@ -82,7 +81,7 @@ class FrameState:
 
     @property
     def policies(self) -> dict[str, Any]:
-        """The sharded models of this frame, by key, in the order in which they were made."""
+        """The sharded models of this frame, by key; the first one's ranks are those that take part in its calls."""
         return {key: policy for key, ref in self._owners if (policy := ref()) is not None}
 
     @property

@@ -397,6 +397,14 @@ def modified(name: str) -> NoReturn:
     )
 
 
+def exchanged(name: str) -> NoReturn:
+    """Raise: a weight is another parameter than the forward of this backward used."""
+    raise ShardError(
+        f"parameter {name!r} was replaced between forward and backward (load_state_dict(assign=True), or an assignment "
+        "to the module); do that after backward"
+    )
+
+
 def missing(name: str, opened: bool) -> NoReturn:
     """Raise: a call needs a sharded parameter that does not stand in its module."""
     if opened:

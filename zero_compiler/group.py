@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,33 @@ class Group:
                 (self.mesh, self.roles, self.everyone.rank, self.everyone.world, str(self.device)),
             )
         return (_find_again, (self.mesh, self.link is not None, self.rank, self.world, str(self.device)))
+
+
+def by_ranks(policies: Iterable[Any]) -> list[Any]:
+    """Sharded models that compute together, the one of the most ranks first, the others in the order in which they were
+    made, which is the same on all ranks."""
+    policies = sorted(policies, key=lambda p: p.serial)
+    first = max(policies, key=lambda p: p.group.everyone.world, default=None)
+    return sorted(policies, key=lambda p: p is not first)
+
+
+def speaking(policies: Iterable[Any]) -> list[Any]:
+    """The same. The ranks of the first one meet before they begin a call, and read each other's memory until it ends:
+    those of the others are among them.
+
+    Raises:
+        ShardError: they are not.
+    """
+    policies = by_ranks(policies)
+    known = [set(p.group.mesh.mesh.flatten().tolist()) for p in policies]
+    for policy, ranks in zip(policies, known, strict=True):
+        if not ranks <= known[0]:
+            raise ShardError(
+                f"{policies[0].title()} is sharded over ranks {sorted(known[0])} and {policy.title()}, which computes "
+                f"with it, over ranks {sorted(ranks)}; give zero.shard a mesh for the one that has all ranks of the "
+                "other"
+            )
+    return policies
 
 
 def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: str) -> Group:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,8 +133,7 @@ class SegmentCompiler:
         Args:
             fuse: False: operators run one by one, for segments of which :func:`alike_one_by_one` is true.
         """
-        text = structure(seg)
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = _key(structure(seg), seg)
         done = self._done.get((key, is_inference, fuse))
         if done is None:
             self.compiled += 1
@@ -143,10 +142,27 @@ class SegmentCompiler:
             fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.graph.nodes)
             if fuses:
                 done = _inductor(key, seg, is_inference, is_backward)
+                # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for
+                # others, and so is this.
+                key = _key(structure(seg), seg)
+                done = replace(done, key=key)
             else:
                 done = Artifact(key, _aten(seg) if fuse else _as_promised(_aten(seg), seg))
             self._done[(key, is_inference, fuse)] = done
         return done
+
+
+def _key(text: str, seg: SegmentGraph) -> str:
+    """Digest of a structure, and of what is known now of the sizes in it: code may rely on that."""
+    mode = torch._guards.detect_fake_mode(seg.inputs)
+    known = getattr(mode, "shape_env", None)
+    symbols = {s for value in seg.inputs for s in facts.symbols_of(value)}
+    if symbols and known is not None:
+        ranges = sorted(f"{s}: {known.var_to_range.get(s)}" for s in symbols)
+        guards = {str(g.expr) for g in known.guards}
+        later = {str(a.expr) for asserts in known.deferred_runtime_asserts.values() for a in asserts}
+        text = "\n".join([text, *ranges, *sorted(guards | later)])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _fusible(node: fx.Node) -> bool:

@@ -97,8 +97,13 @@ class Waits {
     constexpr auto kSlice = std::chrono::milliseconds(250);
     for (;;) {
       const Status done = finish([&] { return work.wait(kSlice); });
-      if (done.ok() || work.isCompleted()) {
+      if (done.ok()) {
         return done;
+      }
+      if (work.isCompleted()) {
+        // It may have ended well between the end of the slice and this look:
+        // then the error is that of the slice.
+        return finish([&] { return work.wait(); });
       }
       const std::lock_guard lock(mutex_);
       if (stopped_) {

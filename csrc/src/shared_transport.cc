@@ -13,6 +13,8 @@
 #include <climits>
 #include <cstring>
 #include <ctime>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -28,6 +30,11 @@ constexpr int kControlSpace = 0;
 constexpr int kSlotsSpace = 2;
 constexpr int kKeptSpace = 3;
 constexpr int kFirstOwnSpace = 4;
+
+constexpr const char* kDescriptors =
+    "; each model, and each part that is sharded by itself, takes a few "
+    "descriptors: raise the limit (ulimit -n), or shard fewer parts by "
+    "themselves";
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kWindow = 16 * 1024;
@@ -109,15 +116,33 @@ class Process {
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
+  // The watch of a process, which all models of this one share: each takes a
+  // descriptor.
+  static Result<std::shared_ptr<Process>> of(pid_t pid) {
+    static std::mutex mutex;
+    static auto& known = *new std::map<pid_t, std::weak_ptr<Process>>;
+    const std::lock_guard lock(mutex);
+    auto found = known[pid].lock();
+    // A number may have gone to another process since.
+    if (found == nullptr || found->dead()) {
+      found = std::make_shared<Process>(pid);
+      ZERO_RETURN_IF_ERROR(found->open());
+      known[pid] = found;
+    }
+    return found;
+  }
+
   Status open() {
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434
 #endif
     fd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
     if (fd_ < 0) {
+      const bool full = errno == EMFILE;
+      const std::string reason = std::strerror(errno);
       return Status::error(
-          "process " + std::to_string(pid_) +
-          " cannot be watched: " + std::strerror(errno));
+          "process " + std::to_string(pid_) + " cannot be watched: " + reason +
+          (full ? kDescriptors : ""));
     }
     return {};
   }
@@ -160,8 +185,9 @@ class SharedPeers final : public PeerMemory {
       return Status::error("this shared segment has been used already");
     }
     for (const pid_t pid : options_.pids) {
-      processes_.push_back(std::make_unique<Process>(pid));
-      ZERO_RETURN_IF_ERROR(processes_.back()->open());
+      auto process = Process::of(pid);
+      ZERO_RETURN_IF_ERROR(process.status());
+      processes_.push_back(std::move(process.value()));
     }
     blocks_of_peers_.resize(static_cast<size_t>(world_));
     rest_ = std::make_unique<Counted>(options_.rest_bytes);
@@ -420,7 +446,7 @@ class SharedPeers final : public PeerMemory {
   const int world_;
   at::Tensor control_;
   RankWords* words_ = nullptr;  // in control_, one a rank
-  std::vector<std::unique_ptr<Process>> processes_;
+  std::vector<std::shared_ptr<Process>> processes_;
   std::atomic<int64_t> next_ = 0;
   std::mutex mutex_;  // guards what follows, and this rank's fate
   std::unique_ptr<Counted> rest_;

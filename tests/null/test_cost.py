@@ -168,6 +168,41 @@ def test_a_fused_region_reads_and_writes_its_border_once():
     assert fused < each
 
 
+TABLE, FEW = torch.ones(50_000, 64), torch.zeros(10, dtype=torch.int64)
+ROWS = 10 * 64 * 4 + 10 * 8  # bytes of what is looked up, and of where
+
+
+@pytest.mark.parametrize(
+    ("fn", "more"),
+    [
+        (lambda t, i: aten.embedding(t, i), 10 * 64 * 4),
+        (lambda t, i: t[i], 10 * 64 * 4),
+        (lambda t, i: t.index_select(0, i), 10 * 64 * 4),
+        # Reads rows, values and indices, and writes rows where they lie, with the indices counted again.
+        (lambda t, i: t.index_put_((i,), t.new_ones(10, 64), True), 2 * ROWS),
+    ],
+)
+def test_a_lookup_costs_what_it_finds_and_not_the_table(fn, more):
+    graph = graph_of(fn, TABLE, FEW)
+    node = nodes(graph, aten.embedding, aten.index, aten.index_select, aten.index_put_)[-1]
+    moved = COST.moved_bytes(node)
+    assert moved == ROWS + more
+    assert COST.node_us(node) <= moved / 100 + 10 * 64 / 50 + 1
+    assert COST.region_us(graph, True) < 10 * moved / 100 < COST.spec.kernel_us + TABLE.nbytes / 100
+
+
+def test_sums_of_a_region_have_one_order():
+    """Sets of nodes are in the order of their addresses, which differs between ranks."""
+
+    def many(x):
+        for n in range(1, 20):
+            x = torch.relu(x[:, :n] @ x.new_ones(n, n + 1)) * 1.1
+        return x
+
+    said = {COST.region_us(graph_of(many, torch.ones(7, 1)), True) for _ in range(30)}
+    assert len(said) == 1
+
+
 def test_costs_are_symbolic_where_sizes_are():
     graph = graph_of(torch.mm, torch.ones(6, 4), torch.ones(4, 5), symbolic=True)
     (mm,) = nodes(graph, aten.mm)

@@ -182,6 +182,19 @@ def test_writing_between_forward_and_backward_is_an_error():
             loss.backward()
 
 
+def test_replacing_a_weight_between_forward_and_backward_is_an_error():
+    """Backward would gather the new one."""
+    model = zero.shard(two())
+    loss = use(model, "compiled")(batch())
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(
+        ShardError, match=r"'first\.\w+' was replaced between forward and backward .* after backward"
+    ):
+        loss.backward()
+    use(model, "compiled")(batch()).backward()  # and the next step is as any other
+
+
 def test_gathered_and_no_sync_of_a_plain_model_do_nothing():
     model = two()
     with zero.gathered(model, write=True):
