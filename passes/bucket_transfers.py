@@ -224,10 +224,11 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
     boundaries = _unit_starts(waits)
     (output,) = graph.find_nodes(op="output")
     groups = [(unit, group) for unit, refs in _by_unit(old, ctx) for group in _reduced_together(refs, ctx)]
+    made = _last_writes(graph)
     ends: list[fx.Node] = []
     for _, group in groups:
         grads = [start_of[r].args[0][0] for bucket in group for r in bucket]
-        ends.append(max([*grads, *ends[-1:]]))
+        ends.append(max([*grads, *(made[g] for g in grads if g in made), *ends[-1:]]))
     # All points first: what is inserted at one must not move the next.
     points: list[fx.Node] = []
     for i, end in enumerate(ends):
@@ -252,6 +253,21 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
         wait = element.args[0]
         for node in (element, wait, wait.args[0]):
             graph.erase_node(node)
+
+
+def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Of values whose memory is written behind them, the last node that does so: a gradient that tiles are put into, or
+    added to, is whole then."""
+    roots = facts.alias_roots(graph)
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for written in facts.written_inputs(node):
+            last |= dict.fromkeys(roots[written], node)
+    return {
+        node: max(last[r] for r in of if r in last)
+        for node, of in roots.items()
+        if any(r in last for r in of)
+    }
 
 
 def _behind(node: fx.Node) -> fx.Node:

@@ -128,7 +128,7 @@ def _above(node: fx.Node, dim: int) -> Sliced:
         call = node.args[0]
         if call.target is aten.convolution_backward.default and readers.plain_convolution(call):
             return Sliced(node, dim, special=True)
-    if t in _ABOVE:
+    if t in _ABOVE and _one_each(node, dim):
         return Sliced(node, dim, [(n, _above(n, r.at)) for n, r in _rows(node, dim) if r is not None])
     if t is aten.add.Tensor and all(
         isinstance(a, fx.Node) and axes.shape(a) == axes.shape(node) for a in node.args
@@ -156,13 +156,19 @@ def _below(node: fx.Node, dim: int) -> Sliced:
             (found,) = _rows(node, dim)
         except Left:
             return Sliced(node, dim)
-        if found[1] is not None:
+        if found[1] is not None and found[1].count == 1:
             return Sliced(node, dim, [(found[0], _below(found[0], found[1].at))])
     return Sliced(node, dim)
 
 
 def _rows(node: fx.Node, dim: int) -> list[tuple[fx.Node, Rows | None]]:
     return list(axes.operands(node, Rows(dim, 1)).items())
+
+
+def _one_each(node: fx.Node, dim: int) -> bool:
+    """Whether a part of the dimension is as long in every operand that has it. It is not where a view merges it with a
+    dimension of one that a sum has left, as for a gradient that was broadcast in forward."""
+    return all(rows is None or rows.count == 1 for _, rows in _rows(node, dim))
 
 
 def _factors(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:

@@ -179,7 +179,7 @@ ROWS = 10 * 64 * 4 + 10 * 8  # bytes of what is looked up, and of where
         (lambda t, i: t[i], 10 * 64 * 4),
         (lambda t, i: t.index_select(0, i), 10 * 64 * 4),
         # Reads rows, values and indices, and writes rows where they lie, with the indices counted again.
-        (lambda t, i: t.index_put_((i,), t.new_ones(10, 64), True), 2 * ROWS),
+        (lambda t, i: t.index_put_((i,), torch.ones(10, 64), True), 2 * ROWS),
     ],
 )
 def test_a_lookup_costs_what_it_finds_and_not_the_table(fn, more):

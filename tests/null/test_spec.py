@@ -235,7 +235,7 @@ def test_a_gradient_written_while_its_reduction_reads_it():
     with b.graph.inserting_after(reduction):
         node = b.graph.call_function(aten.add_.Tensor, (grad, 1.0))
     facts.set_value(node, facts.value(grad))
-    broken(b, "writes to %.*, which %.* still reads")
+    broken(b, "writes to %.*, which %.* has sent")
 
 
 # Lives of weights ------------------------------------------------------------------------------------------

@@ -235,20 +235,19 @@ def _weights_do_not_leave(graph: fx.Graph, roots: Roots) -> None:
 
 
 def _storage_in_use_is_not_written(graph: fx.Graph, roots: Roots) -> None:
-    """Nothing writes to a gathered weight, nor to a gradient between the start and the wait of its reduction."""
-    in_flight: dict[fx.Node, fx.Node] = {}
+    """Nothing writes to a gathered weight, nor to a gradient once its reduction has begun: it would lack what is written,
+    or send it by halves."""
+    sent: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is ops.reduce:
-            in_flight |= {root: node for grad in node.args[0] for root in roots[grad]}
-        elif node.target is ops.wait and node.args[0].target is ops.reduce:
-            in_flight = {root: start for root, start in in_flight.items() if start is not node.args[0]}
+            sent |= {root: node for grad in node.args[0] for root in roots[grad]}
         elif node.target is not ops.release:
             for written in facts.written_inputs(node):
                 for root in roots[written]:
                     if facts.is_weight(root):
                         _fail(node, f"writes to the gathered weight %{root.name}")
-                    if root in in_flight:
-                        _fail(node, f"writes to %{root.name}, which %{in_flight[root].name} still reads")
+                    if root in sent:
+                        _fail(node, f"writes to %{root.name}, which %{sent[root].name} has sent")
 
 
 def _released_together(graph: fx.Graph) -> None:
