@@ -110,6 +110,12 @@ class ColumnSums:
     def wide(self, node: Any) -> bool:
         return self.row_dim(node) is not None and self.column_dim(node) is not None
 
+    def in_dims(self, node: fx.Node, dims: int) -> fx.Node:
+        """Sums over tokens, which are one dimension here, with as many dimensions as they have elsewhere."""
+        for _ in range(dims - facts.value(node).dim()):
+            node = self._put(aten.unsqueeze.default, node, 0)
+        return node
+
     def _dim_of(self, node: Any, size: int) -> int | None:
         val = facts.value(node) if isinstance(node, fx.Node) else None
         dims = [d for d, s in enumerate(val.shape) if s == size] if isinstance(val, torch.Tensor) else []

@@ -162,7 +162,8 @@ def _made_in(reduction: fx.Node, sweeps: Iterable[Sweep]) -> list[Sweep]:
     for sweep in out:
         sweep.reduced = {n.args[1] for n in form.loops() if n.args[0] is sweep.node}
     alone = not any(form.leaves()) and not any(form.specials()) and len(out) == 1
-    if alone or not any(s.gives_more for s in out):
+    # One that another loop adds to, which is not done in tiles of the weight, is made whole.
+    if makers <= {s.node for s in out} and (alone or not any(s.gives_more for s in out)):
         return out
     for sweep in out:
         sweep.reduced = set()
