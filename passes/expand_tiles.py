@@ -122,6 +122,23 @@ def tiles_of(total: int, rows: int) -> int:
     return -(-total // -(-total // least))  # none of them empty
 
 
+def tiles_that_hold(total: Any, rows: int, ctx: Context) -> int:
+    """Number of tiles of at most ``rows`` rows; with ``tile_bytes``, which is a promise, at all sizes of one graph.
+
+    The number of tiles is a graph's own. Where sizes may change it is a power of two, and the graph is for as many rows
+    as these tiles hold: Dynamo compiles another one for more, so once each time that they double.
+    """
+    tiles = tiles_of(facts.hint(total), rows)
+    if ctx.tile_bytes is None or not isinstance(total, torch.SymInt):
+        return tiles
+    more = 1 << (tiles - 1).bit_length()
+    length = max(1, facts.hint(total))
+    if -(-length // -(-length // more)) == more:  # none of them empty
+        tiles = more
+    bool(total <= tiles * rows)  # a guard
+    return tiles
+
+
 def _note(tiling: Tiling, ctx: Context) -> str:
     """For the report: what, why, bytes saved, time paid."""
     total = facts.hint(tiling.total)

@@ -17,7 +17,7 @@ from . import axes
 from .axes import Left, Rows, Summed
 from .base import Context
 from .emitter import Emitter
-from .expand_tiles import SPEED, UNKNOWN, limit_text, tiles_of
+from .expand_tiles import SPEED, UNKNOWN, limit_text, tiles_that_hold
 from .tile_graph import constant, hoist, reached, tile_graph
 
 aten = torch.ops.aten
@@ -302,7 +302,7 @@ class Head:
         total = self.total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
         rows, why = self.tile_rows(ctx, self.width)
-        tiles = tiles_of(facts.hint(total), rows)
+        tiles = tiles_that_hold(total, rows, ctx)
         sizes = self._sizes()
         return Tiling(graph, inputs, kinds, total, tiles, *sizes, whole=self.whole, why=why, asked=tiles)
 

@@ -19,7 +19,7 @@ from . import axes
 from .axes import Left, Rows, Summed
 from .base import Context
 from .emitter import Emitter
-from .expand_tiles import ACTIVATIONS, LEAST_ROWS, MEMORY, SPEED, UNKNOWN, limit_text, tiles_of
+from .expand_tiles import ACTIVATIONS, LEAST_ROWS, MEMORY, SPEED, UNKNOWN, limit_text, tiles_that_hold
 from .head import name_of, weight_behind, weight_of
 from .tile_graph import constant, hoist, tile_graph
 
@@ -237,7 +237,7 @@ class Mlp:
         weights = [facts.value(n.args[-1]) for n in (*self.chain.ups, self.chain.down)]
         again = sum(reread_bytes(w.numel(), w.dtype) if back else facts.bytes_of(w) for w in weights)
         rows, why = self._tile_rows(ctx, row_bytes)
-        tiles = tiles_of(facts.hint(self.total), rows)
+        tiles = tiles_that_hold(self.total, rows, ctx)
         products = self.chain.ups if back else (*self.chain.ups, self.chain.down)
         us = self._us(ctx, products)
         what = f"intermediate of {' and '.join(map(weights_of, self.chain.ups))}"

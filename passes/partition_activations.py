@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class PartitionActivations:
             [n for n in self._wanted(values, num_outputs, roots) if n in made], made, backward
         )
         chosen = common([text.splitlines() for text in self.show("\n".join(offers))])
+        self._note_left(forward, self._wanted(values, num_outputs, roots), {offers[text] for text in chosen})
         entries = {str(node.target): node for node in backward.find_nodes(op="placeholder")}
         last = last_uses(forward, roots)
         place = {v: k for k, v in enumerate(values) if k >= num_outputs and isinstance(v, fx.Node)}
@@ -106,6 +107,18 @@ class PartitionActivations:
                     out[text] = node
             passed += self._sends(reader)
         return {text: node for text, node in out.items() if text not in twice}
+
+    def _note_left(self, graph: fx.Graph, wanted: Sequence[fx.Node], cut: Collection[fx.Node]) -> None:
+        """For the report: what is saved whole though it could be in parts, if it were known to be alike."""
+        left = [facts.bytes_of(facts.value(n)) for n in wanted if n not in cut]
+        if left:
+            facts.add_note(
+                graph,
+                f"saved whole: {len(left)} tensors, {sum(left):,} bytes, which are not known to be equal on the "
+                f"{self.ranks} tensor-parallel ranks: equal is what their collectives return, and what is made of that "
+                "and of weights alone; what is made of inputs is not, such as the lookup of an embedding that "
+                "parallelize_module does not cut",
+            )
 
     def _sends(self, node: fx.Node) -> bool:
         """Whether the node is a collective over the group."""

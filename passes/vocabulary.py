@@ -20,7 +20,7 @@ from .axes import Left, Rows
 from .base import Context, ParamPlan
 from .column_sums import SIZED, ColumnSums
 from .emitter import Emitter
-from .expand_tiles import tiles_of
+from .expand_tiles import tiles_that_hold
 from .head import Head, name_of, weight_of
 from .tile_graph import hoist, tile_graph
 
@@ -341,7 +341,7 @@ class Vocabulary:
         val = facts.value(head.head)
         width = min(head.width, self.plan.world * (self.plan.tile_rows or self.plan.chunk_rows))
         rows, why = head.tile_rows(self.ctx, width)
-        tiles = tiles_of(facts.hint(self.total), rows)
+        tiles = tiles_that_hold(self.total, rows, self.ctx)
         tiling = Tiling(
             body.graph,
             tuple(sums.row_dim(n) for n in body.inputs),

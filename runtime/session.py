@@ -387,7 +387,13 @@ class Session:
         if planned is not None:
             policies = related(policies)
         everyone = self.first.policy.group.everyone
-        return accumulation.need_of(self.program, policies, planned, everyone.name_of(everyone.rank), at)
+        who = everyone.name_of(everyone.rank)
+        if phase == "forward" and sized is not None:
+            more, sizes = sized.more_saved(env)
+            refused = accumulation.saves_too_much(self.frame, more, sizes, who)
+            if refused is not None:
+                return refused
+        return accumulation.need_of(self.program, policies, planned, who, at)
 
     def _beside(self) -> list[Any]:
         """The engines of all that the models of this call are parts of: what waits there waits beside it."""

@@ -148,6 +148,25 @@ def need_of(
     return Need(needed, idle, _refusal(program, planned, needed, who))
 
 
+def saves_too_much(frame: Any, more_bytes: int, sizes: str, who: str) -> Need | None:
+    """Why a forward cannot run within ``activation_budget_bytes`` at its ``sizes``; None where it can.
+
+    Args:
+        more_bytes: it hands to backward than was planned.
+    """
+    budget = frame.config.activation_budget_bytes
+    held = frame.held_bytes + more_bytes
+    if budget is None or more_bytes <= 0 or held <= budget:
+        return None
+    text = (
+        f"activation_budget_bytes={budget:,} is {held - budget:,} bytes too small for this call on {who}: at {sizes} "
+        f"backward would hold {held:,} bytes of what forward made; what is made again was chosen for the first sizes. "
+        "Compile with dynamic=False, so that each size has a plan of its own, call with smaller sizes, or give more "
+        "bytes"
+    )
+    return Need(held, 0, text)
+
+
 def _held(of: Iterable[tuple[Any, Iterable[str]]]) -> tuple[int, int]:
     """Bytes on the compute device of the gradients of some parameters: of those that are reduced, this rank's rows; and
     full ones that wait for it."""

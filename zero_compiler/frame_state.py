@@ -56,7 +56,8 @@ class FrameState:
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
         self.frame = Frame(self.index, self.config, self.params, self.trace, code=captured.code)
-        if self.config.memory_budget_bytes is not None and self.first is not None:
+        budgets = self.config.memory_budget_bytes, self.config.activation_budget_bytes
+        if self.first is not None and any(b is not None for b in budgets):
             self.frame.sized = Sized()
         self.others = beside.frames_of(self.relatives)  # that were compiled before
         self.due = beside.due(self.others, captured.code)

@@ -42,7 +42,7 @@ class Frame:
     accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
     code: str = ""  # what Dynamo compiled, as in Captured
     saved_bytes: int = 0  # what forward hands to backward
-    sized: Any = None  # under a memory budget: its Programs at sizes of later calls, as `Sized`
+    sized: Any = None  # under a budget: its Programs at sizes of later calls, as `Sized`
     planned_sizes: dict[str, int] = field(default_factory=dict)  # those that may change, as they were planned
     behind: set[str] = field(
         default_factory=set

@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class _Phase:
     symbols: list[_Symbol]
     # What it is at other sizes, and bytes that a backward is handed; None: nothing in it has a size that may change.
     at: Callable[[facts.Sizes], tuple[Program, int | None]] | None
+    # Bytes that a backward is handed at other sizes.
+    saved: Callable[[facts.Sizes], int] | None = None
 
 
 class Sized:
@@ -59,6 +62,7 @@ class Sized:
         self.saved_now: int | None = None
         self._phases: dict[str, _Phase] = {}
         self._known: OrderedDict[Any, tuple[AtSizes, int | None]] = OrderedDict()
+        self._saved: OrderedDict[tuple[int, ...], int] = OrderedDict()
 
     def add(self, emitted: Emitted) -> None:
         """Take a phase whose segments are compiled."""
@@ -75,7 +79,26 @@ class Sized:
             again = replace(program, live=live, inside=inside, storages=storages, returned_bytes=returned)
             return again, saved
 
-        self._phases[program.phase] = _Phase(program, _symbols(graph), at)
+        handed = partial(facts.saved_bytes, graph) if program.phase == "backward" else None
+        self._phases[program.phase] = _Phase(program, _symbols(graph), at, handed)
+
+    def more_saved(self, inputs: Sequence[Any]) -> tuple[int, str]:
+        """By how many bytes a forward hands more to its backward than was planned, at the sizes of this call; and these
+        in words."""
+        symbols = self._phases["forward"].symbols if "forward" in self._phases else []
+        values = tuple(s.read(inputs) for s in symbols)
+        backward = self._phases.get("backward")
+        if backward is None or backward.saved is None or values == tuple(s.planned for s in symbols):
+            return 0, ""
+        if values not in self._saved:
+            now, then = (
+                backward.saved(facts.Sizes({s.symbol: n for s, n in zip(symbols, of, strict=True)}))
+                for of in (values, [s.planned for s in symbols])
+            )
+            self._saved[values] = now - then
+            if len(self._saved) > _REMEMBERED:
+                self._saved.popitem(last=False)
+        return self._saved[values], _text(symbols, values)
 
     def call(self, phase: str, inputs: Sequence[Any], before_bytes: int, planned: Planned) -> AtSizes | None:
         """What a call takes, a forward together with its backward; None where it is as its plan says.
@@ -116,10 +139,17 @@ class Sized:
             one = self._phases[phase]
             program, saved = one.at(sizes) if one.at is not None else (one.program, None)
             programs[phase] = replace(program, before_bytes=before_bytes)
-        text = [f"{s.name} = {v:,} (planned: {s.planned:,})" for s, v in zip(symbols, values, strict=True)]
+        text = _text(symbols, values)
         if before_bytes:
-            text.append(f"{before_bytes:,} bytes that frames before it have saved")
-        return at_sizes(programs, planned, ", ".join(text)), saved
+            before = f"{before_bytes:,} bytes that frames before it have saved"
+            text = f"{text}, {before}" if text else before
+        return at_sizes(programs, planned, text), saved
+
+
+def _text(symbols: Sequence[_Symbol], values: Sequence[int]) -> str:
+    return ", ".join(
+        f"{s.name} = {v:,} (planned: {s.planned:,})" for s, v in zip(symbols, values, strict=True)
+    )
 
 
 def planned_sizes(graph: fx.Graph) -> dict[str, int]:

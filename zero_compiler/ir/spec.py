@@ -235,8 +235,7 @@ def _weights_do_not_leave(graph: fx.Graph, roots: Roots) -> None:
 
 
 def _storage_in_use_is_not_written(graph: fx.Graph, roots: Roots) -> None:
-    """Nothing writes to a gathered weight, nor to a gradient once its reduction has begun: it would lack what is written,
-    or send it by halves."""
+    """Nothing writes to a gathered weight, nor to a gradient once its reduction has begun, which would lack that."""
     sent: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is ops.reduce:
