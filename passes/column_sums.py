@@ -110,9 +110,9 @@ class ColumnSums:
     def wide(self, node: Any) -> bool:
         return self.row_dim(node) is not None and self.column_dim(node) is not None
 
-    def in_dims(self, node: fx.Node, dims: int) -> fx.Node:
-        """Sums over tokens, which are one dimension here, with as many dimensions as they have elsewhere."""
-        for _ in range(dims - facts.value(node).dim()):
+    def with_dims(self, node: fx.Node, more: int) -> fx.Node:
+        """Sums over tokens, which are one dimension here, with so many ``more`` of them."""
+        for _ in range(more):
             node = self._put(aten.unsqueeze.default, node, 0)
         return node
 

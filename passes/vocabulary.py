@@ -203,8 +203,8 @@ class Vocabulary:
         if last.target is aten.mm.default and column is None:
             return _Result(node, tuple(last.args), TileOutput(kind.rows, product=True), "sum")
         if column is not None and sums.row_dim(last) is None:
-            last = sums.in_dims(last, facts.value(node).dim())
-            return _Result(node, (last,), TileOutput(None), sums.column_dim(last))
+            more = max(0, facts.value(node).dim() - facts.value(last).dim())
+            return _Result(node, (sums.with_dims(last, more),), TileOutput(None), column + more)
         raise Left(f"%{node.name} is as large as logits, or is added to what they give")
 
     def _late(self, r: _Result) -> bool:

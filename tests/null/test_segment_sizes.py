@@ -36,6 +36,7 @@ class Enlarged(nn.Module):
         return self.last(nn.functional.interpolate(torch.relu(self.conv(x)), scale_factor=2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Pooled, Enlarged])
 def test_images_of_many_sizes(make):
     """The third size ran code that was made for the second."""
@@ -53,6 +54,7 @@ def test_images_of_many_sizes(make):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_of_any_batch_still_share_code():
     torch._dynamo.reset()
     model = zero.shard(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))))
