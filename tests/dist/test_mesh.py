@@ -72,6 +72,16 @@ def every_stage_over_both_transports(rank: int) -> list[str]:
     return errors
 
 
+@cases.add
+def weights_in_tiles(rank: int) -> list[str]:
+    errors = []
+    for transport in ("shared", "c10d"):
+        errors += trained(
+            "mlp", rank, where=f"in tiles over {transport}", tile_bytes=200, transport=transport
+        )
+    return errors
+
+
 @cases.add_thorough
 def a_transformer(rank: int) -> list[str]:
     return trained("gpt2", rank, stage=3)

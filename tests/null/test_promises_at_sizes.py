@@ -39,7 +39,7 @@ def test_no_operator_makes_more_logits_than_tile_bytes_however_long_sequences_be
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as taken:
             loss = step(ids, labels)
             loss.backward()
-        assert max(e.self_cpu_memory_usage for e in taken.events()) <= max(TILE, VOCAB * WIDTH * 4)
+        assert max(e.self_cpu_memory_usage for e in taken.events()) <= TILE + 4096  # and small things
         torch.testing.assert_close(loss, plain(ids, labels))
         frames.append(len(zero.inspect(model).frames))
     assert frames[3] == frames[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,17 +70,26 @@ def test_tied_ends_at_every_stage(stage):
 @pytest.mark.parametrize("of", ["with-z", *thorough("plain", "shifted")])
 def test_any_length_once_sizes_are_symbols(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=TILE, dynamic=True)
-    for length in (32, 43, 70):
+    frames = []
+    for length in (32, 43, 60, 70, 35):
         model.check([batch(0, length), batch(1, length)], lambda out: out)
-    assert [n for n in notes(model) if "tiled: logits" in n]
-    assert len(model.frames) <= 2
+        frames.append(len(model.frames))
+    # Of two sequences: four tiles hold 68 tokens, eight 136, and then there are sixteen.
+    assert frames == [1, 2, 2, 3, 3]
+    assert 0 < max(at_a_time(model)) <= TILE
+
+
+def at_a_time(model: SimulatedModel) -> list[int]:
+    """Bytes of logits that the tiles of every graph make at a time."""
+    said = [re.search(r"tiled: logits .* rows, ([\d,]+) bytes at a time", n) for n in notes(model)]
+    return [int(m[1].replace(",", "")) for m in said if m is not None]
 
 
 @pytest.mark.slow
 def test_as_many_texts_as_tokens_once_sizes_are_symbols():
     """Dynamo takes equal sizes for one symbol, and the number of tokens for its square."""
     model = SimulatedModel(Head(), 2, stage=3, tile_bytes=TILE, dynamic=True)
-    for size in (6, 9):
+    for size in (6, 8):
         given = [tuple(t[:, :size].repeat(size, 1)[:size] for t in batch(rank, 32)) for rank in range(2)]
         model.check(given, lambda out: out)
     assert [n for n in notes(model) if "tiled: logits" in n], notes(model)

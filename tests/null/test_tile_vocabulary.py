@@ -151,7 +151,7 @@ def test_any_length_once_sizes_are_symbols():
     model = SimulatedModel(Head("shifted"), 2, stage=3, tile_bytes=TILE, dynamic=True)
     for length in (8, 11, 30):
         check(model, length=length)
-    assert len(model.frames) <= 2
+    assert len(model.frames) <= 3  # one more each time that tiles of tokens have to double
     assert not [n for n in notes(model) if "whole" in n]
 
 
