@@ -388,7 +388,7 @@ class Session:
             policies = related(policies)
         everyone = self.first.policy.group.everyone
         who = everyone.name_of(everyone.rank)
-        if phase == "forward" and sized is not None:
+        if phase == "forward" and sized is not None and self.frame.config.activation_budget_bytes is not None:
             more, sizes = sized.more_saved(env)
             refused = accumulation.saves_too_much(self.frame, more, sizes, who)
             if refused is not None:

@@ -156,7 +156,7 @@ def saves_too_much(frame: Any, more_bytes: int, sizes: str, who: str) -> Need | 
     """
     budget = frame.config.activation_budget_bytes
     held = frame.held_bytes + more_bytes
-    if budget is None or more_bytes <= 0 or held <= budget:
+    if more_bytes <= 0 or held <= budget:
         return None
     text = (
         f"activation_budget_bytes={budget:,} is {held - budget:,} bytes too small for this call on {who}: at {sizes} "

@@ -38,25 +38,22 @@ def medians_us(fns: list[Callable[[], Any]], device: torch.device, repeat: int) 
         if done >= _LEAST and time.perf_counter() - began > _ENOUGH_S * len(fns):
             break
         for fn, of in zip(fns, times, strict=True):
-            sync(device)
-            start = time.perf_counter()
-            fn()
-            sync(device)
-            of.append((time.perf_counter() - start) * 1e6)
+            of.append(_once_us(fn, device))
     return [statistics.median(of) for of in times]
 
 
 def times_us(fn: Callable[[], Any], device: torch.device, runs: int) -> list[float]:
     """Of so many runs, however long they take: ranks that do it together do it equally often."""
     fn()
-    times = []
-    for _ in range(runs):
-        sync(device)
-        start = time.perf_counter()
-        fn()
-        sync(device)
-        times.append((time.perf_counter() - start) * 1e6)
-    return times
+    return [_once_us(fn, device) for _ in range(runs)]
+
+
+def _once_us(fn: Callable[[], Any], device: torch.device) -> float:
+    sync(device)
+    start = time.perf_counter()
+    fn()
+    sync(device)
+    return (time.perf_counter() - start) * 1e6
 
 
 def lower_quartile(times: list[float]) -> float:

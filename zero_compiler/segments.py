@@ -13,7 +13,7 @@ import hashlib
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class SegmentCompiler:
         Args:
             fuse: False: operators run one by one, for segments of which :func:`alike_one_by_one` is true.
         """
-        key = _key(structure(seg), seg)
+        key = _key(seg)
         done = self._done.get((key, is_inference, fuse))
         if done is None:
             self.compiled += 1
@@ -141,20 +141,16 @@ class SegmentCompiler:
             self._constants += [_attribute(seg.root, n.target) for n in constants]
             fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.graph.nodes)
             if fuses:
-                done = _inductor(key, seg, is_inference, is_backward)
-                # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for
-                # others, and so is this.
-                key = _key(structure(seg), seg)
-                done = replace(done, key=key)
+                done = _inductor(seg, is_inference, is_backward)
             else:
                 done = Artifact(key, _aten(seg) if fuse else _as_promised(_aten(seg), seg))
-            self._done[(key, is_inference, fuse)] = done
+            self._done[(done.key, is_inference, fuse)] = done
         return done
 
 
-def _key(text: str, seg: SegmentGraph) -> str:
-    """Digest of a structure, and of what is known now of the sizes in it: code may rely on that."""
-    mode = torch._guards.detect_fake_mode(seg.inputs)
+def _key(seg: SegmentGraph) -> str:
+    """Digest of its structure, and of what is known now of the sizes in it: code may rely on that."""
+    text, mode = structure(seg), torch._guards.detect_fake_mode(seg.inputs)
     known = getattr(mode, "shape_env", None)
     symbols = {s for value in seg.inputs for s in facts.symbols_of(value)}
     if symbols and known is not None:
@@ -218,7 +214,7 @@ def _aten(seg: SegmentGraph) -> SegmentFn:
     return run
 
 
-def _inductor(key: str, seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Artifact:
+def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Artifact:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -235,8 +231,10 @@ def _inductor(key: str, seg: SegmentGraph, is_inference: bool, is_backward: bool
     mode = torch._guards.detect_fake_mode(seg.inputs)
     with V.set_fake_mode(mode), _strides_not_reported():
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
+    # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for others, and
+    # so is this.
     return Artifact(
-        key, compiled, generated.read(getattr(compiled, "source_code", ""), seg.graph, seg.inputs)
+        _key(seg), compiled, generated.read(getattr(compiled, "source_code", ""), seg.graph, seg.inputs)
     )
 
 

@@ -98,7 +98,7 @@ class Sized:
             self._saved[values] = now - then
             if len(self._saved) > _REMEMBERED:
                 self._saved.popitem(last=False)
-        return self._saved[values], _text(symbols, values)
+        return self._saved[values], ", ".join(_said(symbols, values))
 
     def call(self, phase: str, inputs: Sequence[Any], before_bytes: int, planned: Planned) -> AtSizes | None:
         """What a call takes, a forward together with its backward; None where it is as its plan says.
@@ -139,17 +139,14 @@ class Sized:
             one = self._phases[phase]
             program, saved = one.at(sizes) if one.at is not None else (one.program, None)
             programs[phase] = replace(program, before_bytes=before_bytes)
-        text = _text(symbols, values)
+        text = _said(symbols, values)
         if before_bytes:
-            before = f"{before_bytes:,} bytes that frames before it have saved"
-            text = f"{text}, {before}" if text else before
-        return at_sizes(programs, planned, text), saved
+            text.append(f"{before_bytes:,} bytes that frames before it have saved")
+        return at_sizes(programs, planned, ", ".join(text)), saved
 
 
-def _text(symbols: Sequence[_Symbol], values: Sequence[int]) -> str:
-    return ", ".join(
-        f"{s.name} = {v:,} (planned: {s.planned:,})" for s, v in zip(symbols, values, strict=True)
-    )
+def _said(symbols: Sequence[_Symbol], values: Sequence[int]) -> list[str]:
+    return [f"{s.name} = {v:,} (planned: {s.planned:,})" for s, v in zip(symbols, values, strict=True)]
 
 
 def planned_sizes(graph: fx.Graph) -> dict[str, int]:
