@@ -67,7 +67,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 150.0,
     group_timeout: float | None = None,
     group: bool = True,
     backend: str = "gloo",

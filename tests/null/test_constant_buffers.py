@@ -268,6 +268,7 @@ def test_the_buffers_of_states_in_files_are_as_large_at_ten_times_the_layers(tmp
     assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_buffers_of_states_in_files_leave_room_within_a_budget(overlap, tmp_path):
     """32 MiB are streamed in a step: in one unit, or within a budget in many."""

@@ -191,6 +191,7 @@ def test_a_lookup_costs_what_it_finds_and_not_the_table(fn, more):
     assert COST.region_us(graph, True) < 10 * moved / 100 < COST.spec.kernel_us + TABLE.nbytes / 100
 
 
+@pytest.mark.slow
 def test_sums_of_a_region_have_one_order():
     """Sets of nodes are in the order of their addresses, which differs between ranks."""
 

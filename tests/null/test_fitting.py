@@ -152,6 +152,7 @@ def test_a_budget_for_activations_is_kept_beside_one_for_all_memory():
     assert both.frames[0].held_bytes <= allowed
 
 
+@pytest.mark.slow
 def test_a_long_search_says_now_and_then_that_it_goes_on(monkeypatch, caplog):
     (frame,) = report(Wide(), rows(8), 2, compute="aten").frames
     assert "still looking" not in caplog.text

@@ -268,6 +268,7 @@ def counted(name: str) -> tuple[int, int, int]:
     return alone, code.most(seg.inputs, dying), both
 
 
+@pytest.mark.slow
 def test_a_segment_counts_as_its_code_does():
     alone, code, both = counted("shared")
     assert both == code == alone + 64 * 32 * 4
@@ -281,6 +282,7 @@ def test_code_that_calls_what_is_not_known_counts_at_least_as_its_operators(monk
     assert both == alone > code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laid", ["as the query", "rows together"])
 @pytest.mark.parametrize("length", [*thorough(100), 256, 800])
 def test_attention_holds_what_is_known_of_it(length, laid):

@@ -69,6 +69,7 @@ def mlps(layers: int, tokens: int = 64) -> Build:
     return b
 
 
+@pytest.mark.slow
 def test_mlps_in_tiles():
     def made(layers: int) -> Callable[[], Any]:
         b = mlps(layers)

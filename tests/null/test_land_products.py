@@ -162,6 +162,7 @@ X = torch.randn(8, SIDE, generator=torch.Generator().manual_seed(5))
 ALL = {"offload_params": "nvme", "offload_optimizer": "nvme"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [{}, ALL, {"nvme_checksums": True}, {"tile_bytes": 1 << 20}],

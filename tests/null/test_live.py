@@ -182,6 +182,7 @@ def test_as_many_storages_of_gradients_wait_as_raise_no_peak(before, rows):
     assert idle == gradients or held(idle + 1) > peak
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_memory_of_results_that_pass_is_counted(data):
@@ -374,6 +375,7 @@ class Cut(nn.Module):
         return self.second(h).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_keeps_what_a_frame_was_compiled_with(training):
     seen = []

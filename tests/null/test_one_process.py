@@ -114,6 +114,7 @@ class Scaled(torch.nn.Module):
         return (self.up(x) * self.scale).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_weight_that_is_whole_on_every_rank_is_cast_in_compiled_code(stage):
     """A scalar is never cut, and at stage 0 nothing is."""

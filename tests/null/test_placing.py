@@ -382,6 +382,7 @@ def test_an_accelerator_trains_with_mixed_placements(device, host, init, tmp_pat
         assert all(taken.values())
 
 
+@pytest.mark.slow
 def test_a_plain_optimizer_takes_what_lies_beside_its_parameters(tmp_path):
     """On the host too; what rests in files it cannot keep there, and says so."""
     with accelerator():

@@ -140,6 +140,7 @@ def waits(monkeypatch):
     return begins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["its pools are joined", "it is loaded"])
 def test_a_part_is_compiled_while_another_runs(before, pauses_amid, waits, monkeypatch):
     """Its larger Program makes room in memory that both use, but not under the one that runs."""

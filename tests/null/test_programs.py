@@ -236,7 +236,7 @@ def test_what_segments_do_not_share(difference):
 @pytest.mark.parametrize("compute", ["aten", "inductor"])
 def test_no_constant_has_the_id_of_one_that_is_gone(compute, monkeypatch):
     """Structures name constants by id. Inductor keeps the numbers of small ones, and not the tensors."""
-    monkeypatch.setattr(segments, "_inductor", lambda key, *_: segments.Artifact(key, list))
+    monkeypatch.setattr(segments, "_inductor", lambda *_: segments.Artifact("made", list))
     b = Build()
     x = b.input("x", 4)
     root = nn.Module()

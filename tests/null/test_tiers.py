@@ -85,6 +85,7 @@ def test_weights_of_two_dtypes_in_files_train_as_in_memory(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 1 << 19])
 def test_a_plan_counts_the_buffers_of_gradients_as_a_sharded_model_does(budget, tmp_path):
     fields = {"offload_grads": "nvme", "nvme_dir": str(tmp_path), "memory_budget_bytes": budget}

@@ -238,6 +238,7 @@ LEFT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", LEFT, ids=lambda f: f.__name__)
 def test_what_is_left_whole_is_right_and_named(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW)

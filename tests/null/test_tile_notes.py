@@ -60,6 +60,7 @@ def test_a_memory_budget_cuts_tiles_smaller_and_says_so():
     assert found["logits"] == {"the memory budget"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 64 << 10])
 def test_mlps_are_tiled_for_a_budget(limit):
     fields = {} if limit is None else {"tile_bytes": limit}

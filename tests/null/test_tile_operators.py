@@ -265,6 +265,7 @@ def wide(batch: int = 4, size: tuple[int, int] = (6, 48), **fields) -> Simulated
     return model
 
 
+@pytest.mark.slow
 def test_tiles_have_equal_segments():
     counts = []
     for rows in (12, 3):
@@ -290,6 +291,7 @@ def test_which_collectives_run_does_not_depend_on_the_batch():
     assert "gather up.weight, tile 2 of 4" in next(iter(seen))
 
 
+@pytest.mark.slow
 def test_any_batch_once_sizes_are_symbols():
     model = SimulatedModel(Wide(), 2, stage=3, bucket_bytes=0, tile_bytes=288, dynamic=True)
     for batch in (4, 7, 30):

@@ -218,6 +218,7 @@ def summed_before_a_write(m, h, labels):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("tile_bytes", [TILE, WIDTH * VOCAB * 4])
 def test_what_is_written_to_later_is_read_before(train, tile_bytes):

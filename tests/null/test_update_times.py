@@ -112,6 +112,7 @@ def test_an_update_in_memory_writes_what_it_has_read():
     del keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_plan_counts_the_update_as_its_optimizer_runs_it(clip, tmp_path):
     sharded = zero.shard(model(), offload_params="nvme", offload_optimizer="nvme", nvme_dir=str(tmp_path))
