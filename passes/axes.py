@@ -382,11 +382,16 @@ def operands(node: fx.Node, out: Rows | Summed) -> dict[fx.Node, Rows | None]:
             raise Left(f"{t} takes the dimensions of tokens apart")
         return {tensors[0]: rows.moved(order[0])}
     if t is aten.unsqueeze.default:
-        return {tensors[0]: rows.moved(rows.at - (_dim(node, node.args[1], len(shape(node))) < rows.at))}
+        d = _dim(node, node.args[1], len(shape(node)))
+        if rows.at <= d < rows.end:
+            raise Left("a dimension is put between those of tokens")
+        return {tensors[0]: rows.moved(rows.at - (d < rows.at))}
     if t in (aten.squeeze.dim, aten.squeeze.dims):
         theirs = shape(tensors[0])
         gone = [d for d in _dims(node, node.args[1], len(theirs)) if _is_one(theirs[d])]
         left = [d for d in range(len(theirs)) if d not in gone]
+        if left[rows.end - 1] - left[rows.at] >= rows.count:
+            raise Left("a dimension between those of tokens is squeezed")
         return {tensors[0]: rows.moved(left[rows.at])}
     if t in _ALONG:
         return dict.fromkeys(tensors, rows)

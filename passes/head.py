@@ -301,26 +301,17 @@ class Head:
         graph, kinds = tile_graph(self.nodes, self.rows, self.sums, self.inputs, results)
         total = self.total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
-        rows, why = self.tile_rows(ctx, self.width)
+        rows, why = rows_of_tiles(self.head, ctx, self.width)
         tiles = tiles_that_hold(total, rows, ctx)
         sizes = self._sizes()
         return Tiling(graph, inputs, kinds, total, tiles, *sizes, whole=self.whole, why=why, asked=tiles)
-
-    def tile_rows(self, ctx: Context, columns: int) -> tuple[int, str]:
-        """Tokens of a tile with so many columns, and what so many are for."""
-        val = facts.value(self.head)
-        if ctx.tile_bytes is not None:
-            return max(1, ctx.tile_bytes // (columns * val.element_size())), limit_text(ctx.tile_bytes)
-        if ctx.machine is None:
-            return facts.hint(val.shape[0]), UNKNOWN
-        return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch.")), SPEED
 
     def _sizes(self) -> tuple[str, int, int]:
         """What :class:`Tiling` says for the report."""
         val, weight = facts.value(self.head), facts.value(self.head.args[-1])
         where = ", their gradient with them in forward" if self.scale is not None else ""
         again = reread_bytes(weight.numel(), val.dtype) if self.scale is not None else facts.bytes_of(weight)
-        return f"logits of {name_of(weight_of(self.head))}{where}", self.width * val.element_size(), again
+        return f"logits of {factor_names(self.head)}{where}", self.width * val.element_size(), again
 
 
 def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
@@ -342,6 +333,16 @@ def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
     return t in _OF_FIRST and of == [node.args[0]]
 
 
+def rows_of_tiles(head: fx.Node, ctx: Context, columns: int) -> tuple[int, str]:
+    """Tokens of a tile with so many columns, and what so many are for."""
+    val = facts.value(head)
+    if ctx.tile_bytes is not None:
+        return max(1, ctx.tile_bytes // (columns * val.element_size())), limit_text(ctx.tile_bytes)
+    if ctx.machine is None:
+        return facts.hint(val.numel()) // columns, UNKNOWN
+    return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch.")), SPEED
+
+
 def weight_of(node: fx.Node) -> fx.Node | None:
     """The weight behind the second factor."""
     return weight_behind(node.args[-1])
@@ -354,6 +355,30 @@ def weight_behind(w: fx.Node) -> fx.Node | None:
             return None
         w = w.all_input_nodes[0]
     return w if w.target is ops.unshard or w.op == "placeholder" else None
+
+
+_STEPS = 32  # from a product to the weights that its second factor is made of
+
+
+def factor_names(node: fx.Node) -> str:
+    """Names of the weights that the second factor is made of, with nothing else; "" if it is not, or of many steps."""
+    weight = weight_of(node)
+    if weight is not None:
+        return name_of(weight)
+    seen: dict[fx.Node, None] = {}
+    todo: list[fx.Node] = [node.args[-1]]
+    leaves: dict[str, None] = {}
+    while todo:
+        given = todo.pop()
+        if given.target is ops.unshard:
+            leaves[name_of(given)] = None
+        elif given not in seen:
+            seen[given] = None
+            made = given.op == "call_function" and bool(given.all_input_nodes) and facts.is_pure(given)
+            if not made or len(seen) == _STEPS:
+                return ""
+            todo += reversed(given.all_input_nodes)
+    return " and ".join(leaves)
 
 
 def name_of(weight: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from . import axes
 from .axes import Left
 from .base import Context
 from .emitter import Emitter
-from .head import Head, multiplies, name_of, weight_of
+from .head import Head, factor_names, multiplies, rows_of_tiles
+from .token_order import columns_last
 from .vocabulary import Vocabulary, plan_of
 
 aten = torch.ops.aten
@@ -27,6 +29,8 @@ _SPLIT = {
     aten.nll_loss2d_forward.default,
     aten.nll_loss2d_backward.default,
 }
+_RETURNED = "the logits are returned: return the loss alone from what is compiled"
+_NO_SOFTMAX = "no log-softmax, log-sum-exp or maximum of them is found"
 _SOFTMAX = {aten._log_softmax.default, aten.logsumexp.default, aten.amax.default}
 
 
@@ -70,21 +74,32 @@ class TileLoss:
     gathers must not depend on sizes of activations, which ranks may disagree about.
 
     Refuses: nothing. What is left whole, with the reason in the report: logits that are returned; operators that mix
-    tokens or of which nothing is known; a gradient that is not linear in one scalar. What is in tiles of tokens alone,
-    the weight gathered whole: a loss that needs a sum over the vocabulary of what another such sum is in.
+    tokens or of which nothing is known; a gradient that is not linear in one scalar; the last product of a forward
+    that would take several tiles, where no softmax follows. What is in tiles of tokens alone, the weight gathered
+    whole: a loss that needs a sum over the vocabulary of what another such sum is in.
     """
 
     name: str = "tile-loss"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        for k, node in enumerate(_heads(graph)):
+        heads = _heads(graph)
+        if ctx.phase == "joint":
+            for node in _other_heads(graph, heads):
+                if rows_of_tiles(node, ctx, axes.shape(node)[-1])[0] < _tokens(node):
+                    _leave(node, _RETURNED if _is_returned(node) else _NO_SOFTMAX)
+        for k, node in enumerate(heads):
             try:
                 _split_reductions(graph, node)
+                columns_last(graph, node)
                 _replace(Head(graph, node), ctx, f"loss{k}")
             except Left as why:
-                what = f"{dump.type_text(facts.value(node))}, logits of {name_of(weight_of(node))}"
-                facts.set_note(node, f"left whole: {what}, because {why}")
+                _leave(node, str(why))
         graph.eliminate_dead_code()
+
+
+def _leave(head: fx.Node, why: str) -> None:
+    what = f"{dump.type_text(facts.value(head))}, logits of {factor_names(head)}"
+    facts.set_note(head, f"left whole: {what}, because {why}")
 
 
 def _replace(head: Head, ctx: Context, key: str) -> None:
@@ -99,17 +114,45 @@ def _replace(head: Head, ctx: Context, key: str) -> None:
 
 
 def _heads(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target in axes._PRODUCTS and _widens(n) and _softmax_follows(n)]
+
+
+def _widens(product: fx.Node) -> bool:
+    """Whether its second factor is made of weights alone, and it has more columns than its first one."""
+    columns, inner = axes.shape(product)[-1], axes.shape(product.args[-2])[-1]
+    sized = isinstance(columns, int) and isinstance(inner, int)
+    return sized and columns > inner and factor_names(product) != ""
+
+
+def _other_heads(graph: fx.Graph, heads: Sequence[fx.Node]) -> list[fx.Node]:
+    """Products that no other one of forward follows, and no softmax: nothing is known of their loss."""
+    backward = facts.depends_on_tangents(graph)
+    before: set[fx.Node] = set()  # what another product of forward depends on
     out = []
-    for node in graph.nodes:
-        if node.target not in axes._PRODUCTS:
+    for node in reversed(graph.nodes):
+        if node in backward or node.op != "call_function":
             continue
-        columns = axes.shape(node)[1]
-        inner = axes.shape(node.args[-2])[1]
-        if not isinstance(columns, int) or not isinstance(inner, int) or columns <= inner:
-            continue
-        if weight_of(node) is not None and _softmax_follows(node):
+        if node not in before and node.target in (*axes._PRODUCTS, aten.bmm.default) and _widens(node):
             out.append(node)
-    return out
+        if node in before or multiplies(node):
+            before.update(node.all_input_nodes)
+    return [n for n in reversed(out) if n not in heads]
+
+
+def _tokens(product: fx.Node) -> int:
+    return facts.hint(facts.value(product).numel()) // int(axes.shape(product)[-1])
+
+
+def _is_returned(head: fx.Node) -> bool:
+    """Whether nothing but its shape and dtype changes on its way out."""
+    todo = [head]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user.target in (axes._VIEWS | axes._SAME | axes._PERMUTES):
+                todo.append(user)
+    return False
 
 
 def _near(head: fx.Node) -> list[fx.Node]:
@@ -143,7 +186,7 @@ def _split_reductions(graph: fx.Graph, head: fx.Node) -> None:
     while todo:
         for user in todo.pop().users:
             if user.op == "output":
-                raise Left("the logits are returned: return the loss alone from what is compiled")
+                raise Left(_RETURNED)
             if user.target in (axes._VIEWS | axes._SAME):
                 todo.append(user)
     for node in _near(head):

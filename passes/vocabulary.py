@@ -21,7 +21,7 @@ from .base import Context, ParamPlan
 from .column_sums import SIZED, ColumnSums
 from .emitter import Emitter
 from .expand_tiles import tiles_that_hold
-from .head import Head, name_of, weight_of
+from .head import Head, name_of, rows_of_tiles, weight_of
 from .tile_graph import hoist, tile_graph
 
 aten = torch.ops.aten
@@ -340,7 +340,7 @@ class Vocabulary:
         columns = Columns(head.width, tuple(sums.column_dim(n) for n in body.inputs), tuple(hows))
         val = facts.value(head.head)
         width = min(head.width, self.plan.world * (self.plan.tile_rows or self.plan.chunk_rows))
-        rows, why = head.tile_rows(self.ctx, width)
+        rows, why = rows_of_tiles(head.head, self.ctx, width)
         tiles = tiles_that_hold(self.total, rows, self.ctx)
         tiling = Tiling(
             body.graph,

@@ -248,6 +248,67 @@ def test_what_is_left_whole_is_right_and_named(of):
     assert LEFT[of] in why
 
 
+def by_softmax_and_log(m, h, labels):
+    return -m.head(h).softmax(-1).log().gather(-1, labels.clamp(0)[..., None]).mean()
+
+
+def binary(m, h, labels):
+    return F.binary_cross_entropy_with_logits(m.head(h), F.one_hot(labels.clamp(0), VOCAB).float())
+
+
+def by_angle(m, h, labels):
+    logits = F.linear(F.normalize(h, dim=-1), F.normalize(m.head.weight, dim=-1))
+    return (logits - F.one_hot(labels.clamp(0), VOCAB)).square().mean()
+
+
+def by_einsum(m, h, labels):
+    logits = torch.einsum("btd,vd->btv", h, m.head.weight)
+    return (logits.sigmoid() - F.one_hot(labels.clamp(0), VOCAB)).square().mean()
+
+
+def out_of_the_model(m, h, labels):
+    return m.head(h)
+
+
+NOT_KNOWN = {
+    by_softmax_and_log: "no log-softmax, log-sum-exp or maximum of them is found",
+    binary: "no log-softmax, log-sum-exp or maximum of them is found",
+    by_angle: "no log-softmax, log-sum-exp or maximum of them is found",
+    by_einsum: "no log-softmax, log-sum-exp or maximum of them is found",
+    out_of_the_model: "the logits are returned: return the loss alone from what is compiled",
+}
+
+
+@pytest.mark.parametrize("of", NOT_KNOWN, ids=lambda f: f.__name__)
+def test_a_head_that_is_not_recognised_is_right_and_named(of):
+    model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=8 * ROW)
+    model.check([batch(0), batch(1)], lambda out: out.square().sum())
+    (why,) = {n for n in notes(model) if "logits" in n}
+    assert "left whole: f32[" in why
+    assert "logits of head.weight, because" in why
+    assert NOT_KNOWN[of] in why
+
+
+def by_angle_and_softmax(m, h, labels):
+    logits = 8 * F.linear(F.normalize(h, dim=-1), F.normalize(m.head.weight, dim=-1))
+    return F.cross_entropy(flat(logits), labels.view(-1))
+
+
+@pytest.mark.parametrize("tile_bytes", [8 * ROW, 1000])
+def test_a_weight_that_is_computed(tile_bytes):
+    """It is whole, and the logits are in tiles."""
+    model = SimulatedModel(Head(by_angle_and_softmax), 2, stage=3, tile_bytes=tile_bytes)
+    model.check([batch(0, 32), batch(1, 32)], lambda out: 3 * out)
+    assert [n for n in notes(model) if "tiled: logits of head.weight, their gradient" in n], notes(model)
+    assert 0 < max(at_a_time(model)) <= tile_bytes
+
+
+def test_what_is_made_at_once_by_a_head_that_is_not_recognised_is_no_matter():
+    model = SimulatedModel(Head(binary), 2, stage=3, tile_bytes=1 << 40)
+    model.check([batch(0), batch(1)], lambda out: out)
+    assert not [n for n in notes(model) if "logits" in n]
+
+
 def test_float16_keeps_what_a_scaled_loss_saves_from_rounding():
     """One in 4,096 tokens has a gradient that float16 rounds to a hundredth of itself, unless the loss is scaled."""
 
