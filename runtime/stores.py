@@ -201,9 +201,12 @@ class Store:
         try:
             return Mapping(self.fd, self.nbytes)
         except OSError as error:
+            what = "give another nvme_dir"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                what = "raise the limit of open files (ulimit -n)"
             raise StorageError(
                 f"nvme_dir={self.directory!r} takes files that cannot be mapped into memory, which {self.label} need: "
-                f"{error.strerror}; give another nvme_dir",
+                f"{error.strerror}; {what}",
                 errno=error.errno or 0,
                 path=self.directory,
                 label=self.label,

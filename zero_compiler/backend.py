@@ -28,7 +28,7 @@ from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
-from .guards import guard_optimizers
+from .guards import STALE, guard_optimizers, held_elsewhere
 from .ir import ops
 from .keeping import accumulating
 from .loader import EngineLoader, Loader
@@ -125,6 +125,9 @@ def compile_with(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
 ) -> Callable[..., Any]:
     """The callable that Dynamo is given for a frame whose Programs go to ``loader``."""
+    for p in example_inputs:
+        if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
+            raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)

@@ -38,6 +38,9 @@ def on_rows(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> An
     ours = any(hasattr(p, MANAGED) for p in args[0]) and all(t is DTensor for t in types)
     if not ours or any(isinstance(v, DTensor) for v in kwargs.values()):
         return NotImplemented
+    # As foreach.py does; gradients are written to where the kernel is to unscale them.
+    for tensors in args[: 1 + (kwargs.get("grad_scale") is not None)]:
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
     local, first = [], None
     for tensors in args:
         rows, lie = _rows(tensors)

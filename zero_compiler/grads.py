@@ -137,8 +137,8 @@ def used_up(again: bool = False) -> GradientError:
     )
     return GradientError(
         "zero.optimizer(overlap=True) has updated parameters with these gradients in the backward: there is nothing "
-        "to clip, unscale or add to; give max_grad_norm=... to clip, call step() after every backward, or leave "
-        "overlap out" + more
+        "to clip, unscale, add to or drop; give max_grad_norm=... to clip, call step() after every backward, read "
+        "parameters in the model's forward alone, or leave overlap out" + more
     )
 
 
@@ -282,10 +282,14 @@ def will_run(nodes: Sequence[Any], given: Sequence[torch.Tensor | None]) -> list
         return [False] * len(nodes)
 
 
+HOOKS = "_zero_hooks"  # of a parameter: ids of hooks that are not the user's
+
+
 def hooked(param: Any, ours: Collection[int] = ()) -> bool:
     """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
-    after = param._post_accumulate_grad_hooks
-    return bool(param._backward_hooks) or bool(after) and any(k not in ours for k in after)
+    other = param.__dict__.get(HOOKS, ())
+    both = (param._backward_hooks, param._post_accumulate_grad_hooks)
+    return any(k not in ours and k not in other for hooks in both if hooks for k in hooks)
 
 
 class Call:
@@ -370,7 +374,7 @@ def computes_with_shards() -> ShardError:
     return ShardError(
         "this forward computes with shards: inside it parameters(), state_dict() and _parameters hold them, and only "
         "attributes such as module.weight are whole; read those, or add such terms to the loss outside of the forward, "
-        "made plain with .full_tensor()"
+        'made plain with .full_tensor(grad_placements=[Partial("avg")]), whose gradient is the mean over ranks'
     )
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import ShardError
+from .foreach import count_writes
 from .fused import MANAGED, take_shards
 from .grads import check_reduced
 from .ir import ops
@@ -23,16 +24,26 @@ _installed = False
 
 
 def guard_optimizers() -> None:
-    """Have torch call :func:`check` before steps, and fused kernels and loss scalers take shards; once a process.
+    """Have torch call :func:`check` before steps, fused kernels and loss scalers take shards, and kernels over lists
+    count as writes; once a process.
     Optimizers of other models cost one look."""
     global _installed
     if not _installed:
         _installed = True
         take_shards()
         take_gradients()
+        count_writes()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)
+
+
+def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a closure") -> ShardError:
+    """The error of a model that keeps a parameter past the attributes of its modules."""
+    return ShardError(
+        f"the model keeps parameter {name!r} in {where}, and {by} puts another tensor in its place: the one that is "
+        "kept would not be trained; keep its name there, and read it as an attribute of its module"
+    )
 
 
 def mark_stale(old: torch.Tensor, name: str, by: str) -> None:

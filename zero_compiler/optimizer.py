@@ -10,10 +10,12 @@ import contextlib
 import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .config import TIERS
@@ -79,6 +81,24 @@ def optimizer(
     )
 
 
+@dataclass
+class _Placed:
+    """A parameter group whose states have tiers, and no memory yet.
+
+    Args:
+        entries: of parameters whose states are alike.
+        needs: what is to lie in files, by sharded model.
+        taken: sharded model, name, parameter, and bytes of its states with their tier.
+        unit_bytes: what a unit of it streams, about.
+    """
+
+    group: dict[str, Any]
+    entries: list[list[Entry]]
+    needs: dict[Any, list[tuple[Entry, str, torch.dtype]]]
+    taken: list[tuple[Any, str, Any, tuple[int, str]]]
+    unit_bytes: int
+
+
 class StreamedOptimizer(Optimizer, Done, Telling):
     """See :func:`optimizer`, which makes it. ``cls`` is the class that it runs.
 
@@ -105,12 +125,15 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: dict[tuple[Any, ...], States] = {}
         self._held: dict[tuple[str, str], tuple[int, str]] = {}
+        self._new: list[dict[str, Any]] | None = []  # groups that are placed together, while it is made
         self._managed: list[tuple[Any, str, Any]] = []  # sharded model (weakly), name and parameter
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
         template = cls([torch.zeros(1)], **kw)
         try:
             super().__init__(params, dict(template.defaults))
+            given, self._new = self._new, None
+            self._place_all(given)
         except BaseException:
             if self._overlap is not None:
                 self._overlap.end()  # whoever holds the error holds this object too
@@ -136,19 +159,43 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             StorageError: no room.
         """
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self._new is not None:
+            self._new.append(group)
+            return
+        try:
+            self._place_all([group])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _place_all(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Give the states of ``groups`` a place: one file for all of a model's, since each takes descriptors."""
         units, stores = list(self._units), len(self._stores)
         try:
-            self._place(self.param_groups[-1])
+            placed = [self._placed(group) for group in groups]
+            needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+            for one in placed:
+                for policy, wanted in one.needs.items():
+                    needs.setdefault(policy, []).extend(wanted)
+            for policy, wanted in needs.items():
+                self._allocate(policy, wanted)
+            for one in placed:
+                self._take_up(one)
         except BaseException as error:
             self.tell(error, MAKE)
-            self.param_groups.pop()
             self._units = units
             for store in self._stores[stores:]:
                 store.remove()
             del self._stores[stores:]
             raise
+        for policy, name, param, held in (t for one in placed for t in one.taken):
+            self._held[policy.key, name] = held
+            self._managed.append((weakref.ref(policy), name, param))
+            policy.optimizers[name] = self
+            policy.take()
 
-    def _place(self, group: dict[str, Any]) -> None:
+    def _placed(self, group: dict[str, Any]) -> _Placed:
         if self._overlap is not None:
             self._overlap.check_free(group["params"])
         owners = _owners()
@@ -180,12 +227,14 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 if tier != "none":
                     entry.streamed[key] = dtype.itemsize
             entries.setdefault((states.eager, *states.tensors.items()), []).append(entry)
-        for policy, wanted in needs.items():
-            self._allocate(policy, wanted)
         most = unit_bytes(owners[id(p)][0] for p in group["params"] if id(p) in owners)
+        return _Placed(group, list(entries.values()), needs, taken, most)
+
+    def _take_up(self, placed: _Placed) -> None:
+        group, most = placed.group, placed.unit_bytes
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
-            for alike in entries.values()
+            for alike in placed.entries
             for batch in batches_of(alike, self._overlap is not None or not group.get("fused"), most)
         ]
         self._units += new
@@ -194,11 +243,6 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._begin([unit for unit in new if unit.states.eager])
         if self._overlap is not None:
             self._overlap.watch(new)
-        for policy, name, param, held in taken:  # a group that could not be placed leaves nothing behind
-            self._held[policy.key, name] = held
-            self._managed.append((weakref.ref(policy), name, param))
-            policy.optimizers[name] = self
-            policy.take()
 
     def place_found(self) -> None:
         """Give states a place that there were not when the optimizer was made.
@@ -274,7 +318,37 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                     "assignment to the module), and this optimizer holds the one before; make the optimizer after that"
                 )
 
+    def link_groups(self) -> None:
+        """Units belong to the groups that their parameters are in now: schedulers and users write to these, and may
+        have put other dictionaries in place of the first ones.
+
+        Raises:
+            OptimizerError: a parameter was put into another group, taken out of its own, or into one by hand.
+        """
+        groups = {id(p): g for g in self.param_groups for p in g["params"]}
+        entries = {id(p.entry.param): p.entry for unit in self._units for p in unit.pieces}
+        moved = next((e.name for i, e in entries.items() if i not in groups), None)
+        for unit in self._units if moved is None else ():
+            unit.group = groups[id(unit.params[0])]
+            moved = moved or next(
+                (p.entry.name for p in unit.pieces if groups[id(p.entry.param)] is not unit.group), None
+            )
+        if moved is None and len(groups) > len(entries):
+            moved = next(
+                f"of shape {list(p.shape)}"
+                for g in self.param_groups
+                for p in g["params"]
+                if id(p) not in entries
+            )
+        if moved is not None:
+            raise OptimizerError(
+                f"parameter {moved} was put into or taken out of a parameter group after zero.optimizer was made; give "
+                "new ones to add_param_group, stop others with requires_grad_(False), or make the optimizer anew"
+            )
+
     def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
+        if not (local.is_floating_point() or local.is_complex()):
+            return States({}, False)  # it never has a gradient
         options = options_of(group)
         key = (repr(options), local.dtype, local.dim(), local.device)
         if key not in self._states:
@@ -322,6 +396,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 loss = closure()
         self.check_whole()
         self._check_current()
+        self.link_groups()
         self.place_found()
         if self._overlap is not None:
             self._overlap.check_ended()
@@ -333,6 +408,16 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         if self._overlap is not None:
             self._overlap.finish()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.
+
+        Raises:
+            GradientError: ``overlap=True`` has updated parameters with these gradients; call ``step()`` first.
+        """
+        if self._overlap is not None and self._broken is None:
+            self._overlap.check_stepped()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def feed(self, unit: Unit) -> None:
@@ -379,9 +464,12 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         with self._known_to_peers():
             for policy in {id(p.group.everyone.pg): p for p in policies}.values():
                 policy.meet("norm of the gradients in a step of zero.optimizer")
-        given = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(given)
-        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        alike: dict[Any, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
+        for grad in (p.grad for g in self.param_groups for p in g["params"] if p.grad is not None):
+            alike.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+        norms = [torch.nn.utils.get_total_norm(given) for given in alike.values() or [[]]]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        self.grad_norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
         return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
 
     def _begin(self, units: Iterable[Unit]) -> None:
@@ -464,17 +552,15 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         # steps that are tensors now.
         self.cls([torch.zeros(1)], **self.kw).__setstate__(state)
         super().__setstate__(state)
-        groups = {id(p): g for g in self.param_groups for p in g["params"]}
-        for unit in self._units:  # load_state_dict makes new groups
-            unit.group = groups[id(unit.pieces[0].entry.param)]
+        self.link_groups()  # load_state_dict makes new ones
         self.place_found()
         for unit in self._units:
             with torch.no_grad():
                 for piece in unit.pieces:
-                    piece.entry.given = None
+                    piece.entry.drop_grad()
                     piece.entry.settle(self.state.get(piece.entry.param, {}), unit.states.tensors)
-        if broken and self._overlap is not None:
-            self._overlap.finish()  # what was used up belongs to the step that broke off
+        if self._overlap is not None and (broken or self._overlap.due):
+            self._overlap.finish()  # what was used up belongs to the step that broke off, or is left out
         self._broken = None
 
 

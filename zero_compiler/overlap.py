@@ -56,6 +56,7 @@ class Overlap:
         self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
         self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
+        self.due = False  # one has updated, and no step() came since
         self._first = True  # no backward has ended yet
         self._apart = contextlib.ExitStack()
         self._end_of_life = weakref.finalize(self, _remove, self._hooks, self._params, self._policies)
@@ -125,12 +126,13 @@ class Overlap:
         if task == self._task:
             return
         self.check_ended()
-        if any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
+        if self.due or any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
             if (optimizer := self._optimizer()) is not None:
                 optimizer.check_whole()
             raise grads.used_up(again=True)
         self._task, self._failed = task, None
         if (optimizer := self._optimizer()) is not None:
+            self._guarded(optimizer.link_groups)
             self._guarded(optimizer.place_found)
         self._apart.close()  # of a backward that broke off
         if (
@@ -232,10 +234,23 @@ class Overlap:
             self._partly = False
             optimizer.break_off("a backward with overlap=True broke off after some of its updates")
 
+    def check_stepped(self) -> None:
+        """No backward has updated parameters without a ``step()`` since.
+
+        Raises:
+            GradientError: one did: its step cannot be left out.
+        """
+        if self.due:
+            raise grads.used_up(again=True)
+
     def _broke_off(self) -> None:
-        """No update of this backward writes to a parameter or state any more: whoever called it may load others."""
+        """No update of this backward writes to a parameter or state any more: whoever called it may load others. Where
+        none has, gradients are what they are without overlap: those of the part of the backward that ran."""
         if (optimizer := self._optimizer()) is not None:
             optimizer.settle()
+        if not self._partly:
+            for entry, _ in self._of.values():
+                entry.give_back()
 
     def _end(self) -> None:
         """The backward is over: nothing reads weights any more, and all gradients are there.
@@ -261,7 +276,7 @@ class Overlap:
             if self._missing.pop(id(unit), None) is not None:
                 self._feed(optimizer, unit)
         self._guarded(optimizer.complete)
-        self._partly = False
+        self.due, self._partly = self._partly, False
         failed, self._failed = self._failed, None
         if failed is not None:
             optimizer.tell(failed, STEP)
@@ -269,7 +284,7 @@ class Overlap:
 
     def finish(self) -> None:
         """After ``step()``, or a ``load_state_dict`` after one that broke off: there are no gradients."""
-        self._partly = False
+        self.due = self._partly = False
         self._missing.clear()
         for unit in self._units:
             for param in unit.params:

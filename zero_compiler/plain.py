@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import GradientError, RankMismatchError, TransferError
-from .grads import goes_to_grad
+from .grads import HOOKS, goes_to_grad
 from .group import Group
 from .headers import cannot_begin, meet, short_digest
 from .mesh import make_group
@@ -72,7 +72,7 @@ class PlainModel:
         def arriving(grad: torch.Tensor) -> None:
             self._arriving(index)
 
-        param.register_hook(arriving)
+        param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(arriving).id)
 
     def _arriving(self, index: int) -> None:
         """A gradient was made, which is to be averaged if it goes to ``.grad``."""
@@ -327,7 +327,7 @@ def _watch_gradient(param: nn.Parameter, model: nn.Module) -> None:
             state = getattr(param, ATTRIBUTE)
             state._arriving(next(i for i, p in enumerate(state.params) if p is param))
 
-    param.register_hook(arriving)
+    param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(arriving).id)
 
 
 def watch(example_inputs: Sequence[Any], model: nn.Module | None = None) -> None:

@@ -7,7 +7,7 @@ be cut. What its module then does with it is in `modules.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .agreement import agree
 from .config import Config
 from .errors import ShardError
 from .group import Group
-from .guards import STALE, guard_optimizers, mark_stale
+from .guards import STALE, guard_optimizers, held_elsewhere, mark_stale
 from .layout import Layout, layout_of
 from .mesh import make_group
 from .modules import is_root, state_of, swap_classes
@@ -146,12 +146,7 @@ def collect(
                     "sum; keep it as torch.view_as_real(...), or freeze it"
                 )
             name = found.get(id(param))
-            if (
-                name is None
-                and not ours(param)
-                and grads.hooked(param)
-                and not hasattr(param, plain.ATTRIBUTE)
-            ):
+            if name is None and not ours(param) and grads.hooked(param):
                 raise ShardError(
                     f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
                     "that zero.shard replaces; register hooks after zero.shard"
@@ -169,7 +164,32 @@ def collect(
                 part = None if ours(param) else part_of(name, param, policy.group)
                 policy.params[name] = describe_param(name, param, policy, part)
             targets[name][1].append((module, attribute))
+    _check_held(model, {id(param): name for name, (param, _) in targets.items() if not ours(param)})
     return targets
+
+
+# Attributes of modules in which torch keeps parameters, and finds them again.
+_KNOWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
+
+
+def _check_held(model: nn.Module, names: Mapping[int, str]) -> None:
+    """No module keeps a parameter that is replaced, but as its parameter."""
+
+    def held(value: Any, depth: int = 2) -> str | None:
+        if isinstance(value, torch.Tensor):
+            return names.get(id(value))
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        if depth and isinstance(value, (list, tuple, set)):
+            return next((n for v in value if (n := held(v, depth - 1)) is not None), None)
+        return None
+
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in _KNOWN and (name := held(value)) is not None:
+                raise held_elsewhere(
+                    name, "zero.shard", f"{_joined(prefix, attribute)}, a {type(value).__name__}"
+                )
 
 
 def _stands_in(model: nn.Module, param: weakref.ref[nn.Parameter] | None) -> bool:
@@ -229,7 +249,7 @@ def inherit(new: torch.Tensor, old: torch.Tensor) -> None:
     """Give a parameter the attributes of the one whose place it takes; not what says that one was replaced itself, nor
     the plain model that it was averaged with, which holds whole parameters."""
     for key, value in old.__dict__.items():
-        if key not in (SUCCESSOR, STALE, plain.ATTRIBUTE):
+        if key not in (SUCCESSOR, STALE, plain.ATTRIBUTE, grads.HOOKS):
             new.__dict__.setdefault(key, value)
 
 

@@ -23,6 +23,7 @@ def take_gradients() -> None:
 
 def by_placement(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
     """``op`` on the gradients of each placement by themselves; DTensor's rule where there is one placement."""
+    torch.autograd.graph.increment_version(args[0])
     alike: dict[Any, list[torch.Tensor]] = {}
     for grad in args[0]:
         key = (grad._spec.mesh, grad._spec.placements) if isinstance(grad, DTensor) else None

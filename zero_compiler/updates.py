@@ -52,6 +52,7 @@ class Entry:
             file that is not among them is used through the mapping.
         fresh: states at rest of a parameter whose first update is under way.
         given: a gradient that is taken out of ``.grad`` for the update that is under way.
+        taken: what ``.grad`` was then.
     """
 
     param: Any
@@ -61,12 +62,23 @@ class Entry:
     streamed: dict[str, int]
     fresh: dict[str, torch.Tensor] = field(default_factory=dict)
     given: torch.Tensor | None = None
+    taken: torch.Tensor | None = None
 
     def take_grad(self) -> None:
         """From here on the gradient belongs to the update, and ``.grad`` says so."""
         if self.grad is not None:
-            self.given = self.grad
+            self.given, self.taken = self.grad, self.param.grad
             self.param.grad = grads.AppliedGrad(self.param)
+
+    def give_back(self) -> None:
+        """The update has not begun, and will not."""
+        if self.given is not None:
+            self.param.grad = self.taken
+            self.drop_grad()
+
+    def drop_grad(self) -> None:
+        """There is no gradient that an update is to use."""
+        self.given = self.taken = None
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -346,7 +358,10 @@ class Unit:
         buffer: torch.Tensor | None,
         given: dict[str, Any],
     ) -> None:
-        inner.param_groups[0].update(given | {"params": params})
+        group = inner.param_groups[0]
+        for key in [k for k in group if k not in given and k not in inner.defaults]:
+            del group[key]  # the user took it out of the group
+        group.update(given | {"params": params})
         kept = dict(inner.state)
         inner.state.clear()
         for part, param in zip(parts, params, strict=True):
@@ -405,7 +420,7 @@ class Unit:
                     watch(value, local)
                 kept[key] = value
         if piece.last:
-            entry.given = None
+            entry.drop_grad()
             done.note_written(entry.param)
 
 

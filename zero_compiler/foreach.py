@@ -1,0 +1,32 @@
+"""``torch._foreach_*_`` on shards counts as a write to each of them.
+
+autograd counts writes to a tensor: by that a backward finds that a weight is not what its forward used, and checksums
+find that bytes in a file were meant to change. Of operators over lists DTensor passes on the tensors under its own, and
+nobody counts (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@functools.cache
+def count_writes() -> None:
+    """Have torch call :func:`counted` where such an operator is given DTensors; once a process."""
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.partition(".")
+        if base.startswith("aten::_foreach_") and base.endswith("_"):
+            op = getattr(getattr(torch.ops.aten, base.removeprefix("aten::")), overload or "default")
+            torch.library.register_torch_dispatch(op, DTensor, counted)
+
+
+def counted(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    """What autograd would have done; then DTensor's rule."""
+    torch.autograd.graph.increment_version(
+        [t for t in args[0] if isinstance(t, DTensor) and not t.is_inference()]
+    )
+    return NotImplemented
