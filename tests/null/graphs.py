@@ -246,6 +246,25 @@ def head_graph(**kw) -> Build:
     return b
 
 
+def columns_first_graph(**kw) -> Build:
+    """The same of [batch, columns, tokens]."""
+    b = Build(w=(5, 4), **kw)
+    x, tangent = b.input("x", 6, 4), b.input("tangents_1")
+    w = b.weight("w")
+    logits = b.op(aten.view.default, b.op(aten.mm.default, x, b.op(aten.t.default, w)), [2, 3, 5])
+    columns = b.op(aten.transpose.int, logits, 1, 2)
+    lse = b.op(aten.logsumexp.default, columns, [1])
+    total = b.op(aten.sum.default, lse)
+    each = b.op(aten.unsqueeze.default, b.op(aten.expand.default, tangent, [2, 3]), 1)
+    p = b.op(aten.exp.default, b.op(aten.sub.Tensor, columns, b.op(aten.unsqueeze.default, lse, 1)))
+    grad = b.op(aten.mul.Tensor, each, p)
+    flat = b.op(aten.reshape.default, b.op(aten.transpose.int, grad, 1, 2), [6, 5])
+    dx = b.op(aten.mm.default, flat, w)
+    dw = b.op(aten.mm.default, b.op(aten.t.default, flat), x)
+    b.done(total, dx, b.reduced("w", dw))
+    return b
+
+
 def linear_graph(world: int, rows: int, form: str = "linear", out: int = 8, inner: int = 6) -> Build:
     """Forward and backward of one linear layer in one graph; ``form`` names how its operators are written."""
     b = Build(

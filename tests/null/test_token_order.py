@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import TestCase
 from harness import SimulatedModel
 from heads import VOCAB, WIDTH, Head, batch
 from marks import slow
+from null.graphs import aten, columns_first_graph
 from torch import nn
 
+from zero_compiler.ir import dump
+from zero_compiler.passes.token_order import columns_last
+
 ROW = VOCAB * 4
+
+
+class Goldens(TestCase):
+    def test_columns_last(self):
+        b = columns_first_graph()
+        (head,) = (n for n in b.graph.nodes if n.target is aten.mm.default and n.args[0].name == "x")
+        want = b.by_markers(b.graph)
+        columns_last(b.graph, head)
+        torch.testing.assert_close(b.by_markers(b.graph), want)
+        text = re.sub(r"\s+[+-]?\d*\s+live \d+$", "", dump.text(b.graph), flags=re.MULTILINE)
+        self.assertExpectedInline(
+            text,
+            """\
+%w.shard = input                                                         f32[3,4]
+%x = input                                                               f32[6,4]
+%tangents_1 = input                                                      f32[]
+%w_full = zero.unshard %w.shard [w]                                      f32[5,4]
+%t_default = aten.t %w_full                                              f32[4,5]
+%mm_default = aten.mm %x, %t_default                                     f32[6,5]
+%view_default = aten.view %mm_default, [2, 3, 5]                         f32[2,3,5]
+%logsumexp_default_1 = aten.logsumexp %view_default, [2]                 f32[2,3]
+%sum_default = aten.sum %logsumexp_default_1                             f32[]
+%unsqueeze_default_2 = aten.unsqueeze %logsumexp_default_1, 2            f32[2,3,1]
+%sub_tensor_1 = aten.sub.Tensor %view_default, %unsqueeze_default_2      f32[2,3,5]
+%exp_default_1 = aten.exp %sub_tensor_1                                  f32[2,3,5]
+%expand_default_1 = aten.expand %tangents_1, [2, 3, 1]                   f32[2,3,1]
+%mul_tensor_1 = aten.mul.Tensor %expand_default_1, %exp_default_1        f32[2,3,5]
+%reshape_default = aten.reshape %mul_tensor_1, [6, 5]                    f32[6,5]
+%mm_default_1 = aten.mm %reshape_default, %w_full                        f32[6,4]
+%t_default_1 = aten.t %reshape_default                                   f32[5,6]
+%mm_default_2 = aten.mm %t_default_1, %x                                 f32[5,4]
+%reduce_grad_default = zero.reduce_grad %mm_default_2 [w]                f32[3,4]
+return %sum_default, %mm_default_1, %reduce_grad_default
+""",
+        )
+
+
 WHOLE, CUT = 17 * ROW, 1000  # tile_bytes: the head's weight is gathered whole, in tiles
 
 
