@@ -29,8 +29,6 @@ _SPLIT = {
     aten.nll_loss2d_forward.default,
     aten.nll_loss2d_backward.default,
 }
-_RETURNED = "the logits are returned: return the loss alone from what is compiled"
-_NO_SOFTMAX = "no log-softmax, log-sum-exp or maximum of them is found"
 _SOFTMAX = {aten._log_softmax.default, aten.logsumexp.default, aten.amax.default}
 
 
@@ -86,7 +84,7 @@ class TileLoss:
         if ctx.phase == "joint":
             for node in _other_heads(graph, heads):
                 if rows_of_tiles(node, ctx, axes.shape(node)[-1])[0] < _tokens(node):
-                    _leave(node, _RETURNED if _is_returned(node) else _NO_SOFTMAX)
+                    _leave(node, "no log-softmax, log-sum-exp or maximum of them is found")
         for k, node in enumerate(heads):
             try:
                 _split_reductions(graph, node)
@@ -125,7 +123,8 @@ def _widens(product: fx.Node) -> bool:
 
 
 def _other_heads(graph: fx.Graph, heads: Sequence[fx.Node]) -> list[fx.Node]:
-    """Products that no other one of forward follows, and no softmax: nothing is known of their loss."""
+    """Products that no other one of forward follows, and no softmax: nothing is known of their loss. What is returned
+    as it is may be no logits at all."""
     backward = facts.depends_on_tangents(graph)
     before: set[fx.Node] = set()  # what another product of forward depends on
     out = []
@@ -136,7 +135,7 @@ def _other_heads(graph: fx.Graph, heads: Sequence[fx.Node]) -> list[fx.Node]:
             out.append(node)
         if node in before or multiplies(node):
             before.update(node.all_input_nodes)
-    return [n for n in reversed(out) if n not in heads]
+    return [n for n in reversed(out) if n not in heads and not _is_returned(n)]
 
 
 def _tokens(product: fx.Node) -> int:
@@ -186,7 +185,7 @@ def _split_reductions(graph: fx.Graph, head: fx.Node) -> None:
     while todo:
         for user in todo.pop().users:
             if user.op == "output":
-                raise Left(_RETURNED)
+                raise Left("the logits are returned: return the loss alone from what is compiled")
             if user.target in (axes._VIEWS | axes._SAME):
                 todo.append(user)
     for node in _near(head):

@@ -29,7 +29,7 @@ def columns_last(graph: fx.Graph, head: fx.Node) -> None:
     """
     apart = _apart(head)
     if apart:
-        _Moved(graph, head, apart).run()
+        _Moved(graph, head, apart).rewrite()
 
 
 def _apart(head: fx.Node) -> list[fx.Node]:
@@ -64,7 +64,7 @@ class _Moved:
         self.apart = set(apart)
         self.of: dict[fx.Node, tuple[fx.Node, _Order]] = {}
 
-    def run(self) -> None:
+    def rewrite(self) -> None:
         node = min(self.apart)
         while node.op != "root":
             behind = node.next

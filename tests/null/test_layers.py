@@ -19,6 +19,7 @@ RANKS = {
     "config": 1,
     "ir": 2,
     "flags": 2,
+    "foreach": 3,
     "fused": 3,
     "unscale": 3,
     "guards": 4,
