@@ -53,6 +53,17 @@ def _apart(head: fx.Node) -> list[fx.Node]:
 
 
 _Order = list[int | None]
+_DEPTH = 64  # of element-wise operators on numbers of tokens that are written anew
+
+
+def _in_one_piece(node: fx.Node) -> bool:
+    """Whether its last dimension lies densest, and so on; by hints, so that nothing is said about symbols."""
+    val, step = facts.value(node), 1
+    for size, stride in zip(reversed(val.shape), reversed(val.stride()), strict=True):
+        if facts.hint(size) != 1 and facts.hint(stride) != step:
+            return False
+        step *= max(facts.hint(size), 1)
+    return True
 
 
 class _Moved:
@@ -63,6 +74,10 @@ class _Moved:
         self.graph, self.emit = graph, Emitter(graph, head)
         self.apart = set(apart)
         self.of: dict[fx.Node, tuple[fx.Node, _Order]] = {}
+        self._whole: dict[
+            fx.Node, fx.Node
+        ] = {}  # of nodes that are read by what is not known, what stands for them
+        self._forms: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def rewrite(self) -> None:
         node = min(self.apart)
@@ -86,13 +101,22 @@ class _Moved:
             moved = self._moved(node) if node.op == "call_function" and facts.is_pure(node) else None
             if moved is None:
                 for n in [n for n in node.all_input_nodes if n in self.of]:
-                    node.replace_input_with(n, self._operand(n, list(range(len(axes.shape(n))))))
+                    node.replace_input_with(n, self._again(n))
                 return
         given, order = moved
         if order == list(range(len(axes.shape(given)))):
             node.replace_all_uses_with(given)
         else:
             self.of[node] = moved
+
+    def _again(self, node: fx.Node) -> fx.Node:
+        """``node`` as it was, and in one piece where it was: whoever reads it may rely on that."""
+        if node not in self._whole:
+            new = self._operand(node, list(range(len(axes.shape(node)))))
+            if _in_one_piece(node) and not _in_one_piece(new):
+                new = self.emit(aten.clone.default, new, memory_format=torch.contiguous_format)
+            self._whole[node] = new
+        return self._whole[node]
 
     def _make(self, node: fx.Node) -> None:
         """What is laid as the logits are, and made of numbers of tokens and of columns."""
@@ -148,7 +172,7 @@ class _Moved:
         i, k = axes._REDUCTIONS[t]
         dims = axes._dims(node, axes.arg(node, i), len(order))
         over = [j for d in dims if (j := order[d]) is not None]
-        if len(over) != len(dims):
+        if len(over) != len(dims) or (t is aten.argmax.default and len(dims) > 1):
             return None
         what = over[0] if t is aten.argmax.default else over
         out = self.emit(t, given, *args[1:i], what, *args[i + 1 :], **node.kwargs)
@@ -203,20 +227,26 @@ class _Moved:
             given = self.emit(aten.permute.default, given, come)
         return self._formed(given, sizes)
 
-    def _formed(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
+    def _formed(self, node: fx.Node, sizes: list[Any], depth: int = 0) -> fx.Node:
         """``node`` with ones in other places. What a view mixes is not known, so tokens can be followed to where they
-        come from only if what lies between has these sizes too."""
+        come from only if what lies between has these sizes too: as far as ``_DEPTH`` steps."""
+        key = (node, str(sizes))
+        if key not in self._forms:  # each once, whatever the number of ways to it
+            self._forms[key] = self._form(node, sizes, depth)
+        return self._forms[key]
+
+    def _form(self, node: fx.Node, sizes: list[Any], depth: int) -> fx.Node:
         mine = axes.shape(node)
         if len(mine) == len(sizes) and all(map(axes.same, mine, sizes)):
             return node
         t, tensors = node.target, [n for n in node.all_input_nodes if axes.shape(n)]
-        alike = all(_same_but_ones(axes.shape(n), sizes) for n in tensors)
+        alike = depth < _DEPTH and all(_same_but_ones(axes.shape(n), sizes) for n in tensors)
         if t in _ONES and alike:
-            return self._formed(node.args[0], sizes)
+            return self._formed(node.args[0], sizes, depth + 1)
         if t is aten.expand.default and not axes.shape(node.args[0]):
             return self.emit(t, node.args[0], sizes)
         if axes.is_pointwise(node) and facts.is_pure(node) and alike:
-            return self.emit.like(node, {n: self._formed(n, sizes) for n in tensors})
+            return self.emit.like(node, {n: self._formed(n, sizes, depth + 1) for n in tensors})
         have, want, at = _gaps(mine), _gaps(sizes), len(mine)
         for k in reversed(range(len(want))):
             for _ in range(have[k] - want[k]):

@@ -208,8 +208,12 @@ class Overlap:
     def _feed(self, optimizer: StreamedOptimizer, unit: Unit) -> None:
         """Begin the update of ``unit``. An error waits for the end of the backward: raised here, it would leave peers
         alone in the collectives that are still to come."""
-        self._partly = True
-        self._guarded(lambda: optimizer.feed(unit))
+
+        def update() -> None:
+            self._partly = True
+            optimizer.feed(unit)
+
+        self._guarded(update)
 
     def _guarded(self, update: Callable[[], None]) -> None:
         """A part of the updates, unless one before it failed; how it fails is for the end of the backward."""
@@ -249,8 +253,11 @@ class Overlap:
         if (optimizer := self._optimizer()) is not None:
             optimizer.settle()
         if not self._partly:
-            for entry, _ in self._of.values():
-                entry.give_back()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for entry, _ in self._of.values():
+            entry.give_back()
 
     def _end(self) -> None:
         """The backward is over: nothing reads weights any more, and all gradients are there.
@@ -276,6 +283,8 @@ class Overlap:
             if self._missing.pop(id(unit), None) is not None:
                 self._feed(optimizer, unit)
         self._guarded(optimizer.complete)
+        if self._failed is not None and not self._partly:
+            self._give_back()
         self.due, self._partly = self._partly, False
         failed, self._failed = self._failed, None
         if failed is not None:

@@ -7,7 +7,7 @@ be cut. What its module then does with it is in `modules.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -172,14 +172,14 @@ def collect(
 _KNOWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 
 
-def _check_held(model: nn.Module, names: Mapping[int, str]) -> None:
+def _check_held(model: nn.Module, names: dict[int, str]) -> None:
     """No module keeps a parameter that is replaced, but as its parameter."""
 
     def held(value: Any, depth: int = 2) -> str | None:
         if isinstance(value, torch.Tensor):
             return names.get(id(value))
-        if isinstance(value, Mapping):
-            value = list(value.values())
+        if isinstance(value, dict):
+            value = list(dict.values(value))  # a subclass may compute its own, or raise
         if depth and isinstance(value, (list, tuple, set)):
             return next((n for v in value if (n := held(v, depth - 1)) is not None), None)
         return None

@@ -66,7 +66,7 @@ class Entry:
 
     def take_grad(self) -> None:
         """From here on the gradient belongs to the update, and ``.grad`` says so."""
-        if self.grad is not None:
+        if self.given is None and self.grad is not None:
             self.given, self.taken = self.grad, self.param.grad
             self.param.grad = grads.AppliedGrad(self.param)
 
@@ -208,6 +208,7 @@ class Unit:
     states: States
     pieces: list[Piece]
     inner: Optimizer | None = None
+    lent: frozenset[str] = frozenset()  # options that the last update was given
 
     @property
     def nbytes(self) -> int:
@@ -359,8 +360,9 @@ class Unit:
         given: dict[str, Any],
     ) -> None:
         group = inner.param_groups[0]
-        for key in [k for k in group if k not in given and k not in inner.defaults]:
-            del group[key]  # the user took it out of the group
+        for key in self.lent - given.keys() - inner.defaults.keys():
+            group.pop(key, None)  # the user took it out of the group
+        self.lent = frozenset(given)
         group.update(given | {"params": params})
         kept = dict(inner.state)
         inner.state.clear()

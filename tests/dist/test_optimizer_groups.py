@@ -84,6 +84,47 @@ def test_a_parameter_that_changes_its_group_is_refused(edit, overlap):
     assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_there_still_after_an_edit_that_is_refused(overlap):
+    model, want = made(), made()
+    opt = zero.optimizer(O.SGD, groups_of(model), overlap=overlap)
+    taken = opt.param_groups[1]["params"].pop(1)
+    with pytest.raises(OptimizerError, match="taken out of a parameter group"):
+        step(model, opt)
+    opt.param_groups[1]["params"].append(taken)
+    opt.step()
+    opt.zero_grad()
+    step(model, opt)
+    plain = O.SGD(groups_of(want))
+    for _ in range(2):
+        step(want, plain)
+    assert same(want, model)
+
+
+class Own(O.Optimizer):
+    """Puts an entry of its own into its groups."""
+
+    def __init__(self, params, lr=0.1, scale=2.0):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            group["scale"] = scale
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * group["scale"])
+
+
+def test_a_class_that_completes_its_groups_itself():
+    want, model = made(), made()
+    for m, opt in ((want, Own(want.parameters())), (model, zero.optimizer(Own, model))):
+        step(m, opt)
+        step(m, opt)
+    assert same(want, model)
+
+
 def test_what_is_taken_out_of_a_group_stays_out():
     """A schedule that is made later begins at the rate that there is, as with a plain optimizer."""
     model = made()

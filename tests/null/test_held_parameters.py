@@ -37,6 +37,24 @@ def test_a_module_that_keeps_a_parameter_in_a_container_is_refused(how):
         zero.shard(nn.ModuleDict({"b": Held(how)}), device="cpu")
 
 
+class Mandatory(dict):
+    """As configurations are that raise for what nobody has given."""
+
+    def values(self):
+        raise RuntimeError("missing")
+
+    __iter__ = __getitem__ = values
+
+
+def test_a_dictionary_that_raises_is_no_matter():
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.cfg = nn.Linear(8, 8), Mandatory(a=1)
+
+    zero.shard(Configured(), device="cpu")
+
+
 def test_what_is_no_parameter_may_be_kept():
     model = zero.shard(Held(lambda w: [w.detach().clone()]), device="cpu")
     model(torch.ones(2, 8)).sum().backward()

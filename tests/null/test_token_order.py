@@ -14,6 +14,7 @@ from marks import slow
 from null.graphs import aten, columns_first_graph
 from torch import nn
 
+import zero_compiler as zero
 from zero_compiler.ir import dump
 from zero_compiler.passes.token_order import columns_last
 
@@ -188,7 +189,14 @@ def as_an_image(m, h, labels):
     return F.cross_entropy(logits, labels[:, None].expand(-1, 3, -1))
 
 
+def views(m, h, labels):
+    """What eager code has in one piece it may view."""
+    soft = m.head(h).mT.log_softmax(1)
+    return F.nll_loss(soft.view(2, VOCAB, -1), labels) + soft.view(-1)[3]
+
+
 LEFT = {
+    views: "takes the dimensions of tokens apart",
     mixes_tokens: "takes the dimensions of tokens apart",
     returns_all: "takes the dimensions of tokens apart",
     as_an_image: "no log-softmax, log-sum-exp or maximum of them is found",
@@ -201,6 +209,25 @@ def test_what_is_left_whole_is_right_and_named(of):
     model.check([batch(0), batch(1)], lambda out: (out[0] if isinstance(out, tuple) else out).sum())
     (why,) = {n for n in notes(model) if "left whole" in n}
     assert LEFT[of] in why
+
+
+def test_what_is_returned_lies_as_it_does_in_eager_code():
+    model = zero.shard(Head(returns_all), device="cpu")
+    run = torch.compile(model, backend="zero", options={"compute": "aten", "tile_bytes": 4 * ROW})
+    assert run(*batch(0))[1].stride() == Head(returns_all)(*batch(0))[1].stride()
+
+
+def test_time_does_not_grow_with_the_ways_through_what_is_made_of_labels():
+    """A chain in which each number is read twice has as many ways as two to the power of its length."""
+
+    def of(m, h, labels):
+        weight = labels.clamp(0).float() / 100
+        for _ in range(100):
+            weight = weight * torch.sigmoid(weight)
+        return F.cross_entropy(m.head(h).mT * (1 + weight)[:, None], labels)
+
+    model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=WHOLE)
+    model.check([batch(0, 32), batch(1, 32)], lambda out: out)
 
 
 def test_a_permutation_that_keeps_tokens_together_stays():
