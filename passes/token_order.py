@@ -74,9 +74,8 @@ class _Moved:
         self.graph, self.emit = graph, Emitter(graph, head)
         self.apart = set(apart)
         self.of: dict[fx.Node, tuple[fx.Node, _Order]] = {}
-        self._whole: dict[
-            fx.Node, fx.Node
-        ] = {}  # of nodes that are read by what is not known, what stands for them
+        # Of nodes that are read by what is not known, what stands for them.
+        self._whole: dict[fx.Node, fx.Node] = {}
         self._forms: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -138,10 +137,8 @@ class _Moved:
     def _moved(self, node: fx.Node) -> tuple[fx.Node, _Order] | None:
         """What ``node`` is a permutation of; None: nothing is known."""
         t, args, sizes = node.target, node.args, axes.shape(node)
-        # Of several the one with the most dimensions.
-        first = max(
-            (n for n in node.all_input_nodes if n in self.of), key=lambda n: len(axes.shape(self.of[n][0]))
-        )
+        operands = (n for n in node.all_input_nodes if n in self.of)
+        first = max(operands, key=lambda n: len(axes.shape(self.of[n][0])))
         given, order = self.of[first]
         if t in axes._PERMUTES:
             return given, [order[d] for d in axes._permutation(node)]
@@ -149,9 +146,9 @@ class _Moved:
             return self._other_ones(node, first)
         if t in axes._REDUCTIONS:
             return self._reduced(node, first)
-        if len(sizes) != len(order) or any(
-            k is None and not axes._is_one(s) for s, k in zip(sizes, order, strict=True)
-        ):
+        if len(sizes) != len(order):
+            return None
+        if any(j is None and not axes._is_one(s) for s, j in zip(sizes, order, strict=True)):
             return None
         if t is aten.expand.default:
             return self.emit(t, given, _sizes(sizes, order)), order

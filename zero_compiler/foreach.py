@@ -8,6 +8,7 @@ nobody counts (torch 2.13).
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,7 +27,12 @@ def count_writes() -> None:
 
 def counted(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
     """What autograd would have done; then DTensor's rule."""
-    torch.autograd.graph.increment_version(
-        [t for t in args[0] if isinstance(t, DTensor) and not t.is_inference()]
-    )
+    note_writes(args[0])
     return NotImplemented
+
+
+def note_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """A kernel writes to ``tensors``; autograd counts for those that are no DTensors, and in inference mode nobody."""
+    torch.autograd.graph.increment_version(
+        [t for t in tensors if isinstance(t, DTensor) and not t.is_inference()]
+    )

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .foreach import note_writes
+
 MANAGED = "_zero_managed"  # of a parameter of a sharded model that an optimizer steps
 KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
@@ -38,9 +40,9 @@ def on_rows(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> An
     ours = any(hasattr(p, MANAGED) for p in args[0]) and all(t is DTensor for t in types)
     if not ours or any(isinstance(v, DTensor) for v in kwargs.values()):
         return NotImplemented
-    # As foreach.py does; gradients are written to where the kernel is to unscale them.
-    for tensors in args[: 1 + (kwargs.get("grad_scale") is not None)]:
-        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    note_writes(args[0])
+    if kwargs.get("grad_scale") is not None:
+        note_writes(args[1])  # the kernel unscales gradients in place
     local, first = [], None
     for tensors in args:
         rows, lie = _rows(tensors)

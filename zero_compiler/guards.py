@@ -25,8 +25,7 @@ _installed = False
 
 def guard_optimizers() -> None:
     """Have torch call :func:`check` before steps, fused kernels and loss scalers take shards, and kernels over lists
-    count as writes; once a process.
-    Optimizers of other models cost one look."""
+    count as writes; once a process. Optimizers of other models cost one look."""
     global _installed
     if not _installed:
         _installed = True

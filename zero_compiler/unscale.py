@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .foreach import note_writes
+
 
 @functools.cache
 def take_gradients() -> None:
@@ -23,12 +25,12 @@ def take_gradients() -> None:
 
 def by_placement(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
     """``op`` on the gradients of each placement by themselves; DTensor's rule where there is one placement."""
-    torch.autograd.graph.increment_version(args[0])
     alike: dict[Any, list[torch.Tensor]] = {}
     for grad in args[0]:
         key = (grad._spec.mesh, grad._spec.placements) if isinstance(grad, DTensor) else None
         alike.setdefault(key, []).append(grad)
     if len(alike) == 1:
+        note_writes(args[0])
         return NotImplemented
     for grads in alike.values():  # what one has found stays found
         op(grads, *args[1:], **(kwargs or {}))

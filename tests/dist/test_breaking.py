@@ -31,7 +31,7 @@ _fails: set[str] = set()
 _slow: list[float] = []
 
 
-@torch.library.custom_op("zero_test::breaks", mutates_args=())
+@torch.library.custom_op("user::breaks", mutates_args=())
 def breaks(x: torch.Tensor, phase: str) -> torch.Tensor:
     if phase in _fails:
         raise ValueError(f"out of luck in {phase}")

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.alone]
 _deadly: set[str] = set()  # the phases in which this rank dies
 
 
-@torch.library.custom_op("zero_test::deadly", mutates_args=())
+@torch.library.custom_op("user::deadly", mutates_args=())
 def deadly(x: torch.Tensor, phase: str) -> torch.Tensor:
     if phase in _deadly:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_a_rank_is_killed_in_mid_step(how, world, stage, transport, where):
         assert soon < GROUP_TIMEOUT / 2
 
 
-@torch.library.custom_op("zero_test::fragile", mutates_args=())
+@torch.library.custom_op("user::fragile", mutates_args=())
 def fragile(x: torch.Tensor) -> torch.Tensor:
     if x.abs().max() > 100:
         raise ValueError("fragile broke")

@@ -153,7 +153,7 @@ def test_a_budget_is_for_all_parts_also_in_frames_that_read_one_of_them():
         run_ranks(_budget, 2, 4 * WIDTH * WIDTH * 4 * 4 // 2 - 1)
 
 
-@torch.library.custom_op("zero_tests::fails_when_told", mutates_args=())
+@torch.library.custom_op("user::fails_when_told", mutates_args=())
 def fails_when_told(x: torch.Tensor) -> torch.Tensor:
     if FAIL:
         raise RuntimeError("told to")

@@ -107,7 +107,7 @@ def test_in_place_write_after_evaluation_while_the_peer_is_slow():
     assert run_ranks(writes_after_evaluation, 2, timeout=120.0) == ["shared"] * 2
 
 
-@torch.library.custom_op("zero_tests::late", mutates_args=())
+@torch.library.custom_op("user::late", mutates_args=())
 def late(x: torch.Tensor) -> torch.Tensor:
     """A copy, made as late as this rank has drawn."""
     time.sleep(random.choice((0.0, 0.0, 0.001, 0.004)))

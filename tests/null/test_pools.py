@@ -54,7 +54,7 @@ def test_two_threads_take_turns():
     assert not wrong
 
 
-@torch.library.custom_op("zero_tests::pauses", mutates_args=())
+@torch.library.custom_op("user::pauses", mutates_args=())
 def pauses(x: torch.Tensor) -> torch.Tensor:
     if _pause:
         began, goes_on = _pause
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_a_turn():
     assert in_turn([user], lambda: "free") == "free"
 
 
-@torch.library.custom_op("zero_tests::calls_a_part", mutates_args=())
+@torch.library.custom_op("user::calls_a_part", mutates_args=())
 def calls_a_part(x: torch.Tensor) -> torch.Tensor:
     return _inside[0](x).clone() if _inside else x.clone()
 
