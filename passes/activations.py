@@ -28,6 +28,7 @@ from .tag_recompute import regathered
 _aten = torch.ops.aten
 # Tables: what is looked up is small beside the table, which backward would have to gather and hold.
 _LOOKUPS = frozenset({_aten.embedding.default, _aten._embedding_bag.default})
+_KNOWN = frozenset({"aten", "prims", "zero", "_c10d_functional"})
 _FORCED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _NS = 1000  # capacities are whole nanoseconds: sums of them are exact, and equal graphs give equal cuts
 
@@ -145,6 +146,8 @@ class Activations:
             return True
         if not facts.is_pure(node) or node.target in _LOOKUPS or node.target is ops.tiled:
             return False
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN:
+            return False  # an operator of somebody else's: what a second run takes, and gives, is not known
         if facts.sends(node) and not facts.aliased_inputs(node):
             return False  # ranks might choose differently, and nothing travels twice
         # A weight that backward does not gather anyway is not gathered for this.

@@ -77,7 +77,7 @@ _REDUCTIONS = {
     aten.mean.dim: (1, 2),
     aten.argmax.default: (1, 2),
 }
-# Along one dimension, position of which is given; all tensor operands are alike.
+# Along one dimension, position of which is given; all tensor operands have the same sizes beside it.
 _ALONG = {
     aten._log_softmax.default: 1,
     aten._softmax.default: 1,
@@ -86,6 +86,7 @@ _ALONG = {
     aten.gather.default: 1,
     aten.scatter.value: 1,
     aten.scatter.src: 1,
+    aten.scatter_add.default: 1,
 }
 _PERMUTES = {aten.t.default, aten.permute.default, aten.transpose.int}
 _ABSORBABLE = {
@@ -233,6 +234,13 @@ def result(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | Summed:
             raise Left(f"{t} runs over tokens")
         if rows.padded:
             raise Left(f"{t} of rows that were sliced away")
+        for other in map(
+            shape, node.all_input_nodes
+        ):  # torch takes an index of fewer tokens, which are the first
+            if len(other) != len(mine) or not all(
+                same(p, q) for p, q in zip(other[rows.at : rows.end], mine[rows.at : rows.end], strict=True)
+            ):
+                raise Left(f"{t} reads some of the tokens alone")
         return rows
     raise Left(f"nothing is known of how {t} treats tokens")
 
@@ -449,6 +457,12 @@ def on_tile(
         if t in _VIEWS:
             new = [-1 if s is r else s for s in new]
         return graph.call_function(t, (new, *args[1:]) if t is aten.full.default else (args[0], new), kwargs)
+    if t in (aten.squeeze.dim, aten.squeeze.dims):
+        # A tile may be of one token, which stays.
+        span, ndim = given or rows, len(shape(node.args[0]))
+        dims = [d for d in _dims(node, args[1], ndim) if not span.at <= d < span.end]
+        dims = [d - (span.count - 1) if d >= span.end else d for d in dims]
+        return graph.call_function(aten.squeeze.dims, (args[0], dims)) if dims else args[0]
     many = (given or rows).count - 1
     if many and not is_pointwise(node) and t not in _SAME:
         span = given or rows
@@ -461,7 +475,7 @@ def on_tile(
         if t in _PERMUTES:
             order = [dim(d) for d in _permutation(node) if not span.at < d < span.end]
             return graph.call_function(aten.permute.default, (args[0], order))
-        if t in (aten.unsqueeze.default, aten.squeeze.dim) or t is aten.slice.Tensor:
+        if t in (aten.unsqueeze.default, aten.slice.Tensor):
             args = (args[0], dim(arg(node, 1, 0)), *args[2:])
         elif t in _REDUCTIONS:
             dims = [dim(d) for d in _dims(node, arg(node, 1), ndim) if not span.at < d < span.end]
@@ -469,6 +483,4 @@ def on_tile(
         elif t in _ALONG:
             i = _ALONG[t]
             args = (*args[:i], dim(args[i]), *args[i + 1 :])
-        elif t is aten.squeeze.dims:
-            args = (args[0], [dim(d) for d in args[1]])
     return graph.call_function(t, args, kwargs)

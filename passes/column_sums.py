@@ -147,6 +147,8 @@ class ColumnSums:
         if t is aten.scatter.value and self.wide(first) and self._across(first, args[1]):
             base = self._number(0, first) if axes.is_zero(first) else first
             return self._put(aten.where.self, self._hit(args[2]), self._number(args[3], first), base)
+        if t is aten.scatter_add.default and self._across(first, args[1]) and axes.is_zero(first):
+            return self._put(aten.where.self, self._hit(args[2]), args[3], self._number(0, first))
         if self.wide(first) and (t in axes._REDUCTIONS or t is aten.sum.default):
             out = self._reduced(t, args, kwargs)
             if out is not None:

@@ -330,6 +330,8 @@ def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
         return of == [node.args[0]] and node.args[2] == 0
     if t is aten.slice_scatter.default:
         return of == [node.args[1]] and axes.is_zero(node.args[0])
+    if t is aten.scatter_add.default:
+        return of == [node.args[3]] and axes.is_zero(node.args[0])
     return t in _OF_FIRST and of == [node.args[0]]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_map
 
 from zero_compiler.ir import dump, facts
@@ -181,6 +182,8 @@ def _softmax_follows(head: fx.Node) -> bool:
 
 def _split_reductions(graph: fx.Graph, head: fx.Node) -> None:
     """Give means over tokens and the operators of the negative log likelihood as sums and divisions."""
+    if free_unbacked_symbols(facts.value(head)):
+        raise Left("how many tokens there are depends on data")
     todo = [head]
     while todo:
         for user in todo.pop().users:
@@ -191,18 +194,11 @@ def _split_reductions(graph: fx.Graph, head: fx.Node) -> None:
     for node in _near(head):
         if node.target in _SPLIT:
             _inline(graph, node)
+    _split_new(graph)
     for node in _near(head):
         if node.target in (aten.sym_size.int, aten.sym_numel.default):
             with graph.inserting_before(node):
                 node.replace_all_uses_with(Emitter(graph, node).number(facts.value(node)))
-            graph.erase_node(node)
-        elif node.target is aten.new_full.default:
-            val = facts.value(node)
-            with graph.inserting_before(node):
-                new = Emitter(graph, node)(
-                    aten.full.default, *node.args[1:], dtype=val.dtype, device=val.device
-                )
-            node.replace_all_uses_with(new)
             graph.erase_node(node)
         elif node.target is aten.mean.default:
             given = node.args[0]
@@ -210,6 +206,20 @@ def _split_reductions(graph: fx.Graph, head: fx.Node) -> None:
             with graph.inserting_before(node):
                 total = emit(aten.sum.default, given, **node.kwargs)
                 new = emit(aten.div.Tensor, total, facts.value(given).numel())
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _split_new(graph: fx.Graph) -> None:
+    """Give what is filled with one number without the tensor whose dtype it takes: it would depend on that. In the
+    gradient of a lookup this is the gradient of what was found."""
+    for target in (aten.new_full.default, aten.new_zeros.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            val, (_, sizes, *number) = facts.value(node), node.args
+            with graph.inserting_before(node):
+                new = Emitter(graph, node)(
+                    aten.full.default, sizes, *(number or [0]), dtype=val.dtype, device=val.device
+                )
             node.replace_all_uses_with(new)
             graph.erase_node(node)
 

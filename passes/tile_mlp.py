@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from zero_compiler.cost import hints
 from zero_compiler.ir import dump, facts, ops
@@ -66,6 +67,8 @@ class TileMlp:
 
 
 def _check(chain: Chain, ctx: Context) -> None:
+    if free_unbacked_symbols(facts.value(chain.down)):
+        raise Left("how many tokens there are depends on data")
     for node in (*chain.ups, chain.down):
         if node.target not in axes._PRODUCTS:
             raise Left(f"{node.target} (of experts, perhaps) is no product of two matrices")

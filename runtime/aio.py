@@ -192,9 +192,9 @@ class Engine:
     Raises:
         ConfigError: an option is out of range, or "uring" cannot be had.
 
-    Methods may be called from any thread. A forked child has none of the engine's threads, so every call there raises;
-    make an engine of its own. ``close`` (also by ``with``, garbage collection and at exit) waits for blocks under way,
-    cancels the rest, ends the threads and closes the files.
+    Methods may be called from any thread. A forked child has none of the engine's threads, so every transfer there
+    raises; make an engine of its own. ``close`` (also by ``with``, garbage collection and at exit) waits for blocks
+    under way, cancels the rest, ends the threads and closes the files.
     """
 
     def __init__(

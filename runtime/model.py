@@ -21,6 +21,8 @@ from .parcels import Parcels
 from .pools import Pools
 from .stores import Region, region_of
 
+GONE = "the sharded model of this call no longer exists"
+
 
 class ModelRuntime:
     """Runtime state of one policy; made at its first compile and dropped with it.
@@ -31,7 +33,8 @@ class ModelRuntime:
     def __init__(self, policy: Any) -> None:
         group = policy.group
         self._policy = weakref.ref(policy)
-        self._views: dict[Any, list[torch.Tensor]] = {}
+        self._kept: dict[Any, list[torch.Tensor]] = {}
+        self._homes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         segment, hosts = policy.transport.segment, policy.transport.hosts
         self.shared = segment is not None
         # Of a model that was made on meta and given storage since: here no call has begun. Before the engine is made,
@@ -39,7 +42,8 @@ class ModelRuntime:
         for name in segment.chunks if segment is not None else ():
             if (param := policy.find(name)) is not None and not param.is_meta:
                 policy.bring_home(name)
-        self.engine = _C.Engine(
+        self.closed = False
+        self.engine: Any = _C.Engine(
             group.pg if group.world > 1 else None,  # one rank talks to nobody
             group.rank,
             group.world,
@@ -74,7 +78,7 @@ class ModelRuntime:
     def policy(self) -> Any:
         policy = self._policy()
         if policy is None:
-            raise ShardError("the sharded model of this call no longer exists")
+            raise ShardError(GONE)
         return policy
 
     def kept_views(self, what: Any) -> list[torch.Tensor]:
@@ -82,11 +86,22 @@ class ModelRuntime:
 
         A rank that compiles a Program again, alone, thus finds what its peers find.
         """
-        return self._views.setdefault(what, [])
+        return self._kept.setdefault(what, [])
+
+    def make_room_for_kept(self, nbytes: int) -> None:
+        """Let the arena of kept weights have at least so many bytes.
+
+        In a larger one nothing has been gathered yet: views of the one before, which no gather writes to any more, are
+        given up for every Program, and its memory with them.
+        """
+        if self.engine.grow_arena(self.kept, nbytes):
+            self.fresh.clear()
+            for views in self._kept.values():
+                views.clear()
 
     def home_views(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         """Full weights where they lie at rest, in memory that all ranks share: one list for all Programs."""
-        views = self._views.setdefault(names, [])
+        views = self._homes.setdefault(names, [])
         if not views:
             segment = self.policy.transport.segment
             views[:] = [segment.fulls[n] for n in names]
@@ -165,11 +180,22 @@ class ModelRuntime:
 
     def close(self) -> None:
         self.whole.clear()
-        for held in self._views.values():
+        for held in (*self._kept.values(), *self._homes.values()):
             held.clear()
         self.pools.leave(self)
         self.parcels.close()
         self.engine.close()
+        self.engine, self.closed = (
+            _Closed(),
+            True,
+        )  # with the last reference to it goes the memory that ranks share
+
+
+class _Closed:
+    """In the place of an engine whose model is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ShardError(GONE)
 
 
 def _series(serial: tuple[int, ...]) -> int:

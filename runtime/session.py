@@ -84,7 +84,6 @@ class Session:
         in_turn(runtimes.values(), lambda: self._load(program))
         sends = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
-        self._engines = [r.engine for r in runtimes.values()]
         self._take(program)
 
     def _load(self, program: Program) -> None:
@@ -150,10 +149,9 @@ class Session:
         arena = runtime.kept if g.kept else runtime.slots if g.shared else runtime.transient
         if g.kept:
             item = runtime.policy.group.world * getattr(torch, g.dtype).itemsize
-            if runtime.engine.grow_arena(
-                arena, max(o + c * item for o, c in zip(g.offsets, g.chunk_numels, strict=True))
-            ):
-                runtime.fresh.clear()
+            runtime.make_room_for_kept(
+                max(o + c * item for o, c in zip(g.offsets, g.chunk_numels, strict=True))
+            )
 
         params = list(zip(g.chunk_numels, map(list, g.shapes), g.offsets, strict=True))
         index = runtime.engine.add_gather(
@@ -295,7 +293,7 @@ class Session:
     def _run(self, inputs: list[Any]) -> list[Any]:
         env = inputs + self._empty
         inputs.clear()
-        call = watch.Call(self._group, self._engines) if self._talks else None
+        call = watch.Call(self._group, [r.engine for r in self.runtimes.values()]) if self._talks else None
         try:
             need = self._begin(env)
         except Exception:
@@ -401,8 +399,8 @@ class Session:
         now = tuple((scope, scope.changes) for scope in scopes)
         if self._around is None or self._around[0] != now:
             relatives = related(r.policy for r in self.runtimes.values())
-            self._around = now, [p.runtime.engine for p in relatives if p.runtime is not None]
-        return self._around[1]
+            self._around = now, [p.runtime for p in relatives if p.runtime is not None]
+        return [r.engine for r in self._around[1] if not r.closed]
 
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""

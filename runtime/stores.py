@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import math
 import mmap
 import os
@@ -309,10 +310,12 @@ class Store:
             self._versions[at] = self._version(at, region)
 
     def _version(self, at: int, region: Region) -> int:
-        """Grows with every write through the handle: autograd counts those of a DTensor, and of what is under it."""
+        """Grows with every write through the handle: autograd counts those of a DTensor, and of what is under it, which
+        has a count of its own in a parameter."""
         seen = self._watched.get(at)
         watched = seen() if seen is not None else None
-        return region.tensor._version + (0 if watched is None else watched._version)
+        under = getattr(watched, "_local_tensor", None)
+        return sum(t._version for t in (region.tensor, watched, under) if t is not None)
 
     def _forget_mapped(self, checksums: Checksums, span: Span) -> None:
         """Nothing is known of regions in ``span`` whose handles were written to."""
@@ -416,8 +419,9 @@ class Checked:
         if at is not None:
             raise StorageError(
                 f"{self._span.label}: the bytes at {at:,} in {self._span.store.name} are not those that were written; "
-                "the disk is faulty, or something else wrote there (a write through p.data is not seen by "
-                "nvme_checksums: write p itself under torch.no_grad()); go on from a checkpoint on a sound disk",
+                "the disk is faulty, or something else wrote there (a write through p.data or to state_dict() is not "
+                "seen by nvme_checksums: write p itself under torch.no_grad(), or call load_state_dict); go on from a "
+                "checkpoint on a sound disk",
                 label=self._span.label,
                 offset=at,
             )
@@ -431,6 +435,13 @@ def watch(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 def _make(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str]:
     """A new file of ``nbytes``, allocated; its descriptor and a path that opens it."""
+    with contextlib.suppress(StorageError):
+        return _made(directory, nbytes, label, keep)
+    gc.collect()  # files of models that are gone stay until then: modules and what they are sharded by hold each other
+    return _made(directory, nbytes, label, keep)
+
+
+def _made(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str]:
     try:
         stat = os.statvfs(directory)
         if stat.f_blocks and nbytes > (room := stat.f_bavail * stat.f_frsize):  # ramfs says nothing

@@ -77,6 +77,28 @@ def masked(m, h, labels):
 
 
 @loss
+def weighted_and_smoothed(m, h, labels):
+    return F.cross_entropy(flat(m.head(h)), labels.view(-1), weight=m.classes, label_smoothing=0.1)
+
+
+@loss
+def gathered(m, h, labels):
+    """Log-probabilities of the labels, of which some are masked."""
+    logp = m.head(h).log_softmax(-1)
+    each = logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(each * (labels >= 0)).sum() / (labels >= 0).sum()
+
+
+@loss
+def selective(m, h, labels):
+    """The same without log-probabilities, as libraries of preference training write it to hold less; shifted."""
+    logits, labels = m.head(h)[:, :-1], labels[:, 1:]
+    chosen = torch.gather(logits, -1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    each = torch.logsumexp(logits, -1) - chosen
+    return (each * (labels >= 0)).sum() / 5
+
+
+@loss
 def squared_loss(m, h, labels):
     """The gradient's factor depends on the loss itself."""
     return F.cross_entropy(flat(m.head(h)), labels.view(-1)) ** 2

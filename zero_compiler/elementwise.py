@@ -81,6 +81,9 @@ def states_of(
     together = _Trial(cls, kw, options, halves)
     if not all(torch.equal(a, b.param) for a, b in zip(together.params, parts, strict=True)):
         raise _refusal(cls, "a step on two parameters differs from steps on each of them alone")
+    moved = _Trial(cls, kw, options, [(start, given)], moves=True)
+    if not torch.equal(whole.param, moved.param):
+        raise _refusal(cls, "it keeps something of a parameter elsewhere than in self.state[parameter]")
     keys: dict[str, torch.dtype] = {}
     for key, value in whole.state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -98,6 +101,7 @@ class _Trial:
 
     Args:
         given: each parameter as it begins, and its gradients.
+        moves: each step finds parameters in other memory and in other tensors, as those that are streamed are.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class _Trial:
         kw: Mapping[str, Any],
         options: Mapping[str, Any],
         given: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        moves: bool = False,
     ) -> None:
         self.params = [start.clone() for start, _ in given]
         made = make(cls, kw, options, self.params)
@@ -114,6 +119,8 @@ class _Trial:
         self.eager = bool(made.state)
         step, before = step_of(cls), _numbers(made)
         for i in range(_STEPS):
+            if moves:
+                self._move(made)
             for param, (_, grads) in zip(self.params, given, strict=True):
                 param.grad = grads[i].clone()
             try:
@@ -130,6 +137,14 @@ class _Trial:
             if before.get(name) != number:
                 raise _refusal(cls, f"it keeps a number, {name!r}, for all parameters together")
         self.state = dict(made.state.get(self.param, {}))
+
+    def _move(self, made: Optimizer) -> None:
+        moved = [param.clone() for param in self.params]
+        states = [made.state.pop(param, None) for param in self.params]
+        made.state.update(
+            {param: state for param, state in zip(moved, states, strict=True) if state is not None}
+        )
+        made.param_groups[0]["params"] = self.params = moved
 
     @property
     def param(self) -> torch.Tensor:

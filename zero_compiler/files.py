@@ -54,7 +54,20 @@ class Files:
             if self._room is not None:
                 self._room.remove()
             raise
-        self.gradients = {
+        self.gradients = self._regions(room, gradients)
+
+    def add_gradients(self, layouts: Mapping[str, Layout]) -> dict[str, Region]:
+        """Room for more of them.
+
+        Raises:
+            StorageError: there is none; all is as before.
+        """
+        added = self._regions(self._store("gradients", layouts), layouts)
+        self.gradients.update(added)
+        return added
+
+    def _regions(self, room: Store | None, gradients: Mapping[str, Layout]) -> dict[str, Region]:
+        return {
             name: room.allocate(f"gradient of {name}", layout.padded_shape, layout.dtype)
             for name, layout in gradients.items()
             if room is not None
@@ -106,6 +119,14 @@ class GradientFiles:
         # Autograd's numbers of the backwards that run: one may run within another (torch.utils.checkpoint).
         self._tasks: set[int] = set()
         self._landing: Landing | None = None
+
+    def take(self, regions: Mapping[str, Region]) -> None:
+        """From here on these too; no backward runs."""
+        self._regions.update(regions)
+        self._names.clear()
+        if self._landing is not None:
+            self._landing.drain()
+            self._landing = None  # it was made for the largest of those before
 
     def _name_of(self, param: Any) -> str | None:
         """The name of a parameter as it stands in the module now: one that was made on meta is replaced when it is

@@ -105,12 +105,12 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
     for policy in ops.owners():
         for name in policy.places:
             param = policy.find(name)
-            if id(param) not in given:
+            if param is None or id(param) not in given:
                 continue
             setattr(param, MANAGED, True)
             tier = policy.placed.tier("optimizer", name)
             beside = tier == "host" and policy.path("params", name)
-            if tier != "none" and not beside and not streams:
+            if tier != "none" and not beside and not streams and param.requires_grad:
                 cls = type(optimizer).__name__
                 raise ShardError(
                     f"{cls} would keep the states of {name!r} on the device of the parameter, and by the options of "

@@ -36,8 +36,9 @@ class Loader(Protocol):
     def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
         """The text of the rank of the model with the least room, given this rank's."""
 
-    def decide(self, policy: Any, key: str, text: str) -> str:
-        """What all ranks of the model hold to from now on, given what this rank would choose."""
+    def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
+        """What all ranks of the model hold to from now on, given what this rank would choose: within a budget, which
+        leaves this rank ``room_bytes``, it is the choice of the rank with the least."""
 
     def show(self, policy: Any, text: str) -> list[str]:
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
@@ -60,6 +61,7 @@ class EngineLoader:
     def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
         for policy in policies:
             policy.group.check_still_valid()
+            policy.make_room_for_trained()
             if policy.runtime is None:
                 policy.runtime = ModelRuntime(policy)
             self.runtimes[policy.key] = policy.runtime
@@ -77,8 +79,12 @@ class EngineLoader:
         said = [t.partition("\n") for t in texts]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
-    def decide(self, policy: Any, key: str, text: str) -> str:
-        text = decide(policy.group, f"prefetch/{policy.serial}/{key}/{policy.attempt}", text)
+    def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
+        asked = f"prefetch/{policy.serial}/{key}"
+        if room_bytes is None:
+            text = decide(policy.group, f"{asked}/{policy.attempt}", text)
+        else:
+            text = self.tightest(policy, asked, room_bytes, text)
         policy.distances[key] = text
         return text
 
@@ -114,7 +120,7 @@ class PlanLoader:
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return self._kept
 
-    def decide(self, policy: Any, key: str, text: str) -> str:
+    def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
         return text
 
     def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:

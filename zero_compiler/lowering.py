@@ -212,7 +212,7 @@ class Lowering:
         found = schedule.choose(looks, spare, over)
         for phase, seen in looks.items():
             key = schedule.key_of(phase, units)
-            text = state.loader.decide(state.first, key, schedule.to_text(found[phase], units))
+            text = state.loader.decide(state.first, key, schedule.to_text(found[phase], units), spare)
             chosen = schedule.from_text(text, units)
             why = seen.explained(chosen, schedule.room_text(seen, spare))
             state.choices[phase] = Choice(why, chosen)

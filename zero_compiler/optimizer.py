@@ -199,6 +199,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         if self._overlap is not None:
             self._overlap.check_free(group["params"])
         owners = _owners()
+        for policy in {
+            id(o[0]): o[0] for p in group["params"] if (o := owners.get(id(p))) is not None
+        }.values():
+            policy.make_room_for_trained()
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
@@ -209,7 +213,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if id(param) in seen:
                 raise OptimizerError(f"a parameter group has {name} twice; give each parameter once")
             seen.add(id(param))
-            tier = tier_of(group, policy, name)
+            tier = tier_of(group, policy, name, param.requires_grad)
             local = local_of(param)
             states = self._states_of(group, local)
             entry = Entry(param, name, tier, {}, {})
@@ -461,11 +465,21 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         if self.max_grad_norm is None:
             return None
         policies = sorted(self._policies(), key=lambda p: p.serial)
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        # Which of them there are decides what the norm sends: a rank without any would leave its peers alone.
+        kinds = {
+            f"there are gradients {grad.placements} on a mesh of {tuple(grad.device_mesh.shape)}"
+            for grad in grads
+            if isinstance(grad, DTensor)
+        }
         with self._known_to_peers():
             for policy in {id(p.group.everyone.pg): p for p in policies}.values():
-                policy.meet("norm of the gradients in a step of zero.optimizer")
+                policy.meet(
+                    "norm of the gradients in a step of zero.optimizer",
+                    "\n".join(sorted(kinds)) or "there are no gradients of sharded parameters",
+                )
         alike: dict[Any, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
-        for grad in (p.grad for g in self.param_groups for p in g["params"] if p.grad is not None):
+        for grad in grads:
             alike.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
         norms = [torch.nn.utils.get_total_norm(given) for given in alike.values() or [[]]]
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -575,8 +589,11 @@ def _owners() -> dict[int, tuple[Any, str]]:
     return found
 
 
-def tier_of(group: Mapping[str, Any], policy: Any, name: str) -> str:
+def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = True) -> str:
     """The tier on which the states of a parameter rest.
+
+    Args:
+        trained: it is not frozen: what is has no states yet, and no room is made for any.
 
     Raises:
         OptimizerError: it cannot.
@@ -586,7 +603,7 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str) -> str:
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    tier = asked or (policy.placed.tier("optimizer", name) if policy is not None else "none")
+    tier = asked or (policy.placed.tier("optimizer", name) if policy is not None and trained else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '

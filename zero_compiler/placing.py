@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .assign import Option, assign
 from .config import Config
@@ -105,6 +105,26 @@ def tiers_of(config: Config, apart: bool, params: Mapping[str, Given], spec: Har
         ConfigError: a budget for a tier that this device does not have.
         MemoryBudgetError: the model does not fit the budgets.
     """
+    placed = _placed(config, apart, params, spec)
+    frozen = {name: given for name, given in params.items() if not given.trainable}
+    later = {
+        (kind, name): tier
+        for name, given in frozen.items()
+        for kind, tier in _once_trained(config, apart, given, placed.tier("params", name)).items()
+    }
+    return replace(placed, tiers={**placed.tiers, **later})
+
+
+def _once_trained(config: Config, apart: bool, given: Given, tier: str) -> dict[str, str]:
+    """Where the gradient and the states of a parameter will rest that is frozen, on ``tier``: they take nothing yet."""
+    able = {kind: _able(config, apart, kind, given) for kind in ("grads", "optimizer")}
+    if not apart:
+        return {kind: tiers[0] for kind, tiers in able.items()}
+    options = (dict(zip(able, tiers, strict=True)) for tiers in itertools.product(*able.values()))
+    return next((o for o in options if _meet({"params": tier, **o})), dict.fromkeys(able, tier))
+
+
+def _placed(config: Config, apart: bool, params: Mapping[str, Given], spec: HardwareSpec) -> Placed:
     items = [item for name, given in params.items() for item in _of(config, apart, name, given)]
     if config.device_rest_bytes is None:
         return Placed(

@@ -264,8 +264,12 @@ class Policy:
         """
 
         def filed(kind: str) -> dict[str, Layout]:
-            tier = self.placed.tier
-            return {name: info.layout for name, info in self.params.items() if tier(kind, name) == "nvme"}
+            tier, known = self.placed.tier, self.params.items()
+            return {
+                name: info.layout
+                for name, info in known
+                if tier(kind, name) == "nvme" and (kind == "params" or params[name].requires_grad)
+            }
 
         if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
             largest = max((layout.bytes_local() for layout in filed("grads").values()), default=0)
@@ -300,6 +304,33 @@ class Policy:
             self._gradient_files = GradientFiles(self, self.files.gradients)
             self.restore_sinks()
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
+
+    def make_room_for_trained(self) -> None:
+        """Files for gradients of what was frozen when the model was sharded, and is not now.
+
+        Raises:
+            StorageError: no room.
+        """
+        have = self.files.gradients if self.files is not None else {}
+        more = {
+            name: info.layout
+            for name, info in self.params.items()
+            if name not in have
+            and self.placed.tier("grads", name) == "nvme"
+            and (param := self.find(name)) is not None
+            and param.requires_grad
+            and not isinstance(local_of(param), FakeTensor)
+        }
+        if not more or self.only_planned:
+            return
+        if self.files is None:
+            self.files = Files(self.nvme(), {}, {})
+        added = self.files.add_gradients(more)
+        if self._gradient_files is None:
+            self._gradient_files = GradientFiles(self, added)
+        else:
+            self._gradient_files.take(added)
+        self.restore_sinks()
 
     def gradient_files(self, name: str) -> GradientFiles | None:
         """Who takes the gradient of a parameter to its file; None where it rests elsewhere."""
@@ -487,8 +518,11 @@ class Policy:
         self.meet(f"eager reduction of the gradient of {name}")
         return eager.reduce(self.group, info.layout, grad, info.reduce_dtype)
 
-    def meet(self, operation: str) -> None:
+    def meet(self, operation: str, details: str = "") -> None:
         """Before an eager collective: every rank is about to do the same ``operation`` for the same model.
+
+        Args:
+            details: what else must be the same on every rank, a line each.
 
         Raises:
             RankMismatchError: on every rank, naming the first difference.
@@ -502,9 +536,9 @@ class Policy:
             return
 
         def text() -> str:
-            return f"{operation}\n{self.title()}\n{self.describe()}"
+            return f"{operation}\n{self.title()}\n{self.describe()}\n{details}"
 
-        doing = self._digests.get(operation)
+        doing = self._digests.get(operation) if not details else short_digest(text())
         if doing is None:
             doing = self._digests[operation] = short_digest(text())
         meet(self.group, doing, text, operation)

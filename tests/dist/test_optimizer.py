@@ -11,7 +11,7 @@ from dist.streamed import MODULE, Net, assert_same, made, steps
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ConfigError, OptimizerError, ShardError, StorageError
+from zero_compiler.errors import ConfigError, OptimizerError, RankMismatchError, ShardError, StorageError
 from zero_compiler.runtime.stores import region_of
 from zero_compiler.updates import Done, Entry, Piece, Unit
 
@@ -324,6 +324,34 @@ def test_what_is_not_elementwise_is_refused(cls):
         zero.optimizer(cls, made())
 
 
+class Elsewhere(O.Optimizer):
+    """Keeps its momentum, or the parameters themselves, where no state of theirs is."""
+
+    what = ""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.velocity = {}
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.mine if self.what == "parameters" else self.param_groups[0]["params"]:
+            if p.grad is not None:
+                v = self.velocity.get(p) if self.what == "momentum" else None
+                self.velocity[p] = p.grad.clone() if v is None else v.mul_(0.9).add_(p.grad)
+                p.add_(self.velocity[p], alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("what", ["momentum", "parameters"])
+def test_a_class_that_keeps_something_of_a_parameter_elsewhere_is_refused(what, monkeypatch):
+    monkeypatch.setattr(Elsewhere, "what", what)
+    with pytest.raises(
+        OptimizerError, match=r"it keeps something of a parameter elsewhere than in self.state\["
+    ):
+        zero.optimizer(Elsewhere, made())
+
+
 def test_a_class_that_draws_random_numbers_is_refused():
     class Noisy(O.SGD):
         @torch.no_grad()
@@ -450,6 +478,23 @@ def _two_ranks(rank, world, transport, overlap, folder):
     b = train("nvme", lambda m: zero.optimizer(O.AdamW, m, fused=True, overlap=overlap, max_grad_norm=0.01))
     assert_same(*b, *a)
     return math.isfinite(float(b[1].grad_norm))
+
+
+def _without_gradients(rank, world):
+    """One rank has dropped its gradients; it would be alone, and its peer in the sum of the norm."""
+    model = made()
+    optimizer = zero.optimizer(O.AdamW, model, max_grad_norm=1.0)
+    model(torch.ones(2, 64)).sum().backward()
+    if rank == 1:
+        optimizer.zero_grad()
+    with pytest.raises(RankMismatchError, match="there are no gradients of sharded parameters' on rank 1"):
+        optimizer.step()
+    return True
+
+
+@pytest.mark.dist
+def test_a_norm_of_which_one_rank_has_no_part_is_an_error_on_all():
+    assert run_ranks(_without_gradients, 2, timeout=60.0) == [True, True]
 
 
 @pytest.mark.dist

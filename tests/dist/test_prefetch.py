@@ -1,6 +1,7 @@
 """Gathers that start several units ahead, on two ranks that see different sizes: one choice, and plain losses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,40 @@ def test_the_sizes_of_the_other_rank_would_give_another_choice(hardware):
     few = run_ranks(_uneven, 2, hardware)[0][1]
     assert many[0] == many[1]
     assert many[0] != few
+
+
+def _within(rank, world, apart, cores, rows):
+    """The furthest start within a budget that leaves the rank with more rows no room for any."""
+
+    def batch(rows):
+        return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rank))
+
+    def sharded(hardware, **budget):
+        torch.manual_seed(0)
+        how = dict(stage=3, transport="c10d", bucket_bytes=1000, compute="aten")
+        return zero.shard(Net(), hardware=hardware, **how, **budget)
+
+    # Where compute and transfers share cores every unit starts one ahead.
+    peaks = [0] * world
+    peak = zero.inspect(sharded(cores), (batch(512 if rank else 4),)).memory.peak
+    torch.distributed.all_gather_object(peaks, peak)
+    model = sharded(apart, memory_budget_bytes=max(peaks) + 512)
+    torch.compile(model, backend="zero", dynamic=False)(batch(rows[rank])).backward()
+    (policy,) = policies_of(model)
+    (frame,) = policy.frames
+    assert zero.inspect(model).memory.peak <= max(peaks) + 512
+    return max(d for phase in ("forward", "backward") for d in frame.choices[phase].distances.values())
+
+
+def test_within_a_budget_the_rank_with_the_least_room_decides(hardware, tmp_path):
+    cores = tmp_path / "cores.json"
+    cores.write_text(
+        json.dumps(json.loads(Path(hardware).read_text()) | {"shared": [["compute", "device-device"]]})
+    )
+    # Rank 0 would start ahead, and did where nobody asked rank 1: which then was refused.
+    assert run_ranks(_within, 2, hardware, str(cores), (4, 512)) == [1, 1]
+    # What makes it a case: two ranks with the few rows of rank 0 do start ahead in the same budget.
+    assert min(run_ranks(_within, 2, hardware, str(cores), (4, 4))) > 1
 
 
 def _alone(rank, world, hardware):

@@ -48,6 +48,20 @@ def no_leak(rank, world):
     return True
 
 
+def forgotten(rank, world):
+    """Dynamo keeps the Programs of a class, and so what they hold, until it is told to forget them."""
+    held = []
+    for stage in (3, 2, 3):
+        train("shared", rank, steps=1, stage=stage)
+        gc.collect()
+        held.append((mappings(), descriptors()))
+    return held
+
+
+def test_memory_that_ranks_share_goes_with_its_model_and_not_with_the_compiled_code():
+    assert run_ranks(forgotten, 2, timeout=120.0) == [[(0, 0)] * 3] * 2
+
+
 def test_nothing_is_left_of_a_dropped_model():
     assert run_ranks(no_leak, 2, timeout=120.0) == [True] * 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 
@@ -334,6 +335,54 @@ def test_compiled_segments_make_the_same_again():
     need = int(re.search(r"give ([\d,]+),", str(caught.value))[1].replace(",", ""))
     got = _trained(0.3, "inductor", activation_budget_bytes=int(need * 1.1))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+@torch.library.custom_op("user::drops", mutates_args=())
+def drops(x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers, and no tag says so."""
+    return x * (torch.rand_like(x) > 0.5)
+
+
+drops.register_fake(torch.empty_like)
+drops.register_autograd(
+    lambda ctx, grad: grad * (ctx.saved_tensors[0] != 0),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(drops(layer(x)))
+        return x.square().sum() / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["aten", "inductor"])
+def test_an_operator_of_the_user_runs_once(compute):
+    torch.manual_seed(0)
+    x, model = torch.randn(256, 64), Dropping()
+
+    def trained(budget):
+        torch._dynamo.reset()
+        told = zero.shard(copy.deepcopy(model), device="cpu")
+        options = {"compute": compute, "activation_budget_bytes": budget}
+        out = torch.compile(told, backend="zero", options=options)(x)
+        out.backward()
+        return told, out
+
+    with pytest.raises(MemoryBudgetError, match="bytes of activations at least") as caught:
+        trained(1)
+    least = int(re.search(r"give ([\d,]+),", str(caught.value))[1].replace(",", ""))
+    told, out = trained(least)
+    assert not [r.op for r in zero.inspect(told).frames[0].remade if "drops" in r.op]
+    for layer in told.layers:  # at given masks the loss is of second degree in every weight
+        part = (layer.weight._local_tensor * layer.weight.grad._local_tensor).sum()
+        torch.testing.assert_close(part, 2 * out.detach())
 
 
 REGION = "a region of torch.utils.checkpoint"

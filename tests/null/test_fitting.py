@@ -48,7 +48,7 @@ class Asked(SimulatedModel):
 
     asked: tuple[str, ...] = ()
 
-    def decide(self, policy, key, text):
+    def decide(self, policy, key, text, room_bytes=None):
         self.asked = (*self.asked, key)
         policy.distances[key] = text
         return text
@@ -251,8 +251,8 @@ def test_buckets_that_the_user_gives_stay(fast):
 class Told(Asked):
     """The first rank wants buckets of 20,000 bytes, whatever this one found."""
 
-    def decide(self, policy, key, text):
-        return super().decide(policy, key, "20000" if key.startswith("buckets/") else text)
+    def decide(self, policy, key, text, room_bytes=None):
+        return super().decide(policy, key, "20000" if key.startswith("buckets/") else text, room_bytes)
 
 
 @pytest.mark.slow

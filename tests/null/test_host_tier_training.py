@@ -16,6 +16,7 @@ from torch import nn, optim
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
 from zero_compiler.layout import layout_of
+from zero_compiler.modules import policies_of
 from zero_compiler.planning import planned_group
 from zero_compiler.policy import Policy
 from zero_compiler.runtime.hops import Aside
@@ -269,3 +270,23 @@ def test_states_that_were_told_to_rest_elsewhere_need_our_optimizer(tmp_path):
     model(torch.ones(2, 64)).sum().backward()
     with pytest.raises(ShardError, match="make it as zero.optimizer"):
         optim.AdamW(model.parameters()).step()
+
+
+def test_what_is_frozen_at_first_trains_on_the_host_later(tmp_path):
+    """Its gradient is where the parameter is."""
+    seen = []
+    for tiers in (("none",) * 3, ("host", "host", "host")):
+        torch.manual_seed(0)
+        model = Net()
+        model.inner.requires_grad_(False)
+        fields = dict(zip(("offload_params", "offload_grads", "offload_optimizer"), tiers, strict=True))
+        model = zero.shard(model, nvme_dir=str(tmp_path), **fields)
+        run = compiled(model)
+        losses = train(model, run, optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+        model.inner.requires_grad_(True)
+        opt = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        losses += train(model, run, opt)
+        seen.append(losses)
+        (policy,) = policies_of(model)
+        assert policy.placed.tier("grads", "inner.weight") == tiers[1]
+    assert seen[0] == seen[1]

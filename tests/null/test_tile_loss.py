@@ -248,6 +248,47 @@ def test_what_is_left_whole_is_right_and_named(of):
     assert LEFT[of] in why
 
 
+def looks_up_the_first_tokens(m, h, labels):
+    return -m.head(h).log_softmax(-1).gather(-1, labels[:, 1:].clamp(0)[..., None]).sum()
+
+
+def looks_up_some(m, h, labels):
+    return -flat(m.head(h)).log_softmax(-1).gather(1, labels.view(-1)[:5].clamp(0)[:, None]).sum()
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("of", [looks_up_the_first_tokens, looks_up_some], ids=lambda f: f.__name__)
+def test_an_index_of_fewer_tokens_names_the_first_ones(of, train):
+    """As torch has it. In tiles every tile would have its own first ones."""
+    model = SimulatedModel(Head(of), 1, stage=3, tile_bytes=4 * ROW)
+    model.check([batch(0)], (lambda out: out) if train else None)
+    (why,) = {n for n in notes(model) if "left whole" in n}
+    assert "aten.gather.default reads some of the tokens alone" in why
+
+
+def squeezes_nothing(m, h, labels):
+    return F.cross_entropy(flat(m.head(h)), labels.view(-1).clamp(0), reduction="none").squeeze(0).mean()
+
+
+def test_tiles_of_one_token_keep_their_dimension():
+    for rows in (1, 3):  # sixteen tokens in tiles of three: the last one has one
+        model = SimulatedModel(Head(squeezes_nothing), 1, stage=3, tile_bytes=rows * ROW)
+        model.check([batch(0)], lambda out: out)
+        assert [n for n in notes(model) if "tiled: logits" in n], notes(model)
+
+
+@pytest.mark.parametrize("of", ["plain", "smoothed", "gathered"])
+def test_nothing_but_ignored_labels(of):
+    model = SimulatedModel(Head(of), 1, stage=3, tile_bytes=4 * ROW)
+    ids, labels = batch(0)
+    given = [(ids, torch.full_like(labels, -100))]
+    want, grads, _ = model.eager(given, lambda out: out)
+    torch.testing.assert_close(model.step(given, lambda out: out), want, equal_nan=True)
+    assert torch.isnan(want[0])
+    for name, row in model.rows[0].items():
+        torch.testing.assert_close(row.grad, grads[name], equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def by_softmax_and_log(m, h, labels):
     return -m.head(h).softmax(-1).log().gather(-1, labels.clamp(0)[..., None]).mean()
 
