@@ -148,6 +148,8 @@ class ColumnSums:
             base = self._number(0, first) if axes.is_zero(first) else first
             return self._put(aten.where.self, self._hit(args[2]), self._number(args[3], first), base)
         if t is aten.scatter_add.default and self._across(first, args[1]) and axes.is_zero(first):
+            if axes.shape(args[3]) != axes.shape(args[2]):  # the rest of it is not read
+                raise Left("not all of what is added is read")
             return self._put(aten.where.self, self._hit(args[2]), args[3], self._number(0, first))
         if self.wide(first) and (t in axes._REDUCTIONS or t is aten.sum.default):
             out = self._reduced(t, args, kwargs)

@@ -42,7 +42,6 @@ class ModelRuntime:
         for name in segment.chunks if segment is not None else ():
             if (param := policy.find(name)) is not None and not param.is_meta:
                 policy.bring_home(name)
-        self.closed = False
         self.engine: Any = _C.Engine(
             group.pg if group.world > 1 else None,  # one rank talks to nobody
             group.rank,
@@ -185,14 +184,16 @@ class ModelRuntime:
         self.pools.leave(self)
         self.parcels.close()
         self.engine.close()
-        self.engine, self.closed = (
-            _Closed(),
-            True,
-        )  # with the last reference to it goes the memory that ranks share
+        self.engine = _Closed()  # with the last reference to it the memory goes that ranks share
 
 
 class _Closed:
-    """In the place of an engine whose model is gone."""
+    """In the place of an engine whose model is gone: others that shared its pools may still come by."""
+
+    def place_arena(self, *_: Any) -> None:
+        """Nothing: it transfers nothing any more."""
+
+    trim = abandon = stop_waiting = close = place_arena
 
     def __getattr__(self, name: str) -> Any:
         raise ShardError(GONE)

@@ -400,7 +400,7 @@ class Session:
         if self._around is None or self._around[0] != now:
             relatives = related(r.policy for r in self.runtimes.values())
             self._around = now, [p.runtime for p in relatives if p.runtime is not None]
-        return [r.engine for r in self._around[1] if not r.closed]
+        return [r.engine for r in self._around[1]]
 
     def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""

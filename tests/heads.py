@@ -91,7 +91,7 @@ def gathered(m, h, labels):
 
 @loss
 def selective(m, h, labels):
-    """The same without log-probabilities, as libraries of preference training write it to hold less; shifted."""
+    """The same without log-probabilities, which holds less; shifted."""
     logits, labels = m.head(h)[:, :-1], labels[:, 1:]
     chosen = torch.gather(logits, -1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     each = torch.logsumexp(logits, -1) - chosen

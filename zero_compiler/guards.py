@@ -110,7 +110,8 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
             setattr(param, MANAGED, True)
             tier = policy.placed.tier("optimizer", name)
             beside = tier == "host" and policy.path("params", name)
-            if tier != "none" and not beside and not streams and param.requires_grad:
+            frozen = name in policy.placed.frozen and not param.requires_grad
+            if tier != "none" and not beside and not streams and not frozen:
                 cls = type(optimizer).__name__
                 raise ShardError(
                     f"{cls} would keep the states of {name!r} on the device of the parameter, and by the options of "

@@ -467,16 +467,16 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         policies = sorted(self._policies(), key=lambda p: p.serial)
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         # Which of them there are decides what the norm sends: a rank without any would leave its peers alone.
-        kinds = {
-            f"there are gradients {grad.placements} on a mesh of {tuple(grad.device_mesh.shape)}"
-            for grad in grads
-            if isinstance(grad, DTensor)
-        }
+        kinds: dict[int, set[str]] = {}
+        for ref, _, param in self._managed:
+            if (owner := ref()) is not None and isinstance(grad := param.grad, DTensor):
+                kind = f"there are gradients {grad.placements} on a mesh of {tuple(grad.device_mesh.shape)}"
+                kinds.setdefault(id(owner.group.everyone.pg), set()).add(kind)
         with self._known_to_peers():
-            for policy in {id(p.group.everyone.pg): p for p in policies}.values():
+            for key, policy in {id(p.group.everyone.pg): p for p in policies}.items():
                 policy.meet(
                     "norm of the gradients in a step of zero.optimizer",
-                    "\n".join(sorted(kinds)) or "there are no gradients of sharded parameters",
+                    "\n".join(sorted(kinds.get(key, ()))) or "there are no gradients of sharded parameters",
                 )
         alike: dict[Any, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
         for grad in grads:
@@ -593,7 +593,7 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = Tr
     """The tier on which the states of a parameter rest.
 
     Args:
-        trained: it is not frozen: what is has no states yet, and no room is made for any.
+        trained: it is not frozen. What was frozen when the model was sharded, and is, gets no room for states.
 
     Raises:
         OptimizerError: it cannot.
@@ -603,7 +603,8 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = Tr
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    tier = asked or (policy.placed.tier("optimizer", name) if policy is not None and trained else "none")
+    known = policy is not None and (trained or name not in policy.placed.frozen)
+    tier = asked or (policy.placed.tier("optimizer", name) if known else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '

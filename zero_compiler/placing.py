@@ -75,10 +75,14 @@ class Together:
 
 @dataclass(frozen=True)
 class Placed:
-    """The tier of every tensor, by kind and name, and why, in words."""
+    """The tier of every tensor, by kind and name, and why, in words.
+
+    ``frozen``: parameters that were frozen; tiers of their gradients and states are for when they are trained.
+    """
 
     tiers: Mapping[tuple[str, str], str]
     why: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     def tier(self, kind: str, name: str) -> str:
         """Where a tensor rests; on the device what is not known."""
@@ -112,14 +116,15 @@ def tiers_of(config: Config, apart: bool, params: Mapping[str, Given], spec: Har
         for name, given in frozen.items()
         for kind, tier in _once_trained(config, apart, given, placed.tier("params", name)).items()
     }
-    return replace(placed, tiers={**placed.tiers, **later})
+    return replace(placed, tiers={**placed.tiers, **later}, frozen=frozenset(frozen))
 
 
 def _once_trained(config: Config, apart: bool, given: Given, tier: str) -> dict[str, str]:
-    """Where the gradient and the states of a parameter will rest that is frozen, on ``tier``: they take nothing yet."""
+    """Where the gradient and the states of a parameter will rest that is frozen, on ``tier``: they take nothing yet.
+    What is left to the planner rests where the parameter does."""
     able = {kind: _able(config, apart, kind, given) for kind in ("grads", "optimizer")}
     if not apart:
-        return {kind: tiers[0] for kind, tiers in able.items()}
+        return {kind: tier if tier in tiers else tiers[0] for kind, tiers in able.items()}
     options = (dict(zip(able, tiers, strict=True)) for tiers in itertools.product(*able.values()))
     return next((o for o in options if _meet({"params": tier, **o})), dict.fromkeys(able, tier))
 

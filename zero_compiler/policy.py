@@ -306,7 +306,7 @@ class Policy:
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
 
     def make_room_for_trained(self) -> None:
-        """Files for gradients of what was frozen when the model was sharded, and is not now.
+        """Files for gradients of what has none and is trained: it was frozen when the model was sharded.
 
         Raises:
             StorageError: no room.
@@ -325,7 +325,11 @@ class Policy:
             return
         if self.files is None:
             self.files = Files(self.nvme(), {}, {})
-        added = self.files.add_gradients(more)
+        try:
+            added = self.files.add_gradients(more)
+        except StorageError as error:
+            error.passing = True  # there may be room when it is tried again
+            raise
         if self._gradient_files is None:
             self._gradient_files = GradientFiles(self, added)
         else:

@@ -8,6 +8,8 @@ from compare import local
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.errors import StorageError
+from zero_compiler.files import Files
 from zero_compiler.modules import policies_of
 from zero_compiler.runtime.stores import region_of
 
@@ -82,3 +84,51 @@ def test_what_is_frozen_takes_no_room(tmp_path):
     opt = zero.optimizer(O.AdamW, model.body.parameters())
     assert opt.buffer_bytes > 0
     assert not opt._stores
+
+
+def test_what_is_frozen_after_it_was_sharded_keeps_its_place(tmp_path):
+    """A warm-up of the head: states of the body have room from the start."""
+    net = Net()
+    net.body.requires_grad_(True)
+    model = zero.shard(net, device="cpu", nvme_dir=str(tmp_path), offload_optimizer="nvme")
+    model.body.requires_grad_(False)
+    opt = zero.optimizer(O.AdamW, model)
+    for trained in (False, True):
+        model.body.requires_grad_(trained)
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert in_file(opt.state[model.body.weight]["exp_avg"])
+
+
+def test_what_the_planner_places_rests_where_its_parameter_does(tmp_path):
+    nbytes = sum(p.numel() * 4 for p in Net().parameters())
+    model = zero.shard(Net(), device="cpu", nvme_dir=str(tmp_path), device_rest_bytes=nbytes // 4)
+    model.body.requires_grad_(True)
+    opt = zero.optimizer(O.AdamW, model)
+    model(torch.ones(2, 64)).sum().backward()
+    assert in_file(model.body.weight)
+    assert in_file(model.body.weight.grad)
+    opt.step()
+    assert in_file(opt.state[model.body.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_disk_without_room_for_more_may_have_it_later(compiled, tmp_path, monkeypatch):
+    model = zero.shard(Net(), device="cpu", nvme_dir=str(tmp_path), **TIERS)
+    run = torch.compile(model, backend="zero", options={"compute": "aten"})
+    run(torch.ones(2, 64)).sum().backward()
+    model.body.requires_grad_(True)
+    (policy,) = policies_of(model)
+
+    def full(*_):
+        raise StorageError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "add_gradients", full)
+        with pytest.raises(StorageError, match="no room"):
+            run(torch.ones(2, 64)) if compiled else zero.optimizer(O.AdamW, model)
+    assert "body.weight" not in policy.files.gradients
+    model.zero_grad()
+    run(torch.ones(2, 64)).sum().backward()
+    assert in_file(model.body.weight.grad)

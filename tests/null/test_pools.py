@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -359,3 +360,18 @@ class _Breaks(list):
     def __iter__(self):
         yield from self[:1]
         raise KeyboardInterrupt
+
+
+def test_a_model_may_go_while_another_one_makes_room(monkeypatch):
+    """A collection may come at any line, and ends the first between the look at who shares the memory and the change."""
+    models = [zero.shard(nn.Linear(8, 8), device="cpu") for _ in range(2)]
+    for model in models:
+        compiled(model)(torch.ones(2, 8)).sum().backward()
+    gone, stays = (model._zero.policy.runtime for model in models)
+    gone.close()
+    monkeypatch.setattr(type(stays.pools), "users", lambda self: [gone, stays])
+    program = models[1]._zero.policy.frames[0].programs["forward"]
+    stays.pools.grow(dataclasses.replace(program, transient_bytes=stays.pools.arena.nbytes + 4096))
+    gone.engine.trim(0)
+    with pytest.raises(ShardError, match="the sharded model of this call no longer exists"):
+        gone.engine.gather_start(0, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -266,15 +267,57 @@ def test_an_index_of_fewer_tokens_names_the_first_ones(of, train):
     assert "aten.gather.default reads some of the tokens alone" in why
 
 
-def squeezes_nothing(m, h, labels):
-    return F.cross_entropy(flat(m.head(h)), labels.view(-1).clamp(0), reduction="none").squeeze(0).mean()
+def squeezes_both(m, h, labels):
+    """The first of the two dimensions has all tokens, and stays."""
+    logp = flat(m.head(h)).log_softmax(-1)
+    return -logp.gather(1, labels.view(-1, 1).clamp(0)).squeeze((0, 1)).mean()
 
 
 def test_tiles_of_one_token_keep_their_dimension():
     for rows in (1, 3):  # sixteen tokens in tiles of three: the last one has one
-        model = SimulatedModel(Head(squeezes_nothing), 1, stage=3, tile_bytes=rows * ROW)
+        model = SimulatedModel(Head(squeezes_both), 1, stage=3, tile_bytes=rows * ROW)
         model.check([batch(0)], lambda out: out)
         assert [n for n in notes(model) if "tiled: logits" in n], notes(model)
+
+
+class Labelled(nn.Module):
+    """Tokens with a label alone go on, as many as there are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, h, labels):
+        keep = labels >= 0
+        h = h[keep]
+        return F.cross_entropy(self.head(h + self.down(torch.relu(self.up(h)))), labels[keep])
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_as_many_tokens_as_data_say_are_whole(train):
+    torch._dynamo.reset()
+    gen = torch.Generator().manual_seed(0)
+    plain = Labelled()
+    model = zero.shard(copy.deepcopy(plain), device="cpu", stage=3, tile_bytes=4 * ROW)
+    run = torch.compile(model, backend="zero", options={"compute": "aten"})
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.set_grad_enabled(train):
+        for count in (5, 11):
+            labels = torch.randint(0, VOCAB, (16,), generator=gen)
+            labels[count:] = -100
+            h = torch.randn(16, WIDTH, generator=gen)
+            want, got = plain(h, labels), run(h, labels)
+            torch.testing.assert_close(got, want)
+            if train:
+                want.backward()
+                got.backward()
+    said = [n for f in zero.inspect(model).frames for p in f.programs.values() for n in p.notes]
+    assert [
+        n for n in said if "logits of head.weight, because how many tokens there are depends on data" in n
+    ], said
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True) if train else ():
+        torch.testing.assert_close(p.grad._local_tensor, q.grad)
 
 
 @pytest.mark.parametrize("of", ["plain", "smoothed", "gathered"])

@@ -339,6 +339,20 @@ REFUSED = {
 }
 
 
+def adds_one_column(m, h, labels):
+    """What is added has more columns than the index: torch reads the first."""
+    logp = flat(m.head(h)).log_softmax(-1)
+    at = labels.view(-1).clamp(0)[:, None]
+    return -(torch.zeros_like(logp).scatter_add(-1, at, logp.detach()) * logp).sum() / 3
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("tile_bytes", [TILE, 4 * VOCAB * 4])
+def test_what_is_added_at_labels_and_not_read_is_not_added(tile_bytes, train):
+    model = SimulatedModel(Head(adds_one_column), 2, stage=3, tile_bytes=tile_bytes)
+    model.check([batch(0), batch(1)], (lambda out: out) if train else None)
+
+
 @pytest.mark.parametrize("of", REFUSED, ids=lambda f: f.__name__)
 @pytest.mark.slow
 def test_what_is_gathered_whole_is_right_and_named(of):
