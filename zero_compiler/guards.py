@@ -110,7 +110,7 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
             setattr(param, MANAGED, True)
             tier = policy.placed.tier("optimizer", name)
             beside = tier == "host" and policy.path("params", name)
-            frozen = name in policy.placed.frozen and not param.requires_grad
+            frozen = policy.placed.was_frozen(name) and not param.requires_grad
             if tier != "none" and not beside and not streams and not frozen:
                 cls = type(optimizer).__name__
                 raise ShardError(

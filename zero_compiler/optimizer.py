@@ -603,7 +603,7 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = Tr
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    known = policy is not None and (trained or name not in policy.placed.frozen)
+    known = policy is not None and (trained or not policy.placed.was_frozen(name))
     tier = asked or (policy.placed.tier("optimizer", name) if known else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .assign import Option, assign
 from .config import Config
@@ -77,16 +77,20 @@ class Together:
 class Placed:
     """The tier of every tensor, by kind and name, and why, in words.
 
-    ``frozen``: parameters that were frozen; tiers of their gradients and states are for when they are trained.
+    ``later``: of parameters that were frozen, the same of their gradients and states, for when they are trained.
     """
 
     tiers: Mapping[tuple[str, str], str]
     why: tuple[str, ...] = ()
-    frozen: frozenset[str] = frozenset()
+    later: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def tier(self, kind: str, name: str) -> str:
         """Where a tensor rests; on the device what is not known."""
-        return self.tiers.get((kind, name), "none")
+        return self.tiers.get((kind, name)) or self.later.get((kind, name), "none")
+
+    def was_frozen(self, name: str) -> bool:
+        """Whether nothing was placed of a parameter but itself."""
+        return ("grads", name) in self.later
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def tiers_of(config: Config, apart: bool, params: Mapping[str, Given], spec: Har
         for name, given in frozen.items()
         for kind, tier in _once_trained(config, apart, given, placed.tier("params", name)).items()
     }
-    return replace(placed, tiers={**placed.tiers, **later}, frozen=frozenset(frozen))
+    return replace(placed, later=later)
 
 
 def _once_trained(config: Config, apart: bool, given: Given, tier: str) -> dict[str, str]:
