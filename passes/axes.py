@@ -234,9 +234,8 @@ def result(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | Summed:
             raise Left(f"{t} runs over tokens")
         if rows.padded:
             raise Left(f"{t} of rows that were sliced away")
-        for other in map(
-            shape, node.all_input_nodes
-        ):  # torch takes an index of fewer tokens, which are the first
+        # torch takes an index of fewer tokens, which are the first.
+        for other in map(shape, node.all_input_nodes):
             if len(other) != len(mine) or not all(
                 same(p, q) for p, q in zip(other[rows.at : rows.end], mine[rows.at : rows.end], strict=True)
             ):

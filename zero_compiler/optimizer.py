@@ -199,10 +199,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         if self._overlap is not None:
             self._overlap.check_free(group["params"])
         owners = _owners()
-        for policy in {
-            id(o[0]): o[0] for p in group["params"] if (o := owners.get(id(p))) is not None
-        }.values():
-            policy.make_room_for_trained()
+        for model in {owners[id(p)][0] for p in group["params"] if id(p) in owners}:
+            model.make_room_for_trained()
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}

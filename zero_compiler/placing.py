@@ -114,10 +114,10 @@ def tiers_of(config: Config, apart: bool, params: Mapping[str, Given], spec: Har
         MemoryBudgetError: the model does not fit the budgets.
     """
     placed = _placed(config, apart, params, spec)
-    frozen = {name: given for name, given in params.items() if not given.trainable}
     later = {
         (kind, name): tier
-        for name, given in frozen.items()
+        for name, given in params.items()
+        if not given.trainable
         for kind, tier in _once_trained(config, apart, given, placed.tier("params", name)).items()
     }
     return replace(placed, later=later)

@@ -161,7 +161,7 @@ class Policy:
 
     def _bind(self) -> None:
         self.key = f"m{next(_keys)}"
-        self._digests: dict[str, bytes] = {}
+        self._digests: dict[tuple[str, str], bytes] = {}
         ops.bind_owner(self.key, self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,12 +264,8 @@ class Policy:
         """
 
         def filed(kind: str) -> dict[str, Layout]:
-            tier, known = self.placed.tier, self.params.items()
-            return {
-                name: info.layout
-                for name, info in known
-                if tier(kind, name) == "nvme" and (kind == "params" or params[name].requires_grad)
-            }
+            tiers = self.placed.tiers  # of what is trained from the start
+            return {n: info.layout for n, info in self.params.items() if tiers.get((kind, n)) == "nvme"}
 
         if any(isinstance(local_of(p), FakeTensor) for p in params.values()):
             largest = max((layout.bytes_local() for layout in filed("grads").values()), default=0)
@@ -542,9 +538,9 @@ class Policy:
         def text() -> str:
             return f"{operation}\n{self.title()}\n{self.describe()}\n{details}"
 
-        doing = self._digests.get(operation) if not details else short_digest(text())
+        doing = self._digests.get((operation, details))
         if doing is None:
-            doing = self._digests[operation] = short_digest(text())
+            doing = self._digests[operation, details] = short_digest(text())
         meet(self.group, doing, text, operation)
 
     def check_whole(self) -> None:
