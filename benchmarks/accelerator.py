@@ -1,16 +1,20 @@
-"""One device, one process: step time beside plain `torch.compile`, and the largest model that trains within a budget.
+"""One device, one process: step time beside plain `torch.compile` and FSDP2, what less memory for activations costs,
+and the largest model that trains within a budget.
 
-    python benchmarks/accelerator.py DIR --device-gib 16 --host-gib 96 --json accelerator.json
+    python benchmarks/accelerator.py DIR --device-gib 4 --host-gib 24 --json accelerator.json
 
 Made for one accelerator, where the run for the results should take place; without one the CPU is the device, and its
-host none. No process group and no torchrun.
+host none. No torchrun; a process group of one rank, which FSDP2 asks for.
 
-- **Step time.** Models of `bench.py`, each with plain PyTorch compiled by Inductor and with stage 3, in turn step by
-  step in one process: median, ratio, tokens/s, and the device's peak beside the plan.
+- **Step time.** Models of `bench.py`, each with plain PyTorch compiled by Inductor, FSDP2 with every block compiled,
+  and stage 3, in turn step by step in one process: median, ratios, tokens/s, and the device's peak beside the plan.
+- **Activations.** A GPT on long batches: plain, plain with every block checkpointed, and stage 3 with everything saved,
+  with a share of that as `activation_budget_bytes`, with `offload_activations="host"`, and with both.
 - **The largest model** whose plan fits `--device-gib` of the device and `--host-gib` of its host: GPTs of `--width`
   with ever more blocks, bf16 compute and gradients over fp32 shards, AdamW. Shards, gradients and states rest on the
   device; on the host; or on both and, what has no room there, in files in DIR (`device_rest_bytes`, `host_rest_bytes`).
   That model trains for three steps in a process of its own: seconds a step, tokens/s, the device's peak and the plan's.
+  The model for the host alone is trained by FSDP2 too (`CPUOffloadPolicy`, every block compiled and checkpointed).
 """
 
 from __future__ import annotations
@@ -21,15 +25,18 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import common
 import modes
 import torch
-from models import MODELS, gpt
+import torch.distributed as dist
+from models import MODELS, Spec, gpt
 
 GIB = 1 << 30
 WAYS = ("on the device", "on the host", "on the host and in files")
+FSDP2 = "on the host, FSDP2"
 
 
 def main() -> None:
@@ -45,25 +52,50 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=21)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument(
+        "--gpt",
+        type=lambda s: tuple(int(x) for x in s.split(",")),
+        default=(8, 2048, 32768, 2048, 8),
+        help="layers, width, vocabulary, sequence and batch, for activations; 0: not measured",
+    )
+    parser.add_argument(
         "--device-gib", type=float, default=16.0, help="for the largest model; 0: not looked for"
     )
     parser.add_argument("--host-gib", type=float, default=96.0)
     parser.add_argument("--width", type=int, default=4096, help="of the largest model")
     parser.add_argument("--most-blocks", type=int, default=1 << 10, help="no more are tried")
+    parser.add_argument(
+        "--blocks",
+        type=lambda s: dict(zip(WAYS, map(int, s.split(",")), strict=False)),
+        default={},
+        help="that a run before found, in the order of the ways: they are not looked for",
+    )
+    parser.add_argument("--only-look", action="store_true", help="for those blocks, and train nothing")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--tokens", type=int, default=2048, help="in one sequence, the batch")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
     common.hardware(args.hardware, 1, directory=args.directory)
+    if args.only_look:
+        return print("--blocks", ",".join(str(look(way, args)) for way in WAYS))
     m = common.machine() | {"device": device_text()}
-    result: dict[str, Any] = {"machine": m, "times": [], "largest": []}
+    result: dict[str, Any] = {"machine": m, "times": [], "activations": [], "largest": []}
 
     def save() -> str:
         """What there is so far: a later row that fails takes no earlier one with it."""
         text = common.heading("One device", m) + f"Device: {m['device']}.\n\n"
         rows = [time_row(r) for r in result["times"]]
         text += common.table(f"Step time, {args.dtype}", TIMES, rows) + "\n"
+        if result["activations"]:
+            title = (
+                "Activations of a GPT: {} layers, width {}, vocabulary {}, sequence {}, batch {}; ".format(
+                    *args.gpt
+                )
+            )
+            text += (
+                common.table(f"{title}; {args.dtype}", ACTIVATIONS, activation_rows(result["activations"]))
+                + "\n"
+            )
         if result["largest"]:
             title = f"The largest model within {args.device_gib:g} GiB, and {args.host_gib:g} GiB of the host"
             text += common.table(title, LARGEST, [largest_row(r) for r in result["largest"]])
@@ -74,9 +106,16 @@ def main() -> None:
     for name in args.model:
         result["times"].append(times_of(name, args))
         save()
-    for way in WAYS if args.device_gib else ():
-        result["largest"].append(largest(way, args))
+    for way in activation_ways() if any(args.gpt) else ():
+        result["activations"].append(activations(way, result["activations"], args))
         save()
+    if args.device_gib:
+        for way in WAYS:
+            result["largest"].append(largest(way, look(way, args), args))
+            save()
+            if way == WAYS[1] and (blocks := result["largest"][-1].get("blocks")):
+                result["largest"].append(largest(FSDP2, blocks, args))
+                save()
     print(save())
 
 
@@ -126,6 +165,14 @@ def wait() -> None:
         torch.accelerator.synchronize()
 
 
+def forget() -> None:
+    """What earlier models left: compiled code, and memory."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device().type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def one_step(call: Any, optimizer: Any, batch: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Seconds of a step of training, and its loss."""
     wait()
@@ -138,9 +185,81 @@ def one_step(call: Any, optimizer: Any, batch: Sequence[torch.Tensor]) -> tuple[
     return time.perf_counter() - began, loss.item()
 
 
+def group() -> None:
+    if not dist.is_initialized():
+        backend = dist.get_default_backend_for_device(device())
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def low(args: argparse.Namespace) -> torch.dtype | None:
+    return torch.bfloat16 if args.dtype == "bf16" else None
+
+
+def adamw(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=modes.LR, fused=True)
+
+
+def plain(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """A trainer: what gives the loss of a batch, and an optimizer."""
+    at, inner = device(), torch.compile(model)
+
+    def call(*batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(at.type, dtype=dtype, enabled=dtype is not None):
+            return inner(*batch)
+
+    return call, adamw(model)
+
+
+def fsdp2(model: Any, dtype: torch.dtype | None, offloaded: bool = False) -> tuple[Any, Any]:
+    """``offloaded``: to the host, with every block checkpointed."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    group()
+    fields: dict[str, Any] = {
+        "mesh": init_device_mesh(device().type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype if offloaded else None),
+    }
+    if offloaded:
+        model.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+        fields["offload_policy"] = CPUOffloadPolicy()
+    for block in model.blocks:
+        block.compile()
+        fully_shard(block, **fields)
+    fully_shard(model, **fields)
+    return model, adamw(model)
+
+
+def ours(model: Any, dtype: torch.dtype | None, **fields: Any) -> tuple[Any, Any]:
+    import zero_compiler as zero
+
+    model = zero.shard(model, hardware=os.environ[common.HARDWARE], param_dtype=dtype, **fields)
+    return torch.compile(model, backend="zero"), adamw(model)
+
+
+def check(losses: Sequence[Sequence[float]], what: str, args: argparse.Namespace) -> float:
+    """How far the losses of trainers lie from those of the first, relative."""
+    pairs = [pair for other in losses[1:] for pair in zip(losses[0], other, strict=True)]
+    apart = max((abs(a - b) / abs(a) for a, b in pairs), default=0.0)
+    if apart > (tolerance := 2e-2 if low(args) else 1e-4):
+        raise SystemExit(f"{what}: losses are {apart:.1e} apart, which is more than {tolerance:g}")
+    return apart
+
+
 # Step time --------------------------------------------------------------------------------------------------------
 
-TIMES = ["model", "plain, ms", "stage 3, ms", "ratio", "tokens/s", "peak, GiB", "planned"]
+TIMES = [
+    "model",
+    "plain, ms",
+    "FSDP2, ms",
+    "stage 3, ms",
+    "/ plain",
+    "/ FSDP2",
+    "tokens/s",
+    "peak, GiB",
+    "planned",
+]
 
 
 def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,73 +267,137 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     meter()
     spec, at = MODELS[name], device()
-    low = torch.bfloat16 if args.dtype == "bf16" else None
-
-    def plain() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = spec.build().to(at)
-        inner = torch.compile(model)
-
-        def call(*batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(at.type, dtype=low, enabled=low is not None):
-                return inner(*batch)
-
-        return call, torch.optim.AdamW(model.parameters(), lr=modes.LR, fused=True)
-
-    def ours() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = zero.shard(spec.build().to(at), hardware=os.environ[common.HARDWARE], param_dtype=low)
-        held.append(model)
-        return torch.compile(model, backend="zero"), torch.optim.AdamW(
-            model.parameters(), lr=modes.LR, fused=True
-        )
-
-    held: list[Any] = []
-    made = [plain(), ours()]
-    times: list[list[float]] = [[], []]
-    losses: list[list[float]] = [[], []]
+    makers = (plain, fsdp2, ours)
+    made = [make(spec.build().to(at), low(args)) for make in makers]
+    times: list[list[float]] = [[] for _ in makers]
+    losses: list[list[float]] = [[] for _ in makers]
     for step in range(args.warmup + args.steps):
         batch = [t.to(at) for t in spec.data(step, 0)]
-        for k in (0, 1) if step % 2 else (1, 0):
+        for turn in range(len(made)):
+            k = (step + turn) % len(made)
             seconds, loss = one_step(*made[k], batch)
             if step >= args.warmup:
                 times[k].append(seconds * 1e3)
             losses[k].append(loss)
-    tolerance = 1e-4 if low is None else 2e-2
-    apart = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
-    if apart > tolerance:
-        raise SystemExit(f"{name}: losses are {apart:.1e} apart, which is more than {tolerance:g}")
+    apart = check(losses, name, args)
     made.clear()
-    gc.collect()
-    torch._dynamo.reset()
-    held.clear()
-    call, optimizer = ours()
+    forget()
+    call, optimizer = ours(spec.build().to(at), low(args))
     peak = Peak()
     for step in range(3):
         one_step(call, optimizer, [t.to(at) for t in spec.data(step, 0)])
     return {
         "model": name,
         "plain_ms": times[0],
-        "zero_ms": times[1],
-        "ratio": common.spread([b / a for a, b in zip(*times, strict=True)]),
+        "fsdp2_ms": times[1],
+        "zero_ms": times[2],
+        "ratio": common.spread([b / a for a, b in zip(times[0], times[2], strict=True)]),
+        "fsdp2_ratio": common.spread([b / a for a, b in zip(times[1], times[2], strict=True)]),
         "tokens": batch[0].numel(),
         "losses_apart": apart,
         "peak_bytes": peak.bytes(),
-        "planned_bytes": zero.inspect(held[0]).memory.peak,
+        "planned_bytes": zero.inspect(call._orig_mod).memory.peak,
     }
 
 
 def time_row(r: dict[str, Any]) -> list[str]:
-    mine = common.spread(r["zero_ms"])
     return [
         r["model"],
-        common.show(common.spread(r["plain_ms"])),
-        common.show(mine),
-        common.show(r["ratio"], 2),
-        f"{1e3 * r['tokens'] / mine['median']:,.0f}",
+        *(common.show(common.spread(r[name])) for name in ("plain_ms", "fsdp2_ms", "zero_ms")),
+        *(common.show(r[name], 2) for name in ("ratio", "fsdp2_ratio")),
+        f"{1e3 * r['tokens'] / common.spread(r['zero_ms'])['median']:,.0f}",
         f"{r['peak_bytes'] / GIB:.2f}",
         f"{r['planned_bytes'] / GIB:.2f}",
     ]
+
+
+# Activations ------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = ["way", "ms", "predicted", "/ plain", "peak, GiB", "planned", "/ plain's", "the plan has"]
+Ways = dict[str, Callable[[Any, torch.dtype | None, int], tuple[Any, Any]]]
+
+
+def activation_ways() -> Ways:
+    """A trainer of a model, where ours holds so many bytes for backward if it saves all."""
+    from torch.utils.checkpoint import checkpoint
+
+    def checkpointed(model: Any, dtype: torch.dtype | None, _held: int) -> tuple[Any, Any]:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return plain(model, dtype)
+
+    host = {} if device().type == "cpu" else {"offload_activations": "host"}
+    ways: Ways = {
+        "plain": lambda model, dtype, _: plain(model, dtype),
+        "plain, every block checkpointed": checkpointed,
+        "zero, all saved": lambda model, dtype, _: ours(model, dtype),
+    }
+    for share in (0.5, 0.25):
+        ways[f"zero, {share:.0%} of that"] = lambda model, dtype, held, share=share: ours(
+            model, dtype, activation_budget_bytes=int(held * share)
+        )
+    if host:
+        ways["zero, what the link hides on the host"] = lambda model, dtype, _: ours(model, dtype, **host)
+        ways["zero, 25% on the device, the host beside"] = lambda model, dtype, held: ours(
+            model, dtype, activation_budget_bytes=held // 4, **host
+        )
+    return ways
+
+
+def activations(way: str, before: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    import zero_compiler as zero
+
+    meter()
+    forget()
+    layers, width, vocab, length, rows = args.gpt
+    spec, at = Spec("", lambda: gpt(layers, width, vocab, length), vocab, length, rows), device()
+    saved = next((r["held_bytes"] for r in before if "held_bytes" in r), 0)
+    call, optimizer = activation_ways()[way](spec.build().to(at), low(args), saved)
+    times, losses = [], []
+    for step in range(args.warmup + args.steps):
+        if step == args.warmup:
+            peak = Peak()
+        seconds, loss = one_step(call, optimizer, [t.to(at) for t in spec.data(step, 0)])
+        losses.append(loss)
+        if step >= args.warmup:
+            times.append(seconds * 1e3)
+    check([*(r["losses"] for r in before), losses], way, args)
+    row: dict[str, Any] = {"way": way, "ms": times, "losses": losses, "peak_bytes": peak.bytes()}
+    print(f"  {way}: {common.spread(times)['median']:.0f} ms, {row['peak_bytes'] / GIB:.2f} GiB", flush=True)
+    if way.startswith("zero"):
+        told = zero.inspect(call._orig_mod)
+        (frame,) = told.frames
+        row |= {
+            "held_bytes": frame.held_bytes,
+            "planned_bytes": told.memory.peak,
+            "planned_ms": sum(t.total_us for name, t in frame.timelines.items() if name != "inference") / 1e3,
+            "made_again": len(frame.remade),
+            "on_host": sum(r.nbytes for r in frame.offloaded),
+        }
+    return row
+
+
+def activation_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    first, table = rows[0], []
+    for r in rows:
+        ratio = common.spread([a / b for a in r["ms"] for b in first["ms"]])
+        ours = "planned_bytes" in r
+        has = f"{r['made_again']} made again" if ours else ""
+        if ours and r["on_host"]:
+            has += f", {r['on_host'] / GIB:.2f} GiB on the host"
+        table.append(
+            [
+                r["way"],
+                common.show(common.spread(r["ms"])),
+                f"{r['planned_ms']:.0f}" if ours else "",
+                common.show(ratio, 2),
+                f"{r['peak_bytes'] / GIB:.2f}",
+                f"{r['planned_bytes'] / GIB:.2f}" if ours else "",
+                f"{r['peak_bytes'] / first['peak_bytes']:.2f}",
+                has,
+            ]
+        )
+    return table
 
 
 # The largest model ------------------------------------------------------------------------------------------------
@@ -254,12 +437,13 @@ def built(blocks: int, args: argparse.Namespace) -> Any:
     return gpt(blocks, args.width, args.vocab, args.tokens)
 
 
-def largest(way: str, args: argparse.Namespace) -> dict[str, Any]:
+def look(way: str, args: argparse.Namespace) -> int:
+    """The most blocks that a plan is found for; 0: none."""
     from zero_compiler.errors import ZeroError
     from zero_compiler.planning import report
 
-    if way == WAYS[1] and device().type == "cpu":
-        return {"way": way, "why": "the CPU's host is itself"}
+    if way in args.blocks or (way == WAYS[1] and device().type == "cpu"):
+        return args.blocks.get(way, 0)
 
     def fits(blocks: int) -> bool:
         with torch.device("meta"):
@@ -274,9 +458,13 @@ def largest(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
     blocks = bisect(fits, args.most_blocks)
     print(f"{way}: {blocks} blocks", flush=True)
+    return blocks
+
+
+def largest(way: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
     if not blocks:
-        return {"way": way, "why": "one block does not fit"}
-    call = {k: v for k, v in vars(args).items() if k not in ("json", "model")} | {
+        return {"way": way, "why": "one block does not fit, or the CPU's host is itself"}
+    call = {k: v for k, v in vars(args).items() if k not in ("json", "model", "gpt")} | {
         "way": way,
         "blocks": blocks,
     }
@@ -305,11 +493,14 @@ def train(call: dict[str, Any]) -> dict[str, Any]:
     meter()
     args, at = argparse.Namespace(**call), device()
     torch.manual_seed(0)
-    fields = fields_of(call["way"], args)
-    with zero.init(**fields):
-        model = built(call["blocks"], args)
-    step_of = torch.compile(model, backend="zero")
-    optimizer = zero.optimizer(torch.optim.AdamW, model, lr=1e-4, fused=True)
+    if call["way"] == FSDP2:
+        step_of, optimizer = fsdp2(built(call["blocks"], args), torch.bfloat16, offloaded=True)
+        model = step_of
+    else:
+        with zero.init(**fields_of(call["way"], args)):
+            model = built(call["blocks"], args)
+        step_of = torch.compile(model, backend="zero")
+        optimizer = zero.optimizer(torch.optim.AdamW, model, lr=modes.LR, fused=True)
     peak, times, losses = Peak(), [], []
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
@@ -317,14 +508,14 @@ def train(call: dict[str, Any]) -> dict[str, Any]:
         seconds, loss = one_step(step_of, optimizer, [text[:, :-1].to(at), text[:, 1:].to(at)])
         times.append(seconds)
         losses.append(loss)
-    memory = zero.inspect(model).memory
+    memory = None if call["way"] == FSDP2 else zero.inspect(model).memory
     return {
         "s": times,
         "losses": losses,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": args.tokens,
         "peak_bytes": peak.bytes(),
-        "planned": {name: getattr(memory, name) for name in ("peak", "apart", "files")},
+        "planned": {name: getattr(memory, name) for name in ("peak", "apart", "files")} if memory else {},
     }
 
 
@@ -339,7 +530,7 @@ def largest_row(r: dict[str, Any]) -> list[str]:
         f"{s:.2f}",
         f"{r['tokens'] / s:,.0f}",
         f"{r['peak_bytes'] / GIB:.2f}",
-        *(f"{planned[name] / GIB:.2f}" for name in ("peak", "apart", "files")),
+        *(f"{planned[name] / GIB:.2f}" if planned else "" for name in ("peak", "apart", "files")),
     ]
 
 

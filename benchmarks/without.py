@@ -4,12 +4,17 @@
 
 One case a way, on a model that shows it; the first row of a case is without:
   weights      linear layers whose weights are gathered and reduced in tiles (`tile_bytes`)
+  embedding    the same of an embedding's rows, a few of which each batch reads
+  experts      the same of weights stacked for `bmm`
+  convolutions the same of convolutions, by output channel
   logits       a vocabulary of 32000: logits, loss and gradient whole, in tiles of tokens (which is the default), and in
                tiles of the vocabulary too, with `tile_bytes` below those of the head's weight
+  mlps         a block whose MLP is wider than all else, whole and, under `memory_budget_bytes`, in tiles of tokens
   activations  a GPT on a long sequence: everything saved; half of that by `activation_budget_bytes`; near the least
                that can be, where MLPs go in tiles of tokens; and without a budget in files, as many as the disk hides
   parts        a GPT on 2 x 2 ranks, tensor-parallel over the second dimension: saved whole on both ranks of a pair, in
                parts (Pa of ZeRO-R), and with parts in files too
+  hybrid       a GPT on four ranks: all of them shard, and two shard what the other two have as well
 Stage 3, fp32, AdamW, one thread a rank, ranks connected by gloo (`transport="c10d"`: shared memory would hold gathered
 weights once for all). Every row runs in fresh processes with an allocator that keeps freed pages.
 
@@ -56,6 +61,57 @@ class Wide(nn.Module):
         return F.mse_loss(x, y)
 
 
+class Table(nn.Module):
+    """An embedding of many rows, and a linear layer."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(rows, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.out(self.table(x)), y)
+
+
+class Mixed(nn.Module):
+    """Experts that each have a queue of the batch."""
+
+    def __init__(self, layers: int, count: int, width: int, hidden: int) -> None:
+        super().__init__()
+        for name, shape in (("up", (count, width, hidden)), ("down", (count, hidden, width))):
+            weights = (torch.randn(shape) * shape[1] ** -0.5 for _ in range(layers))
+            self.register_module(name, nn.ParameterList(weights))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for k in range(len(self.up)):
+            x = x + torch.bmm(F.relu(torch.bmm(x, self.up[k])), self.down[k])
+        return F.mse_loss(x, y)
+
+
+class Expanded(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.inp, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        return F.mse_loss(x + self.down(F.gelu(self.up(x))), y)
+
+
+class Convolved(nn.Module):
+    def __init__(self, layers: int, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.relu(layer(x))
+        return F.mse_loss(x, y)
+
+
 class Attention(nn.Module):
     """With as many heads as the rows that a tensor-parallel rank has of each weight make."""
 
@@ -86,11 +142,37 @@ class Size:
     gpt: tuple[int, int, int, int]
     pairs: tuple[int, int, int, int]
     batch: int
+    table: tuple[int, int]  # rows and width
+    experts: tuple[int, int, int, int]  # layers, experts, width and hidden
+    convolutions: tuple[int, int, int]  # layers, channels and side of a picture
+    mlps: tuple[int, int, int]  # width, hidden and tokens
 
 
 SIZES = {
-    "small": Size((3, 1536), 64, (2, 256, 32000, 128), (4, 256, 512, 512), (4, 256, 512, 256), 4),
-    "tiny": Size((2, 128), 8, (1, 64, 512, 32), (2, 64, 64, 64), (2, 64, 64, 64), 2),
+    "small": Size(
+        (3, 1536),
+        64,
+        (2, 256, 32000, 128),
+        (4, 256, 512, 512),
+        (4, 256, 512, 256),
+        4,
+        (65536, 512),
+        (3, 8, 768, 1536),
+        (3, 1024, 4),
+        (256, 4096, 2048),
+    ),
+    "tiny": Size(
+        (2, 128),
+        8,
+        (1, 64, 512, 32),
+        (2, 64, 64, 64),
+        (2, 64, 64, 64),
+        2,
+        (1024, 32),
+        (2, 4, 32, 64),
+        (2, 32, 4),
+        (32, 256, 64),
+    ),
 }
 
 
@@ -98,7 +180,8 @@ SIZES = {
 class Case:
     """Ways to train one model: fields of `zero.shard` by the name of the row, that without first.
 
-    "held" and "least" in a field become a share of what backward holds in the first row, and of the least that it can.
+    A field that is a name of :data:`SHARES` and a number is that share of what the name stands for. ``mesh`` is a
+    function that makes it of the model.
     """
 
     about: str
@@ -106,6 +189,11 @@ class Case:
     batch: Callable[[int, int], tuple[torch.Tensor, ...]]
     ways: dict[str, dict[str, Any]]
     ranks: int = 2
+    alike: int = 1  # ranks beside each other with one batch
+
+
+# What backward holds in the first row; the least that it can; the peak planned for the first row.
+SHARES = ("held", "least", "predicted_peak")
 
 
 def cases(size: Size, folder: str) -> dict[str, Case]:
@@ -113,9 +201,21 @@ def cases(size: Size, folder: str) -> dict[str, Case]:
     layers, width = size.wide
     tile = 4 * width * width * 4 // 8
 
-    def rows(step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    def numbers(*shape: int) -> Callable[[int, int], tuple[torch.Tensor, ...]]:
+        """Two tensors of random numbers."""
+
+        def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
+            draw = torch.Generator().manual_seed(1000 * step + rank)
+            return tuple(torch.randn(shape, generator=draw) for _ in range(2))
+
+        return batch
+
+    def looked_up(step: int, rank: int) -> tuple[torch.Tensor, ...]:
         draw = torch.Generator().manual_seed(1000 * step + rank)
-        return tuple(torch.randn(size.rows, width, generator=draw) for _ in range(2))
+        rows, width = size.table
+        return torch.randint(0, rows, (size.rows,), generator=draw), torch.randn(
+            size.rows, width, generator=draw
+        )
 
     def lm(shape: tuple[int, int, int, int], make: Any = models.gpt) -> tuple[str, Any, Any]:
         spec = models.Spec("", lambda: make(*shape), shape[2], shape[3], size.batch)
@@ -124,12 +224,35 @@ def cases(size: Size, folder: str) -> dict[str, Case]:
         )
         return about, spec.build, spec.data
 
+    def tiled(nbytes: int) -> dict[str, dict[str, Any]]:
+        name = f"tiles of {nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"tiles of {nbytes} bytes"
+        return {"whole": {"tile_bytes": WHOLE}, name: {"tile_bytes": nbytes}}
+
+    experts, (count, channels, side), (narrow, hidden, tokens) = size.experts, size.convolutions, size.mlps
     return {
         "weights": Case(
             f"{layers} pairs of linear layers, {width} to {4 * width} and back, batch {size.rows}",
             lambda: Wide(layers, width),
-            rows,
-            {"whole": {"tile_bytes": WHOLE}, f"tiles of {tile >> 10} KiB": {"tile_bytes": tile}},
+            numbers(size.rows, width),
+            tiled(tile),
+        ),
+        "embedding": Case(
+            "an embedding of {} rows of {}".format(*size.table) + f", batch {size.rows}",
+            lambda: Table(*size.table),
+            looked_up,
+            tiled(size.table[0] * size.table[1] * 4 // 8),
+        ),
+        "experts": Case(
+            "{} layers of {} experts, {} to {} and back".format(*experts) + f", {size.rows // 4} rows each",
+            lambda: Mixed(*experts),
+            numbers(experts[1], size.rows // 4, experts[2]),
+            tiled(experts[1] * experts[2] * experts[3] * 4 // 8),
+        ),
+        "convolutions": Case(
+            f"{count} convolutions of 3 x 3, {channels} channels, pictures of {side} x {side}, batch {size.batch}",
+            lambda: Convolved(count, channels),
+            numbers(size.batch, channels, side, side),
+            tiled(channels * channels * 9 * 4 // 8),
         ),
         "logits": Case(
             *lm(size.head),
@@ -138,6 +261,12 @@ def cases(size: Size, folder: str) -> dict[str, Case]:
                 "tiles of tokens": {},
                 "the head's weight in tiles too": {"tile_bytes": 8 * MIB},
             },
+        ),
+        "mlps": Case(
+            f"an MLP, {narrow} to {hidden} and back, {tokens} tokens",
+            lambda: Expanded(narrow, hidden),
+            numbers(1, tokens, narrow),
+            {"whole": {}, "a budget of half": {"memory_budget_bytes": ("predicted_peak", 0.5)}},
         ),
         "activations": Case(
             *lm(size.gpt),
@@ -151,10 +280,16 @@ def cases(size: Size, folder: str) -> dict[str, Case]:
         "parts": Case(
             *lm(size.pairs, separate),
             {
-                "whole on both": {},
-                "in parts": {"partition_activations": True},
-                "in parts, and in files": {"partition_activations": True, **files},
+                "whole on both": {"mesh": pairs},
+                "in parts": {"mesh": pairs, "partition_activations": True},
+                "in parts, and in files": {"mesh": pairs, "partition_activations": True, **files},
             },
+            ranks=4,
+            alike=2,
+        ),
+        "hybrid": Case(
+            *lm(size.pairs),
+            {"all four shard": {}, "two shard, two replicate": {"mesh": hybrid}},
             ranks=4,
         ),
     }
@@ -201,12 +336,12 @@ def run(args: Any, name: str, case: Case, way: str, rows: dict[str, dict[str, An
     call = {k: getattr(args, k) for k in ("dir", "size", "steps", "warmup", "compute")}
     call |= {"case": name, "way": way, "budget": None}
     for of, share in (v for v in case.ways[way].values() if isinstance(v, tuple)):
-        if of == "held":
-            known = rows[next(iter(case.ways))]["held"]
-        else:
+        if of == "least":
             known = least(
                 case, {k: v for k, v in case.ways[way].items() if not isinstance(v, tuple)}, args.compute
             )
+        else:
+            known = rows[next(iter(case.ways))][of]
         call["budget"] = math.ceil(known * share)
     found = common.run_ranks(os.path.abspath(__file__), call, case.ranks, ALLOCATOR)
     return {
@@ -243,17 +378,15 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     fields = {k: call["budget"] if isinstance(v, tuple) else v for k, v in case.ways[call["way"]].items()}
     _C.meter_install()
     torch.manual_seed(0)
-    model, mesh = case.model(), None
-    if case.ranks == 4:
-        mesh = pairs(model)
-    model = zero.shard(
-        model, stage=3, mesh=mesh, transport="c10d", hardware=os.environ[common.HARDWARE], **fields
-    )
+    model = case.model()
+    if "mesh" in fields:
+        fields["mesh"] = fields["mesh"](model)
+    model = zero.shard(model, stage=3, transport="c10d", hardware=os.environ[common.HARDWARE], **fields)
     compiled = torch.compile(model, backend="zero", options={"compute": call["compute"]})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     seconds = []
     for i in range(call["warmup"] + call["steps"]):
-        batch = case.batch(i, rank // 2 if case.ranks == 4 else rank)  # a tensor-parallel pair has one batch
+        batch = case.batch(i, rank // case.alike)
         if i == call["warmup"]:
             gc.collect()
             _C.meter_reset_peak()
@@ -299,6 +432,12 @@ def pairs(model: Any) -> Any:
     }
     parallelize_module(model, mesh["tp"], plan)
     return mesh
+
+
+def hybrid(_model: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def planned(frame: Any) -> dict[str, int]:

@@ -6,8 +6,10 @@ module changes, and nothing of torch.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +174,10 @@ def _apply(base: Any) -> Callable[..., Any]:
             for name, param in whole.items()
             if not isinstance(param, DTensor) or _changes(param._local_tensor, fn)
         }
+        # What Dynamo left behind, when it did not compile a frame, stands in cycles that refer to parameters weakly,
+        # and torch exchanges none that somebody refers to so.
+        if any(weakref.getweakrefs(param) for param in self._parameters.values() if param is not None):
+            gc.collect()
         try:
             base._apply(self, fn, recurse)
         except RuntimeError as error:

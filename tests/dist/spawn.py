@@ -11,7 +11,8 @@
 
 Processes come from a fork server that has imported torch, its compiler, zero_compiler and the models of transformers
 already, so a session pays for the imports once, and not once a rank (the compiler's alone are a second of a rank's
-time, and so are those of a first model).
+time, and so are those of a first model). Where there is an accelerator each is started afresh: what these imports ask
+of CUDA, its number of devices, makes it unusable in processes that fork from theirs.
 """
 
 from __future__ import annotations
@@ -34,22 +35,32 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "pytest",
-        "torch",
-        "torch._dynamo",
-        "torch._functorch.aot_autograd",
-        "torch._inductor.compile_fx",
-        "torch.distributed.tensor.experimental",
-        "torch.export._trace",
-        *(f"transformers.models.{m}.modeling_{m}" for m in ("gpt2", "llama", "bert", "t5", "vit", "mixtral")),
-        "zero_compiler",
-        "zero_compiler.backend",
-        "zero_compiler.runtime._C",
-    ]
-)
+import torch
+
+_PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    *(f"transformers.models.{m}.modeling_{m}" for m in ("gpt2", "llama", "bert", "t5", "vit", "mixtral")),
+    "zero_compiler",
+    "zero_compiler.backend",
+    "zero_compiler.runtime._C",
+]
+
+
+def _context() -> Any:
+    if torch.accelerator.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+_CONTEXT = _context()
 
 
 def collect_seldom() -> None:
@@ -179,7 +190,6 @@ def _rank_main(pipe, rank, world, source, call, environment, folder, backend, gr
 
 
 def _run(rank, world, source, call, folder, backend, group_timeout):
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)

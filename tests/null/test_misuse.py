@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +31,20 @@ def test_a_dtype_changed_after_sharding(how, change):
         call(batch())
     model.float()
     call(batch()).sum().backward()
+
+
+def test_a_dtype_is_changed_where_garbage_refers_to_parameters_weakly():
+    """As Dynamo of torch 2.11 leaves it, in a frame that it did not compile."""
+    model = zero.shard(mlp())
+    left: list[Any] = [weakref.ref(model[0].weight)]
+    left.append(left)
+    gc.disable()
+    try:
+        del left
+        model.double()
+    finally:
+        gc.enable()
+    assert model[0].weight.dtype == torch.float64
 
 
 @both_ways
