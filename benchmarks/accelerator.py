@@ -10,6 +10,9 @@ host none. No torchrun; a process group of one rank, which FSDP2 asks for.
   and stage 3, in turn step by step in one process: median, ratios, tokens/s, and the device's peak beside the plan.
 - **Activations.** A GPT on long batches: plain, plain with every block checkpointed, and stage 3 with everything saved,
   with a share of that as `activation_budget_bytes`, with `offload_activations="host"`, and with both.
+- **One layer** of `--layer` features both ways, in bf16, on the device with plain PyTorch; and on the host, with half
+  of its weight as the budget of the device: it passes in tiles. Beside the limit: its weight to the device in forward
+  and in backward, and its gradient back, over the measured link. Not without an accelerator, which has a host.
 - **The largest model** whose plan fits `--device-gib` of the device and `--host-gib` of its host: GPTs of `--width`
   with ever more blocks, bf16 compute and gradients over fp32 shards, AdamW. Shards, gradients and states rest on the
   device; on the host; or on both and, what has no room there, in files in DIR (`device_rest_bytes`, `host_rest_bytes`).
@@ -57,6 +60,7 @@ def main() -> None:
         default=(8, 2048, 32768, 2048, 8),
         help="layers, width, vocabulary, sequence and batch, for activations; 0: not measured",
     )
+    parser.add_argument("--layer", type=int, default=1 << 16, help="features; 0: not measured")
     parser.add_argument(
         "--device-gib", type=float, default=16.0, help="for the largest model; 0: not looked for"
     )
@@ -79,7 +83,7 @@ def main() -> None:
     if args.only_look:
         return print("--blocks", ",".join(str(look(way, args)) for way in WAYS))
     m = common.machine() | {"device": device_text()}
-    result: dict[str, Any] = {"machine": m, "times": [], "activations": [], "largest": []}
+    result: dict[str, Any] = {"machine": m, "times": [], "activations": [], "layer": [], "largest": []}
 
     def save() -> str:
         """What there is so far: a later row that fails takes no earlier one with it."""
@@ -96,6 +100,9 @@ def main() -> None:
                 common.table(f"{title}; {args.dtype}", ACTIVATIONS, activation_rows(result["activations"]))
                 + "\n"
             )
+        if result["layer"]:
+            title = f"A linear layer of {args.layer:,} by {args.layer:,}, bf16, {ROWS} rows, SGD"
+            text += common.table(title, LAYER, [layer_row(r) for r in result["layer"]]) + "\n"
         if result["largest"]:
             title = f"The largest model within {args.device_gib:g} GiB, and {args.host_gib:g} GiB of the host"
             text += common.table(title, LARGEST, [largest_row(r) for r in result["largest"]])
@@ -108,6 +115,9 @@ def main() -> None:
         save()
     for way in activation_ways() if any(args.gpt) else ():
         result["activations"].append(activations(way, result["activations"], args))
+        save()
+    for budgeted in (False, True) if args.layer and device().type != "cpu" else ():
+        result["layer"].append(layer(args.layer, budgeted))
         save()
     if args.device_gib:
         for way in WAYS:
@@ -332,10 +342,9 @@ def activation_ways() -> Ways:
         "plain, every block checkpointed": checkpointed,
         "zero, all saved": lambda model, dtype, _: ours(model, dtype),
     }
-    for share in (0.5, 0.25):
-        ways[f"zero, {share:.0%} of that"] = lambda model, dtype, held, share=share: ours(
-            model, dtype, activation_budget_bytes=int(held * share)
-        )
+    ways["zero, 25% of that"] = lambda model, dtype, held: ours(
+        model, dtype, activation_budget_bytes=held // 4
+    )
     if host:
         ways["zero, what the link hides on the host"] = lambda model, dtype, _: ours(model, dtype, **host)
         ways["zero, 25% on the device, the host beside"] = lambda model, dtype, held: ours(
@@ -398,6 +407,82 @@ def activation_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
             ]
         )
     return table
+
+
+# One layer --------------------------------------------------------------------------------------------------------
+
+LAYER = ["weight", "s a step", "limit", "/ limit", "peak, GiB", "planned", "loss of the last step", "tiles"]
+ROWS = 16
+
+
+class Layer(torch.nn.Module):
+    """One weight, of values that take no time to draw."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.linear = torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
+        self.to_empty(device="cpu")
+        draw = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(width, generator=draw).bfloat16() for _ in range(2))
+        torch.outer(a, b / width**0.5, out=self.linear.weight.data)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) - y).float().square().mean()
+
+
+def layer(width: int, budgeted: bool) -> dict[str, Any]:
+    import zero_compiler as zero
+    from zero_compiler.hardware import load
+
+    meter()
+    forget()
+    at, model = device(), Layer(width)
+    nbytes = model.linear.weight.nbytes
+    fields: dict[str, Any] = {"hardware": os.environ[common.HARDWARE]}
+    if budgeted:
+        fields |= {"memory_budget_bytes": nbytes // 2, "offload_params": "host"}
+        model = zero.shard(model, device=at, **fields)
+        call = torch.compile(model, backend="zero")
+    else:
+        call = torch.compile(model.to(at))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * width)
+    times, losses = [], []
+    for step in range(5):
+        if step == 2:
+            peak = Peak()
+        draw = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(ROWS, width, generator=draw).to(at, torch.bfloat16) for _ in range(2))
+        x.requires_grad_()  # backward reads the weight for it
+        seconds, loss = one_step(call, optimizer, [x, y])
+        losses.append(loss)
+        if step >= 2:
+            times.append(seconds)
+    row: dict[str, Any] = {"s": times, "losses": losses, "peak_bytes": peak.bytes(), "weight_bytes": nbytes}
+    if budgeted:
+        told, link = zero.inspect(model), load(fields["hardware"]).host_device
+        (frame,) = told.frames
+        row |= {
+            "planned_bytes": told.memory.peak,
+            "tiles": sum(bool(g.tile) for p in frame.programs.values() for g in p.gathers),
+            "limit_s": 3 * nbytes / link.bytes_per_us / 1e6,
+        }
+    print(f"  {row}", flush=True)
+    return row
+
+
+def layer_row(r: dict[str, Any]) -> list[str]:
+    s, limit = common.spread(r["s"]), r.get("limit_s")
+    return [
+        "within half of its bytes" if "planned_bytes" in r else "plain, on the device",
+        common.show(s, 2),
+        f"{limit:.2f}" if limit else "",
+        f"{s['median'] / limit:.2f}" if limit else "",
+        f"{r['peak_bytes'] / GIB:.2f}",
+        f"{r['planned_bytes'] / GIB:.2f}" if "planned_bytes" in r else "",
+        f"{r['losses'][-1]:.4f}",
+        str(r.get("tiles", "")),
+    ]
 
 
 # The largest model ------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ MODELS = {
     "tiny": Spec("GPT, 2 layers, width 64", lambda: gpt(2, 64, 64, 32), 64, 32, 4),
 }
 ALLOCATOR = "keep"
-_TRIES = 5  # budgets tried at most to come down to a peer's memory
+_TRIES = 8  # budgets tried at most to come down to a peer's memory
 
 
 def main() -> None:
@@ -113,9 +113,11 @@ def compare(name: str, args: argparse.Namespace, known: dict[tuple[str, str], in
         if budget := known.get((name, peer["name"])):
             ours = run("zero", budget=budget)
         else:
-            budget, least = free["held"], 0
+            budget, least, step = free["held"], 0, 0
             for _ in range(_TRIES):
-                wanted = max(budget - (ours["bytes"] - peer["bytes"]), least)
+                # What is held is not all of a peak: where it did not fall, a larger step.
+                step = max(ours["bytes"] - peer["bytes"], 2 * step)
+                wanted = max(budget - step, least)
                 if ours["bytes"] <= peer["bytes"] or wanted == budget:
                     break
                 budget = wanted
@@ -123,6 +125,7 @@ def compare(name: str, args: argparse.Namespace, known: dict[tuple[str, str], in
                 if "least" in found:
                     least = found["least"]
                 else:
+                    step = step if found["bytes"] == ours["bytes"] else 0
                     ours = found
         peer["zero"] = ours
         rows.append(peer)

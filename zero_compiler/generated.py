@@ -325,6 +325,8 @@ class _Reader:
                     )
                 return ""
         words = ast.unparse(made.func).split(".")
+        if words[:3] == ["torch", "ops", "inductor"]:  # kernels of its own, without an overload
+            words = [words[0], words[-1], ""]
         last = words[-2:]  # an operator and its overload, or a kernel alone
         found = next((word for word in last if word in self._values), "")
         if found or words[0] in _LIBRARIES:

@@ -1,4 +1,9 @@
-"""Bytes that operators hold while they run, beside what they read and what they return."""
+"""Bytes that operators hold while they run, beside what they read and what they return.
+
+Counted for those of one precision on CPU, as torch's sources have them. In half precision, and on an accelerator,
+libraries lay operands out anew and sum in another precision by rules of their own: as many bytes as the operator reads
+and returns are taken for that.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,13 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from .ir import facts, ops
 
 _aten = torch.ops.aten
 _PACKED = 256 << 10
-_WHOLE = (torch.float32, torch.float64)  # oneDNN packs operands of half precision, by rules of its own
+_WHOLE = (torch.float32, torch.float64)
 
 
 def workspaces(graph: fx.Graph, sizes: facts.Sizes | None = None) -> dict[str, int]:
@@ -38,30 +44,36 @@ def onednn_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     return (facts.bytes_of(given, sizes) if given.stride(-1) != 1 else 0) + _PACKED
 
 
-def _product_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int | None:
+def _read_and_returned(node: fx.Node, sizes: facts.Sizes | None) -> int:
+    values = (facts.value(n) for n in (node, *node.all_input_nodes))
+    tensors = (t for t in pytree.tree_leaves(list(values)) if isinstance(t, torch.Tensor))
+    return sum(facts.bytes_of(t, sizes) for t in tensors)
+
+
+def _product_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     """A matrix whose rows and columns both lie apart is copied."""
     if facts.value(node).dtype not in _WHOLE:
-        return None
+        return _read_and_returned(node, sizes)
     operands = [facts.value(n) for n in node.all_input_nodes]
     apart = (t for t in operands if t.dim() > 1 and 1 not in (t.stride(-1), t.stride(-2)))
     return sum(facts.bytes_of(t, sizes) for t in apart)
 
 
-def _attention_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int | None:
+def _attention_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     """A block of scores, its sums and its result, for each thread."""
     rows, keys, width, threads = _blocks(node.args[0], node.args[1], sizes)
-    if facts.value(node.args[0]).dtype != torch.float32:
-        return None
-    return threads * rows * (keys + 2 + width) * 4
+    laid_out = 0 if facts.value(node.args[0]).dtype == torch.float32 else _read_and_returned(node, sizes)
+    return laid_out + threads * rows * (keys + 2 + width) * 4
 
 
-def _attention_backward_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int | None:
+def _attention_backward_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     """Two blocks of scores and a sum of each row, for each thread; and the gradient, where it is laid out anew."""
     grad, (rows, keys, _, threads) = facts.value(node.args[0]), _blocks(node.args[1], node.args[2], sizes)
     if grad.dtype != torch.float32:
-        return None
-    copied = 0 if grad.transpose(1, 2).is_contiguous() else facts.bytes_of(grad, sizes)
-    return copied + threads * (2 * rows * keys + rows) * 4
+        laid_out = _read_and_returned(node, sizes)
+    else:
+        laid_out = 0 if grad.transpose(1, 2).is_contiguous() else facts.bytes_of(grad, sizes)
+    return laid_out + threads * (2 * rows * keys + rows) * 4
 
 
 def _blocks(query: fx.Node, key: fx.Node, sizes: facts.Sizes | None) -> tuple[int, int, int, int]:
@@ -72,8 +84,8 @@ def _blocks(query: fx.Node, key: fx.Node, sizes: facts.Sizes | None) -> tuple[in
     return min(rows, length), min(512, keys), width, torch.get_num_threads()
 
 
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-_OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int | None]] = {
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "bias_addmm", "_mm_plus_mm"})  # as Inductor calls them
+_OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int]] = {
     ops.onednn_linear: onednn_bytes,
     ops.land_mm: _product_bytes,
     _aten.mm.default: _product_bytes,
@@ -82,4 +94,9 @@ _OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int | 
     _aten.baddbmm.default: _product_bytes,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_bytes,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_bytes,
+    **{
+        getattr(_aten, f"_scaled_dot_product_{kind}_attention{end}").default: _read_and_returned
+        for kind in ("flash", "efficient", "cudnn")
+        for end in ("", "_backward")
+    },
 }
