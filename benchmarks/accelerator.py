@@ -8,8 +8,8 @@ host none. No torchrun; a process group of one rank, which FSDP2 asks for.
 
 - **Step time.** Models of `bench.py`, each with plain PyTorch compiled by Inductor, FSDP2 with every block compiled,
   and stage 3, in turn step by step in one process: median, ratios, tokens/s, and the device's peak beside the plan.
-- **Activations.** A GPT on long batches: plain, plain with every block checkpointed, and stage 3 with everything saved,
-  with a share of that as `activation_budget_bytes`, with `offload_activations="host"`, and with both.
+- **Activations.** A GPT on long batches: plain, plain and FSDP2 with every block checkpointed, and stage 3 with
+  everything saved, with a share of that as `activation_budget_bytes`, with `offload_activations="host"`, and with both.
 - **One layer** of `--layer` features both ways, in bf16, on the device with plain PyTorch; and on the host, with half
   of its weight as the budget of the device: it passes in tiles. Beside the limit: its weight to the device in forward
   and in backward, and its gradient back, over the measured link. Not without an accelerator, which has a host.
@@ -48,7 +48,11 @@ def main() -> None:
         common.answer(call, train(call))
     parser = common.parser(__doc__)
     parser.add_argument("directory", help="a folder on the disk that files go to")
-    parser.add_argument("--model", type=lambda s: s.split(","), default=["gpt-6x512", "gpt-12x1024", "moe"])
+    parser.add_argument(
+        "--model",
+        type=lambda s: [name for name in s.split(",") if name],
+        default=["gpt-6x512", "gpt-12x1024", "moe"],
+    )
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="bf16", help="of compute, for step times"
     )
@@ -89,12 +93,10 @@ def main() -> None:
         """What there is so far: a later row that fails takes no earlier one with it."""
         text = common.heading("One device", m) + f"Device: {m['device']}.\n\n"
         rows = [time_row(r) for r in result["times"]]
-        text += common.table(f"Step time, {args.dtype}", TIMES, rows) + "\n"
+        text += common.table(f"Step time, {args.dtype}", TIMES, rows) + "\n" if rows else ""
         if result["activations"]:
-            title = (
-                "Activations of a GPT: {} layers, width {}, vocabulary {}, sequence {}, batch {}; ".format(
-                    *args.gpt
-                )
+            title = "Activations of a GPT: {} layers, width {}, vocabulary {}, sequence {}, batch {}".format(
+                *args.gpt
             )
             text += (
                 common.table(f"{title}; {args.dtype}", ACTIVATIONS, activation_rows(result["activations"]))
@@ -220,8 +222,10 @@ def plain(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     return call, adamw(model)
 
 
-def fsdp2(model: Any, dtype: torch.dtype | None, offloaded: bool = False) -> tuple[Any, Any]:
-    """``offloaded``: to the host, with every block checkpointed."""
+def fsdp2(
+    model: Any, dtype: torch.dtype | None, checkpointed: bool = False, offloaded: bool = False
+) -> tuple[Any, Any]:
+    """``checkpointed``: every block; ``offloaded``: shards, gradients and states to the host."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -231,8 +235,9 @@ def fsdp2(model: Any, dtype: torch.dtype | None, offloaded: bool = False) -> tup
         "mesh": init_device_mesh(device().type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype if offloaded else None),
     }
-    if offloaded:
+    if checkpointed:
         model.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    if offloaded:
         fields["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:
         block.compile()
@@ -340,6 +345,9 @@ def activation_ways() -> Ways:
     ways: Ways = {
         "plain": lambda model, dtype, _: plain(model, dtype),
         "plain, every block checkpointed": checkpointed,
+        "FSDP2, every block compiled and checkpointed": lambda model, dtype, _: fsdp2(
+            model, dtype, checkpointed=True
+        ),
         "zero, all saved": lambda model, dtype, _: ours(model, dtype),
     }
     ways["zero, 25% of that"] = lambda model, dtype, held: ours(
@@ -579,7 +587,9 @@ def train(call: dict[str, Any]) -> dict[str, Any]:
     args, at = argparse.Namespace(**call), device()
     torch.manual_seed(0)
     if call["way"] == FSDP2:
-        step_of, optimizer = fsdp2(built(call["blocks"], args), torch.bfloat16, offloaded=True)
+        step_of, optimizer = fsdp2(
+            built(call["blocks"], args), torch.bfloat16, checkpointed=True, offloaded=True
+        )
         model = step_of
     else:
         with zero.init(**fields_of(call["way"], args)):
