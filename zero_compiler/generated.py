@@ -23,7 +23,8 @@ from .ir import facts
 
 log = logging.getLogger("zero_compiler")
 
-_LIBRARIES = ("aten", "extern_kernels", "torch")  # whose operators the code calls
+_WITHOUT_OVERLOADS = ("extern_kernels", "inductor")
+_LIBRARIES = ("aten", *_WITHOUT_OVERLOADS)  # whose operators the code calls
 _FUNCTIONS = {"math": math, "max": max, "min": min, "abs": abs, "round": round}  # in expressions of sizes
 
 
@@ -324,13 +325,13 @@ class _Reader:
                         _New(name, _code(size), _code(stride), self._most_itemsize(operator, index))
                     )
                 return ""
-        words = ast.unparse(made.func).split(".")
-        if words[:3] == ["torch", "ops", "inductor"]:  # kernels of its own, without an overload
-            words = [words[0], words[-1], ""]
+        # Of torch's functions only operators: the code for a device also has torch set it.
+        text = ast.unparse(made.func)
+        words = text.removeprefix("torch.ops.").split(".")
         last = words[-2:]  # an operator and its overload, or a kernel alone
         found = next((word for word in last if word in self._values), "")
-        if found or words[0] in _LIBRARIES:
-            self.steps.append(_Call(found or last[words[0] == "extern_kernels"]))
+        if found or text.startswith("torch.ops.") or words[0] in _LIBRARIES:
+            self.steps.append(_Call(found or last[words[0] in _WITHOUT_OVERLOADS]))
         return found
 
     def _most_itemsize(self, operator: str, index: int | None) -> int:

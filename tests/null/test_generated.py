@@ -73,6 +73,26 @@ def test_buffers_live_as_long_as_a_name_for_them():
     assert held.most(inputs, [False, True, False]) == 28 + 328
 
 
+def test_code_for_a_device_sets_it_and_calls_no_operator_by_that():
+    text = code(
+        "with torch.cuda._DeviceGuard(0):",
+        "    torch.cuda.set_device(0)",
+        "    buf0 = empty_strided_cuda((8, 4), (4, 1), torch.float32)",
+        "    stream0 = get_raw_stream(0)",
+        "    triton_poi_fused_mul_0.run(in_0, in_1, buf0, 32, stream=stream0)",
+        "    del in_0",
+        "    buf1 = empty_strided_cuda((16, ), (1, ), torch.bfloat16)",
+        "    extern_kernels.mm(buf0, in_1, out=buf1)",
+        "    torch.ops.inductor._mm_plus_mm(buf0, in_1, buf0, in_1, out=buf1)",
+        "    del buf0",
+        "return (buf1, )",
+    )
+    inputs = three((8, 4), (7,), (3,))
+    held = generated.read(text, empty(), inputs)
+    assert held.operators == {"mm", "_mm_plus_mm"}
+    assert held.most(inputs, [False] * 3) == 128 + 32
+
+
 def test_results_of_operators_have_their_size_from_the_check_behind_them():
     g = fx.Graph()
     node = g.call_function(torch.ops.aten.topk.default, ())

@@ -27,7 +27,9 @@ class Of(nn.Module):
         self.fn, self.w = fn, nn.ParameterList(torch.randn(s) * 0.3 for s in shapes)
 
     def forward(self, x):
-        return self.fn(x, *[self.w[k] for k in range(len(self.w))])  # Dynamo of torch 2.11 unpacks no ParameterList
+        return self.fn(
+            x, *[self.w[k] for k in range(len(self.w))]
+        )  # Dynamo of torch 2.11 unpacks no ParameterList
 
 
 def experts(x, w):
