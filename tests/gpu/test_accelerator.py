@@ -242,6 +242,32 @@ def test_the_device_holds_no_more_than_was_planned_with_shards_on_the_host():
     assert grown <= zero.inspect(model).memory.peak + (1 << 20)
 
 
+BLAS = 64 << 20  # its workspaces, one for each thread that computes
+
+
+def test_compiled_code_in_half_precision_holds_about_what_was_planned():
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    width, rows = 1024, 1 << 14
+    blocks = [
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)
+    ]
+    model = zero.shard(nn.Sequential(*blocks).to(device), param_dtype="bf16")
+    step = torch.compile(model, backend="zero")
+    x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    before = torch.accelerator.memory_allocated(device) - sum(p.to_local().nbytes for p in model.parameters())
+    for _ in range(3):
+        torch.accelerator.reset_peak_memory_stats(device)
+        step(x).float().square().mean().backward()
+        model.zero_grad()
+    measured = torch.accelerator.max_memory_allocated(device) - before
+    memory = zero.inspect(model).memory
+    planned = memory.peak - memory.optimizer
+    loss = 3 * rows * width * 4  # in eager code
+    assert measured <= planned + loss + BLAS
+    assert planned <= 1.25 * measured
+
+
 # A layer that the device could hold, and is not to. -------------------------------------------------------------
 
 
@@ -309,6 +335,6 @@ def test_a_layer_of_64k_by_64k_trains_in_less_than_its_weight(dtype):
     torch.testing.assert_close(got, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=0)
     report = zero.inspect(model)
     assert report.memory.peak <= budget
-    assert grown <= report.memory.peak + (64 << 20)  # the workspace of the BLAS
+    assert grown <= report.memory.peak + BLAS
     (frame,) = report.frames
     assert all(any(g.tile for g in p.gathers) for p in frame.programs.values())
