@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from .cut import SegmentGraph
-from .ir import facts, ops
-from .workspaces import onednn_bytes, workspaces
+from .ir import facts
+from .workspaces import one_by_one, workspaces
 
 
 def peak_inside(seg: SegmentGraph, dying: Sequence[bool], sizes: facts.Sizes | None = None) -> int:
@@ -55,7 +55,7 @@ def _unfused(graph: fx.Graph, dying: Sequence[bool], sizes: facts.Sizes | None) 
     for i, node in enumerate(order):
         if node.op != "placeholder":
             live += size.get(node, 0)
-        peak = max(peak, live + (onednn_bytes(node, sizes) if node.target is ops.onednn_linear else 0))
+        peak = max(peak, live + one_by_one(node, sizes))
         if node.op != "output":
             live -= ends.get(i, 0)
     return peak

@@ -1,23 +1,25 @@
 """Bytes that operators hold while they run, beside what they read and what they return.
 
-Counted for those of one precision on CPU, as torch's sources have them. In half precision, and on an accelerator,
-libraries lay operands out anew and sum in another precision by rules of their own: as many bytes as the operator reads
-and returns are taken for that.
+Counted for products and attention in float32 on CPU, as torch's sources have them. For convolutions, in half precision,
+and on an accelerator, libraries lay operands out anew and sum in another precision by rules of their own: as many bytes
+as the operator reads and returns are taken for that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .ir import facts, ops
 
 _aten = torch.ops.aten
 _PACKED = 256 << 10
 _WHOLE = (torch.float32, torch.float64)
+_BY_ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = 16  # channels, with AVX-512
 
 
 def workspaces(graph: fx.Graph, sizes: facts.Sizes | None = None) -> dict[str, int]:
@@ -37,6 +39,11 @@ def workspaces(graph: fx.Graph, sizes: facts.Sizes | None = None) -> dict[str, i
     return {name: max(each, default=0) for name, each in known.items() if len(each) == len(found[name])}
 
 
+def one_by_one(node: fx.Node, sizes: facts.Sizes | None) -> int:
+    """The same of an operator by itself, where it may be as much as its operands."""
+    return _OWN[node.target](node, sizes) if node.target in _LARGE else 0
+
+
 def onednn_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     """oneDNN copies an input whose rows do not lie in one piece, and packs blocks of both operands (measured: up to a
     quarter of a MiB)."""
@@ -44,10 +51,35 @@ def onednn_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     return (facts.bytes_of(given, sizes) if given.stride(-1) != 1 else 0) + _PACKED
 
 
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """That an operator reads and returns."""
+    values = facts.leaves([facts.value(n) for n in (node, *node.all_input_nodes)])
+    return [t for t in values if isinstance(t, torch.Tensor)]
+
+
 def _read_and_returned(node: fx.Node, sizes: facts.Sizes | None) -> int:
-    values = (facts.value(n) for n in (node, *node.all_input_nodes))
-    tensors = (t for t in pytree.tree_leaves(list(values)) if isinstance(t, torch.Tensor))
-    return sum(facts.bytes_of(t, sizes) for t in tensors)
+    return sum(facts.bytes_of(t, sizes) for t in _tensors(node))
+
+
+def _convolution_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
+    """oneDNN lays out anew what it is given and what it makes, in whole blocks of channels. For a dtype that it does
+    not take torch's own kernels write the windows of all pictures beside each other."""
+    backward = node.target is _aten.convolution_backward.default
+    given = node.args[1:] if backward else node.args
+    picture, weight = facts.value(given[0]), facts.value(given[1])
+    nbytes = _PACKED
+    for t in _tensors(node):
+        channels = range(2) if t.shape == weight.shape else range(1, min(t.dim(), 2))
+        numbers = [facts.hint(t.shape[dim], sizes) for dim in channels]
+        nbytes += math.prod(-(-n // _BLOCK) * _BLOCK for n in numbers) * (
+            facts.bytes_of(t, sizes) // max(math.prod(numbers), 1)
+        )
+    if picture.dtype not in _BY_ONEDNN:
+        out = facts.value(node.args[0] if backward else node)
+        places = (picture if given[6] else out).shape  # of a transposed one those that it reads
+        count = math.prod(facts.hint(n, sizes) for n in (places[0], *places[2:], *weight.shape[1:], given[8]))
+        nbytes += count * picture.dtype.itemsize
+    return nbytes
 
 
 def _product_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
@@ -94,6 +126,8 @@ _OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int]] 
     _aten.addmm.default: _product_bytes,
     _aten.bmm.default: _product_bytes,
     _aten.baddbmm.default: _product_bytes,
+    _aten.convolution.default: _convolution_bytes,
+    _aten.convolution_backward.default: _convolution_bytes,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_bytes,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_bytes,
     **{
@@ -102,3 +136,4 @@ _OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int]] 
         for end in ("", "_backward")
     },
 }
+_LARGE = (ops.onednn_linear, _aten.convolution.default, _aten.convolution_backward.default)

@@ -19,7 +19,6 @@ from zero_compiler.cut import SegmentGraph
 from zero_compiler.ir import facts
 from zero_compiler.runtime import _C
 from zero_compiler.segments import SegmentCompiler, alike_one_by_one
-from zero_compiler.workspaces import workspaces
 
 HEAD = """
 class Runner:
@@ -304,61 +303,6 @@ def test_code_that_calls_what_is_not_known_counts_at_least_as_its_operators(monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("laid", ["as the query", "rows together"])
-@pytest.mark.parametrize("length", [*thorough(100), 256, 800])
-def test_attention_holds_what_is_known_of_it(length, laid):
-    def attention(q, k, v, grad):
-        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        return (
-            out,
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, sums, 0.0, True
-            ),
-        )
-
-    given = [torch.randn(2, length, 4, 64).transpose(1, 2) for _ in range(4)]
-    if laid == "rows together":
-        given[3] = given[3].contiguous()
-    gm = make_fx(attention, tracing_mode="fake")(*given)
-    own = workspaces(gm.graph)
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    out, sums = forward(*given[:3], 0.0, True)
-    measured = meter_beside(lambda: forward(*given[:3], 0.0, True))
-    assert measured == own["_scaled_dot_product_flash_attention_for_cpu"]
-    measured = meter_beside(lambda: backward(given[3], *given[:3], out, sums, 0.0, True))
-    # Sums of rows are made by each thread as it begins: not all may be there at once.
-    rows = torch.get_num_threads() * 256 * 4
-    assert measured <= own["_scaled_dot_product_flash_attention_for_cpu_backward"] <= measured + rows
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_in_half_precision_no_more_is_held_than_is_read_and_returned(dtype):
-    x, w, grad = (torch.randn(n, m).to(dtype) for n, m in ((192, 256), (320, 256), (192, 320)))
-    for a, b in ((x, w.t()), (grad, w), (grad.t(), x)):
-        gm = make_fx(torch.mm, tracing_mode="fake")(a, b)
-        assert meter_beside(lambda a=a, b=b: torch.mm(a, b)) <= workspaces(gm.graph)["mm"]
-
-    def attention(q, k, v, grad):
-        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        return out, aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, sums, 0.0, True
-        )
-
-    aten = torch.ops.aten
-    given = [torch.randn(2, 256, 4, 64).to(dtype).transpose(1, 2) for _ in range(4)]
-    own = workspaces(make_fx(attention, tracing_mode="fake")(*given).graph)
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    out, sums = forward(*given[:3], 0.0, True)
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    assert meter_beside(lambda: forward(*given[:3], 0.0, True)) <= own[name]
-    assert (
-        meter_beside(lambda: backward(given[3], *given[:3], out, sums, 0.0, True)) <= own[f"{name}_backward"]
-    )
-
-
-@pytest.mark.slow
 def test_the_planned_peak_is_near_in_half_precision():
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
@@ -389,26 +333,6 @@ def test_the_planned_peak_is_near_in_half_precision():
     planned = memory.peak - memory.optimizer
     assert measured <= planned + 2 * x.nbytes  # of the loss, in eager code
     assert planned <= 1.2 * measured
-
-
-def test_a_matrix_with_neither_rows_nor_columns_in_one_piece_is_copied():
-    a, b = torch.randn(64, 128)[:, ::2], torch.randn(64, 64)
-    gm = make_fx(torch.mm, tracing_mode="fake")(a, b)
-    assert workspaces(gm.graph)["mm"] == meter_beside(lambda: torch.mm(a, b)) == 64 * 64 * 4
-
-
-def meter_beside(run) -> int:
-    """Most bytes that a call holds beside its results."""
-    run()
-    _C.meter_install()
-    try:
-        gc.collect()
-        _C.meter_reset_peak()
-        before = _C.meter_current()
-        kept = run()
-        return _C.meter_peak() - (_C.meter_current() if kept is not None else before)
-    finally:
-        _C.meter_uninstall()
 
 
 def test_what_may_run_operator_by_operator():
