@@ -56,9 +56,13 @@ def buffer(nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if torch.accelerator.is_available():
-        whole = torch.zeros(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
-        begin = -whole.data_ptr() % ALIGN
-        return whole[begin : begin + nbytes]
+        # It is of whole pages; and torch rounds it up to a power of two, so that a little more may be twice as much.
+        pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        if pinned.data_ptr() % ALIGN == 0:
+            return pinned
+        pinned = torch.zeros(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
+        begin = -pinned.data_ptr() % ALIGN
+        return pinned[begin : begin + nbytes]
     # Private: a mapping of Python's default kind would be shared with forked children.
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _alive.add(block)

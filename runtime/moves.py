@@ -254,6 +254,10 @@ class Copies(Moves):
         super().__init__(parcels, offloads, nbytes)
         self._device, self._of_model = device, stream
         self._events: dict[int, Any] = {}
+        # What copies read and write on the device is held until what computes has waited for them: then its memory is
+        # free for whatever computes next, as the plan has it. A stream that is told of memory (`record_stream`) gives
+        # it back when the host sees the copy done, which may be calls later.
+        self._leaving: dict[int, torch.Tensor] = {}
         self._back: dict[int, torch.Tensor] = {}
 
     @property
@@ -264,34 +268,35 @@ class Copies(Moves):
         """Start to copy ``value`` to the host; its ticket."""
         parcel = self._filled()
         place = self._place(parcel, which)
+        self._leaving[which] = value
         with self._aside(which):
             place.copy_(value, non_blocking=True)
-        if self._stream is not None:
-            value.record_stream(self._stream)
         return parcel.ticket()
 
     def restore(self, which: int, ticket: torch.Tensor) -> None:
         place = self._place(self._parcels.of(ticket), which)
+        # Memory of the stream that computes: another one's would be of no use to it afterwards.
+        value = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device)
+        self._back[which] = value
         with self._aside(which):
-            self._back[which] = torch.empty_strided(
-                place.shape, place.stride(), dtype=place.dtype, device=self._device
-            ).copy_(place, non_blocking=True)
+            value.copy_(place, non_blocking=True)
 
     def wait(self, which: int) -> None:
         """What computes from here on finds the copy done."""
         if self._stream is not None:
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_event(self._events.pop(which))
-            if which in self._back:
-                self._back[which].record_stream(current)
+            torch.accelerator.current_stream(self._device).wait_event(self._events.pop(which))
+        self._leaving.pop(which, None)
 
     def view(self, which: int) -> torch.Tensor:
         return self._back.pop(which)
 
     def end(self) -> None:
-        super().end()
+        if self._events and self._stream is not None:
+            self._stream.synchronize()  # after an error: nothing reads or writes what goes now
         self._events.clear()
+        self._leaving.clear()
         self._back.clear()
+        super().end()
 
     @contextlib.contextmanager
     def _aside(self, which: int) -> Iterator[None]:

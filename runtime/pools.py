@@ -58,6 +58,12 @@ class Pools:
         """What makes these copies, and knows which bytes of the pool on the host they still read."""
         return Aside(self.device, self.stream)
 
+    def recorded(self) -> bool:
+        """Whether what is given to the device now is recorded into a graph, to be replayed."""
+        return self.device.type != "cpu" and bool(
+            getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)()
+        )
+
     def join(self, runtime: Any) -> None:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
         # First: Ctrl-C may come between any two lines.
@@ -80,9 +86,11 @@ class Pools:
         with torch.inference_mode(False), unset_fake_temporarily():
             if program.host_bytes > self.host.numel():
                 self._finish()
+                self.host = buffer(0)  # not both at once
                 self.host = buffer(program.host_bytes)
             if program.device_bytes > (0 if self.near is None else self.near.numel()):
                 self._finish()
+                self.near = None
                 self.near = torch.empty(program.device_bytes, dtype=torch.uint8, device=self.device)
 
     def leave(self, runtime: Any) -> None:
@@ -108,6 +116,7 @@ class Pools:
         rest = [u for u in self.users() if u not in broken]
         if rest:
             other = Pools(self.device)
+            other.__dict__["stream"] = self.stream  # copies of their activations may be under way there
             for runtime in rest:
                 self._users.pop(id(runtime), None)
                 other.join(runtime)

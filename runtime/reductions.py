@@ -151,7 +151,7 @@ class Reductions:
         _, chunks, event = self._leaving.pop(which)
         runtime.aside.wait(event)
         if r.tile is not None or runtime.policy.sinks or not self._read.isdisjoint(outs):
-            runtime.aside.finish()  # the host reads it at once
+            runtime.aside.land(event)  # the host reads it at once
         self._land(env, which, outs, final, chunks)
 
     def land_sums(self, env: list[Any]) -> None:

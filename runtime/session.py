@@ -14,7 +14,7 @@ import torch
 from zero_compiler import accumulation
 from zero_compiler.beside import frames_of, related, saved_before
 from zero_compiler.ends import Ends, ends_by_owner
-from zero_compiler.errors import MemoryBudgetError, StorageError, TransferError, ZeroError
+from zero_compiler.errors import MemoryBudgetError, ShardError, StorageError, TransferError, ZeroError
 from zero_compiler.failing import noticed
 from zero_compiler.group import Group
 from zero_compiler.headers import broke_off, cannot_begin, laid_text, lay_text, meet, short_digest
@@ -45,10 +45,25 @@ _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE = range(6)
 _READ_HOME, _FETCH, _WAIT_FETCH, _MOVE, _KEEP, _STORE = range(6, 12)
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
 _REASON_BYTES = 8  # behind it: where the reason lies
+_BLOCK = 1 << 22  # elements of kept weights that a device compares at a time
 
 
-def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
-    """Whether ``local``, cast to the dtype of ``kept``, equals it. After an optimizer's step the first block tells."""
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _equal(pairs: Sequence[_Pair | None]) -> list[bool]:
+    """Of each pair whether the second, cast to the dtype of the first, equals it; not where there is none."""
+    there = [pair for pair in pairs if pair is not None]
+    if not there or there[0][0].device.type == "cpu":
+        return [pair is not None and _equal_here(*pair) for pair in pairs]
+    # A device is asked once: each answer waits for all that it has been told to compute.
+    flags = torch.stack([_differ(*pair) for pair in there]).tolist()
+    differ = iter(flags)
+    return [pair is not None and not next(differ) for pair in pairs]
+
+
+def _equal_here(kept: torch.Tensor, local: torch.Tensor) -> bool:
+    """After an optimizer's step the first block tells."""
     kept, local = kept.reshape(-1), local.reshape(-1)
     at, size = 0, 1 << 12
     while at < local.numel():
@@ -56,6 +71,28 @@ def _equal(kept: torch.Tensor, local: torch.Tensor) -> bool:
             return False
         at, size = at + size, 1 << 18
     return True
+
+
+def _differ(kept: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """In blocks, so that what is cast takes little room."""
+    blocks = zip(kept.reshape(-1).split(_BLOCK), local.reshape(-1).split(_BLOCK), strict=True)
+    differ = torch.zeros((), dtype=torch.bool, device=kept.device)
+    for here, there in blocks:
+        differ |= (here != there.to(here.dtype)).any()
+    return differ
+
+
+def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> _Pair | None:
+    """This rank's rows inside the kept copy, and as they rest; None where these are not there to compare."""
+    if view is None:
+        return None
+    group = runtime.policy.group
+    layout = runtime.policy.params[name].layout
+    rows = layout.rows(group.rank)
+    local = runtime.policy.param(name)._local_tensor.detach()
+    if local.shape[:1] != (rows,):
+        return None
+    return view.narrow(0, layout.start(group.rank), rows), local
 
 
 class Session:
@@ -257,29 +294,20 @@ class Session:
         no counter sees all of that; this rank's rows inside the kept copy do.
         """
         seen = hashlib.blake2b(digest_size=8)
-        for runtime, _, g, views in self._gathers:
-            if not g.kept or g.home:
-                continue
-            for name, view in zip(g.names, views or [None] * len(g.names), strict=True):
-                if (
-                    name in runtime.fresh
-                    and self.program.phase != "backward"
-                    and not self._unchanged(runtime, name, view)
-                ):
+        kept = [
+            (runtime, name, view)
+            for runtime, _, g, views in self._gathers
+            if g.kept and not g.home
+            for name, view in zip(g.names, views or [None] * len(g.names), strict=True)
+        ]
+        if self.program.phase != "backward":
+            asked = [at for at in kept if at[1] in at[0].fresh]
+            for (runtime, name, _), same in zip(asked, _equal([_rows(*at) for at in asked]), strict=True):
+                if not same:
                     runtime.fresh.discard(name)
-                seen.update(b"\1" if views and name in runtime.fresh else b"\0")
+        for runtime, name, view in kept:
+            seen.update(b"\1" if view is not None and name in runtime.fresh else b"\0")
         return seen.digest()
-
-    def _unchanged(self, runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> bool:
-        if view is None:
-            return False
-        group = runtime.policy.group
-        layout = runtime.policy.params[name].layout
-        rows = layout.rows(group.rank)
-        local = runtime.policy.param(name)._local_tensor.detach()
-        if local.shape[:1] != (rows,):
-            return False
-        return _equal(view.narrow(0, layout.start(group.rank), rows), local)
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -333,13 +361,16 @@ class Session:
         return None if type(told) is TransferError else told
 
     def _break_off(self, error: BaseException) -> None:
-        """Transfers in flight hold buffers of the arena: end them before anything else uses it, and tell peers."""
-        self._hops.end()
-        if self._moves is not None:
-            self._moves.end()
-        self._reductions.forget()
-        if self._talks:
-            broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
+        """Tell peers; and end what is in flight, which holds buffers of the arena, before anything else uses it. On a
+        device copies may stand behind what a peer does not send any more."""
+        try:
+            if self._talks:
+                broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
+        finally:
+            self._hops.end()
+            if self._moves is not None:
+                self._moves.end()
+            self._reductions.forget()
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
             runtime.policy.break_off(f"{type(error).__name__}: {error}")
@@ -350,6 +381,12 @@ class Session:
     def _begin(self, env: Sequence[Any]) -> accumulation.Need:
         """What this call takes, with which all ranks begin."""
         with self._together():
+            if any(r.pools.recorded() for r in self._devices):
+                raise ShardError(
+                    "a compiled call of a sharded model cannot be recorded into a graph of the device, as by "
+                    "torch.cuda.graph: a replay would write to memory that other calls use, and ranks would not meet; "
+                    "call it outside of that"
+                )
             self._reductions.check_unhooked()
             self._make_room(self.program)
             need = self._need(env)

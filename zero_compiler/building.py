@@ -356,7 +356,7 @@ class Construction:
                     policy,
                     name,
                     param,
-                    eager.scatter_from_first(group, policy.params[name].layout, param),
+                    eager.scatter_from_first(group, policy.params[name].layout, param, policy.on_host(name)),
                     places,
                 )
             elif cut.layout != policy.params[name].layout:

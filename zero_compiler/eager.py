@@ -19,6 +19,8 @@ from .layout import Layout
 if TYPE_CHECKING:
     from .policy import Policy
 
+_SCATTERED_BYTES = 64 << 20  # of the rows of all ranks, at a time
+
 
 def flat_chunk(layout: Layout, local: torch.Tensor) -> torch.Tensor:
     """The flat padded chunk that ``local`` (this rank's rows) is a prefix of; a padded copy where it is not."""
@@ -67,13 +69,17 @@ def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch
     return total.div_(group.data_ranks).to(layout.dtype)
 
 
-def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
-    """This rank's padded chunk of the first rank's ``full``, on the compute device."""
+def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor, away: bool = False) -> torch.Tensor:
+    """This rank's padded chunk of the first rank's ``full``, on the compute device.
+
+    Args:
+        away: it is to rest elsewhere, and may be where ``full`` is: the device need not have room for it.
+    """
     if full.is_meta or isinstance(full, FakeTensor):
         return full.detach().new_empty(layout.padded_shape)
-    full = full.detach().to(group.device)
+    full = full.detach()
     if group.link is None:
-        return layout.cut_rows(full, group.rank)
+        return layout.cut_rows(full if away else full.to(group.device), group.rank)
     if group.across is None:
         return _scatter(group, layout, full)
     # The first of the ranks with the same rows has them from the first rank, the others from it.
@@ -97,16 +103,25 @@ def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
 
 def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     if group.world == 1:
-        return layout.cut_rows(full, group.rank)
+        return layout.cut_rows(full.to(group.device), group.rank)
     first = first_rank(group)
     if not layout.cut:
-        whole = full.clone(memory_format=torch.contiguous_format)
+        whole = full.to(group.device).clone(memory_format=torch.contiguous_format)
         if whole.numel():
             dist.broadcast(whole, first, group=group.pg)
         return whole
     chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
-    chunks = [layout.cut_rows(full, r) for r in range(group.world)] if group.rank == 0 else None
-    dist.scatter(chunk, chunks, src=first, group=group.pg)
+    # Some rows at a time: the first rank's device has its chunk and these of all ranks, and not the whole twice.
+    step = max(1, _SCATTERED_BYTES // max(1, group.world * layout.row_numel * full.dtype.itemsize))
+    for rows in chunk.split(step):
+        begin = rows.storage_offset() // max(1, layout.row_numel)
+        parts = None
+        if group.rank == 0:
+            parts = [
+                layout.cut_rows(full, r, begin, begin + rows.shape[0]).to(group.device)
+                for r in range(group.world)
+            ]
+        dist.scatter(rows, parts, src=first, group=group.pg)
     return chunk
 
 

@@ -69,14 +69,16 @@ class Layout:
         """Bytes at rest on one rank, padding included."""
         return self.chunk_numel * self.dtype.itemsize
 
-    def cut_rows(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The padded chunk of ``rank``, newly allocated: its unpadded rows are a prefix of its storage."""
+    def cut_rows(self, full: torch.Tensor, rank: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The padded chunk of ``rank``, or its rows from ``begin`` to ``end``, newly allocated: its unpadded rows are a
+        prefix of its storage."""
         if not self.cut:
             return full.detach().clone(memory_format=torch.contiguous_format)
-        chunk = torch.empty(self.padded_shape, dtype=full.dtype, device=full.device)
-        rows = self.rows(rank)
+        end = self.chunk_rows if end is None else end
+        chunk = torch.empty((end - begin, *self.shape[1:]), dtype=full.dtype, device=full.device)
+        rows = min(max(self.rows(rank) - begin, 0), end - begin)
         with torch.no_grad():
-            chunk[:rows].copy_(full.detach()[self.start(rank) : self.start(rank) + rows])
+            chunk[:rows].copy_(full.detach()[self.start(rank) + begin : self.start(rank) + begin + rows])
             chunk[rows:].zero_()
         return chunk
 

@@ -102,7 +102,7 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
         info, local = policy.params[name], local_of(param)
         if group.tensor is not None and info.part is None:
             local = eager.from_first(group.tensor, local.to(group.device))
-        local = eager.scatter_from_first(group, info.layout, local)
+        local = eager.scatter_from_first(group, info.layout, local, policy.on_host(name))
         install(policy, name, param, local, places)
     policy.check_settled()
     swap_classes(model, policy)

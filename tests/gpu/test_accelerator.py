@@ -12,7 +12,7 @@ from machines import machine
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError
+from zero_compiler.errors import RankMismatchError, ShardError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,10 +151,17 @@ two_devices = pytest.mark.skipif(
 )
 
 
+def _backends(beside: bool) -> str:
+    """``beside``: with gloo for tensors of the CPU, over which ranks then agree."""
+    device = torch.accelerator.current_accelerator().type
+    return f"cpu:gloo,{device}:{_own_backend()}" if beside else _own_backend()
+
+
 @two_devices
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_ranks_on_the_backend_of_the_device_train_as_ddp(stage):
-    assert run_ranks(_as_ddp, 2, stage, backend=_own_backend(), timeout=120.0) == ["c10d", "c10d"]
+def test_two_ranks_on_the_backend_of_the_device_train_as_ddp(stage, beside):
+    assert run_ranks(_as_ddp, 2, stage, backend=_backends(beside), timeout=120.0) == ["c10d", "c10d"]
 
 
 def _different_calls(rank, world):
@@ -266,6 +273,46 @@ def test_compiled_code_in_half_precision_holds_about_what_was_planned():
     loss = 3 * rows * width * 4  # in eager code
     assert measured <= planned + loss + BLAS
     assert planned <= 1.25 * measured
+
+
+def test_more_leaves_than_the_device_has_memory_for():
+    """The host is ahead of the device: what has left is memory for what is computed next all the same."""
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    width, rows = 1024, 1 << 14
+    model = zero.shard(
+        nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(12))).to(device),
+        activation_budget_bytes=4 * rows * width * 4,
+        offload_activations="host",
+    )
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x = torch.randn(rows, width, device=device)
+    stats = torch.accelerator.memory_stats
+    before = stats(device)["active_bytes.all.current"] - sum(p.to_local().nbytes for p in model.parameters())
+    for _ in range(3):
+        torch.accelerator.reset_peak_memory_stats(device)
+        if device.type == "cuda":
+            torch.cuda._sleep(10**8)
+        step(x).square().mean().backward()
+        model.zero_grad()
+    # Of what other streams may still read the allocator says that it is active, though nobody holds it.
+    grown = stats(device)["active_bytes.all.peak"] - before
+    memory = zero.inspect(model).memory
+    assert zero.inspect(model).frames[0].offloaded
+    assert grown <= memory.peak - memory.optimizer + 3 * x.nbytes + BLAS
+
+
+def test_a_call_cannot_be_recorded_into_a_graph():
+    device = torch.accelerator.current_accelerator()
+    if device.type != "cuda":
+        pytest.skip("graphs of CUDA")
+    model = zero.shard(Net().to(device), stage=3)
+    step = torch.compile(model, backend="zero", options={"compute": "aten"})
+    x, y = torch.ones(16, 30, device=device), torch.zeros(16, dtype=torch.long, device=device)
+    step(x, y).backward()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ShardError, match=r"torch\.cuda\.graph"), torch.cuda.graph(graph):
+        step(x, y)
 
 
 # A layer that the device could hold, and is not to. -------------------------------------------------------------
