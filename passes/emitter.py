@@ -64,9 +64,11 @@ class Emitter:
         )
         return self(node.target, *args, **kwargs)
 
-    def number(self, size: torch.SymInt) -> fx.Node:
-        """A symbolic size as a node, computed from the inputs of the graph."""
+    def number(self, size: torch.SymInt) -> fx.Node | int:
+        """A symbolic size as a node, computed from the inputs of the graph; as a number, where it is known by now."""
         expr = size.node.expr
+        if not expr.free_symbols:
+            return int(expr)
         tracer = _Tracer(self)
         env = {symbol: fx.Proxy(self._symbol(symbol), tracer) for symbol in expr.free_symbols}
         made: fx.Proxy = sympy_interp(PythonReferenceAnalysis, env, expr)

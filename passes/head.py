@@ -129,6 +129,8 @@ class Head:
             for n, need in axes.operands(node, self._form(node)).items():
                 if n in self.rows and n not in self.ends:
                     have = self.rows[n]
+                    if need is None and self.pick is None and axes.same(self.total(), 1):
+                        continue  # a single token is as well one for all
                     if need is None or (have.at, have.count, self._all(have)) != (
                         need.at,
                         need.count,
@@ -227,10 +229,23 @@ class Head:
         for node, out in zip(results, new, strict=True):
             if node in self.tangents:
                 with self.graph.inserting_before(min(self.readers(node))):
-                    out = emit(aten.mul.Tensor, out, self.scale)
+                    out = self._scaled(emit, out)
             for reader in self.readers(node):
                 reader.replace_input_with(node, out)
         hoist(emit.made)
+
+    def _scaled(self, emit: Emitter, out: fx.Node) -> fx.Node:
+        """The gradient of the loss as it is, from that of the loss as if its factor were one.
+
+        What was made of the loss, or of the number of labels, is no number where no label counts. The gradient of each
+        logit is zero then, as tokens that do not count are masked behind that factor in the graph, and so they stay.
+        """
+        scaled = emit(aten.mul.Tensor, out, self.scale)
+        if self.scale is None or self.scale.op == "placeholder":
+            return scaled
+        val = facts.value(out)
+        zero = emit(aten.full.default, [], 0, dtype=val.dtype, device=val.device)
+        return emit(aten.where.self, emit(aten.eq.Scalar, out, 0), zero, scaled)
 
     def before_writes(self, reader: fx.Node) -> fx.Node:
         """The first ``reader`` of what stands in the head's place, or a write to an input (of the graph) that comes

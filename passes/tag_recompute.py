@@ -34,6 +34,7 @@ _COSTLY = frozenset(
         _aten.mkldnn_rnn_layer.default,
     }
 )
+_PRODUCTS = (_aten.mm.default, _aten.bmm.default)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TagRecompute:
                 facts.tag_recompute(kept, CheckpointPolicy.MUST_SAVE, 0)
         for node, marks in derived.items():
             for user in _forward_readers(node, derived, backward):
-                costly = user.target in _COSTLY and not ctx.recompute
+                costly = _is_costly(user, node) and not ctx.recompute
                 if (costly or not marks <= allowed) and not facts.user_region(user):
                     facts.tag_recompute(user, CheckpointPolicy.MUST_SAVE, 0)
 
@@ -118,9 +119,24 @@ def regathered(graph: fx.Graph, small_bytes: int, recompute: bool = False) -> se
     for node, marks in derived.items():
         if any(u in backward for u in node.users):
             out |= marks
-        elif any(recompute or u.target not in _COSTLY for u in _forward_readers(node, derived, backward)):
+        elif any(recompute or not _is_costly(u, node) for u in _forward_readers(node, derived, backward)):
             out |= {m for m in marks if facts.bytes_of(facts.value(m)) < small_bytes}
     return out
+
+
+def _is_costly(reader: fx.Node, weight: fx.Node) -> bool:
+    """Whether an operator that reads something made of weights is too costly to run twice. One that adds it to a
+    product is a part of that: whether torch writes them as one operator depends on how many rows there are."""
+    if reader.target in _COSTLY:
+        return True
+    if reader.target is not _aten.add.Tensor or weight not in reader.args:
+        return False
+    (other,) = [a for a in reader.args[:2] if a is not weight] or [weight]
+    while isinstance(other, fx.Node) and (
+        other.target is _aten._unsafe_view.default or facts.aliased_inputs(other)
+    ):
+        other = other.all_input_nodes[0]
+    return isinstance(other, fx.Node) and other.target in _PRODUCTS
 
 
 def _forward_readers(

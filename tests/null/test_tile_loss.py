@@ -332,6 +332,33 @@ def test_nothing_but_ignored_labels(of):
         torch.testing.assert_close(row.grad, grads[name], equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
+_AFTERWARDS = {
+    "nan_to_num": torch.nan_to_num,
+    "where": lambda loss: torch.where(loss.isnan(), 0.0, loss),
+    "squared": lambda loss: loss**2,
+    "over itself": lambda loss: loss / loss.detach(),
+    "focal": lambda loss: (1 - torch.exp(-loss)) ** 2 * loss,
+}
+
+
+@pytest.mark.parametrize("how", ["nan_to_num", "squared", *slow("where", "over itself", "focal")])
+@pytest.mark.parametrize("tile_bytes", [None, 4 * ROW])
+def test_nothing_but_ignored_labels_before_more_is_made_of_the_loss(how, tile_bytes):
+    class After(Head):
+        def forward(self, ids, labels):
+            return _AFTERWARDS[how](super().forward(ids, labels))
+
+    model = SimulatedModel(After("plain"), 1, stage=3, tile_bytes=tile_bytes)
+    ids, labels = batch(0)
+    for given in ([(ids, torch.full_like(labels, -100))], [(ids, labels)]):
+        want, grads, _ = model.eager(given, lambda out: out)
+        torch.testing.assert_close(model.step(given, lambda out: out), want, equal_nan=True)
+        for name, row in model.rows[0].items():
+            assert torch.isfinite(grads[name]).all()
+            torch.testing.assert_close(row.grad, grads[name])
+    assert notes(model)
+
+
 def by_softmax_and_log(m, h, labels):
     return -m.head(h).softmax(-1).log().gather(-1, labels.clamp(0)[..., None]).mean()
 

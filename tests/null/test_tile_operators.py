@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -404,3 +405,15 @@ def test_what_is_left_whole_is_right_and_named(returns, why):
     model = SimulatedModel(Scaled(returns), 2, stage=3, bucket_bytes=0, tile_bytes=64)
     model.check([(torch.randn(4, 6),)] * 2, lambda out: sum(o.sum() for o in out))
     assert [n for n in notes(model) if f"gathered whole: weight, 192 bytes, because {why}" in n], notes(model)
+
+
+def test_convolutions_of_symbolic_sizes_in_half_precision():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(6, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3))
+    model = zero.shard(copy.deepcopy(plain), device="cpu", tile_bytes=256, param_dtype="bf16")
+    step = torch.compile(model, backend="zero", dynamic=True, options={"compute": "aten"})
+    for rows in (2, 3):
+        x = torch.randn(rows, 6, 8, 8)
+        got, want = step(x), plain(x)
+        torch.testing.assert_close(got.float(), want, rtol=5e-2, atol=5e-2)
+        got.float().square().mean().backward()

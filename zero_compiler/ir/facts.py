@@ -357,9 +357,16 @@ def made_of_weights(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
             backward.add(node)
         elif node.target is ops.unshard or is_weight(node):
             made[node] = {node}
-        elif node.op == "call_function" and inputs and all(i in made for i in inputs) and is_pure(node):
+        elif node.op != "call_function" or not is_pure(node):
+            continue
+        elif (inputs := [i for i in inputs if not _is_number(i)]) and all(i in made for i in inputs):
             made[node] = set().union(*(made[i] for i in inputs))
     return made
+
+
+def _is_number(node: fx.Node) -> bool:
+    """A size, say, which a weight may be expanded to."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
 
 def is_tangent(node: fx.Node) -> bool:
