@@ -205,15 +205,10 @@ def fail_later(group: Group, failure: Failure) -> None:
     """Have the next call of every peer end with ``failure``. For what fails where no peer waits for this rank, which
     therefore does not wait either: its own next call comes behind theirs.
 
-    While peers have not met one failure, there is room for no other. A group without gloo would take a header for one
-    of the collectives that peers are in, or begin next: there they find why, where they look, and no more.
+    While peers have not met one failure, there is room for no other.
     """
     group = group.everyone
     if group.alone or group.destroyed or (group.pg in _owed and not _met(group)):
-        return
-    if not _has_gloo(group):
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            warn_others(group, failure)
         return
     told_at = notice(group)
     # Where a peer is gone, or the store, the error of this rank says more.
@@ -241,9 +236,16 @@ def _met(group: Group) -> bool:
 def broke_off(group: Group, error: BaseException, titles: Sequence[str]) -> None:
     """The same for a call that an ``error`` has ended on this rank among its collectives. Peers that are in it look for
     that (`runtime/watch.py`), and none can call the models of these ``titles`` again.
+
+    A group without gloo would take a header for one of those collectives: there peers find why, and no more.
     """
     group = group.everyone
-    fail_later(group, Failure.of(error, group.name_of(group.rank), COMPLETE, titles))
+    failure = Failure.of(error, group.name_of(group.rank), COMPLETE, titles)
+    if _has_gloo(group):
+        fail_later(group, failure)
+    else:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            warn_others(group, failure)
 
 
 def cannot_begin(group: Group, error: BaseException) -> None:
