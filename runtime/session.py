@@ -383,9 +383,8 @@ class Session:
         with self._together():
             if any(r.pools.recorded() for r in self._devices):
                 raise ShardError(
-                    "a compiled call of a sharded model cannot be recorded into a graph of the device, as by "
-                    "torch.cuda.graph: a replay would write to memory that other calls use, and ranks would not meet; "
-                    "call it outside of that"
+                    "a compiled call of a sharded model cannot be recorded into a graph of the device: a replay would "
+                    "write to memory that other calls use, and ranks would not meet; call it outside of that"
                 )
             self._reductions.check_unhooked()
             self._make_room(self.program)

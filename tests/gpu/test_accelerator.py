@@ -311,7 +311,7 @@ def test_a_call_cannot_be_recorded_into_a_graph():
     x, y = torch.ones(16, 30, device=device), torch.zeros(16, dtype=torch.long, device=device)
     step(x, y).backward()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ShardError, match=r"torch\.cuda\.graph"), torch.cuda.graph(graph):
+    with pytest.raises(ShardError, match="recorded into a graph of the device"), torch.cuda.graph(graph):
         step(x, y)
 
 
