@@ -116,9 +116,8 @@ def _blocks(query: fx.Node, key: fx.Node, sizes: facts.Sizes | None) -> tuple[in
     return min(rows, length), min(512, keys), width, torch.get_num_threads()
 
 
-_PRODUCTS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "bias_addmm", "_mm_plus_mm"}
-)  # as Inductor calls them
+# As Inductor calls them.
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "bias_addmm", "_mm_plus_mm"})
 _OWN: dict[torch._ops.OpOverload, Callable[[fx.Node, facts.Sizes | None], int]] = {
     ops.onednn_linear: onednn_bytes,
     ops.land_mm: _product_bytes,
