@@ -407,6 +407,7 @@ def test_what_is_left_whole_is_right_and_named(returns, why):
     assert [n for n in notes(model) if f"gathered whole: weight, 192 bytes, because {why}" in n], notes(model)
 
 
+@pytest.mark.slow
 def test_convolutions_of_symbolic_sizes_in_half_precision():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(6, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3))
