@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is there, is there; and the code in README.md runs."""
+"""What README.md and docs/ say is there, is there; and the code in them runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from zero_compiler.passes import PHASE
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
 
 def table(heading: str) -> list[list[str]]:
-    """Cells of the first table below a heading."""
-    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    """Cells of the first table below a heading of the reference."""
+    section = REFERENCE.split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
@@ -69,6 +70,22 @@ def test_commands_exist(page):
     for name, rest in lines:
         options = {"--help"} | {o for p in commands[name].params for o in (*p.opts, *p.secondary_opts)}
         assert set(re.findall(r"--[a-z][\w-]*", rest)) <= options, name
+
+
+def test_the_index_has_every_page():
+    index = ROOT / "docs" / "README.md"
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index.read_text()))
+    assert linked == {p.name for p in index.parent.glob("*.md")} - {"README.md"}
+
+
+def test_readme_is_one_page():
+    assert len(README.split()) < 800
+
+
+def test_the_program_of_the_readme_is_that_of_the_page_on_plans():
+    (program,) = re.findall(r"```\n(gather .*?)```", README, flags=re.S)
+    page = (ROOT / "docs" / "reading-plans.md").read_text()
+    assert all(line in page for line in program.splitlines())
 
 
 def test_surface_is_whole():
@@ -151,16 +168,49 @@ def test_code_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     assert blocks
     for i, block in enumerate(blocks):
-        script = tmp_path / f"block{i}.py"
-        script.write_text(block)
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            cwd=tmp_path,
-            text=True,
-            capture_output=True,
-            timeout=250,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = run(tmp_path / f"block{i}.py", block)
         assert "predicted peak" in done.stdout
         assert "Warning" not in done.stderr
+
+
+# What the pages for users of other libraries take as given: a model, its batches, and a process group.
+GIVEN = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+batches = [torch.randn(4, 8) for _ in range(2)]
+
+
+def blocks(model):
+    return list(model)
+
+
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["coming-from-fsdp2", "coming-from-deepspeed"])
+def test_code_for_users_of_other_libraries_runs(tmp_path, name):
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.S)
+    loops = [block for block in found if block.startswith("for x in batches")]
+    made = [block for block in found if block not in loops]
+    assert made
+    for i, block in enumerate(made):
+        done = run(tmp_path / f"{name}{i}.py", GIVEN + block + "".join(loops) + "\nprint('trained')\n")
+        assert "trained" in done.stdout
+
+
+def run(script: Path, source: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(source)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=script.parent,
+        text=True,
+        capture_output=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
