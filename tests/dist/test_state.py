@@ -260,6 +260,26 @@ def test_checkpoint_into_another_world_size(tmp_path: Path) -> None:
                     assert torch.equal(got[name], value), f"{key} {name} on {world} ranks"
 
 
+def from_fsdp2(rank: int, world: int, folder: str) -> list[str]:
+    """A checkpoint of an FSDP2 model and its optimizer, loaded into a model that is sharded here."""
+    torch.manual_seed(0)
+    theirs = fully_shard(MLP(), mesh=init_device_mesh("cpu", (world,)))
+    their_opt = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    train(theirs, their_opt, rank, range(3))
+    weights, states = get_state_dict(theirs, their_opt)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
+    model, opt = _model("mlp", 1, 3)
+    weights, states = get_state_dict(model, opt)
+    dcp.load({"model": weights, "optim": states}, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=states)
+    want, got = train(theirs, their_opt, rank, range(3, 6)), train(model, opt, rank, range(3, 6))
+    return [] if got == pytest.approx(want, rel=1e-5) else [f"losses after loading are {got}, FSDP2's {want}"]
+
+
+def test_checkpoint_of_fsdp2(tmp_path: Path) -> None:
+    assert run_ranks(from_fsdp2, 2, str(tmp_path), timeout=250.0) == [[], []]
+
+
 # --- the model itself, pickled ----------------------------------------------------------------------------------
 
 
