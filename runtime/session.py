@@ -32,6 +32,7 @@ from zero_compiler.program import (
     WaitFetch,
     WaitGather,
     last_reads,
+    outputs_of,
 )
 from zero_compiler.verify import verify_accumulating
 
@@ -351,7 +352,7 @@ class Session:
         finally:
             if call is not None:
                 watch.end(call)
-        return [None if v is None else env[v] for v in self.program.outputs]
+        return outputs_of(self.program, env.__getitem__)
 
     def _told(self, error: BaseException) -> ZeroError | None:
         """What a peer has said that failed in this call, where this ``error`` comes of that."""
