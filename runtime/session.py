@@ -266,7 +266,7 @@ class Session:
             for runtime, names in self._at_home.items():
                 runtime.bring_home(names)
             rest = lay_text(group, need.refusal, _REASON_BYTES) if need.nbytes else self._stale_kept()
-        told = meet(group, self._digest, self._text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest)
+        told = meet(group, self._digest, self._told_text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest)
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
             most = needs.index(max(needs))
@@ -287,6 +287,12 @@ class Session:
         title = ", ".join(p.title() for p in policies)
         head = f"phase {self.program.title}"
         return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
+
+    def _told_text(self) -> str:
+        """The same for ranks that are in another call, with what the user was told of why."""
+        assert self.first is not None
+        text: str = self.first.policy.scope.told(self._text())
+        return text
 
     def _stale_kept(self) -> bytes:
         """Forget kept weights whose shards have changed; a digest of what is left to gather.

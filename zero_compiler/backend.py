@@ -21,7 +21,7 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grads, plain, sized, tiling
+from . import grads, limits, plain, sized, tiling
 from .broken import Broken
 from .capture import Captured, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
@@ -129,8 +129,19 @@ def compile_with(
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    _watch_limit(captured, options)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
+
+
+def _watch_limit(captured: Captured, options: Any) -> None:
+    """What is compiled here may pass Dynamo's ``recompile_limit`` later on."""
+    compiles_again = functools.partial(torch.compile, backend=zero, options=options, dynamic=True)
+    context = torch._guards.TracingContext.try_get()
+    for owner in dict.fromkeys(s.ref.owner for s in captured.shards):
+        scope = ops.owner_of(owner).scope
+        scope.compile = compiles_again
+        limits.watch(getattr(context, "traced_code", None), scope)
 
 
 def compile_frame(
