@@ -266,7 +266,9 @@ class Session:
             for runtime, names in self._at_home.items():
                 runtime.bring_home(names)
             rest = lay_text(group, need.refusal, _REASON_BYTES) if need.nbytes else self._stale_kept()
-        told = meet(group, self._digest, self._told_text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest)
+        told = meet(
+            group, self._digest, self._told_text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest
+        )
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
             most = needs.index(max(needs))

@@ -118,7 +118,9 @@ def _compile(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
     guard_optimizers()
-    return compile_with(gm, example_inputs, options, EngineLoader())
+    call = compile_with(gm, example_inputs, options, EngineLoader())
+    _watch_limit(gm, options)
+    return call
 
 
 def compile_with(
@@ -129,16 +131,15 @@ def compile_with(
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
-    _watch_limit(captured, options)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
 
 
-def _watch_limit(captured: Captured, options: Any) -> None:
+def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
     """What is compiled here may pass Dynamo's ``recompile_limit`` later on."""
     compiles_again = functools.partial(torch.compile, backend=zero, options=options, dynamic=True)
     context = torch._guards.TracingContext.try_get()
-    for owner in dict.fromkeys(s.ref.owner for s in captured.shards):
+    for owner in owners_in(gm):
         scope = ops.owner_of(owner).scope
         scope.compile = compiles_again
         limits.watch(getattr(context, "traced_code", None), scope)

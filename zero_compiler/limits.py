@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .policy import Policy, Scope
 
 log = logging.getLogger("zero_compiler")
+ENTERED = "_entered"  # name of the code at which a module begins that is compiled by its own method
 _BEGINS = ("__call__", "_zero_entered")  # where what is compiled of a module begins
 _OWN_CODE = (*_BEGINS, "_zero_outermost", "forward", "_call_impl")
 
@@ -53,9 +54,14 @@ def _why() -> str:
     return f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) was met"
 
 
-def _advice() -> str:
+def _advice(scope: Scope) -> str:
     if _stance() != "default":
         return "call it under the default stance"
+    if scope.compile is None:
+        return (
+            "nothing of this model was compiled, since Dynamo has compiled the same function for others too often: "
+            "call torch._dynamo.reset() before, or derive a class of your own from the model's, if that is torch's"
+        )
     return (
         "leave dynamic=False out of torch.compile, or give it dynamic=True (or torch._dynamo.mark_dynamic the "
         "dimensions that change); or set torch._dynamo.config.recompile_limit to as many as there are sizes"
@@ -97,13 +103,13 @@ def compiled_again(
         assert scope.compile is not None
         if not scope.said:
             log.warning(
-                "%s: %s, past which calls at other sizes would run eagerly; from here on one more graph, for sizes that "
-                "may change, takes their place; %s",
+                "%s: %s, past which calls at other sizes would run eagerly; from here on one more graph, for sizes "
+                "that may change, takes their place; %s",
                 _call(module, args, kwargs),
                 _why(),
-                _advice(),
+                _advice(scope),
             )
-        scope.said = f"since {_why()}, compiled once more for sizes that may change; {_advice()}"
+        scope.said = f"since {_why()}, compiled once more for sizes that may change; {_advice(scope)}"
         renew(module)
         compiled = scope.again[module] = scope.compile(outermost())
     return compiled(module, call, args, kwargs, True)
@@ -145,14 +151,27 @@ def runs_eagerly(policy: Policy, what: str) -> None:
     said = f"runs eagerly, since {_why()}"
     if any(_budgeted(p) for p in scope.members):
         error = MemoryBudgetError(
-            f"{what} {said}, and memory_budget_bytes holds for what is compiled alone: {_advice()}"
+            f"{what} {said}, and memory_budget_bytes holds for what is compiled alone: {_advice(scope)}"
         )
         if not policy.group.alone:
             cannot_begin(policy.group, error)
         raise error
     if scope.said != said:
-        log.warning("%s %s: slower, and with more memory than its plan says; %s", what, said, _advice())
+        log.warning("%s %s: slower, and with more memory than its plan says; %s", what, said, _advice(scope))
     scope.said = said
+
+
+def outside_budget(policy: Policy, name: str) -> None:
+    """The weight ``name`` is gathered by code that runs eagerly: say, once, that a memory budget does not count it."""
+    scope = policy.scope
+    if scope.outside_said or policy.group.rank != 0 or not any(_budgeted(p) for p in scope.members):
+        return
+    scope.outside_said = True
+    log.warning(
+        "weight %s is read by code that runs eagerly, since it is not compiled or stands where a graph breaks "
+        "(TORCH_LOGS=graph_breaks says where): memory_budget_bytes does not count what such code allocates",
+        name,
+    )
 
 
 def _budgeted(policy: Policy) -> bool:
@@ -170,8 +189,14 @@ def watch(codes: Any, scope: Scope) -> None:
     """
     entries: Callable[[Any], list[Any]] | None
     entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    if not (codes and entries and scope.active and scope.entered is not None):
+    if not (codes and entries and scope.active):
         return
-    begins = codes[0].co_name == "entered" and codes[0].co_filename.endswith("modules.py")
-    if not begins and len(entries(codes[0])) + 1 >= torch._dynamo.config.recompile_limit:
-        scope.entered.full = True
+    state, forward = scope.begun
+    if scope.entered is not None:
+        state = (
+            scope.entered if codes[0].co_name != ENTERED else None
+        )  # which is noticed when it is past the limit
+    elif codes[0] is not forward:
+        state = None  # a block that is compiled alone
+    if state is not None and len(entries(codes[0])) + 1 >= torch._dynamo.config.recompile_limit:
+        state.full = True

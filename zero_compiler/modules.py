@@ -40,6 +40,9 @@ class ModuleState:
     root: bool
     full: bool = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"full": False}  # a copy has code of its own
+
 
 class _Sharded(nn.Module):
     """For types alone: a module whose class :func:`swap_classes` has swapped."""
@@ -330,6 +333,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         return _again(self, call, args, kwargs)
     scope.entered = state if torch.compiler.is_compiling() or limits.compiling() else None
     if not torch.compiler.is_compiling():
+        scope.begun = state, getattr(type(self).forward, "__code__", None)
         plain.watch_beside(self)
         scope.copies = Copies()
     scope.active = True
@@ -435,6 +439,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if not isinstance(param, DTensor):
         return lent(param, name)
     policy.group.check_still_valid()
+    limits.outside_budget(policy, name)
     info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     if policy.scope.copies is not None:

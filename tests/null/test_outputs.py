@@ -4,6 +4,7 @@ aliases, gradients."""
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.planning import report
 from zero_compiler.program import Constant, Program
+from zero_compiler.runtime.reference import Rank, Reference
+from zero_compiler.verify import verify_program
 
 WIDTH = 8
 
@@ -29,6 +31,9 @@ STEPS = {
     "no grad": lambda f, v: f.without_grad(v),
     "in place": lambda f, v: (v * 1.5).add_(1),
     "times the size": lambda f, v: v * f.x.size(1),
+    "times a number": lambda f, v: v * f.number,
+    "times a float": lambda f, v: v * f.real,
+    "input again": lambda f, v: f.again,
     "input": lambda f, v: f.x,
     "other input": lambda f, v: f.other,
     "view of an input": lambda f, v: f.x[:1],
@@ -52,6 +57,11 @@ ENDS = {
     "number": lambda f, v: f.number,
     "number and size": lambda f, v: f.number + f.x.size(1),
     "float": lambda f, v: f.real,
+    "float and size": lambda f, v: f.real * f.x.size(1),
+    "flag": lambda f, v: f.flag,
+    "flag and size": lambda f, v: f.flag and f.x.size(1) > 5,
+    "given complex": lambda f, v: f.wave,
+    "complex and size": lambda f, v: f.wave * f.x.size(1),
     "true": lambda f, v: True,
     "none": lambda f, v: None,
     "complex": lambda f, v: 1 + 2j,
@@ -75,8 +85,9 @@ ENDS = {
 class Frame:
     """The inputs of a call, for the steps."""
 
-    def __init__(self, model, x, other, number, real):
-        self.model, self.x, self.other, self.number, self.real = model, x, other, number, real
+    def __init__(self, model, x, again, other, number, real, flag, wave):
+        self.model, self.x, self.again, self.other = model, x, again, other
+        self.number, self.real, self.flag, self.wave = number, real, flag, wave
 
     def breaks(self, value):
         torch._dynamo.graph_break()
@@ -95,8 +106,8 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.steps, self.ends = steps, ends
 
-    def forward(self, x, other, number, real, nothing=None):
-        frame = Frame(self, x, other, number, real)
+    def forward(self, x, again, other, number, real, flag, wave, nothing=None):
+        frame = Frame(self, x, again, other, number, real, flag, wave)
         value, out = self.first(x), [nothing]
         for step in self.steps:
             made = STEPS[step](frame, value)
@@ -151,9 +162,6 @@ class Way:
             zero.shard(self.model, stage=3, device="cpu", compute=compute)
         self.call = torch.compile(self.model, backend=backend)
 
-    def __enter__(self):
-        return self
-
     def run(self, size, mode, trained):
         x = torch.randn(2, size, WIDTH, generator=torch.Generator().manual_seed(size))
         x.requires_grad_(trained)
@@ -161,7 +169,7 @@ class Way:
         given = [x, other, self.model.seen]
         self.model.zero_grad()
         with mode():
-            out = self.call(x, other, 3, 0.25)
+            out = self.call(x, x, other, size + 3, size / 4, size != 5, complex(1, size))
         lines = told(out, given)
         values = [v for v in leaves(out) if isinstance(v, torch.Tensor)]
         numbers = [v.detach().clone() for v in [*given, *values]]
@@ -188,6 +196,26 @@ def check(steps, ends, sizes, mode, trained, compute="aten"):
                 torch.testing.assert_close(g, want)
 
 
+def test_constants_of_a_program():
+    outputs = [0, Constant(7), None, Constant(True), Constant(0.5), Constant(1 + 2j), Constant(float("inf"))]
+    tables = {"gathers": [], "reduces": [], "segments": [], "transient_bytes": 0}
+    program = Program(phase="inference", num_inputs=1, num_values=1, instrs=[], outputs=outputs, **tables)
+    verify_program(program, {})
+    again = Program.from_dict(json.loads(program.to_json()))
+    assert again == program
+    assert [type(v.value) for v in again.outputs if isinstance(v, Constant)] == [
+        int,
+        bool,
+        float,
+        complex,
+        float,
+    ]
+    x = torch.ones(2)
+    (out,) = Reference(again, [], {}, [Rank({})]).run([[x]])
+    assert out[0] is x
+    assert out[1:] == [7, None, True, 0.5, 1 + 2j, float("inf")]
+
+
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
@@ -207,3 +235,13 @@ def test_every_kind_of_output_at_once(mode):
 )
 def test_random_frames(steps, ends, sizes, mode, trained):
     check(steps, ends, sizes, mode, trained)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4),
+    ends=st.lists(st.sampled_from(sorted(ENDS)), max_size=5),
+)
+def test_random_frames_of_fused_segments(steps, ends):
+    check(steps, ends, (5, 7), torch.enable_grad, trained=True, compute="inductor")
