@@ -7,6 +7,7 @@ starts, and writes them when it is waited for; a release fills the weight with N
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from zero_compiler.program import (
     WaitOffload,
     WaitRestore,
     Write,
+    outputs_of,
 )
 
 _PATIENCE_S = 120.0  # for the ranks of one process to meet
@@ -174,7 +176,7 @@ class Reference:
                     _write(env, instr.outs, end)
         if started:
             raise TransferError(f"the Program ends with transfers that nothing waited for: {sorted(started)}")
-        return [[None if v is None else _read(env, v) for v in p.outputs] for env in envs]
+        return [outputs_of(p, functools.partial(_read, env)) for env in envs]
 
     @staticmethod
     def _start(started: dict[tuple[str, int], Any], kind: str, index: int, given: Any) -> None:

@@ -32,6 +32,7 @@ from zero_compiler.program import (
     WaitFetch,
     WaitGather,
     last_reads,
+    outputs_of,
 )
 from zero_compiler.verify import verify_accumulating
 
@@ -265,7 +266,9 @@ class Session:
             for runtime, names in self._at_home.items():
                 runtime.bring_home(names)
             rest = lay_text(group, need.refusal, _REASON_BYTES) if need.nbytes else self._stale_kept()
-        told = meet(group, self._digest, self._text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest)
+        told = meet(
+            group, self._digest, self._told_text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest
+        )
         needs = [int.from_bytes(t[:_NEED_BYTES], "little") for t in told]
         if any(needs):
             most = needs.index(max(needs))
@@ -286,6 +289,12 @@ class Session:
         title = ", ".join(p.title() for p in policies)
         head = f"phase {self.program.title}"
         return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
+
+    def _told_text(self) -> str:
+        """The same for ranks that are in another call, with what the user was told of why."""
+        assert self.first is not None
+        text: str = self.first.policy.scope.told(self._text())
+        return text
 
     def _stale_kept(self) -> bytes:
         """Forget kept weights whose shards have changed; a digest of what is left to gather.
@@ -351,7 +360,7 @@ class Session:
         finally:
             if call is not None:
                 watch.end(call)
-        return [None if v is None else env[v] for v in self.program.outputs]
+        return outputs_of(self.program, env.__getitem__)
 
     def _told(self, error: BaseException) -> ZeroError | None:
         """What a peer has said that failed in this call, where this ``error`` comes of that."""

@@ -21,7 +21,7 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grads, plain, sized, tiling
+from . import grads, limits, plain, sized, tiling
 from .broken import Broken
 from .capture import Captured, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
@@ -118,7 +118,9 @@ def _compile(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
         )
     guard_optimizers()
-    return compile_with(gm, example_inputs, options, EngineLoader())
+    call = compile_with(gm, example_inputs, options, EngineLoader())
+    _watch_limit(gm, options)
+    return call
 
 
 def compile_with(
@@ -131,6 +133,16 @@ def compile_with(
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
+
+
+def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
+    """What is compiled here may pass Dynamo's ``recompile_limit`` later on."""
+    compiles_again = functools.partial(torch.compile, backend=zero, options=options, dynamic=True)
+    context = torch._guards.TracingContext.try_get()
+    for owner in owners_in(gm):
+        scope = ops.owner_of(owner).scope
+        scope.compile = compiles_again
+        limits.watch(getattr(context, "traced_code", None), scope)
 
 
 def compile_frame(

@@ -17,6 +17,7 @@ from .live import live_bytes
 from .program import (
     Bring,
     Compute,
+    Constant,
     Discard,
     Gather,
     Instr,
@@ -187,7 +188,7 @@ def emit(
             reads.append([])
 
     arrive()
-    outputs = [number(n) if isinstance(n, fx.Node) else None for n in returned]
+    outputs = [_output(n, numbers) for n in returned]
     instrs = _with_frees(instrs, reads, numbers, output)
     gather_descs, reduce_descs, offload_descs, sizes = plan_slots(
         gathers, reduces, params, kept_offsets, len(instrs), fetches, offloads
@@ -220,6 +221,13 @@ def emit(
         verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
     program.live, program.inside = live_bytes(program, graph, numbers, segments)
     return Emitted(program, segments, graph, numbers)
+
+
+def _output(returned: Any, numbers: Mapping[fx.Node, int]) -> int | Constant | None:
+    """What a graph returns, as an output of its Program."""
+    if isinstance(returned, fx.Node):
+        return numbers[returned]
+    return None if returned is None else Constant(returned)
 
 
 def _back(restore: fx.Node) -> fx.Node:

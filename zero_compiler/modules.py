@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import eager, grads, plain
+from . import eager, grads, limits, plain
 from .copies import Copies
 from .errors import ShardError, ZeroError
 from .group import Group
@@ -30,18 +30,26 @@ from .reading import managed, weight
 
 @dataclass
 class ModuleState:
-    """What a module of a sharded model knows: its policy and the qualified names of its own parameters."""
+    """What a module of a sharded model knows: its policy and the qualified names of its own parameters.
+
+    ``full``: Dynamo has compiled something that it calls for the last time (see `limits.py`).
+    """
 
     policy: Policy
     names: dict[str, str]
     root: bool
+    full: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"full": False}  # a copy has code of its own
 
 
 class _Sharded(nn.Module):
     """For types alone: a module whose class :func:`swap_classes` has swapped."""
 
     _zero: ModuleState
-    _zero_outermost: Callable[[Any, Any, Any], Any]
+    _zero_outermost: Callable[..., Any]
+    _zero_entered: Callable[..., Any]
 
 
 def is_root(module: nn.Module) -> bool:
@@ -123,6 +131,8 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
     body |= {
         "__call__": _own_code(_call(base)),
         "_zero_outermost": _own_code(_outermost),
+        "_zero_entered": _own_code(_entered),
+        "compile": _compile,
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
         "__module__": base.__module__,
@@ -263,6 +273,8 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     # options once for a model, and `root` for each module.
     if state.policy.config.param_dtype is not None and state.root and not state.policy.opened:
         args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
+    if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
+        return _past_limit(self, call, args, kwargs)
     if scope.active:
         return call(self, *args, **kwargs)
     return self._zero_outermost(call, args, kwargs)
@@ -272,11 +284,56 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
 torch._dynamo.eval_frame.skip_code(_called.__code__)
 
 
-def _outermost(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """A call that comes from outside of the model: its weights are whole until it returns."""
+@torch._dynamo.disable(reason="compiled once more, past recompile_limit")
+def _again(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+    return limits.compiled_again(self, call, args, kwargs, lambda: _own_code(_outermost))
+
+
+def _past_limit(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+    """A call from code that Dynamo does not compile for new values any more."""
+    scope = self._zero.policy.scope
+    if scope.compile is not None:
+        return _again(self, call, args, kwargs)
+    with limits.eagerly(self, args, kwargs):
+        return call(self, *args, **kwargs) if scope.active else self._zero_outermost(call, args, kwargs)
+
+
+def _compile(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``nn.Module.compile``: what it compiles begins where a call past Dynamo's limit is noticed."""
+    self._compiled_call_impl = torch.compile(self._zero_entered, *args, **kwargs)
+
+
+def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``_call_impl`` of a module for itself compiled."""
     state = self._zero
     scope = state.policy.scope
+    if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
+        return _past_limit(self, type(self)._call_impl, args, kwargs)
+    if state.full:
+        return _again(self, type(self)._call_impl, args, kwargs)
+    scope.entered = state
+    return self._call_impl(*args, **kwargs)
+
+
+def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> Any:
+    """A call that comes from outside of the model: its weights are whole until it returns.
+
+    Args:
+        again: it is compiled once more, past Dynamo's limit; also for a part of the model.
+    """
+    state = self._zero
+    scope = state.policy.scope
+    if again:
+        if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
+            with limits.eagerly(self, args, kwargs):
+                return _outermost(self, call, args, kwargs, again)
+        if scope.active:
+            return call(self, *args, **kwargs)
+    elif state.full:
+        return _again(self, call, args, kwargs)
+    scope.entered = state if torch.compiler.is_compiling() or limits.compiling() else None
     if not torch.compiler.is_compiling():
+        scope.begun = state, getattr(type(self).forward, "__code__", None)
         plain.watch_beside(self)
         scope.copies = Copies()
     scope.active = True
@@ -339,6 +396,8 @@ def _get(self: _Sharded) -> Any:
             return full
         part = policy.params[name].part
         return full if part is None else part.of(full)
+    if limits.passed() and policy.scope.active and not policy.scope.eager:
+        limits.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)
 
 
@@ -380,6 +439,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if not isinstance(param, DTensor):
         return lent(param, name)
     policy.group.check_still_valid()
+    limits.outside_budget(policy, name)
     info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     if policy.scope.copies is not None:

@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,32 @@ class Scope:
 
     ``copies``: what eager code was given as weights, where a forward runs without compile. ``members``: their policies.
     ``changes`` counts what these learn of frames and optimizers.
+
+    For calls past Dynamo's limit (`limits.py`). ``compile``: compiles a function once more, as the backend was asked to
+    compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
+    at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the code of its
+    forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``: what
+    the user was told of such calls, which messages about ranks that do not meet repeat; ``outside_said``: whether of
+    eager code that a memory budget does not count.
     """
 
     def __init__(self) -> None:
+        self.compile: Callable[[Any], Callable[..., Any]] | None = None
+        self.again: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+        self.entered: Any = None
+        self.begun: tuple[Any, Any] = None, None
+        self.eager = False
+        self.said = ""
+        self.outside_said = False
         self.active = False
         self.copies: Copies | None = None
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
         self.changes = 0
+
+    def told(self, text: str) -> str:
+        """The description of a call, for ranks that are in another one."""
+        head, *rest = text.split("\n")
+        return "\n".join([f"{head} ({self.said})" if self.said else head, *rest])
 
     def __reduce__(self) -> tuple[type[Scope], tuple[()]]:
         return Scope, ()  # nothing of it is a copy's
@@ -541,7 +560,7 @@ class Policy:
         doing = self._digests.get((operation, details))
         if doing is None:
             doing = self._digests[operation, details] = short_digest(text())
-        meet(self.group, doing, text, operation)
+        meet(self.group, doing, lambda: self.scope.told(text()), operation)
 
     def check_whole(self) -> None:
         """Raise where an earlier call of this model broke off among its collectives."""

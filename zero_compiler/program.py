@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from .ir.facts import ParamRef
 from .runtime.stores import blocks
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,23 @@ def few(names: tuple[str, ...]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+@dataclass(frozen=True)
+class Constant:
+    """An output that is the same number at every call, as a size that what follows in its frame has fixed."""
+
+    value: int | float | bool | complex
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: its type beside it, since JSON has no complex numbers."""
+        v = self.value
+        return {"constant": type(v).__name__, "value": [v.real, v.imag] if isinstance(v, complex) else v}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Constant:
+        """Inverse of :meth:`to_dict`."""
+        return Constant(complex(*data["value"]) if data["constant"] == "complex" else data["value"])
+
+
 # Instructions. `op` names the kind; JSON keeps the fields in order.
 @dataclass(frozen=True)
 class Fetch:
@@ -446,7 +463,7 @@ class Program:
         phase: "forward", "backward" or "inference".
         keeps: gradients that a backward under ``zero.no_sync`` adds up instead of reducing them (see `keeping.py`).
         num_values: size of the value table; inputs are values 0 to ``num_inputs`` - 1.
-        outputs: value of each output; None for an output that is None, or a constant in ``constants``.
+        outputs: the number of the value that each output is, or the :class:`Constant` that it is. None: it is None.
         segments: text of each distinct compute segment.
         structures: for each ``Compute.segment``, the index of its text in ``segments``.
         segment_us: predicted time of each ``Compute.segment``.
@@ -476,7 +493,7 @@ class Program:
     num_inputs: int
     num_values: int
     instrs: list[Instr]
-    outputs: list[int | None]
+    outputs: list[int | Constant | None]
     gathers: list[GatherDesc]
     reduces: list[ReduceDesc]
     segments: list[str]
@@ -564,6 +581,7 @@ class Program:
         """Plain JSON values."""
         out = asdict(self)
         out["instrs"] = [asdict(i) for i in self.instrs]
+        out["outputs"] = [v.to_dict() if isinstance(v, Constant) else v for v in self.outputs]
         return out
 
     def to_json(self) -> str:
@@ -585,6 +603,7 @@ class Program:
         data["reduces"] = [ReduceDesc(**_desc(r)) for r in data["reduces"]]
         data["keeps"] = [KeepDesc(**_desc(k)) for k in data["keeps"]]
         data["lies_in"] = [tuple(v) for v in data["lies_in"]]
+        data["outputs"] = [Constant.from_dict(v) if isinstance(v, dict) else v for v in data["outputs"]]
         return Program(**data)
 
     def text(self, live: bool = True) -> str:
@@ -659,6 +678,15 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tuples(v) for v in value)
     return value
+
+
+def outputs_of(program: Program, value: Callable[[int], Any]) -> list[Any]:
+    """What a Program returns when it has run.
+
+    Args:
+        value: by its number.
+    """
+    return [value(v) if isinstance(v, int) else v.value if v is not None else None for v in program.outputs]
 
 
 def last_reads(program: Program) -> dict[tuple[str, str], float]:

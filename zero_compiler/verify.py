@@ -140,7 +140,7 @@ def _values(program: Program) -> None:
                 _fail(i, instr, f"value {v} is outside the table of {program.num_values} values")
             written.add(v)
     for v in program.outputs:
-        if v is not None and (v not in written or v in freed):
+        if isinstance(v, int) and (v not in written or v in freed):
             raise VerifyError(f"output {v} was never written, or was freed")
 
 

@@ -43,6 +43,7 @@ RANKS = {
     "copies": 4,
     "eager": 4,
     "grads": 4,
+    "limits": 4,
     "modules": 4,
     "placing": 3,
     "plain": 4,
