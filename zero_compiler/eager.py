@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
+from .full_weight import full_parameter, registrable
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
 
@@ -125,8 +126,9 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     return chunk
 
 
+@registrable
 class Unshard(torch.autograd.Function):
-    """Full weight of a sharded parameter, with the reduction of its gradient as backward."""
+    """Full weight of a sharded parameter, as a parameter, with the reduction of its gradient as backward."""
 
     @staticmethod
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
@@ -134,7 +136,7 @@ class Unshard(torch.autograd.Function):
         ctx.call = grads.opened(policy, (name,))
         info = policy.params[name]
         policy.meet(f"eager gather of {name}")
-        return gather(policy.group, info.layout, param._local_tensor, info.gather_dtype)
+        return full_parameter(gather(policy.group, info.layout, param._local_tensor, info.gather_dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from . import eager, grads, plain
 from .copies import Copies
 from .errors import ShardError, ZeroError
+from .full_weight import FULL, AsParameter, forget, weight_of
 from .group import Group
 from .guards import STALE, mark_stale
 from .policy import Policy
@@ -131,6 +132,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "__reduce_ex__": _reduce_ex,
         "__init_subclass__": classmethod(_derived),
         "_zero_base": base,
+        "_zero": None,  # of what a method of the module makes by its class, as slices and copies of containers are
     }
     for name in ("forward", "_call_impl"):
         method = inspect.getattr_static(base, name)
@@ -258,13 +260,21 @@ def _call_module(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
 
 def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     state = self._zero
+    if state is None:
+        return call(self, *args, **kwargs)
     scope = state.policy.scope
     # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them. Dynamo guards the
     # options once for a model, and `root` for each module.
     if state.policy.config.param_dtype is not None and state.root and not state.policy.opened:
         args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
     if scope.active:
-        return call(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return call(self, *args, **kwargs)
+        kept = len(scope.read)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            forget(scope.read, kept)
     return self._zero_outermost(call, args, kwargs)
 
 
@@ -280,6 +290,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
         plain.watch_beside(self)
         scope.copies = Copies()
     scope.active = True
+    scope.read = {}
     try:
         out = call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -292,6 +303,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
         raise
     finally:
         scope.active = False
+        scope.read = {}
         if not torch.compiler.is_compiling():
             scope.copies = None
     if not torch.compiler.is_compiling():
@@ -326,7 +338,10 @@ def _get(self: _Sharded) -> Any:
         if attribute in self.__dict__:
             return self.__dict__[attribute]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
-    policy = self._zero.policy
+    state = self._zero
+    if state is None:
+        return param
+    policy = state.policy
     if torch.compiler.is_compiling():
         if param is None or not policy.scope.active:
             return param
@@ -381,15 +396,28 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         return lent(param, name)
     policy.group.check_still_valid()
     info = managed(param, name, policy)
-    full = eager.Unshard.apply(param, policy, name)
-    if policy.scope.copies is not None:
-        policy.scope.copies.add(name, param, full)
-    return full if info.part is None else info.part.of(full)
+
+    def make() -> Any:
+        full = eager.Unshard.apply(param, policy, name)
+        if policy.scope.copies is not None:
+            policy.scope.copies.add(name, param, full)
+        return full if info.part is None else AsParameter.apply(info.part.of(full))
+
+    def make_for_autograd() -> Any:
+        # A weight that is read under no_grad may be used where gradients are enabled.
+        if torch.is_grad_enabled() or not param.requires_grad or torch.is_inference_mode_enabled():
+            return make()
+        with torch.enable_grad():
+            return make()
+
+    if not policy.scope.active:
+        return make_for_autograd()
+    return weight_of(param, policy.scope.read, make_for_autograd)
 
 
 def lent(value: Any, name: str) -> Any:
     """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
     parameter itself, which ``nn.Module`` asks of what is to stay."""
-    if isinstance(value, nn.Parameter):
+    if isinstance(value, nn.Parameter) and not hasattr(value, FULL):
         grads.replaced(name)
     return value

@@ -22,6 +22,7 @@ from .config import TIER_FIELDS, Config
 from .copies import Copies
 from .errors import CaptureError, ConfigError, ShardError, StorageError, TransferError
 from .files import Files, GradientFiles, PlannedWrites
+from .full_weight import FULL, Read
 from .group import Group
 from .headers import meet, short_digest
 from .ir import ops
@@ -49,13 +50,15 @@ class Scope:
     """What a sharded model and the parts of it that were sharded before have in common: whether a forward is running.
     Inside one, a managed attribute is the full weight.
 
-    ``copies``: what eager code was given as weights, where a forward runs without compile. ``members``: their policies.
-    ``changes`` counts what these learn of frames and optimizers.
+    ``read``: weights that eager code has read in calls which run, while a forward does; ``copies``: what it was given as
+    weights, where a forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of
+    frames and optimizers.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.copies: Copies | None = None
+        self.read: Read = {}
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
         self.changes = 0
 
@@ -500,7 +503,7 @@ class Policy:
     def _stands(self, name: str) -> tuple[nn.Module, str] | None:
         for module, attribute in self.places[name]:
             found = module._parameters.get(attribute)
-            if isinstance(found, DTensor) and not hasattr(found, "_zero_full"):  # of zero.gathered
+            if isinstance(found, DTensor) and not hasattr(found, FULL):  # of zero.gathered
                 return module, attribute
         return None
 
