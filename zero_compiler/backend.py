@@ -28,6 +28,7 @@ from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
+from .full_weight import AsParameter
 from .guards import STALE, guard_optimizers, held_elsewhere
 from .ir import ops
 from .keeping import accumulating
@@ -175,6 +176,9 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
     for i in range(len(shards) + len(keep)):
         sources.append((True, at[i]) if i in at else (False, next(rest)))
 
+    if captured.weights:
+        compiled = _with_parameters(compiled, captured.weights)
+
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
         params = [args[i] for i in shard_args]
@@ -185,6 +189,18 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
         else:
             rows = [p._local_tensor for p in params]
         return compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+
+    return call
+
+
+def _with_parameters(compiled: Callable[..., Any], weights: Sequence[int]) -> Callable[..., Any]:
+    """``compiled``, whose outputs at ``weights`` are full weights, as code behind a graph break is to see them."""
+
+    def call(*args: Any) -> Any:
+        out = list(compiled(*args))
+        for i in weights:
+            out[i] = AsParameter.apply(out[i])
+        return out
 
     return call
 

@@ -41,6 +41,7 @@ class ShardInput:
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
+    ``weights`` lists its outputs that are full weights, read before a graph break and used behind it.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
     weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
     """
@@ -48,6 +49,7 @@ class Captured:
     gm: fx.GraphModule
     shards: list[ShardInput]
     keep: list[int]
+    weights: list[int]
     code: str = ""
     goes_on: bool = False
 
@@ -97,6 +99,8 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     _refuse_writes(gm)
     gm = _copy(gm)
     _hoist_reads(gm)
+    _read_with_gradients(gm)
+    weights = _weights_among(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs: list[Any] = []
     shards: list[ShardInput] = []
@@ -127,7 +131,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             f"weight {node.args[2]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
         )
     gm.recompile()
-    return Captured(gm, shards, keep, _code(shards), goes_on), inputs
+    return Captured(gm, shards, keep, weights, _code(shards), goes_on), inputs
 
 
 def _code(shards: Sequence[ShardInput]) -> str:
@@ -231,6 +235,25 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
         node.args = (fresh, *args)
         if not attribute.users:
             gm.graph.erase_node(attribute)
+
+
+def _read_with_gradients(gm: fx.GraphModule) -> None:
+    """Move reads of weights out of regions under ``torch.no_grad``: what is read there may be used elsewhere."""
+    if not torch.is_grad_enabled():
+        return
+    begin: fx.Node | None = None
+    for node in list(gm.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            begin = None if node.args[0] else begin or node
+        elif node.target is weight and begin is not None and node.args[0].op == "placeholder":
+            begin.prepend(node)
+
+
+def _weights_among(gm: fx.GraphModule) -> list[int]:
+    """Positions of the outputs that are full weights."""
+    (output,) = gm.graph.find_nodes(op="output")
+    found = output.args[0] if isinstance(output.args[0], (list, tuple)) else ()
+    return [i for i, node in enumerate(found) if isinstance(node, fx.Node) and node.target is weight]
 
 
 def _markers_of(param: fx.Node) -> list[fx.Node]:
