@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grads, plain, sized, tiling
 from .broken import Broken
-from .capture import Captured, check_outputs, lower_parameters, owners_in
+from .capture import Captured, check_gradients, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
@@ -240,6 +240,7 @@ class _FrameCompiler:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Rewrite the joint graph and cut it into forward and backward."""
         check_outputs(self.captured.gm)
+        check_gradients(gm.graph, self.captured.differentiated)
         if self.state.fused:
             _inductor_joint_passes(gm, inputs)
         graphs = self.fitting.partition(gm, inputs, **kwargs)

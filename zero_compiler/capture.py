@@ -7,6 +7,7 @@ runtime links them to the parameters (`runtime/shards.py`).
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from . import grads
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
-from .reading import managed, weight
+from .reading import managed, placed, weight
+
+log = logging.getLogger("zero_compiler")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class ShardInput:
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
-    ``weights`` lists its outputs that are full weights, read before a graph break and used behind it.
+    ``weights`` lists its outputs that are full weights, read before a graph break and used behind it;
+    ``differentiated`` are the parameters to which the gradient of an output comes in plain PyTorch.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
     weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
     """
@@ -50,6 +54,7 @@ class Captured:
     shards: list[ShardInput]
     keep: list[int]
     weights: list[int]
+    differentiated: frozenset[ParamRef]
     code: str = ""
     goes_on: bool = False
 
@@ -98,18 +103,24 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     goes_on = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
     _refuse_writes(gm)
     gm = _copy(gm)
+    _remove_placed(gm)
     _hoist_reads(gm)
     _read_with_gradients(gm)
     weights = _weights_among(gm)
+    reached = _reached_by_gradients(gm)
+    differentiated: set[ParamRef] = set()
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs: list[Any] = []
     shards: list[ShardInput] = []
     keep: list[int] = []
     for arg, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if isinstance(example, DTensor):
+            fulls = {id(marker.meta.get("example_value")) for marker in _markers_of(node)}
             refs = _lower_one(gm, node, example)
             if refs is not None:
                 local_node, ref = refs
+                if fulls & reached:
+                    differentiated.add(ref)
                 if node.users:
                     keep.append(arg)
                     inputs.append(example)
@@ -131,7 +142,10 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             f"weight {node.args[2]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
         )
     gm.recompile()
-    return Captured(gm, shards, keep, weights, _code(shards), goes_on), inputs
+    captured = Captured(
+        gm, shards, keep, weights, frozenset(differentiated), code=_code(shards), goes_on=goes_on
+    )
+    return captured, inputs
 
 
 def _code(shards: Sequence[ShardInput]) -> str:
@@ -189,6 +203,12 @@ def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, fx.GraphMo
     return out
 
 
+def _remove_placed(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_function", target=placed):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
 def _hoist_reads(gm: fx.GraphModule) -> None:
     """Move reads of weights out of regions with one body: the region is given the full weight instead.
 
@@ -202,6 +222,7 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
             continue
         attribute, body = found[0]
         body = _copy(body)
+        _remove_placed(body)
         _hoist_reads(body)
         placeholders = list(body.graph.find_nodes(op="placeholder"))
         args = list(node.args[1:])
@@ -254,6 +275,42 @@ def _weights_among(gm: fx.GraphModule) -> list[int]:
     (output,) = gm.graph.find_nodes(op="output")
     found = output.args[0] if isinstance(output.args[0], (list, tuple)) else ()
     return [i for i, node in enumerate(found) if isinstance(node, fx.Node) and node.target is weight]
+
+
+def _reached_by_gradients(gm: fx.GraphModule) -> set[int]:
+    """Ids of the full weights to which the gradient of an output comes.
+
+    Dynamo has run the frame on values without data, of which full weights are leaves, and autograd has followed it.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    found = {id(v) for v in tensors if v.requires_grad and v.grad_fn is None}
+    waiting, seen = [v.grad_fn for v in tensors], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def check_gradients(joint: fx.Graph, differentiated: frozenset[ParamRef]) -> None:
+    """Say of which parameters the gradient is lost between Dynamo's graph and the joint one.
+
+    A warning and no error: of an operator that hands no gradient on, what it has been given is among them too.
+    """
+    kept = {ParamRef(*node.args[-2:]) for node in joint.find_nodes(op="call_function", target=ops.reduce_grad)}
+    lost = sorted(ref.name for ref in differentiated - kept)
+    if lost:
+        log.warning(
+            "this compiled forward uses parameter %r where plain PyTorch would give it a gradient, and the compiled "
+            "backward makes none%s; if p.grad is missing without torch.compile too, nothing is wrong, else leave this "
+            "part uncompiled (torch.compiler.disable)",
+            lost[0],
+            f" (nor of {len(lost) - 1} others)" if len(lost) > 1 else "",
+        )
 
 
 def _markers_of(param: fx.Node) -> list[fx.Node]:

@@ -26,7 +26,7 @@ from .full_weight import FULL, AsParameter, forget, weight_of
 from .group import Group
 from .guards import STALE, mark_stale
 from .policy import Policy
-from .reading import managed, weight
+from .reading import managed, placed, weight
 
 
 @dataclass
@@ -353,7 +353,7 @@ def _get(self: _Sharded) -> Any:
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
         part = policy.params[name].part
-        return full if part is None else part.of(full)
+        return full if part is None else placed(part.of(full), full)
     return read_eager(param, name, policy)
 
 

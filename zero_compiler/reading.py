@@ -38,10 +38,29 @@ def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Ten
     """
     seen: torch.Tensor | None = param.__dict__.get(FULL)
     if seen is None:
-        seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=policy.computes_on(info.name, param))
+        stands = _stands(param, info, policy)
+        device = policy.computes_on(info.name, param) if stands else policy.group.device
+        seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
         seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
         seen._is_param = True  # type: ignore[attr-defined]
         setattr(param, FULL, seen)
+    return seen
+
+
+# A second call for tensor-parallel weights alone.
+@torch._dynamo.allow_in_graph
+def placed(whole: Any, full: torch.Tensor) -> Any:
+    """``whole``, the DTensor over the tensor-parallel ranks whose part here is ``full``, a weight that was read.
+
+    For Dynamo it is a parameter too. `capture.py` takes this out of the graph.
+    """
+    if not isinstance(full, FakeTensor):
+        return whole
+    seen = full.__dict__.get(FULL)
+    if seen is None:
+        seen = whole.detach().requires_grad_(whole.requires_grad)
+        seen._is_param = True
+        setattr(full, FULL, seen)
     return seen
 
 
