@@ -42,6 +42,7 @@ class _Sharded(nn.Module):
     """For types alone: a module whose class :func:`swap_classes` has swapped."""
 
     _zero: ModuleState
+    _zero_base: type[nn.Module]
     _zero_outermost: Callable[[Any, Any, Any], Any]
 
 
@@ -126,6 +127,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "_zero_outermost": _own_code(_outermost),
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
+        "register_parameter": _register_parameter,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -211,6 +213,25 @@ def _load(base: Any) -> Callable[..., None]:
                 mark_stale(old, names.get(attribute, attribute), "load_state_dict(assign=True)")
 
     return load
+
+
+def _register_parameter(self: _Sharded, name: str, param: Any) -> None:
+    """What assigning a parameter to an attribute calls. A forward that gives a weight a second name has it there until
+    it ends: the parameters of the model stay those that were sharded.
+
+    Raises:
+        ShardError: another sharded parameter stands there.
+    """
+    state = self._zero
+    if state is None or not state.policy.scope.active or not hasattr(param, FULL):
+        type(self)._zero_base.register_parameter(self, name, param)
+    elif name in state.names:
+        raise ShardError(
+            f"this forward assigns a full weight to parameter {state.names[name]!r}: tie parameters before zero.shard, "
+            "or give the weight to torch.func.functional_call"
+        )
+    else:
+        object.__setattr__(self, name, param)
 
 
 def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
