@@ -21,14 +21,13 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grads, plain, sized, tiling
+from . import eager, grads, plain, sized, tiling
 from .broken import Broken
-from .capture import Captured, check_gradients, check_outputs, lower_parameters, owners_in
+from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
-from .full_weight import AsParameter
 from .guards import STALE, guard_optimizers, held_elsewhere
 from .ir import ops
 from .keeping import accumulating
@@ -131,7 +130,7 @@ def compile_with(
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
+    return plain.watched(_entry(compiled, captured, frame) if captured.shards or captured.weights else compiled, example_inputs)
 
 
 def compile_frame(
@@ -176,9 +175,6 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
     for i in range(len(shards) + len(keep)):
         sources.append((True, at[i]) if i in at else (False, next(rest)))
 
-    if captured.weights:
-        compiled = _with_parameters(compiled, captured.weights)
-
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
         params = [args[i] for i in shard_args]
@@ -190,16 +186,17 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
             rows = [p._local_tensor for p in params]
         return compiled(*[rows[k] if shard else args[k] for shard, k in sources])
 
-    return call
+    return _with_weights(call, captured.weights) if captured.weights else call
 
 
-def _with_parameters(compiled: Callable[..., Any], weights: Sequence[int]) -> Callable[..., Any]:
-    """``compiled``, whose outputs at ``weights`` are full weights, as code behind a graph break is to see them."""
+def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., Any]:
+    """``frame``, and the weights that code behind the graph break which ends it has read before."""
 
+    @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
-        out = list(compiled(*args))
-        for i in weights:
-            out[i] = AsParameter.apply(out[i])
+        out = list(frame(*args))
+        for w in weights:
+            out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
         return out
 
     return call

@@ -41,10 +41,23 @@ class ShardInput:
 
 
 @dataclass(frozen=True)
+class WeightOutput:
+    """A full weight among what a frame returns to Dynamo, at position ``at``: the graph has None there.
+
+    It is gathered eagerly, from the parameter at position ``arg`` among Dynamo's arguments, so that it has a gradient of
+    its own, and none where the code behind the break makes none.
+    """
+
+    at: int
+    arg: int
+    ref: ParamRef
+
+
+@dataclass(frozen=True)
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
-    ``weights`` lists its outputs that are full weights, read before a graph break and used behind it;
+    ``weights`` are full weights that were read before a graph break and are used behind it;
     ``differentiated`` are the parameters to which the gradient of an output comes in plain PyTorch.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
     weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
@@ -53,7 +66,7 @@ class Captured:
     gm: fx.GraphModule
     shards: list[ShardInput]
     keep: list[int]
-    weights: list[int]
+    weights: list[WeightOutput]
     differentiated: frozenset[ParamRef]
     code: str = ""
     goes_on: bool = False
@@ -106,14 +119,17 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     _remove_placed(gm)
     _hoist_reads(gm)
     _read_with_gradients(gm)
-    weights = _weights_among(gm)
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    weights = _take_weights_out(gm, placeholders)
     reached = _reached_by_gradients(gm)
     differentiated: set[ParamRef] = set()
-    placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs: list[Any] = []
     shards: list[ShardInput] = []
     keep: list[int] = []
     for arg, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        if isinstance(example, DTensor) and not node.users:
+            gm.graph.erase_node(node)  # nothing but weights that are used behind a graph break
+            continue
         if isinstance(example, DTensor):
             fulls = {id(marker.meta.get("example_value")) for marker in _markers_of(node)}
             refs = _lower_one(gm, node, example)
@@ -270,11 +286,23 @@ def _read_with_gradients(gm: fx.GraphModule) -> None:
             begin.prepend(node)
 
 
-def _weights_among(gm: fx.GraphModule) -> list[int]:
-    """Positions of the outputs that are full weights."""
+def _take_weights_out(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> list[WeightOutput]:
+    """Have the graph return None in the place of full weights."""
     (output,) = gm.graph.find_nodes(op="output")
-    found = output.args[0] if isinstance(output.args[0], (list, tuple)) else ()
-    return [i for i, node in enumerate(found) if isinstance(node, fx.Node) and node.target is weight]
+    (returned,) = output.args
+    if not isinstance(returned, (list, tuple)):
+        return []
+    found, left = [], list(returned)
+    for at, node in enumerate(returned):
+        if isinstance(node, fx.Node) and node.target is weight and node.args[0] in placeholders:
+            ref = ParamRef(str(node.args[1]), str(node.args[2]))
+            found.append(WeightOutput(at, placeholders.index(node.args[0]), ref))
+            left[at] = None
+    output.args = (type(returned)(left),)
+    for node in returned:
+        if isinstance(node, fx.Node) and node.target is weight and not node.users:
+            gm.graph.erase_node(node)
+    return found
 
 
 def _reached_by_gradients(gm: fx.GraphModule) -> set[int]:
@@ -285,7 +313,7 @@ def _reached_by_gradients(gm: fx.GraphModule) -> set[int]:
     (output,) = gm.graph.find_nodes(op="output")
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    found = {id(v) for v in tensors if v.requires_grad and v.grad_fn is None}
+    found: set[int] = set()
     waiting, seen = [v.grad_fn for v in tensors], {None}
     while waiting:
         node = waiting.pop()

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from . import eager, grads, plain
 from .copies import Copies
 from .errors import ShardError, ZeroError
-from .full_weight import FULL, AsParameter, forget, weight_of
+from .full_weight import FULL, forget, weight_of
 from .group import Group
 from .guards import STALE, mark_stale
-from .policy import Policy
+from .policy import Policy, local_of
 from .reading import managed, placed, weight
 
 
@@ -416,24 +416,16 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if not isinstance(param, DTensor):
         return lent(param, name)
     policy.group.check_still_valid()
-    info = managed(param, name, policy)
+    managed(param, name, policy)
+    scope = policy.scope
 
     def make() -> Any:
-        full = eager.Unshard.apply(param, policy, name)
-        if policy.scope.copies is not None:
-            policy.scope.copies.add(name, param, full)
-        return full if info.part is None else AsParameter.apply(info.part.of(full))
+        full = eager.read(param, policy, name)
+        if scope.copies is not None:
+            scope.copies.add(name, param, local_of(full))
+        return full
 
-    def make_for_autograd() -> Any:
-        # A weight that is read under no_grad may be used where gradients are enabled.
-        if torch.is_grad_enabled() or not param.requires_grad or torch.is_inference_mode_enabled():
-            return make()
-        with torch.enable_grad():
-            return make()
-
-    if not policy.scope.active:
-        return make_for_autograd()
-    return weight_of(param, policy.scope.read, make_for_autograd)
+    return weight_of(param, scope.read, make) if scope.active else make()
 
 
 def lent(value: Any, name: str) -> Any:
