@@ -129,8 +129,10 @@ def compile_with(
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    if captured.shards or captured.weights:
+        compiled = _entry(compiled, captured, frame)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return plain.watched(_entry(compiled, captured, frame) if captured.shards or captured.weights else compiled, example_inputs)
+    return plain.watched(compiled, example_inputs)
 
 
 def compile_frame(

@@ -44,8 +44,8 @@ class ShardInput:
 class WeightOutput:
     """A full weight among what a frame returns to Dynamo, at position ``at``: the graph has None there.
 
-    It is gathered eagerly, from the parameter at position ``arg`` among Dynamo's arguments, so that it has a gradient of
-    its own, and none where the code behind the break makes none.
+    It is gathered eagerly, from the parameter at position ``arg`` among Dynamo's arguments. So it has a gradient of its
+    own, and none where the code behind the break makes none.
     """
 
     at: int
@@ -329,7 +329,9 @@ def check_gradients(joint: fx.Graph, differentiated: frozenset[ParamRef]) -> Non
 
     A warning and no error: of an operator that hands no gradient on, what it has been given is among them too.
     """
-    kept = {ParamRef(*node.args[-2:]) for node in joint.find_nodes(op="call_function", target=ops.reduce_grad)}
+    kept = {
+        ParamRef(*node.args[-2:]) for node in joint.find_nodes(op="call_function", target=ops.reduce_grad)
+    }
     lost = sorted(ref.name for ref in differentiated - kept)
     if lost:
         log.warning(

@@ -54,8 +54,8 @@ class AsParameter(torch.autograd.Function):
         return grad
 
 
-# Full weights that calls of modules which are running have read in eager code, by id of the parameter: that, what it was
-# like, and the weight. The outermost call's come first.
+# Full weights that eager code has read in calls of modules which are running, by id of the parameter: that, what it
+# was like, and the weight. The outermost call's come first.
 Read = dict[int, tuple[Any, tuple[Any, ...], Any]]
 
 

@@ -50,9 +50,9 @@ class Scope:
     """What a sharded model and the parts of it that were sharded before have in common: whether a forward is running.
     Inside one, a managed attribute is the full weight.
 
-    ``read``: weights that eager code has read in calls which run, while a forward does; ``copies``: what it was given as
-    weights, where a forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of
-    frames and optimizers.
+    ``read``: weights that eager code has read in calls which run; ``copies``: what it was given as weights, where a
+    forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of frames and
+    optimizers.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,8 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
 def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Tensor:
     """The full weight without values: a parameter and a leaf, as in plain PyTorch, and the same object at every read.
 
-    AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py` does
-    that, where our errors stay what they are.
+    AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
+    does that, where our errors stay what they are.
     """
     seen: torch.Tensor | None = param.__dict__.get(FULL)
     if seen is None:

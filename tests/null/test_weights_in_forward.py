@@ -36,7 +36,9 @@ def check(name, how, tied=False, dtype=None, stage=3):
     model = copy.deepcopy(plain)
     call = called(model, how, stage=stage, param_dtype=dtype)
     plain = plain.to(dtype or torch.float32)
-    close = {"rtol": 0.05, "atol": 0.05} if dtype else {}  # plain PyTorch adds both gradients in half precision
+    close = (
+        {"rtol": 0.05, "atol": 0.05} if dtype else {}
+    )  # plain PyTorch adds both gradients in half precision
     for step in range(2):
         x = X + step
         outs = plain(x.to(dtype or x.dtype)), call(x)
@@ -47,9 +49,7 @@ def check(name, how, tied=False, dtype=None, stage=3):
     for (n, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), n
         if p.grad is not None:
-            torch.testing.assert_close(
-                whole(q.grad), p.grad.float(), **close, msg=lambda m, n=n: f"{n}: {m}"
-            )
+            torch.testing.assert_close(whole(q.grad), p.grad.float(), **close, msg=lambda m, n=n: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -76,7 +76,7 @@ def test_compiled_at_stages_and_in_half_precision(name):
 def test_what_a_weight_is_in_an_eager_forward():
     def form(m, x):
         w = m.own
-        assert type(w) is nn.Parameter and isinstance(w, nn.Parameter)
+        assert type(w) is nn.Parameter
         assert w.requires_grad
         assert not w.grad_fn
         assert type(w @ w) is type(w.detach()) is type(w.data) is type(w.t()) is torch.Tensor
@@ -90,13 +90,15 @@ def test_what_a_weight_is_in_an_eager_forward():
 @both_ways
 def test_a_frozen_weight_is_a_parameter_without_gradient(how):
     def form(m, x):
-        assert isinstance(m.own, nn.Parameter) and not m.own.requires_grad
+        assert isinstance(m.own, nn.Parameter)
+        assert not m.own.requires_grad
         return forms.through(x, nn.ParameterList([m.own, m.a.weight]))
 
     model = Weights(form)
     model.own.requires_grad_(False)
     called(model, how)(X).sum().backward()
-    assert model.own.grad is None and model.a.weight.grad is not None
+    assert model.own.grad is None
+    assert model.a.weight.grad is not None
 
 
 def test_a_weight_lives_as_long_as_the_call_that_read_it():
@@ -135,7 +137,9 @@ def test_a_weight_in_the_place_of_another_parameter_is_refused(how):
         m.b.weight = m.own
         return m.b(x)
 
-    with pytest.raises(ShardError, match=r"assigns a full weight to parameter 'b\.weight': tie parameters before"):
+    with pytest.raises(
+        ShardError, match=r"assigns a full weight to parameter 'b\.weight': tie parameters before"
+    ):
         called(Weights(form), how)(X)
 
 
