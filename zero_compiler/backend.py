@@ -21,9 +21,9 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grads, limits, plain, sized, tiling
+from . import eager, grads, limits, plain, sized, tiling
 from .broken import Broken
-from .capture import Captured, check_outputs, lower_parameters, owners_in
+from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
@@ -131,8 +131,10 @@ def compile_with(
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    if captured.shards or captured.weights:
+        compiled = _entry(compiled, captured, frame)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
+    return plain.watched(compiled, example_inputs)
 
 
 def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
@@ -198,6 +200,19 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
             rows = [p._local_tensor for p in params]
         return compiled(*[rows[k] if shard else args[k] for shard, k in sources])
 
+    return _with_weights(call, captured.weights) if captured.weights else call
+
+
+def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., Any]:
+    """``frame``, and the weights that code behind the graph break which ends it has read before."""
+
+    @torch._dynamo.disable(reason="entry of a compiled frame")
+    def call(*args: Any) -> Any:
+        out = list(frame(*args))
+        for w in weights:
+            out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
+        return out
+
     return call
 
 
@@ -236,6 +251,7 @@ class _FrameCompiler:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Rewrite the joint graph and cut it into forward and backward."""
         check_outputs(self.captured.gm)
+        check_gradients(gm.graph, self.captured.differentiated)
         if self.state.fused:
             _inductor_joint_passes(gm, inputs)
         graphs = self.fitting.partition(gm, inputs, **kwargs)

@@ -7,6 +7,7 @@ runtime links them to the parameters (`runtime/shards.py`).
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from . import grads
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
-from .reading import managed, weight
+from .reading import managed, placed, weight
+
+log = logging.getLogger("zero_compiler")
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,24 @@ class ShardInput:
 
 
 @dataclass(frozen=True)
+class WeightOutput:
+    """A full weight among what a frame returns to Dynamo, at position ``at``: the graph has None there.
+
+    It is gathered eagerly, from the parameter at position ``arg`` among Dynamo's arguments. So it has a gradient of its
+    own, and none where the code behind the break makes none.
+    """
+
+    at: int
+    arg: int
+    ref: ParamRef
+
+
+@dataclass(frozen=True)
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
+    ``weights`` are full weights that were read before a graph break and are used behind it;
+    ``differentiated`` are the parameters to which the gradient of an output comes in plain PyTorch.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
     weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
     """
@@ -48,6 +66,8 @@ class Captured:
     gm: fx.GraphModule
     shards: list[ShardInput]
     keep: list[int]
+    weights: list[WeightOutput]
+    differentiated: frozenset[ParamRef]
     code: str = ""
     goes_on: bool = False
 
@@ -96,16 +116,27 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     goes_on = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
     _refuse_writes(gm)
     gm = _copy(gm)
+    _remove_placed(gm)
     _hoist_reads(gm)
+    _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    weights = _take_weights_out(gm, placeholders)
+    reached = _reached_by_gradients(gm)
+    differentiated: set[ParamRef] = set()
     inputs: list[Any] = []
     shards: list[ShardInput] = []
     keep: list[int] = []
     for arg, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        if isinstance(example, DTensor) and not node.users:
+            gm.graph.erase_node(node)  # nothing but weights that are used behind a graph break
+            continue
         if isinstance(example, DTensor):
+            fulls = {id(marker.meta.get("example_value")) for marker in _markers_of(node)}
             refs = _lower_one(gm, node, example)
             if refs is not None:
                 local_node, ref = refs
+                if fulls & reached:
+                    differentiated.add(ref)
                 if node.users:
                     keep.append(arg)
                     inputs.append(example)
@@ -127,7 +158,10 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             f"weight {node.args[2]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
         )
     gm.recompile()
-    return Captured(gm, shards, keep, _code(shards), goes_on), inputs
+    captured = Captured(
+        gm, shards, keep, weights, frozenset(differentiated), code=_code(shards), goes_on=goes_on
+    )
+    return captured, inputs
 
 
 def _code(shards: Sequence[ShardInput]) -> str:
@@ -185,6 +219,12 @@ def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, fx.GraphMo
     return out
 
 
+def _remove_placed(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_function", target=placed):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
 def _hoist_reads(gm: fx.GraphModule) -> None:
     """Move reads of weights out of regions with one body: the region is given the full weight instead.
 
@@ -198,6 +238,7 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
             continue
         attribute, body = found[0]
         body = _copy(body)
+        _remove_placed(body)
         _hoist_reads(body)
         placeholders = list(body.graph.find_nodes(op="placeholder"))
         args = list(node.args[1:])
@@ -231,6 +272,75 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
         node.args = (fresh, *args)
         if not attribute.users:
             gm.graph.erase_node(attribute)
+
+
+def _read_with_gradients(gm: fx.GraphModule) -> None:
+    """Move reads of weights out of regions under ``torch.no_grad``: what is read there may be used elsewhere."""
+    if not torch.is_grad_enabled():
+        return
+    begin: fx.Node | None = None
+    for node in list(gm.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            begin = None if node.args[0] else begin or node
+        elif node.target is weight and begin is not None and node.args[0].op == "placeholder":
+            begin.prepend(node)
+
+
+def _take_weights_out(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> list[WeightOutput]:
+    """Have the graph return None in the place of full weights."""
+    (output,) = gm.graph.find_nodes(op="output")
+    (returned,) = output.args
+    if not isinstance(returned, (list, tuple)):
+        return []
+    found, left = [], list(returned)
+    for at, node in enumerate(returned):
+        if isinstance(node, fx.Node) and node.target is weight and node.args[0] in placeholders:
+            ref = ParamRef(str(node.args[1]), str(node.args[2]))
+            found.append(WeightOutput(at, placeholders.index(node.args[0]), ref))
+            left[at] = None
+    output.args = (type(returned)(left),)
+    for node in returned:
+        if isinstance(node, fx.Node) and node.target is weight and not node.users:
+            gm.graph.erase_node(node)
+    return found
+
+
+def _reached_by_gradients(gm: fx.GraphModule) -> set[int]:
+    """Ids of the full weights to which the gradient of an output comes.
+
+    Dynamo has run the frame on values without data, of which full weights are leaves, and autograd has followed it.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    found: set[int] = set()
+    waiting, seen = [v.grad_fn for v in tensors], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def check_gradients(joint: fx.Graph, differentiated: frozenset[ParamRef]) -> None:
+    """Say of which parameters the gradient is lost between Dynamo's graph and the joint one.
+
+    A warning and no error: of an operator that hands no gradient on, what it has been given is among them too.
+    """
+    kept = {
+        ParamRef(*node.args[-2:]) for node in joint.find_nodes(op="call_function", target=ops.reduce_grad)
+    }
+    lost = sorted(ref.name for ref in differentiated - kept)
+    if lost:
+        log.warning(
+            "this compiled forward uses parameter %r where plain PyTorch would give it a gradient, and the compiled "
+            "backward makes none%s; if p.grad is missing without torch.compile too, nothing is wrong, else leave this "
+            "part uncompiled (torch.compiler.disable)",
+            lost[0],
+            f" (nor of {len(lost) - 1} others)" if len(lost) > 1 else "",
+        )
 
 
 def _markers_of(param: fx.Node) -> list[fx.Node]:

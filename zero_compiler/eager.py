@@ -6,6 +6,7 @@ overlaps, and a gathered weight that autograd saves lives until backward.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
+from .full_weight import AsParameter, full_parameter, registrable
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
 
@@ -125,8 +127,9 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     return chunk
 
 
+@registrable
 class Unshard(torch.autograd.Function):
-    """Full weight of a sharded parameter, with the reduction of its gradient as backward."""
+    """Full weight of a sharded parameter, as a parameter, with the reduction of its gradient as backward."""
 
     @staticmethod
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
@@ -134,7 +137,7 @@ class Unshard(torch.autograd.Function):
         ctx.call = grads.opened(policy, (name,))
         info = policy.params[name]
         policy.meet(f"eager gather of {name}")
-        return gather(policy.group, info.layout, param._local_tensor, info.gather_dtype)
+        return full_parameter(gather(policy.group, info.layout, param._local_tensor, info.gather_dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -160,3 +163,13 @@ class Unshard(torch.autograd.Function):
         if sink is not None and sink.land(param, local, alone):
             return None, None, None
         return grads.as_dtensor(param, local), None, None
+
+
+def read(param: Any, policy: Policy, name: str) -> Any:
+    """The full weight of ``param``, which is ``name``, as a parameter; also under ``torch.no_grad``, since what is read
+    there may be used where gradients are enabled."""
+    info = policy.params[name]
+    graph = param.requires_grad and not torch.is_inference_mode_enabled()
+    with torch.enable_grad() if graph and not torch.is_grad_enabled() else contextlib.nullcontext():
+        full = Unshard.apply(param, policy, name)
+        return full if info.part is None else AsParameter.apply(info.part.of(full))

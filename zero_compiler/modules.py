@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 from . import eager, grads, limits, plain
 from .copies import Copies
 from .errors import ShardError, ZeroError
+from .full_weight import FULL, forget, weight_of
 from .group import Group
 from .guards import STALE, mark_stale
-from .policy import Policy
-from .reading import managed, weight
+from .policy import Policy, local_of
+from .reading import managed, placed, weight
 
 
 @dataclass
@@ -48,6 +49,7 @@ class _Sharded(nn.Module):
     """For types alone: a module whose class :func:`swap_classes` has swapped."""
 
     _zero: ModuleState
+    _zero_base: type[nn.Module]
     _zero_outermost: Callable[..., Any]
     _zero_entered: Callable[..., Any]
 
@@ -135,12 +137,14 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "compile": _compile,
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
+        "register_parameter": _register_parameter,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce_ex,
         "__init_subclass__": classmethod(_derived),
         "_zero_base": base,
+        "_zero": None,  # of what a method of the module makes by its class, as slices and copies of containers are
     }
     for name in ("forward", "_call_impl"):
         method = inspect.getattr_static(base, name)
@@ -221,6 +225,25 @@ def _load(base: Any) -> Callable[..., None]:
     return load
 
 
+def _register_parameter(self: _Sharded, name: str, param: Any) -> None:
+    """What assigning a parameter to an attribute calls. A forward that gives a weight a second name has it there until
+    it ends: the parameters of the model stay those that were sharded.
+
+    Raises:
+        ShardError: another sharded parameter stands there.
+    """
+    state = self._zero
+    if state is None or not state.policy.scope.active or not hasattr(param, FULL):
+        type(self)._zero_base.register_parameter(self, name, param)
+    elif name in state.names:
+        raise ShardError(
+            f"this forward assigns a full weight to parameter {state.names[name]!r}: tie parameters before zero.shard, "
+            "or give the weight to torch.func.functional_call"
+        )
+    else:
+        object.__setattr__(self, name, param)
+
+
 def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     with torch.no_grad():
         made = fn(local.new_empty(0))
@@ -268,6 +291,8 @@ def _call_module(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
 
 def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     state = self._zero
+    if state is None:
+        return call(self, *args, **kwargs)
     scope = state.policy.scope
     # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them. Dynamo guards the
     # options once for a model, and `root` for each module.
@@ -276,7 +301,13 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
         return _past_limit(self, call, args, kwargs)
     if scope.active:
-        return call(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return call(self, *args, **kwargs)
+        kept = len(scope.read)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            forget(scope.read, kept)
     return self._zero_outermost(call, args, kwargs)
 
 
@@ -337,6 +368,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         plain.watch_beside(self)
         scope.copies = Copies()
     scope.active = True
+    scope.read = {}
     try:
         out = call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -349,6 +381,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         raise
     finally:
         scope.active = False
+        scope.read = {}
         if not torch.compiler.is_compiling():
             scope.copies = None
     if not torch.compiler.is_compiling():
@@ -383,7 +416,10 @@ def _get(self: _Sharded) -> Any:
         if attribute in self.__dict__:
             return self.__dict__[attribute]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
-    policy = self._zero.policy
+    state = self._zero
+    if state is None:
+        return param
+    policy = state.policy
     if torch.compiler.is_compiling():
         if param is None or not policy.scope.active:
             return param
@@ -395,7 +431,7 @@ def _get(self: _Sharded) -> Any:
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
         part = policy.params[name].part
-        return full if part is None else part.of(full)
+        return full if part is None else placed(part.of(full), full)
     if limits.passed() and policy.scope.active and not policy.scope.eager:
         limits.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)
@@ -440,16 +476,21 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         return lent(param, name)
     policy.group.check_still_valid()
     limits.outside_budget(policy, name)
-    info = managed(param, name, policy)
-    full = eager.Unshard.apply(param, policy, name)
-    if policy.scope.copies is not None:
-        policy.scope.copies.add(name, param, full)
-    return full if info.part is None else info.part.of(full)
+    managed(param, name, policy)
+    scope = policy.scope
+
+    def make() -> Any:
+        full = eager.read(param, policy, name)
+        if scope.copies is not None:
+            scope.copies.add(name, param, local_of(full))
+        return full
+
+    return weight_of(param, scope.read, make) if scope.active else make()
 
 
 def lent(value: Any, name: str) -> Any:
     """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
     parameter itself, which ``nn.Module`` asks of what is to stay."""
-    if isinstance(value, nn.Parameter):
+    if isinstance(value, nn.Parameter) and not hasattr(value, FULL):
         grads.replaced(name)
     return value

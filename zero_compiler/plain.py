@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import GradientError, RankMismatchError, TransferError
+from .full_weight import FULL
 from .grads import HOOKS, goes_to_grad
 from .group import Group
 from .headers import cannot_begin, meet, short_digest
@@ -261,8 +262,8 @@ def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Call
 
 
 def _plain(p: Any) -> bool:
-    """A parameter that no shard manages; not the whole of one inside ``zero.gathered``."""
-    return type(p) is nn.Parameter and not hasattr(p, "_zero_full")
+    """A parameter that no shard manages; not the full weight of one."""
+    return type(p) is nn.Parameter and not hasattr(p, FULL)
 
 
 def _known(param: Any) -> bool:

@@ -22,6 +22,7 @@ from .config import TIER_FIELDS, Config
 from .copies import Copies
 from .errors import CaptureError, ConfigError, ShardError, StorageError, TransferError
 from .files import Files, GradientFiles, PlannedWrites
+from .full_weight import FULL, Read
 from .group import Group
 from .headers import meet, short_digest
 from .ir import ops
@@ -49,8 +50,9 @@ class Scope:
     """What a sharded model and the parts of it that were sharded before have in common: whether a forward is running.
     Inside one, a managed attribute is the full weight.
 
-    ``copies``: what eager code was given as weights, where a forward runs without compile. ``members``: their policies.
-    ``changes`` counts what these learn of frames and optimizers.
+    ``read``: weights that eager code has read in calls which run; ``copies``: what it was given as weights, where a
+    forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of frames and
+    optimizers.
 
     For calls past Dynamo's limit (`limits.py`). ``compile``: compiles a function once more, as the backend was asked to
     compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
@@ -70,6 +72,7 @@ class Scope:
         self.outside_said = False
         self.active = False
         self.copies: Copies | None = None
+        self.read: Read = {}
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
         self.changes = 0
 
@@ -519,7 +522,7 @@ class Policy:
     def _stands(self, name: str) -> tuple[nn.Module, str] | None:
         for module, attribute in self.places[name]:
             found = module._parameters.get(attribute)
-            if isinstance(found, DTensor) and not hasattr(found, "_zero_full"):  # of zero.gathered
+            if isinstance(found, DTensor) and not hasattr(found, FULL):  # of zero.gathered
                 return module, attribute
         return None
 

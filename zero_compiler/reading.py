@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
+from .full_weight import FULL
 from .ir import ops
 from .policy import ParamInfo, Policy
 
@@ -22,12 +23,45 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     """
     policy = ops.owner_of(owner)
     info = policy.params[name]
+    if isinstance(param._local_tensor, FakeTensor):
+        return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
-        if not isinstance(param._local_tensor, FakeTensor):
-            grads.moved(name, info, param, policy.rests_on(name))
-        # While Dynamo looks nothing is refused: `capture.py` does, where our errors stay what they are.
-        return torch.empty(info.layout.shape, dtype=info.gather_dtype, device=policy.group.device)
+        grads.moved(name, info, param, policy.rests_on(name))
     return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
+
+
+def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Tensor:
+    """The full weight without values: a parameter and a leaf, as in plain PyTorch, and the same object at every read.
+
+    AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
+    does that, where our errors stay what they are.
+    """
+    seen: torch.Tensor | None = param.__dict__.get(FULL)
+    if seen is None:
+        stands = _stands(param, info, policy)
+        device = policy.computes_on(info.name, param) if stands else policy.group.device
+        seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
+        seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
+        seen._is_param = True  # type: ignore[attr-defined]
+        setattr(param, FULL, seen)
+    return seen
+
+
+# A second call for tensor-parallel weights alone.
+@torch._dynamo.allow_in_graph
+def placed(whole: Any, full: torch.Tensor) -> Any:
+    """``whole``, the DTensor over the tensor-parallel ranks whose part here is ``full``, a weight that was read.
+
+    For Dynamo it is a parameter too. `capture.py` takes this out of the graph.
+    """
+    if not isinstance(full, FakeTensor):
+        return whole
+    seen = full.__dict__.get(FULL)
+    if seen is None:
+        seen = whole.detach().requires_grad_(whole.requires_grad)
+        seen._is_param = True
+        setattr(full, FULL, seen)
+    return seen
 
 
 def managed(param: Any, name: str, policy: Policy) -> ParamInfo:

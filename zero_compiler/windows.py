@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from . import eager, plain
 from .errors import GradientError, RankMismatchError, ShardError
+from .full_weight import FULL
 from .headers import cannot_begin
 from .modules import policies_of
 from .policy import Places, Policy, local_of
@@ -112,7 +113,7 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
             if policy.group.world == 1 or not info.layout.cut:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
             whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)
-            whole._zero_full = True  # type: ignore[attr-defined]
+            setattr(whole, FULL, True)
         opened.append(_Opened(policy, name, param, whole, at))
         for module, attribute in at:
             module._parameters[attribute] = whole

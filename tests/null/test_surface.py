@@ -120,7 +120,7 @@ class Spy(nn.Module):
 def test_inside_a_forward_an_attribute_is_the_full_weight():
     model = zero.shard(net(cls=Spy))
     out = model(batch())
-    assert model.seen == [(torch.Tensor, (3, 4))]
+    assert model.seen == [(nn.Parameter, (3, 4))]
     plain = net(cls=Spy)
     torch.testing.assert_close(out, plain(batch()))
     assert isinstance(model.inner.weight, DTensor)
