@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import eager, grads, plain
+from . import eager, grads, plain, transforms
 from .copies import Copies
 from .errors import ShardError, ZeroError
 from .group import Group
@@ -333,7 +333,7 @@ def _get(self: _Sharded) -> Any:
         if policy.opened:
             return param
         if not isinstance(param, DTensor):
-            return lent(param, name)
+            return lent(param, name, policy.params[name].gather_dtype)
         full = weight(param, policy.key, name)
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
@@ -378,18 +378,21 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
-        return lent(param, name)
+        return lent(param, name, policy.params[name].gather_dtype)
     policy.group.check_still_valid()
     info = managed(param, name, policy)
-    full = eager.Unshard.apply(param, policy, name)
-    if policy.scope.copies is not None:
-        policy.scope.copies.add(name, param, full)
-    return full if info.part is None else info.part.of(full)
+    with transforms.below():
+        full = eager.Unshard.apply(param, policy, name)
+        if policy.scope.copies is not None:
+            policy.scope.copies.add(name, param, full)
+        return full if info.part is None else info.part.of(full)
 
 
-def lent(value: Any, name: str) -> Any:
-    """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
-    parameter itself, which ``nn.Module`` asks of what is to stay."""
+def lent(value: Any, name: str, dtype: torch.dtype) -> Any:
+    """A plain tensor where a sharded parameter was, in the ``dtype`` of its gathered weight: for one call, by
+    ``torch.func.functional_call``, unless it is a parameter itself, which ``nn.Module`` asks of what is to stay."""
     if isinstance(value, nn.Parameter):
         grads.replaced(name)
-    return value
+    if transforms.follows(value):
+        raise transforms.of_shards(name)
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value

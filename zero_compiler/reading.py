@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import grads
+from . import grads, transforms
 from .ir import ops
 from .policy import ParamInfo, Policy
 
@@ -27,7 +27,8 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
             grads.moved(name, info, param, policy.rests_on(name))
         # While Dynamo looks nothing is refused: `capture.py` does, where our errors stay what they are.
         return torch.empty(info.layout.shape, dtype=info.gather_dtype, device=policy.group.device)
-    return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
+    with transforms.below():
+        return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
 def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
