@@ -63,7 +63,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, param: Any) -> Any:
-        return grads.as_dtensor(param, grad)
+        return grads.as_dtensor(param, grad.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

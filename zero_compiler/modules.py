@@ -199,7 +199,10 @@ def _load(base: Any) -> Callable[..., None]:
                 continue
             name = names.get(attribute, attribute)
             if isinstance(old, DTensor) and isinstance(now, DTensor):
-                other_memory.give(old, now.detach(), name)
+                rows = now.detach()
+                if rows.placements != old.placements:
+                    rows = rows.redistribute(placements=old.placements)
+                other_memory.give(old, rows, name)
                 self._parameters[attribute] = old
             else:
                 now.__dict__.pop(STALE, None)  # one that an earlier call has replaced may stand here again
