@@ -333,7 +333,7 @@ def _get(self: _Sharded) -> Any:
         if policy.opened:
             return param
         if not isinstance(param, DTensor):
-            return lent(param, name, policy.params[name].gather_dtype)
+            return lent(param, name, policy)
         full = weight(param, policy.key, name)
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
@@ -378,7 +378,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
-        return lent(param, name, policy.params[name].gather_dtype)
+        return lent(param, name, policy)
     policy.group.check_still_valid()
     info = managed(param, name, policy)
     with transforms.below():
@@ -388,11 +388,14 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         return full if info.part is None else info.part.of(full)
 
 
-def lent(value: Any, name: str, dtype: torch.dtype) -> Any:
-    """A plain tensor where a sharded parameter was, in the ``dtype`` of its gathered weight: for one call, by
-    ``torch.func.functional_call``, unless it is a parameter itself, which ``nn.Module`` asks of what is to stay."""
+def lent(value: Any, name: str, policy: Policy) -> Any:
+    """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
+    parameter itself, which ``nn.Module`` asks of what is to stay. One of the parameter's dtype is cast as that is."""
     if isinstance(value, nn.Parameter):
         grads.replaced(name)
     if transforms.follows(value):
         raise transforms.of_shards(name)
-    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+    info = policy.params[name]
+    if isinstance(value, torch.Tensor) and value.dtype == info.layout.dtype:
+        return value.to(info.gather_dtype)
+    return value

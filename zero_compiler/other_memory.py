@@ -26,7 +26,7 @@ def give(param: Any, made: DTensor, name: str) -> None:
         made: a DTensor of the shape of ``param`` that requires no gradient; its local tensor is taken, not copied.
         name: qualified name of the parameter, for what is said of an earlier graph.
     """
-    with torch._C.DisableTorchFunction():  # to zero.init, too, this is no use of either
+    with torch._C.DisableTorchFunction():  # inside zero.init this is no use of either tensor
         version = param._version
         fresh: Any = nn.Parameter(
             DTensor.__new__(DTensor, made._local_tensor, made._spec, requires_grad=False), param.requires_grad
@@ -37,11 +37,11 @@ def give(param: Any, made: DTensor, name: str) -> None:
         param.__dict__.pop(KEY, None)
         if KEY in made.__dict__:
             param.__dict__[KEY] = made.__dict__[KEY]
+        # The object has its hooks still, and autograd, which keeps them with the memory, is told of them anew.
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            setattr(
-                param, hooks, getattr(param, hooks)
-            )  # autograd keeps them with the memory, Python with the object
+            setattr(param, hooks, getattr(param, hooks))
             setattr(fresh, hooks, None)
+        # Higher than any count that a graph of before may have noted.
         torch._C._autograd._unsafe_set_version_counter((param,), (version + 1,))
         param.__dict__[grads.EXCHANGED] = version + 1
 
