@@ -51,12 +51,23 @@ class LocalRows(torch.autograd.Function):
         return tuple(out)
 
 
-@torch.autograd.function.once_differentiable
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
     ctx.calls = ctx.due = None
     _unmodified(ctx, given)
-    grown = (None if g is None else grads.as_dtensor(p, g) for p, g in zip(ctx.params, given, strict=True))
+    grown = (None if g is None else _Rows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
     return (None, None, None, *grown)
+
+
+class _Rows(torch.autograd.Function):
+    """A gradient of local rows as the DTensor that it is a part of. It is not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, param: Any) -> Any:
+        return grads.as_dtensor(param, grad.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise grads.differentiated_twice()
 
 
 def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
@@ -65,8 +76,7 @@ def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
     ):
         if grad is None:
             continue
-        if param._version != version:
-            grads.modified(name)
+        grads.check_unmodified(param, name, version)
         # Backward gathers what stands in the module.
         if all(m._parameters.get(a) is not param for m, a in owner.places[name]):
             grads.exchanged(name)

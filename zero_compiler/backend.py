@@ -33,6 +33,7 @@ from .ir import ops
 from .keeping import accumulating
 from .loader import EngineLoader, Loader
 from .lowering import Lowering
+from .one_backward import once_differentiable
 from .program import Program
 from .report import Frame
 from .runtime.shards import LocalRows
@@ -165,7 +166,7 @@ def compile_frame(
     compiler.fitting.check_budget()
     compiler.fitting.lend_gradients()
     compiler.state.report()
-    return compiled, captured, compiler.state.frame
+    return once_differentiable(compiled), captured, compiler.state.frame
 
 
 def _backward_ahead() -> contextlib.AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from . import grads
+from . import grads, transforms
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
@@ -80,6 +80,8 @@ def _refuse_writes(gm: fx.GraphModule) -> None:
         names: dict[int, str] = {}  # by storage of the gathered weight
         for node in sub.graph.nodes:
             value = node.meta.get("example_value")
+            if transforms.wrapped(value):
+                continue  # a weight is none, and neither is a view of one: they come from below all transforms
             if node.target is weight and isinstance(value, torch.Tensor):
                 names[value.untyped_storage()._cdata] = node.args[2]
             # Dynamo has run the frame on these values: writes to them, to views of them and, apart, to .data of them
@@ -117,6 +119,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     _refuse_writes(gm)
     gm = _copy(gm)
     _remove_placed(gm)
+    _read_below_transforms(gm)
     _hoist_reads(gm)
     _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
@@ -206,6 +209,17 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     if hasattr(gm, "_param_name_to_source"):
         copy._param_name_to_source = gm._param_name_to_source
     return copy
+
+
+def _read_below_transforms(gm: fx.GraphModule) -> None:
+    """Move reads of weights before the first transform of torch.func that the frame begins: to all of them a weight is
+    a constant, and AOTAutograd traces what stands between their beginning and their end through their levels."""
+    first = next((n for n in gm.graph.nodes if n.target in transforms.BEGINNINGS), None)
+    if first is None:
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=weight):
+        if node > first and node.args[0].op == "placeholder":
+            first.prepend(node)
 
 
 def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, fx.GraphModule]]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import grads
+from . import grads, transforms
 from .full_weight import AsParameter, full_parameter, registrable
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
@@ -135,34 +135,37 @@ class Unshard(torch.autograd.Function):
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
         ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
         ctx.call = grads.opened(policy, (name,))
-        info = policy.params[name]
-        policy.meet(f"eager gather of {name}")
-        return full_parameter(gather(policy.group, info.layout, param._local_tensor, info.gather_dtype))
+        return full_parameter(_whole(policy, name, param._local_tensor))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         policy, name = ctx.policy, ctx.name
         info = policy.params[name]
         param = ctx.param
-        if param._version != ctx.version:
-            grads.modified(name)
+        grads.check_unmodified(param, name, ctx.version)
+        if transforms.batched(grad):
+            raise grads.takes_one_gradient(f"parameter {name!r}, which is sharded,")
         alone, ctx.call = grads.alone(policy, name), None
+        again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
         if not policy.sync:
             grads.check_unhooked(param, name)
             if grads.goes_to_grad(param):
+                if again:
+                    raise grads.keeps_no_graph(name)
                 grads.keep_pending(param, grad, info.reduce_dtype)
             return None, None, None
         grad = grad.to(info.reduce_dtype)
         if grads.goes_to_grad(param):
             grad = grads.take_pending(param, grad)
             grads.flush_at_end(policy)
-        policy.meet(f"eager reduction of the gradient of {name}")
-        local = reduce(policy.group, info.layout, grad, info.reduce_dtype).to(param._local_tensor.device)
+        if again:
+            rows = Average.apply(grad, param, policy, name)
+        else:
+            rows = grads.as_dtensor(param, _averaged(policy, name, grad, param))
         sink = policy.sinks.get(name) if policy.sinks else None
-        if sink is not None and sink.land(param, local, alone):
+        if sink is not None and sink.land(param, rows._local_tensor.detach(), alone):
             return None, None, None
-        return grads.as_dtensor(param, local), None, None
+        return rows, None, None
 
 
 def read(param: Any, policy: Policy, name: str) -> Any:
@@ -173,3 +176,48 @@ def read(param: Any, policy: Policy, name: str) -> Any:
     with torch.enable_grad() if graph and not torch.is_grad_enabled() else contextlib.nullcontext():
         full = Unshard.apply(param, policy, name)
         return full if info.part is None else AsParameter.apply(info.part.of(full))
+
+
+class Gather(torch.autograd.Function):
+    """The whole of a DTensor that is cut as ``param`` is, and is not the parameter itself: what a second derivative
+    gives to a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
+        ctx.of = param, policy, name
+        if rows.placements != param.placements:
+            rows = rows.redistribute(param.device_mesh, param.placements)
+        return _whole(policy, name, rows._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Average.apply(grad.to(ctx.of[1].params[ctx.of[2]].reduce_dtype), *ctx.of), None, None, None
+
+
+class Average(torch.autograd.Function):
+    """This rank's rows of the mean over ranks, as a DTensor that is cut as ``param`` is.
+
+    Each rank's graph leads to its own ``full``, and what it gives to a weight there is averaged by the backward of
+    :class:`Unshard`. So the gradient of the mean goes to every rank whole, and is not divided by their number again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, param: Any, policy: Policy, name: str) -> Any:
+        ctx.of, ctx.dtype = (param, policy, name), full.dtype
+        return grads.as_dtensor(param, _averaged(policy, name, full, param))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return Gather.apply(grad, *ctx.of).to(ctx.dtype), None, None, None
+
+
+def _whole(policy: Policy, name: str, local: torch.Tensor) -> torch.Tensor:
+    info = policy.params[name]
+    policy.meet(f"eager gather of {name}")
+    return gather(policy.group, info.layout, local, info.gather_dtype)
+
+
+def _averaged(policy: Policy, name: str, full: torch.Tensor, param: Any) -> torch.Tensor:
+    info = policy.params[name]
+    policy.meet(f"eager reduction of the gradient of {name}")
+    return reduce(policy.group, info.layout, full, info.reduce_dtype).to(param._local_tensor.device)

@@ -69,7 +69,7 @@ def states_of(
 
     def sample() -> torch.Tensor:
         x = torch.randn(shape, generator=draw, dtype=torch.float32)
-        return x.to(device=like.device, dtype=like.dtype)
+        return x.to(device="cpu" if like.is_meta else like.device, dtype=like.dtype)
 
     start, given = sample(), [sample() for _ in range(_STEPS)]
     half = shape[0] // 2

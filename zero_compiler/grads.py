@@ -188,6 +188,37 @@ def check_unhooked(param: Any, name: str) -> None:
         )
 
 
+def keeps_no_graph(name: str) -> GradientError:
+    """The error of ``create_graph=True`` under ``zero.no_sync``."""
+    return GradientError(
+        f"backward(create_graph=True) under zero.no_sync: the gradient of parameter {name!r} is not reduced yet, and "
+        "nothing that waits for its reduction can be differentiated; run this backward outside zero.no_sync"
+    )
+
+
+UNCOMPILED = (
+    "call the model that was given to torch.compile, and not what that returned (of a model with model.compile(): call "
+    'it within torch.compiler.set_stance("force_eager"))'
+)
+
+
+def differentiated_twice() -> GradientError:
+    """The error of a second derivative through a compiled frame."""
+    return GradientError(
+        "this backward differentiates the backward of a compiled model (a penalty on gradients, a Hessian), which "
+        f"torch.compile does not do: for this part of the loss {UNCOMPILED}; its gradients are averaged as any"
+    )
+
+
+def takes_one_gradient(who: str) -> GradientError:
+    """The error of a backward of several gradients at once."""
+    return GradientError(
+        f"the backward of {who} was given several gradients at once (is_grads_batched=True, vectorize=True, or "
+        "torch.vmap over torch.autograd.grad), and takes one at a time: leave that out, or use torch.func.jacrev and "
+        "torch.func.vmap with respect to inputs of the uncompiled model"
+    )
+
+
 def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
     """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
     grad = param.grad
@@ -394,18 +425,25 @@ def written(name: str) -> str:
     )
 
 
-def modified(name: str) -> NoReturn:
-    """Raise: a weight is not what the forward of this backward used."""
+EXCHANGED = "_zero_exchanged"  # of a parameter: the count of its writes when it was given other memory
+
+
+def check_unmodified(param: torch.Tensor, name: str, version: int) -> None:
+    """Raise where a weight is not what the forward of this backward used: its count of writes is not ``version``."""
+    if param._version == version:
+        return
+    if version < param.__dict__.get(EXCHANGED, 0):
+        exchanged(name)
     raise ShardError(
         f"parameter {name!r} was modified in place between forward and backward; step the optimizer after backward"
     )
 
 
 def exchanged(name: str) -> NoReturn:
-    """Raise: a weight is another parameter than the forward of this backward used."""
+    """Raise: a weight is another parameter than the forward of this backward used, or has other memory."""
     raise ShardError(
-        f"parameter {name!r} was replaced between forward and backward (load_state_dict(assign=True), or an assignment "
-        "to the module); do that after backward"
+        f"parameter {name!r} was replaced between forward and backward (load_state_dict(assign=True), .to(), or an "
+        "assignment to the module); do that after backward"
     )
 
 

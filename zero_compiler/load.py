@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from . import other_memory
 from .errors import ShardError
 from .guards import mark_stale
 from .modules import ModuleState, state_of
@@ -178,7 +179,9 @@ def _load(name: str, reader: Any, file: str, slots: Sequence[_Slot]) -> None:
     if local.is_meta:
         chunk = policy.place(first.state.names[first.attribute])
         local = chunk[: layout.rows(rank)] if layout.cut else chunk
-        _replace(name, slots, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part))
+        other_memory.give(
+            old, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part), name
+        )
     if not layout.shape:
         local.copy_(reader.get_tensor(name))
     elif local.numel():

@@ -6,10 +6,8 @@ module changes, and nothing of torch.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import eager, grads, limits, plain
+from . import eager, grads, limits, other_memory, plain, transforms
 from .copies import Copies
 from .errors import ShardError, ZeroError
 from .full_weight import FULL, forget, weight_of
@@ -178,39 +176,32 @@ def _own_code(fn: Any) -> types.FunctionType:
 
 
 def _apply(base: Any) -> Callable[..., Any]:
-    """What ``.to()``, ``.half()``, ``.share_memory()`` and the like call: sharded parameters that it leaves as they are
-    are left out, and torch exchanges the others, as long as no graph of autograd knows them."""
+    """What ``.to()``, ``.half()``, ``.to_empty()`` and the like call: a sharded parameter stays the object that it is,
+    whoever refers to it, and is given other memory where that changes its dtype or device."""
 
-    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def apply(self: _Sharded, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         whole = self._parameters
-        self._parameters = {
-            name: param
-            for name, param in whole.items()
-            if not isinstance(param, DTensor) or _changes(param._local_tensor, fn)
-        }
-        # What Dynamo left behind, when it did not compile a frame, stands in cycles that refer to parameters weakly,
-        # and torch exchanges none that somebody refers to so.
-        if any(weakref.getweakrefs(param) for param in self._parameters.values() if param is not None):
-            gc.collect()
+        self._parameters = {name: param for name, param in whole.items() if not isinstance(param, DTensor)}
         try:
             base._apply(self, fn, recurse)
-        except RuntimeError as error:
-            if "swap" not in str(error):
-                raise
-            raise ShardError(
-                f"{base.__name__}: a parameter that has been trained cannot change its dtype or device; call .to() "
-                "before zero.shard, or give zero.shard a device or param_dtype"
-            ) from error
         finally:
             self._parameters = {name: self._parameters.get(name, param) for name, param in whole.items()}
+        for attribute, param in whole.items():
+            if isinstance(param, DTensor) and _changes(param._local_tensor, fn):
+                name, grad = self._zero.names.get(attribute, attribute), param.grad
+                with torch.no_grad():
+                    made, made_grad = fn(param), None if grad is None else fn(grad)
+                other_memory.give(param, made, name)
+                param.grad = made_grad
         return self
 
     return apply
 
 
 def _load(base: Any) -> Callable[..., None]:
-    """What ``load_state_dict`` calls: with ``assign=True`` it puts other parameters in place of those that an optimizer
-    may hold."""
+    """What ``load_state_dict`` calls: with ``assign=True`` it puts other parameters in place of those that stand there.
+    A sharded one stays the object that it is, with the other's memory: what was tied stays tied, and an optimizer goes
+    on with it."""
 
     def load(self: _Sharded, *args: Any) -> None:
         before = dict(self._parameters)
@@ -218,9 +209,18 @@ def _load(base: Any) -> Callable[..., None]:
         names = self._zero.names
         for attribute, old in before.items():
             now = self._parameters.get(attribute)
-            if old is not None and now is not None and now is not old:
+            if old is None or now is None or now is old:
+                continue
+            name = names.get(attribute, attribute)
+            if isinstance(old, DTensor) and isinstance(now, DTensor):
+                rows = now.detach()
+                if rows.placements != old.placements:
+                    rows = rows.redistribute(placements=old.placements)
+                other_memory.give(old, rows, name)
+                self._parameters[attribute] = old
+            else:
                 now.__dict__.pop(STALE, None)  # one that an earlier call has replaced may stand here again
-                mark_stale(old, names.get(attribute, attribute), "load_state_dict(assign=True)")
+                mark_stale(old, name, "load_state_dict(assign=True)")
 
     return load
 
@@ -426,7 +426,7 @@ def _get(self: _Sharded) -> Any:
         if policy.opened:
             return param
         if not isinstance(param, DTensor):
-            return lent(param, name)
+            return lent(param, name, policy)
         full = weight(param, policy.key, name)
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
@@ -473,7 +473,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
-        return lent(param, name)
+        return lent(param, name, policy)
     policy.group.check_still_valid()
     limits.outside_budget(policy, name)
     managed(param, name, policy)
@@ -485,12 +485,18 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
             scope.copies.add(name, param, local_of(full))
         return full
 
-    return weight_of(param, scope.read, make) if scope.active else make()
+    with transforms.below():
+        return weight_of(param, scope.read, make) if scope.active else make()
 
 
-def lent(value: Any, name: str) -> Any:
+def lent(value: Any, name: str, policy: Policy) -> Any:
     """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
-    parameter itself, which ``nn.Module`` asks of what is to stay."""
+    parameter itself, which ``nn.Module`` asks of what is to stay. One of the parameter's dtype is cast as that is."""
     if isinstance(value, nn.Parameter) and not hasattr(value, FULL):
         grads.replaced(name)
+    if transforms.follows(value):
+        raise transforms.of_shards(name)
+    info = policy.params[name]
+    if isinstance(value, torch.Tensor) and value.dtype == info.layout.dtype:
+        return value.to(info.gather_dtype)
     return value

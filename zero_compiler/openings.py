@@ -30,12 +30,9 @@ from . import eager
 from .errors import ShardError
 from .group import Group
 from .layout import Layout, layout_of
+from .other_memory import KEY
 from .runtime.stores import region_of
 from .shard import SUCCESSOR, sharded_parameter
-
-# Attribute of a cut tensor and of its aliases. An attribute moves along in torch.utils.swap_tensors, by which
-# nn.Module.to changes a DTensor in place; a weak reference to the tensor would make that fail.
-KEY = "_zero_cut"
 
 
 class Cut:

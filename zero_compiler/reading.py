@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import grads
+from . import grads, transforms
 from .full_weight import FULL
 from .ir import ops
 from .policy import ParamInfo, Policy
@@ -24,10 +24,12 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     policy = ops.owner_of(owner)
     info = policy.params[name]
     if isinstance(param._local_tensor, FakeTensor):
-        return _as_dynamo_sees_it(param, info, policy)
+        with transforms.below():
+            return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
         grads.moved(name, info, param, policy.rests_on(name))
-    return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
+    with transforms.below():
+        return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
 def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Tensor:
