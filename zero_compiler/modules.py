@@ -208,12 +208,12 @@ def _load(base: Any) -> Callable[..., None]:
         base._load_from_state_dict(self, *args)
         names = self._zero.names
         for attribute, old in before.items():
-            now = self._parameters.get(attribute)
+            now: Any = self._parameters.get(attribute)
             if old is None or now is None or now is old:
                 continue
             name = names.get(attribute, attribute)
             if isinstance(old, DTensor) and isinstance(now, DTensor):
-                rows = now.detach()
+                rows: Any = now.detach()
                 if rows.placements != old.placements:
                     rows = rows.redistribute(placements=old.placements)
                 other_memory.give(old, rows, name)

@@ -19,7 +19,7 @@ from . import grads
 KEY = "_zero_cut"
 
 
-def give(param: Any, made: DTensor, name: str) -> None:
+def give(param: Any, made: Any, name: str) -> None:
     """Let ``param`` be what ``made`` is, but for attributes, hooks and ``requires_grad``; it has no gradient then.
 
     Args:

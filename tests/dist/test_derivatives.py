@@ -11,8 +11,8 @@ import torch
 from compare import whole
 from dist.cases import Cases
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.func import grad, hessian, jacrev, vmap
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
@@ -107,6 +107,31 @@ def a_loss_of_gradients_of_parameters(rank: int) -> list[str]:
 
 def whole_of(g: torch.Tensor) -> torch.Tensor:
     return g.full_tensor() if isinstance(g, DTensor) else g
+
+
+@cases.add
+def a_loss_after_a_step(rank: int) -> list[str]:
+    """Meta-learning: each rank's loss is that of its own data, with weights that the mean of gradients has stepped."""
+    errors = []
+
+    def averaged(t: torch.Tensor) -> torch.Tensor:
+        return t.full_tensor(grad_placements=[Partial("avg")]) if isinstance(t, DTensor) else t
+
+    def stepped(model: nn.Module, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+        params = dict(model.named_parameters())
+        grads = torch.autograd.grad(mean, list(params.values()), create_graph=True)
+        return {n: averaged(p) - 0.1 * averaged(g) for (n, p), g in zip(params.items(), grads, strict=True)}
+
+    def after(model: nn.Module, params: dict[str, torch.Tensor], r: int) -> torch.Tensor:
+        return functional_call(model, params, (data(r + 2),)).square().mean()
+
+    for stage in range(4):
+        plain, model = net(), zero.shard(net(), stage=stage)
+        params = stepped(plain, sum(plain(data(r)).square().mean() for r in range(2)) / 2)
+        (sum(after(plain, params, r) for r in range(2)) / 2).backward()
+        after(model, stepped(model, model(data(rank)).square().mean()), rank).backward()
+        errors += check(f"stage {stage}", model, plain)
+    return errors
 
 
 @cases.add

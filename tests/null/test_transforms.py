@@ -98,9 +98,8 @@ def test_a_transform_with_respect_to_inputs(name, stage):
         equal(found, EAGER[name](tied()))
 
 
-@pytest.mark.parametrize(
-    "name", ["grad", "vmap(grad)", *(pytest.param(n, marks=pytest.mark.slow) for n in INPUTS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INPUTS)
 def test_a_transform_of_a_compiled_model_and_a_compiled_transform(name):
     model = zero.shard(tied(), device="cpu", **ATEN)
     want = INPUTS[name](tied())
@@ -112,6 +111,7 @@ def test_a_transform_of_a_compiled_model_and_a_compiled_transform(name):
             equal(torch.compile(lambda: INPUTS[name](model), backend="zero", fullgraph=True)(), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_gradients_of_parameters_by_way_of_a_transform(how):
     """A loss of derivatives with respect to inputs, as that of an equation of physics."""
@@ -155,6 +155,7 @@ def test_gradients_of_each_sample(dtype):
     )
 
 
+@pytest.mark.slow
 def test_a_backward_of_several_gradients_at_once():
     model = zero.shard(tied(), device="cpu", **ATEN)
     out = model(ONE)
@@ -181,6 +182,7 @@ def steepness(call: Any) -> torch.Tensor:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("loss", [penalty, steepness])
 def test_second_derivatives(loss, stage):
@@ -222,6 +224,7 @@ def test_a_graph_of_gradients_under_no_sync():
         model(X).square().mean().backward(create_graph=True)
 
 
+@pytest.mark.slow
 def test_forward_mode_of_a_compiled_model():
     torch._dynamo.reset()
     call = torch.compile(zero.shard(tied(), device="cpu", **ATEN), backend="zero")
@@ -230,6 +233,7 @@ def test_forward_mode_of_a_compiled_model():
             tangent_of(call)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_compiled_and_transformed_call_is_trained_as_before():
     plain, model = tied(), zero.shard(tied(), device="cpu", **ATEN)
     torch._dynamo.reset()
