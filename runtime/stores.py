@@ -119,7 +119,7 @@ _regions: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary(
 
 def region_of(tensor: torch.Tensor) -> Region | None:
     """The region whose handle ``tensor`` is, or is a view of from its beginning; None for any other tensor."""
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
+    if not _regions or tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
         return None
     # Not by untyped_storage(): that makes a Python object, which owns the storage beside the tensor for as long as it
     # is there, so that the memory of a gradient that was dropped would never look free to the engine again.

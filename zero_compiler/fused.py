@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .foreach import note_writes
+from .grads import MANAGED
 
-MANAGED = "_zero_managed"  # of a parameter of a sharded model that an optimizer steps
 KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 

@@ -273,7 +273,9 @@ def sharded_parameter(
     )
     if away:  # on the host of an accelerator, from where torch would copy them
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
-    return nn.Parameter(dtensor, requires_grad=requires_grad)
+    param = nn.Parameter(dtensor, requires_grad=requires_grad)
+    param.__dict__[grads.MANAGED] = True
+    return param
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
