@@ -26,6 +26,7 @@ from .group import Group
 from .guards import STALE, mark_stale
 from .policy import Policy
 from .reading import managed, weight
+from .whole import stays_whole
 
 
 @dataclass
@@ -73,7 +74,8 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
         if state is not None:
             state.policy.belong(policy.scope)
             continue
-        names = {a: names_by_id[id(p)] for a, p in module._parameters.items() if p is not None}
+        own = module._parameters.items()
+        names = {a: names_by_id[id(p)] for a, p in own if p is not None and not stays_whole(p)}
         owned[id(module)] = names
         module.__dict__["_zero"] = ModuleState(policy, names, module is model)
         if isinstance(module, nn.RNNBase):
