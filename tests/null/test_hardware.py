@@ -93,7 +93,7 @@ WRONG = [
     ({"onednn_flops_per_us": {"bfloat16": 5}}, "onednn_flops_per_us must give a rate for 'float32'"),
     ({"nvme_read": LINK | {"bytes_per_us": 0}}, "bytes_per_us of a link must be a number > 0, not 0"),
     ({"nvme_read": LINK | {"latency_us": -1}}, "latency_us of a link must be a number >= 0, not -1"),
-    ({"nvme_read": 5}, "must be a mapping, not int"),
+    ({"nvme_read": 5}, "nvme_read must be an object of fields, not 5"),
     (
         {"collectives": [ROW | {"kind": "gather"}]},
         "kind of a collective must be one of all_gather, .*'gather'",
