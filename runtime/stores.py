@@ -477,7 +477,9 @@ def _open_new(directory: str, label: str, keep: bool) -> tuple[int, str]:
     path = os.path.join(directory, f"zero-{os.getpid()}-{os.urandom(4).hex()}-{name}")
     if keep:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        with contextlib.suppress(OSError):  # not every file system has locks; see `kept_files.py` for who asks
+        with contextlib.suppress(
+            OSError
+        ):  # not every file system has locks; see `kept_files.py` for who asks
             fcntl.flock(fd, fcntl.LOCK_SH)
         return fd, path
     with contextlib.suppress(OSError):  # not every file system has files without a name

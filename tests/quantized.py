@@ -15,9 +15,7 @@ class Packed(nn.Parameter):
     scale: torch.Tensor | None
     turned: bool
 
-    def __new__(
-        cls, data: torch.Tensor, scale: torch.Tensor | None = None, turned: bool = False
-    ) -> Packed:
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor | None = None, turned: bool = False) -> Packed:
         self = torch.Tensor._make_subclass(cls, data, False)
         self.scale, self.turned = scale, turned
         return self

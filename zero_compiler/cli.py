@@ -91,7 +91,9 @@ def _list_kept(directory: Path) -> None:
     left = [kept for kept in found if not kept.in_use]
     console.print(f"files of runs in {directory}: {len(found)}", highlight=False, markup=False)
     for kept in found:
-        state = f"in use by process {kept.pid}" if kept.in_use else f"left by process {kept.pid}, which has ended"
+        state = (
+            f"in use by process {kept.pid}" if kept.in_use else f"left by process {kept.pid}, which has ended"
+        )
         console.print(f"  {kept.path}: {kept.nbytes:,} bytes, {state}", highlight=False, markup=False)
     if left:
         total = sum(kept.nbytes for kept in left)

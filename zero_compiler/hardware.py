@@ -6,6 +6,7 @@ so the same spec gives the same plan on every rank and in every run.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 
 from .errors import ConfigError
+from .limits import of_open_files
 
 LANES = ("compute", "device-device", "nvme-read", "nvme-write", "host-device")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -34,7 +36,7 @@ def _check_number(name: str, value: Any, least: int | None = None, finite: bool 
     ``finite``; what is not a number is one; an expression of sizes that are not known yet is let pass."""
     if isinstance(value, sympy.Expr):
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     if not number or not (value > 0 if least is None else value >= least):
         wanted = "> 0" if least is None else f">= {least}"
         raise ConfigError(f"hardware spec: {name} must be a number {wanted}, not {_shown(value)}")
@@ -281,7 +283,9 @@ def _check_fields(what: str, kind: Any, data: Any) -> None:
     of = "" if what == "it" else f" of {what}"
     for name in data:
         if name not in known:
-            raise ConfigError(f"hardware spec: there is no field {_shown(name)}{of}; known: {', '.join(known)}")
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"hardware spec: there is no field {_shown(name)}{of}{hint}")
     for name, known_as in known.items():
         if name not in data and known_as.default is MISSING and known_as.default_factory is MISSING:
             raise ConfigError(f"hardware spec: {name!r}{of} is missing")
@@ -336,5 +340,8 @@ def _read(path: Traversable, what_to_do: str) -> HardwareSpec:
         raise ConfigError(f"{path}: {error}; {what_to_do}") from None
     except RecursionError:
         raise ConfigError(f"{path}: cannot be read as JSON: it is nested too deeply; {what_to_do}") from None
-    except (OSError, ValueError) as error:  # no text, or no JSON
+    except OSError as error:
+        what_to_do = of_open_files(error.errno) or what_to_do
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {what_to_do}") from None
+    except ValueError as error:  # no text, or no JSON
         raise ConfigError(f"{path}: cannot be read as JSON: {error}; {what_to_do}") from None

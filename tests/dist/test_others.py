@@ -347,7 +347,12 @@ def _process() -> dict:
             inductor.save_config_portable(),
             dynamo.save_config_portable(),
         ],
-        "hooks": [sys.excepthook.__qualname__, threading.excepthook.__qualname__, gc.get_threshold(), gc.isenabled()],
+        "hooks": [
+            sys.excepthook.__qualname__,
+            threading.excepthook.__qualname__,
+            gc.get_threshold(),
+            gc.isenabled(),
+        ],
         "modules": [
             len(getattr(nn.modules.module, name))
             for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
