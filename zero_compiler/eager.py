@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
+from .foreach import MANAGED
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
 
@@ -131,9 +132,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
         ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
-        param.__dict__[grads.MANAGED] = (
-            True  # a copy of a parameter, or one that was assigned, has no such mark
-        )
+        param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
         ctx.call = grads.opened(policy, (name,))
         info = policy.params[name]
         policy.meet(f"eager gather of {name}")

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .grads import MANAGED
 from .runtime.stores import region_of
+
+MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-wide leaves all others alone
 
 
 @functools.cache

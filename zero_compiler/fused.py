@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .foreach import note_writes
-from .grads import MANAGED
+from .foreach import MANAGED, note_writes
 
 KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 

@@ -282,7 +282,6 @@ def will_run(nodes: Sequence[Any], given: Sequence[torch.Tensor | None]) -> list
         return [False] * len(nodes)
 
 
-MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-wide leaves all others alone
 HOOKS = "_zero_hooks"  # of a parameter: ids of hooks that are not the user's
 
 

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import ShardError
-from .foreach import count_writes
+from .foreach import MANAGED, count_writes
 from .fused import take_shards
-from .grads import MANAGED, check_reduced
+from .grads import check_reduced
 from .ir import ops
 from .plain import check_averaged
 from .unscale import take_gradients

@@ -20,6 +20,7 @@ from . import eager, grads, plain
 from .agreement import agree
 from .config import Config
 from .errors import ShardError
+from .foreach import MANAGED
 from .group import Group
 from .guards import STALE, guard_optimizers, held_elsewhere, mark_stale
 from .layout import Layout, layout_of
@@ -276,7 +277,7 @@ def sharded_parameter(
     if away:  # on the host of an accelerator, from where torch would copy them
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
     param = nn.Parameter(dtensor, requires_grad=requires_grad)
-    param.__dict__[grads.MANAGED] = True
+    param.__dict__[MANAGED] = True
     return param
 
 

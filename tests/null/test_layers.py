@@ -16,6 +16,9 @@ TOP = 100
 RANKS = {
     "_tree": 0,
     "errors": 0,
+    "limits": 0,
+    "kept_files": 0,
+    "whole": 3,
     "config": 1,
     "ir": 2,
     "flags": 2,
