@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, StorageError
+from ..open_files import of_open_files
 from . import _aio
 
 __all__ = ["ALIGN", "Engine", "File", "Request", "StorageError", "buffer", "live_bytes", "uring_refusal"]
@@ -217,6 +218,9 @@ class Engine:
         try:
             self._core = _aio.Engine(self.backend, self.block_bytes, self.depth)
         except StorageError as error:
+            what_to_do = of_open_files(error.errno)
+            if what_to_do is not None:  # a failure of this process, whatever the options are
+                raise StorageError(f"{error}; {what_to_do}", errno=error.errno) from None
             raise ConfigError(str(error)) from None
         self._live: deque[Request] = deque()
         self._registered: list[tuple[int, int, Any]] = []
@@ -408,4 +412,7 @@ def _about(path: str, label: str) -> Iterator[None]:
     except StorageError as error:
         error.path = path
         error.label = label
+        what_to_do = of_open_files(error.errno)
+        if what_to_do is not None:
+            error.args = (f"{error}; {what_to_do}",)
         raise

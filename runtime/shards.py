@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zero_compiler import grads
+from zero_compiler.foreach import MANAGED
 
 
 class LocalRows(torch.autograd.Function):
@@ -26,6 +27,8 @@ class LocalRows(torch.autograd.Function):
         ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
         ctx.calls = [grads.opened(owner, names) for owner in {id(o): o for o in owners}.values()]
+        for param in params:  # a copy of a parameter, or one that was assigned, has no such mark
+            param.__dict__[MANAGED] = True
         ctx.versions = [p._version for p in params]
         ctx.set_materialize_grads(False)
         rows = tuple(p._local_tensor.detach() for p in params)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import math
 import mmap
@@ -30,6 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_compiler.errors import StorageError
+from zero_compiler.open_files import of_open_files
 
 from .aio import Engine, File, Request
 from .aio import buffer as aio_buffer
@@ -119,7 +121,7 @@ _regions: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary(
 
 def region_of(tensor: torch.Tensor) -> Region | None:
     """The region whose handle ``tensor`` is, or is a view of from its beginning; None for any other tensor."""
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
+    if not _regions or tensor.device.type != "cpu" or tensor.numel() == 0 or isinstance(tensor, FakeTensor):
         return None
     # Not by untyped_storage(): that makes a Python object, which owns the storage beside the tensor for as long as it
     # is there, so that the memory of a gradient that was dropped would never look free to the engine again.
@@ -202,9 +204,7 @@ class Store:
         try:
             return Mapping(self.fd, self.nbytes)
         except OSError as error:
-            what = "give another nvme_dir"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                what = "raise the limit of open files (ulimit -n)"
+            what = of_open_files(error.errno) or "give another nvme_dir"
             raise StorageError(
                 f"nvme_dir={self.directory!r} takes files that cannot be mapped into memory, which {self.label} need: "
                 f"{error.strerror}; {what}",
@@ -462,9 +462,9 @@ def _made(directory: str, nbytes: int, label: str, keep: bool) -> tuple[int, str
             raise
         return fd, path
     except OSError as error:
+        what = of_open_files(error.errno) or "give a directory that can be written to and has room"
         raise StorageError(
-            f"nvme_dir={directory!r} takes no file of {nbytes:,} bytes for {label}: {error.strerror}; give a "
-            "directory that can be written to and has room",
+            f"nvme_dir={directory!r} takes no file of {nbytes:,} bytes for {label}: {error.strerror}; {what}",
             errno=error.errno or 0,
             path=directory,
             label=label,
@@ -476,7 +476,12 @@ def _open_new(directory: str, label: str, keep: bool) -> tuple[int, str]:
     name = "".join(c if c.isalnum() else "-" for c in label)
     path = os.path.join(directory, f"zero-{os.getpid()}-{os.urandom(4).hex()}-{name}")
     if keep:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), path
+        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        with contextlib.suppress(
+            OSError
+        ):  # not every file system has locks; see `kept_files.py` for who asks
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd, path
     with contextlib.suppress(OSError):  # not every file system has files without a name
         fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
         return fd, f"/proc/self/fd/{fd}"

@@ -21,7 +21,7 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import eager, grads, limits, plain, sized, tiling
+from . import eager, grads, plain, recompile_limit, sized, tiling
 from .broken import Broken
 from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
@@ -145,7 +145,7 @@ def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
     for owner in owners_in(gm):
         scope = ops.owner_of(owner).scope
         scope.compile = compiles_again
-        limits.watch(getattr(context, "traced_code", None), scope)
+        recompile_limit.watch(getattr(context, "traced_code", None), scope)
 
 
 def compile_frame(

@@ -40,6 +40,7 @@ from .policy import Policy, in_file
 from .runtime import heap
 from .runtime.stores import Nvme
 from .shard import SUCCESSOR, collect, contiguous_stride, inherit, install
+from .whole import describe_whole, stays_whole
 
 _serials = itertools.count()
 _thread = threading.local()
@@ -254,7 +255,7 @@ class Construction:
         waiting = {id(self._whole(p)) for p in self._pending.values() if id(p) not in finished}
         for pending in done:
             old = self._whole(pending)
-            if old is None or isinstance(old, nn.parameter.UninitializedParameter):
+            if old is None or isinstance(old, nn.parameter.UninitializedParameter) or stays_whole(old):
                 del self._pending[id(pending.owner), pending.attribute]
             elif id(old) not in waiting:
                 del self._pending[id(pending.owner), pending.attribute]
@@ -339,7 +340,8 @@ class Construction:
         policy = Policy(group, placement.config)
         targets = collect(model, policy, lambda param: self._is_ours(param, placement))
         try:
-            self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+            described = [policy.describe(), *describe_whole(model)]
+            self._agree(group, [f"end of construction of {type(model).__name__}", *described])
         except BaseException:
             policy.unmade()
             raise
@@ -490,4 +492,4 @@ def _unmanaged(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters of ``module`` that belong to no sharded model yet."""
     for sub in module.modules():
         if state_of(sub) is None:
-            yield from (p for p in sub._parameters.values() if p is not None)
+            yield from (p for p in sub._parameters.values() if p is not None and not stays_whole(p))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from rich.table import Table
 from . import hardware
 from .errors import ConfigError, ZeroError
 from .flags import with_config
+from .kept_files import kept_files
 
 app = typer.Typer(
     add_completion=False,
@@ -27,8 +29,12 @@ console = Console(soft_wrap=True)
 
 
 @app.command()
-def doctor() -> None:
-    """Say what of this installation works, and what a run would use."""
+def doctor(
+    nvme_dir: Annotated[
+        list[Path] | None, typer.Option(help="also list the files that runs have left in this directory")
+    ] = None,
+) -> None:
+    """Say what of this installation works, what a run would use, and which files earlier runs have left."""
     rows: list[tuple[str, str, bool]] = []
 
     def row(what: str, found: str, good: bool = True) -> None:
@@ -70,8 +76,29 @@ def doctor() -> None:
     for what, found, good in rows:
         table.add_row(what, "ok" if good else "WRONG", found)
     console.print(table)
+    for directory in nvme_dir or []:
+        _list_kept(directory)
     if not all(good for _, _, good in rows):
         raise typer.Exit(1)
+
+
+def _list_kept(directory: Path) -> None:
+    """What runs have left in ``directory``, and how to remove what no run uses any more."""
+    try:
+        found = list(kept_files(str(directory)))
+    except OSError as error:
+        raise ConfigError(f"--nvme-dir {str(directory)!r} cannot be listed: {error.strerror}") from None
+    left = [kept for kept in found if not kept.in_use]
+    console.print(f"files of runs in {directory}: {len(found)}", highlight=False, markup=False)
+    for kept in found:
+        state = (
+            f"in use by process {kept.pid}" if kept.in_use else f"left by process {kept.pid}, which has ended"
+        )
+        console.print(f"  {kept.path}: {kept.nbytes:,} bytes, {state}", highlight=False, markup=False)
+    if left:
+        total = sum(kept.nbytes for kept in left)
+        paths = " ".join(shlex.quote(kept.path) for kept in left)
+        console.print(f"{total:,} bytes are freed by: rm -- {paths}", highlight=False, markup=False)
 
 
 def _has(backend: str) -> bool:

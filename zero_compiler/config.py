@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,8 +207,9 @@ class Config:
         Raises:
             ConfigError: an unknown field, or two values for one field.
         """
-        fields = dict(fields or {})
+        fields = {} if fields is None else fields
         _check_names(fields)
+        fields = dict(fields)
         if base is None:
             return Config(**fields)
         if not isinstance(base, Config):
@@ -284,7 +286,12 @@ class Config:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Config:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ConfigError: it is no dictionary, or a field is unknown or has a value that it cannot have.
+        """
+        _check_names(data, "Config.from_dict takes")
         return Config.make(None, data)
 
 
@@ -292,13 +299,15 @@ class Config:
 COMPILE_FIELDS = ("hardware", *(f.name for f in dataclasses.fields(Config) if f.name not in PLACEMENT_FIELDS))
 
 
-def _check_names(fields: Mapping[str, Any]) -> None:
+def _check_names(fields: Any, taker: str = "options are") -> None:
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"{taker} a dictionary of fields by name, not {reprlib.repr(fields)}")
     known = {f.name for f in dataclasses.fields(Config)}
     for name in fields:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown option {name!r}{hint}")
+            raise ConfigError(f"unknown option {reprlib.repr(name)}{hint}")
 
 
 def _as_held(name: str, value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads, transforms
+from .foreach import MANAGED
 from .full_weight import AsParameter, full_parameter, registrable
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
@@ -134,6 +135,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
         ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
+        param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
         ctx.call = grads.opened(policy, (name,))
         return full_parameter(_whole(policy, name, param._local_tensor))
 

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .runtime.stores import region_of
+
+MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-wide leaves all others alone
+
 
 @functools.cache
 def count_writes() -> None:
@@ -32,7 +36,16 @@ def counted(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> An
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """A kernel writes to ``tensors``; autograd counts for those that are no DTensors, and in inference mode nobody."""
+    """A kernel writes to ``tensors``; autograd counts for those that are no DTensors, and in inference mode nobody.
+
+    Counted are those whose count this project reads: parameters of sharded models, and what lies in their files. What
+    other libraries make of DTensors is written to as it is without this project.
+    """
     torch.autograd.graph.increment_version(
-        [t for t in tensors if isinstance(t, DTensor) and not t.is_inference()]
+        [t for t in tensors if isinstance(t, DTensor) and _is_read(t) and not t.is_inference()]
     )
+
+
+def _is_read(tensor: DTensor) -> bool:
+    local = tensor._local_tensor
+    return MANAGED in tensor.__dict__ or (type(local) is torch.Tensor and region_of(local) is not None)

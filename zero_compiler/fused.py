@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .foreach import note_writes
+from .foreach import MANAGED, note_writes
 
-MANAGED = "_zero_managed"  # of a parameter of a sharded model that an optimizer steps
 KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 

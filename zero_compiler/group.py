@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,11 +30,42 @@ DESTROYED = (
 )
 
 
+FORKED = (
+    "this is a forked child of a process with a process group, which has no part in it: call sharded models of several "
+    'ranks in the process that made them, or start the child by "spawn" and make a process group in it'
+)
+# Of the process from which this one was forked. Their threads are not here, and their sockets are the parent's.
+_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _inherited.update(pg for pg in dist.distributed_c10d._world.pg_map if _is_group(pg))
+
+
+def _is_group(pg: Any) -> bool:
+    return isinstance(pg, dist.ProcessGroup)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def check_own(pg: Any) -> None:
+    """Raise where ``pg`` is a process group of the process from which this one was forked: it would wait for ever.
+
+    Raises:
+        TransferError: it is.
+    """
+    if _inherited and pg in _inherited:
+        raise TransferError(FORKED)
+
+
 def link_to(pg: Any) -> weakref.ref[Any]:
     """What a :class:`Group` keeps of a process group, which is to end where the user destroys it.
 
     Until then torch keeps the object itself, by which it knows a group.
     """
+    check_own(pg)
     _linked.add(pg)
     return weakref.ref(pg)
 
@@ -106,6 +138,7 @@ class Group:
         pg = self._found()
         if pg is None:
             raise TransferError(DESTROYED)
+        check_own(pg)
         return pg
 
     @property
@@ -267,7 +300,7 @@ def store_of(group: Group) -> Any:
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    if group.destroyed:
+    if group.link is not None and group.pg is None:
         raise TransferError(DESTROYED)
     return _get_default_store()
 

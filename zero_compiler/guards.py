@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import ShardError
-from .foreach import count_writes
-from .fused import MANAGED, take_shards
+from .foreach import MANAGED, count_writes
+from .fused import take_shards
 from .grads import check_reduced
 from .ir import ops
 from .plain import check_averaged
@@ -54,7 +54,7 @@ def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
 
 def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise at a step whose gradients wait for their reduction, and at one of an optimizer whose parameters are not
-    those of the sharded model.
+    those of the sharded model. An optimizer is judged by its parameters of sharded models alone.
 
     Raises:
         ShardError: naming the first stale parameter.
@@ -72,6 +72,9 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     f"{type(optimizer).__name__} was made before {by} and holds the parameter {name!r} that it "
                     f"replaced; make the optimizer after {by}, from model.parameters()"
                 )
+    # Dynamo traces this, with the step of an optimizer that is compiled.
+    if not any(hasattr(param, MANAGED) for group in optimizer.param_groups for param in group["params"]):
+        return
     count = sum(len(g["params"]) for g in optimizer.param_groups)
     if optimizer.__dict__.get(_CHECKED) == count:
         return
@@ -86,7 +89,7 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, DTensor) and param.device_mesh.size() > 1 and not _whole(param):
+            if hasattr(param, MANAGED) and param.device_mesh.size() > 1 and not _whole(param):
                 raise ShardError(
                     f"{type(optimizer).__name__} needs parameters that are whole on every rank: use stage 0 or another "
                     "optimizer"
@@ -98,8 +101,8 @@ def _whole(param: DTensor) -> bool:
 
 
 def _check_managed(optimizer: torch.optim.Optimizer) -> None:
-    """Of parameters of sharded models: fused kernels may take their rows, and states rest where they were to rest,
-    which is beside the parameters where a plain optimizer makes them."""
+    """States of parameters of sharded models rest where they were to rest, which is beside the parameters where a plain
+    optimizer makes them."""
     streams = getattr(optimizer, "streams", False)
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for policy in ops.owners():
@@ -107,7 +110,6 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
             param = policy.find(name)
             if param is None or id(param) not in given:
                 continue
-            setattr(param, MANAGED, True)
             tier = policy.placed.tier("optimizer", name)
             beside = tier == "host" and policy.path("params", name)
             frozen = policy.placed.was_frozen(name) and not param.requires_grad
@@ -142,7 +144,7 @@ class _WholeNorms(DTensor):
 def _adafactor_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     if isinstance(optimizer, torch.optim.Adafactor):
         for group in optimizer.param_groups:
-            for param in group["params"]:
+            for param in (p for p in group["params"] if hasattr(p, MANAGED)):
                 for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
                     if isinstance(tensor, DTensor):
                         yield tensor

@@ -6,11 +6,15 @@ so the same spec gives the same plan on every rank and in every run.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field
+import reprlib
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,6 +23,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 
 from .errors import ConfigError
+from .open_files import of_open_files
 
 LANES = ("compute", "device-device", "nvme-read", "nvme-write", "host-device")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -26,26 +31,34 @@ TRANSPORTS = ("c10d", "shared")
 _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured
 
 
-def _check_number(name: str, value: Any, least: int | None = None) -> None:
-    """At ``least`` so much; None: above 0. What is infinitely fast is no mistake, what is not a number is one; an
-    expression of sizes that are not known yet is let pass."""
+def _check_number(name: str, value: Any, least: int | None = None, finite: bool = False) -> None:
+    """At ``least`` so much, and finite; None: above 0. What is infinitely fast is no mistake, unless it is told to be
+    ``finite``; what is not a number is one; an expression of sizes that are not known yet is let pass."""
     if isinstance(value, sympy.Expr):
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     if not number or not (value > 0 if least is None else value >= least):
         wanted = "> 0" if least is None else f">= {least}"
-        raise ConfigError(f"hardware spec: {name} must be a number {wanted}, not {value!r}")
+        raise ConfigError(f"hardware spec: {name} must be a number {wanted}, not {_shown(value)}")
+    largest = sys.float_info.max if finite or least is not None or isinstance(value, int) else math.inf
+    if value > largest:
+        raise ConfigError(f"hardware spec: {name} must be a finite number, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value of a file in a sentence, which may be long or nested deeply."""
+    return reprlib.repr(value)
 
 
 def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"hardware spec: {name} must be one of {', '.join(known)}, not {value!r}")
+        raise ConfigError(f"hardware spec: {name} must be one of {', '.join(known)}, not {_shown(value)}")
 
 
 def _check_rates(name: str, rates: Any) -> None:
     if not isinstance(rates, dict) or _BASE_DTYPE not in rates:
         raise ConfigError(
-            f"hardware spec: {name} must give a rate for {_BASE_DTYPE!r}, and may for other dtypes, not {rates!r}"
+            f"hardware spec: {name} must give a rate for {_BASE_DTYPE!r}, and may for other dtypes, not {_shown(rates)}"
         )
     for dtype, rate in rates.items():
         _check_number(f"{name}[{dtype!r}]", rate)
@@ -172,7 +185,10 @@ class HardwareSpec:
             "host_memory_bytes",
             "checksum_bytes_per_us",
         ):
-            _check_number(name, getattr(self, name))
+            _check_number(name, getattr(self, name), finite=name.endswith("memory_bytes"))
+        for name in ("name", "source", "date"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"hardware spec: {name} must be a text, not {_shown(getattr(self, name))}")
         for name in ("kernel_us", "matmul_traffic"):
             _check_number(name, getattr(self, name), 0)
         for lane in (lane for group in self.shared for lane in group):
@@ -232,25 +248,57 @@ class HardwareSpec:
         Raises:
             ConfigError: a field is missing or unknown, or has a value that it cannot have.
         """
-        if not isinstance(data, dict):
-            raise ConfigError(f"hardware spec: must be an object of fields, not {data!r}")
-        try:
-            data = dict(data)
-            data["collectives"] = tuple(
-                Collective(**{**c, "link": Link(**c["link"])}) for c in data["collectives"]
-            )
-            for name in ("host_device", "nvme_read", "nvme_write"):
-                data[name] = Link(**data[name])
-            for name in ("forward_python", "backward_python"):
-                data[name] = PythonTime(**data.get(name, {}))
-            data["shared"] = tuple(tuple(group) for group in data.get("shared", ()))
-            return HardwareSpec(**data)
-        except ConfigError:
-            raise
-        except KeyError as error:
-            raise ConfigError(f"hardware spec: {error} is missing") from None
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"hardware spec: {error}") from None
+        _check_fields("it", HardwareSpec, data)
+        data = dict(data)
+        rows = []
+        for at, row in enumerate(_list("collectives", data["collectives"])):
+            what = f"collectives[{at}]"
+            _check_fields(what, Collective, row)
+            rows.append(_made(what, Collective, row | {"link": _made(f"link of {what}", Link, row["link"])}))
+        data["collectives"] = tuple(rows)
+        for name in ("host_device", "nvme_read", "nvme_write"):
+            data[name] = _made(name, Link, data[name])
+        for name in ("forward_python", "backward_python"):
+            data[name] = _made(name, PythonTime, data.get(name, {}))
+        shared = _list("shared", data.get("shared", ()))
+        data["shared"] = tuple(tuple(_list("a group in `shared`", group)) for group in shared)
+        return HardwareSpec(**data)
+
+
+def _list(what: str, data: Any) -> Sequence[Any]:
+    if not isinstance(data, (list, tuple)):
+        raise ConfigError(f"hardware spec: {what} must be a list, not {_shown(data)}")
+    return data
+
+
+def _check_fields(what: str, kind: Any, data: Any) -> None:
+    """``data`` has the fields of the class ``kind``.
+
+    Raises:
+        ConfigError: it is no dictionary, or a field is missing or unknown.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"hardware spec: {what} must be an object of fields, not {_shown(data)}")
+    known = {f.name: f for f in fields(kind)}
+    of = "" if what == "it" else f" of {what}"
+    for name in data:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"hardware spec: there is no field {_shown(name)}{of}{hint}")
+    for name, known_as in known.items():
+        if name not in data and known_as.default is MISSING and known_as.default_factory is MISSING:
+            raise ConfigError(f"hardware spec: {name!r}{of} is missing")
+
+
+def _made(what: str, kind: Any, data: Any) -> Any:
+    """The object of the class ``kind`` that ``data`` describes, the field ``what`` of a spec."""
+    _check_fields(what, kind, data)
+    try:
+        return kind(**data)
+    except ConfigError as error:
+        said = str(error).removeprefix("hardware spec: ")
+        raise ConfigError(f"hardware spec: {what}: {said}") from None
 
 
 def presets() -> list[str]:
@@ -290,5 +338,10 @@ def _read(path: Traversable, what_to_do: str) -> HardwareSpec:
         return HardwareSpec.from_dict(json.loads(path.read_text()))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; {what_to_do}") from None
-    except (OSError, ValueError) as error:  # no text, or no JSON
+    except RecursionError:
+        raise ConfigError(f"{path}: cannot be read as JSON: it is nested too deeply; {what_to_do}") from None
+    except OSError as error:
+        what_to_do = of_open_files(error.errno) or what_to_do
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {what_to_do}") from None
+    except ValueError as error:  # no text, or no JSON
         raise ConfigError(f"{path}: cannot be read as JSON: {error}; {what_to_do}") from None

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import eager, grads, limits, other_memory, plain, transforms
+from . import eager, grads, other_memory, plain, recompile_limit, transforms
 from .copies import Copies
 from .errors import ShardError, ZeroError
 from .full_weight import FULL, forget, weight_of
@@ -25,13 +25,14 @@ from .group import Group
 from .guards import STALE, mark_stale
 from .policy import Policy, local_of
 from .reading import managed, placed, weight
+from .whole import stays_whole
 
 
 @dataclass
 class ModuleState:
     """What a module of a sharded model knows: its policy and the qualified names of its own parameters.
 
-    ``full``: Dynamo has compiled something that it calls for the last time (see `limits.py`).
+    ``full``: Dynamo has compiled something that it calls for the last time (see `recompile_limit.py`).
     """
 
     policy: Policy
@@ -81,7 +82,8 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
         if state is not None:
             state.policy.belong(policy.scope)
             continue
-        names = {a: names_by_id[id(p)] for a, p in module._parameters.items() if p is not None}
+        own = module._parameters.items()
+        names = {a: names_by_id[id(p)] for a, p in own if p is not None and not stays_whole(p)}
         owned[id(module)] = names
         module.__dict__["_zero"] = ModuleState(policy, names, module is model)
         if isinstance(module, nn.RNNBase):
@@ -298,7 +300,7 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     # options once for a model, and `root` for each module.
     if state.policy.config.param_dtype is not None and state.root and not state.policy.opened:
         args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
-    if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
+    if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
         return _past_limit(self, call, args, kwargs)
     if scope.active:
         if torch.compiler.is_compiling():
@@ -317,7 +319,7 @@ torch._dynamo.eval_frame.skip_code(_called.__code__)
 
 @torch._dynamo.disable(reason="compiled once more, past recompile_limit")
 def _again(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
-    return limits.compiled_again(self, call, args, kwargs, lambda: _own_code(_outermost))
+    return recompile_limit.compiled_again(self, call, args, kwargs, lambda: _own_code(_outermost))
 
 
 def _past_limit(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
@@ -325,7 +327,7 @@ def _past_limit(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     scope = self._zero.policy.scope
     if scope.compile is not None:
         return _again(self, call, args, kwargs)
-    with limits.eagerly(self, args, kwargs):
+    with recompile_limit.eagerly(self, args, kwargs):
         return call(self, *args, **kwargs) if scope.active else self._zero_outermost(call, args, kwargs)
 
 
@@ -338,7 +340,7 @@ def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``_call_impl`` of a module for itself compiled."""
     state = self._zero
     scope = state.policy.scope
-    if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
+    if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
         return _past_limit(self, type(self)._call_impl, args, kwargs)
     if state.full:
         return _again(self, type(self)._call_impl, args, kwargs)
@@ -355,14 +357,14 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     state = self._zero
     scope = state.policy.scope
     if again:
-        if not torch.compiler.is_compiling() and limits.passed() and not scope.eager:
-            with limits.eagerly(self, args, kwargs):
+        if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
+            with recompile_limit.eagerly(self, args, kwargs):
                 return _outermost(self, call, args, kwargs, again)
         if scope.active:
             return call(self, *args, **kwargs)
     elif state.full:
         return _again(self, call, args, kwargs)
-    scope.entered = state if torch.compiler.is_compiling() or limits.compiling() else None
+    scope.entered = state if torch.compiler.is_compiling() or recompile_limit.compiling() else None
     if not torch.compiler.is_compiling():
         scope.begun = state, getattr(type(self).forward, "__code__", None)
         plain.watch_beside(self)
@@ -432,8 +434,8 @@ def _get(self: _Sharded) -> Any:
             return full
         part = policy.params[name].part
         return full if part is None else placed(part.of(full), full)
-    if limits.passed() and policy.scope.active and not policy.scope.eager:
-        limits.runs_eagerly(policy, f"code that reads {name}")
+    if recompile_limit.passed() and policy.scope.active and not policy.scope.eager:
+        recompile_limit.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)
 
 
@@ -475,7 +477,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if not isinstance(param, DTensor):
         return lent(param, name, policy)
     policy.group.check_still_valid()
-    limits.outside_budget(policy, name)
+    recompile_limit.outside_budget(policy, name)
     managed(param, name, policy)
     scope = policy.scope
 

@@ -54,8 +54,8 @@ class Scope:
     forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of frames and
     optimizers.
 
-    For calls past Dynamo's limit (`limits.py`). ``compile``: compiles a function once more, as the backend was asked to
-    compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
+    For calls past Dynamo's limit (`recompile_limit.py`). ``compile``: compiles a function once more, as the backend was
+    asked to compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
     at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the code of its
     forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``: what
     the user was told of such calls, which messages about ranks that do not meet repeat; ``outside_said``: whether of

@@ -20,6 +20,7 @@ from . import eager, grads, plain
 from .agreement import agree
 from .config import Config
 from .errors import ShardError
+from .foreach import MANAGED
 from .group import Group
 from .guards import STALE, guard_optimizers, held_elsewhere, mark_stale
 from .layout import Layout, layout_of
@@ -27,6 +28,7 @@ from .mesh import make_group
 from .modules import is_root, state_of, swap_classes
 from .policy import ParamInfo, Places, Policy, local_of
 from .tensor_parallel import TensorPart, part_of, tensor_mesh_of
+from .whole import describe_whole, stays_whole
 
 
 class _Default(int):
@@ -93,7 +95,8 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
     policy = Policy(group, config)
     targets = collect(model, policy)
-    agree(group, f"shard/{policy.title()}", "the model given to zero.shard", policy.describe())
+    described = "\n".join([policy.describe(), *describe_whole(model)])
+    agree(group, f"shard/{policy.title()}", "the model given to zero.shard", described)
     params = {name: param for name, (param, _) in targets.items()}
     policy.place_tensors(params)
     policy.choose_transport()
@@ -134,7 +137,7 @@ def collect(
             )
         _check_table(prefix, module)
         for attribute, param in module._parameters.items():
-            if param is None:
+            if param is None or stays_whole(param):
                 continue
             if nn.parameter.is_lazy(param):
                 raise ShardError(
@@ -273,7 +276,9 @@ def sharded_parameter(
     )
     if away:  # on the host of an accelerator, from where torch would copy them
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
-    return nn.Parameter(dtensor, requires_grad=requires_grad)
+    param = nn.Parameter(dtensor, requires_grad=requires_grad)
+    param.__dict__[MANAGED] = True
+    return param
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

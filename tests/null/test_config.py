@@ -180,3 +180,15 @@ def test_what_a_plan_cannot_be_made_of_is_said_in_one_sentence(tmp_path, monkeyp
         done = CliRunner().invoke(cli.app, ["plan", *words], env={"COLUMNS": "200"})
         assert done.exit_code == 2
         assert want in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("data", [None, [], [("stage", 1)], "stage", 3, {"a"}], ids=repr)
+def test_what_is_no_dictionary(data):
+    with pytest.raises(ConfigError, match="Config.from_dict takes a dictionary of fields by name, not "):
+        zero.Config.from_dict(data)
+
+
+@pytest.mark.parametrize("key", [1, None, ("stage",), b"stage"], ids=repr)
+def test_a_key_that_is_no_name(key):
+    with pytest.raises(ConfigError, match="unknown option "):
+        zero.Config.from_dict({"stage": 1, key: 2})

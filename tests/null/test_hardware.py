@@ -93,7 +93,7 @@ WRONG = [
     ({"onednn_flops_per_us": {"bfloat16": 5}}, "onednn_flops_per_us must give a rate for 'float32'"),
     ({"nvme_read": LINK | {"bytes_per_us": 0}}, "bytes_per_us of a link must be a number > 0, not 0"),
     ({"nvme_read": LINK | {"latency_us": -1}}, "latency_us of a link must be a number >= 0, not -1"),
-    ({"nvme_read": 5}, "must be a mapping, not int"),
+    ({"nvme_read": 5}, "nvme_read must be an object of fields, not 5"),
     (
         {"collectives": [ROW | {"kind": "gather"}]},
         "kind of a collective must be one of all_gather, .*'gather'",
@@ -103,9 +103,9 @@ WRONG = [
         "transport of a collective must be one of c10d, shared, not",
     ),
     ({"collectives": [ROW | {"world": 1}]}, "world of a collective must be a number >= 2, not 1"),
-    ({"collectives": [ROW | {"size": 1}]}, "unexpected keyword argument 'size'"),
+    ({"collectives": [ROW | {"size": 1}]}, r"there is no field 'size' of collectives\[0\]"),
     ({"shared": [["compute", "disk"]]}, "a lane in `shared` must be one of compute, .*, not 'disk'"),
-    ({"speed": 1}, "unexpected keyword argument 'speed'"),
+    ({"speed": 1}, "there is no field 'speed'"),
 ]
 
 
@@ -357,3 +357,49 @@ def test_two_models_tell_what_a_call_takes_and_what_a_parameter():
     # Times that something else spoiled: never less than nothing.
     assert calibrate._python_time((16, 64), [900.0, 800.0]) == PythonTime(900.0, 0.0)
     assert calibrate._python_time((16, 64), [100.0, 4900.0]) == PythonTime(0.0, 100.0)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [
+        ("memory_bytes", "Infinity", "memory_bytes must be a finite number, not inf"),
+        ("memory_bytes", "1e400", "memory_bytes must be a finite number, not inf"),
+        ("memory_bytes", HUGE, r"memory_bytes must be a finite number, not 9+\.\.\.9+"),
+        ("host_memory_bytes", "-Infinity", "host_memory_bytes must be a number > 0, not -inf"),
+        ("kernel_us", "Infinity", "kernel_us must be a finite number, not inf"),
+        ("kernel_us", HUGE, "kernel_us must be a finite number, not 9"),
+        ("vector_per_us", "NaN", "vector_per_us must be a number > 0, not nan"),
+        ("vector_per_us", HUGE, "vector_per_us must be a finite number, not 9"),
+        ("vector_per_us", "[[[[[[[[[]]]]]]]]]", "vector_per_us must be a number > 0, not "),
+        (
+            "nvme_read",
+            '{"latency_us": 1e400, "bytes_per_us": 1}',
+            "nvme_read: latency_us of a link must be a finite number, not inf",
+        ),
+        ("nvme_read", '{"latency_us": 1}', "'bytes_per_us' of nvme_read is missing"),
+        (
+            "nvme_read",
+            '{"latency_us": 1, "speed": 1}',
+            "there is no field 'speed' of nvme_read",
+        ),
+        ("collectives", "5", "collectives must be a list, not 5"),
+        ("collectives", "[5]", r"collectives\[0\] must be an object of fields, not 5"),
+        ("shared", "[5]", "a group in `shared` must be a list, not 5"),
+        ("name", "7", "name must be a text, not 7"),
+        ("memory_bytes", DEEP, "cannot be read as JSON: it is nested too deeply"),
+        ("memory_bytes", "9" * 5000, "cannot be read as JSON: Exceeds the limit"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_numbers_and_nesting_that_no_file_should_have(field, text, said, tmp_path):
+    path = tmp_path / "machine.json"
+    whole = json.dumps(hardware.load("laptop").to_dict() | {field: "HERE"})
+    path.write_text(whole.replace('"HERE"', text))
+    with pytest.raises(ConfigError, match=rf"^{path}: (hardware spec: )?{said}") as raised:
+        hardware.load(str(path))
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 600
