@@ -314,7 +314,8 @@ def _reached_by_gradients(gm: fx.GraphModule) -> set[int]:
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     found: set[int] = set()
-    waiting, seen = [v.grad_fn for v in tensors], {None}
+    waiting: list[Any] = [v.grad_fn for v in tensors]
+    seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:

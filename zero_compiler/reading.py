@@ -42,7 +42,7 @@ def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Ten
         device = policy.computes_on(info.name, param) if stands else policy.group.device
         seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
         seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
-        seen._is_param = True  # type: ignore[attr-defined]
+        seen._is_param = True
         setattr(param, FULL, seen)
     return seen
 
