@@ -28,6 +28,7 @@ from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
+from .full_weight import FULL
 from .guards import STALE, guard_optimizers, held_elsewhere
 from .ir import ops
 from .keeping import accumulating
@@ -128,6 +129,9 @@ def compile_with(
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
+    plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
+    for policy in ops.owners() if plain_ones else ():
+        policy.check_not_replaced(plain_ones)
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     if captured.shards or captured.weights:
         compiled = _entry(compiled, captured, frame)

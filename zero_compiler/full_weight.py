@@ -53,12 +53,12 @@ class AsParameter(torch.autograd.Function):
         return grad
 
 
-# Full weights that eager code has read in calls of modules which are running, by id of the parameter: that, its version,
-# whether it was trained, and the weight. The outermost call's come first.
+# Full weights that eager code has read in calls of modules which are running, by id of the parameter: that, its
+# version, whether it was trained, and the weight. The outermost call's come first.
 #
-# While a call lasts, reading a parameter again gives the same object: so two tied attributes are one, and a set or a memo
-# knows a weight again. Which weights are remembered depends on what ran, and not on when objects die: ranks that run the
-# same code gather the same weights.
+# While a call lasts, reading a parameter again gives the same object: so two tied attributes are one, and a set or a
+# memo knows a weight again. Which weights are remembered depends on what ran, and not on when objects die: ranks that
+# run the same code gather the same weights.
 Read = dict[int, tuple[Any, int, bool, Any]]
 
 

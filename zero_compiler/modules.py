@@ -379,7 +379,7 @@ def _get(self: _Sharded) -> Any:
         if policy.opened:
             return param
         if not isinstance(param, DTensor):
-            return lent(param, name)
+            return param  # lent; what is to stay there is refused by the backend
         full = weight(param, policy.key, name)
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full

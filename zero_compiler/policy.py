@@ -500,6 +500,16 @@ class Policy:
         found = self._stands(name)
         return None if found is None else found[0]._parameters[found[1]]
 
+    def check_not_replaced(self, plain: set[int]) -> None:
+        """Raise where one of the plain parameters with these ids stands in the place of a sharded one.
+
+        Raises:
+            ShardError: naming that.
+        """
+        for name, places in self.places.items():
+            if any(id(module._parameters.get(attribute)) in plain for module, attribute in places):
+                grads.replaced(name)
+
     def _stands(self, name: str) -> tuple[nn.Module, str] | None:
         for module, attribute in self.places[name]:
             found = module._parameters.get(attribute)
