@@ -27,7 +27,8 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
         return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
         grads.moved(name, info, param, policy.rests_on(name))
-    return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
+    with torch.enable_grad():  # what is read under no_grad may be used elsewhere
+        return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
 def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Tensor:
