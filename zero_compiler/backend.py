@@ -28,6 +28,7 @@ from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
 from .fitting import Fitting
 from .frame_state import FrameState
+from .full_weight import FULL, AsParameter
 from .guards import STALE, guard_optimizers, held_elsewhere
 from .ir import ops
 from .keeping import accumulating
@@ -131,6 +132,9 @@ def compile_with(
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
+    plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
+    for policy in ops.owners() if plain_ones else ():
+        policy.check_not_replaced(plain_ones)
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     if captured.shards or captured.weights:
         compiled = _entry(compiled, captured, frame)
@@ -205,13 +209,16 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
 
 
 def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., Any]:
-    """``frame``, and the weights that code behind the graph break which ends it has read before."""
+    """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
         out = list(frame(*args))
         for w in weights:
-            out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
+            if w.taken:
+                out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
+            else:
+                out[w.at] = AsParameter.apply(out[w.at])
         return out
 
     return call

@@ -42,22 +42,23 @@ class ShardInput:
 
 @dataclass(frozen=True)
 class WeightOutput:
-    """A full weight among what a frame returns to Dynamo, at position ``at``: the graph has None there.
+    """A full weight among what a frame returns to Dynamo, at position ``at``.
 
-    It is gathered eagerly, from the parameter at position ``arg`` among Dynamo's arguments. So it has a gradient of its
-    own, and none where the code behind the break makes none.
+    Where other frames follow the graph has None there (``taken``), and it is gathered eagerly, from the parameter at
+    position ``arg`` among Dynamo's arguments: then it has a gradient of its own, and none where these make none.
     """
 
     at: int
     arg: int
     ref: ParamRef
+    taken: bool
 
 
 @dataclass(frozen=True)
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
-    ``weights`` are full weights that were read before a graph break and are used behind it;
+    ``weights`` are full weights that it returns, most of them to code behind a graph break;
     ``differentiated`` are the parameters to which the gradient of an output comes in plain PyTorch.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
     weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
@@ -123,7 +124,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     _hoist_reads(gm)
     _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
-    weights = _take_weights_out(gm, placeholders)
+    weights = _weights_returned(gm, placeholders, taken=goes_on)
     reached = _reached_by_gradients(gm)
     differentiated: set[ParamRef] = set()
     inputs: list[Any] = []
@@ -300,8 +301,8 @@ def _read_with_gradients(gm: fx.GraphModule) -> None:
             begin.prepend(node)
 
 
-def _take_weights_out(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> list[WeightOutput]:
-    """Have the graph return None in the place of full weights."""
+def _weights_returned(gm: fx.GraphModule, placeholders: Sequence[fx.Node], taken: bool) -> list[WeightOutput]:
+    """Full weights among the outputs; where they are ``taken`` the graph returns None in their places."""
     (output,) = gm.graph.find_nodes(op="output")
     (returned,) = output.args
     if not isinstance(returned, (list, tuple)):
@@ -310,8 +311,10 @@ def _take_weights_out(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> li
     for at, node in enumerate(returned):
         if isinstance(node, fx.Node) and node.target is weight and node.args[0] in placeholders:
             ref = ParamRef(str(node.args[1]), str(node.args[2]))
-            found.append(WeightOutput(at, placeholders.index(node.args[0]), ref))
+            found.append(WeightOutput(at, placeholders.index(node.args[0]), ref, taken))
             left[at] = None
+    if not taken:
+        return found
     output.args = (type(returned)(left),)
     for node in returned:
         if isinstance(node, fx.Node) and node.target is weight and not node.users:
@@ -328,7 +331,8 @@ def _reached_by_gradients(gm: fx.GraphModule) -> set[int]:
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     found: set[int] = set()
-    waiting, seen = [v.grad_fn for v in tensors], {None}
+    waiting: list[Any] = [v.grad_fn for v in tensors]
+    seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:

@@ -6,7 +6,6 @@ overlaps, and a gathered weight that autograd saves lives until backward.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,11 +172,18 @@ class Unshard(torch.autograd.Function):
 def read(param: Any, policy: Policy, name: str) -> Any:
     """The full weight of ``param``, which is ``name``, as a parameter; also under ``torch.no_grad``, since what is read
     there may be used where gradients are enabled."""
-    info = policy.params[name]
-    graph = param.requires_grad and not torch.is_inference_mode_enabled()
-    with torch.enable_grad() if graph and not torch.is_grad_enabled() else contextlib.nullcontext():
-        full = Unshard.apply(param, policy, name)
-        return full if info.part is None else AsParameter.apply(info.part.of(full))
+    if torch.is_grad_enabled() or not param.requires_grad or torch.is_inference_mode_enabled():
+        return _read(param, policy, name)
+    torch._C._set_grad_enabled(True)  # as torch.enable_grad, which costs as much as the rest
+    try:
+        return _read(param, policy, name)
+    finally:
+        torch._C._set_grad_enabled(False)
+
+
+def _read(param: Any, policy: Policy, name: str) -> Any:
+    full, part = Unshard.apply(param, policy, name), policy.params[name].part
+    return full if part is None else AsParameter.apply(part.of(full))
 
 
 class Gather(torch.autograd.Function):

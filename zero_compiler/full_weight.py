@@ -7,7 +7,6 @@ gradient. So it is no leaf, but of that class, and the same object for as long a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ def full_parameter(full: torch.Tensor) -> torch.Tensor:
         made: Any = full.detach()
         made._is_param = True  # by which torch knows parameters of its subclasses of tensors
     else:
-        made = torch.Tensor._make_subclass(nn.Parameter, full)  # type: ignore[attr-defined]
+        made = torch.Tensor._make_subclass(nn.Parameter, full)
     setattr(made, FULL, True)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def registrable(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -54,27 +53,28 @@ class AsParameter(torch.autograd.Function):
         return grad
 
 
-# Full weights that eager code has read in calls of modules which are running, by id of the parameter: that, what it
-# was like, and the weight. The outermost call's come first.
-Read = dict[int, tuple[Any, tuple[Any, ...], Any]]
+# Full weights that eager code has read in calls of modules which are running, by id of the parameter: that, its
+# version, whether it was trained, and the weight. The outermost call's come first.
+#
+# While a call lasts, reading a parameter again gives the same object: so two tied attributes are one, and a set or a
+# memo knows a weight again. Which weights are remembered depends on what ran, and not on when objects die: ranks that
+# run the same code gather the same weights.
+Read = dict[int, tuple[Any, int, bool, Any]]
 
 
-def weight_of(param: Any, read: Read, make: Callable[[], Any]) -> Any:
-    """The full weight of ``param``, made where no running call has read it, or where it is another one by now.
-
-    While a call lasts, reading a parameter again gives the same object: so two tied attributes are one, and a set or a
-    memo knows a weight again. Which weights are remembered depends on what ran, and not on when objects die: ranks that
-    run the same code gather the same weights.
-    """
-    if torch._C._functorch.maybe_current_level() is not None:
-        return make()  # it may not outlive the transform
-    state = param._version, param.requires_grad, torch.is_inference_mode_enabled()
+def known(read: Read, param: Any) -> Any:
+    """The full weight of ``param`` where a running call has read it, and it is what it was then; else None."""
     found = read.get(id(param))
-    if found is not None and found[1] == state:
-        return found[2]
-    full = make()
-    read[id(param)] = param, state, full
-    return full
+    if found is None:
+        return None
+    _, version, trained, full = found
+    same = version == param._version and trained == param.requires_grad
+    return full if same and full.is_inference() == torch.is_inference_mode_enabled() else None
+
+
+def remember(read: Read, param: Any, full: Any) -> None:
+    if torch._C._functorch.maybe_current_level() is None:  # else it may not outlive the transform
+        read[id(param)] = param, param._version, param.requires_grad, full
 
 
 def forget(read: Read, kept: int) -> None:

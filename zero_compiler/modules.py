@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from . import eager, grads, other_memory, plain, recompile_limit, transforms
 from .copies import Copies
 from .errors import ShardError, ZeroError
-from .full_weight import FULL, forget, weight_of
+from .full_weight import FULL, forget, known, remember
 from .group import Group
 from .guards import STALE, mark_stale
-from .policy import Policy, local_of
+from .policy import Policy
 from .reading import managed, placed, weight
 from .whole import stays_whole
 
@@ -228,22 +228,31 @@ def _load(base: Any) -> Callable[..., None]:
 
 
 def _register_parameter(self: _Sharded, name: str, param: Any) -> None:
-    """What assigning a parameter to an attribute calls. A forward that gives a weight a second name has it there until
-    it ends: the parameters of the model stay those that were sharded.
+    """What assigning a parameter to an attribute calls."""
+    if self._zero is None:
+        type(self)._zero_base.register_parameter(self, name, param)
+    else:
+        _register(self, name, param)
+
+
+@torch._dynamo.disable(reason="a parameter is assigned to a sharded module")
+def _register(module: _Sharded, name: str, param: Any) -> None:
+    """A forward that gives a weight a second name finds it there until it ends: the parameters of the model stay those
+    that were sharded.
 
     Raises:
         ShardError: another sharded parameter stands there.
     """
-    state = self._zero
-    if state is None or not state.policy.scope.active or not hasattr(param, FULL):
-        type(self)._zero_base.register_parameter(self, name, param)
+    state = module._zero
+    if state.policy.opened or not hasattr(param, FULL):
+        type(module)._zero_base.register_parameter(module, name, param)
     elif name in state.names:
         raise ShardError(
             f"this forward assigns a full weight to parameter {state.names[name]!r}: tie parameters before zero.shard, "
             "or give the weight to torch.func.functional_call"
         )
     else:
-        object.__setattr__(self, name, param)
+        object.__setattr__(module, name, param)
 
 
 def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -309,7 +318,8 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
         try:
             return call(self, *args, **kwargs)
         finally:
-            forget(scope.read, kept)
+            if len(scope.read) > kept:
+                forget(scope.read, kept)
     return self._zero_outermost(call, args, kwargs)
 
 
@@ -428,7 +438,7 @@ def _get(self: _Sharded) -> Any:
         if policy.opened:
             return param
         if not isinstance(param, DTensor):
-            return lent(param, name, policy)
+            return lent(param, name, policy)  # what is to stay there is refused by the backend
         full = weight(param, policy.key, name)
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
@@ -475,27 +485,28 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
+        if isinstance(param, nn.Parameter) and not hasattr(param, FULL):
+            grads.replaced(name)
         return lent(param, name, policy)
     policy.group.check_still_valid()
     recompile_limit.outside_budget(policy, name)
     managed(param, name, policy)
     scope = policy.scope
-
-    def make() -> Any:
-        full = eager.read(param, policy, name)
-        if scope.copies is not None:
-            scope.copies.add(name, param, local_of(full))
-        return full
-
     with transforms.below():
-        return weight_of(param, scope.read, make) if scope.active else make()
+        full = known(scope.read, param) if scope.active else None
+        if full is None:
+            full = eager.read(param, policy, name)
+            if scope.copies is not None:
+                scope.copies.add(name, param, full._local_tensor if isinstance(full, DTensor) else full)
+            if scope.active:
+                remember(scope.read, param, full)
+        return full
 
 
 def lent(value: Any, name: str, policy: Policy) -> Any:
-    """A plain tensor where a sharded parameter was: for one call, by ``torch.func.functional_call``, unless it is a
-    parameter itself, which ``nn.Module`` asks of what is to stay. One of the parameter's dtype is cast as that is."""
-    if isinstance(value, nn.Parameter) and not hasattr(value, FULL):
-        grads.replaced(name)
+    """A plain tensor where a sharded parameter was, for one call, by ``torch.func.functional_call``: one of the
+    parameter's dtype is cast as that is. (A plain parameter, which ``nn.Module`` asks of what is to stay, is refused.)
+    """
     if transforms.follows(value):
         raise transforms.of_shards(name)
     info = policy.params[name]

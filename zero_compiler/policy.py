@@ -54,12 +54,12 @@ class Scope:
     forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of frames and
     optimizers.
 
-    For calls past Dynamo's limit (`recompile_limit.py`). ``compile``: compiles a function once more, as the backend was
-    asked to compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
-    at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the code of its
-    forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``: what
-    the user was told of such calls, which messages about ranks that do not meet repeat; ``outside_said``: whether of
-    eager code that a memory budget does not count.
+    For calls past Dynamo's limit (`recompile_limit.py`). ``compile``: compiles a function once more, as the backend
+    was asked to compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state
+    of the module at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the
+    code of its forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``:
+    what the user was told of such calls, which messages about ranks that do not meet repeat; ``outside_said``:
+    whether of eager code that a memory budget does not count.
     """
 
     def __init__(self) -> None:
@@ -518,6 +518,16 @@ class Policy:
         """The same as :meth:`param`, or None where no sharded parameter stands there now."""
         found = self._stands(name)
         return None if found is None else found[0]._parameters[found[1]]
+
+    def check_not_replaced(self, plain: set[int]) -> None:
+        """Raise where one of the plain parameters with these ids stands in the place of a sharded one.
+
+        Raises:
+            ShardError: naming that.
+        """
+        for name, places in self.places.items():
+            if any(id(module._parameters.get(attribute)) in plain for module, attribute in places):
+                grads.replaced(name)
 
     def _stands(self, name: str) -> tuple[nn.Module, str] | None:
         for module, attribute in self.places[name]:

@@ -28,7 +28,7 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
             return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
         grads.moved(name, info, param, policy.rests_on(name))
-    with transforms.below():
+    with transforms.below(), torch.enable_grad():  # what is read under no_grad may be used elsewhere
         return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
@@ -44,7 +44,7 @@ def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Ten
         device = policy.computes_on(info.name, param) if stands else policy.group.device
         seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
         seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
-        seen._is_param = True  # type: ignore[attr-defined]
+        seen._is_param = True
         setattr(param, FULL, seen)
     return seen
 

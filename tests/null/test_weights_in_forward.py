@@ -143,10 +143,12 @@ def test_a_weight_in_the_place_of_another_parameter_is_refused(how):
         called(Weights(form), how)(X)
 
 
-def test_another_name_is_none_of_the_model():
-    model = called(Weights(FORMS["another_name"]))
+@both_ways
+def test_another_name_is_none_of_the_model(how):
+    model = Weights(FORMS["another_name"])
+    call = called(model, how)
     names = [n for n, _ in model.named_parameters()]
-    model(X)
+    call(X)
     assert [n for n, _ in model.named_parameters()] == names
 
 
