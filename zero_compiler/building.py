@@ -8,12 +8,14 @@ function that may allocate or write, the parameters of owners whose frame is gon
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import itertools
 import sys
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +38,13 @@ from .mesh import make_group
 from .modules import state_of, swap_classes
 from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
 from .placing import ASSUMED_STATE_BYTES
-from .policy import Policy, in_file
+from .policy import Policy
 from .runtime import heap
 from .runtime.stores import Nvme
-from .shard import SUCCESSOR, collect, contiguous_stride, inherit, install
+from .shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
 
-_serials = itertools.count()
+# How many constructions there have been over the same ranks, which all make the same ones.
+_numbers: Counter[tuple[int, ...]] = Counter()
 _thread = threading.local()
 
 
@@ -138,8 +141,9 @@ class Construction:
         self.making: list[nn.Module] = []  # decorated modules whose __init__ runs
         self._pending: dict[tuple[int, str], _Pending] = {}
         self._roots: list[nn.Module] = []
-        self._serial = next(_serials)
-        self._meetings = itertools.count()
+        # Of the ranks of each placement, by their numbers in the job: the number of this construction among theirs,
+        # and those of their meetings in it.
+        self._numbers: dict[tuple[int, ...], tuple[int, Iterator[int]]] = {}
         self._log: list[str] = []
         self._thread = threading.get_ident()
         self._mode = Openings(self.sweep, self._meet, lambda: [p.group for p in self.placements])
@@ -155,6 +159,10 @@ class Construction:
 
     def enter(self, placement: Placement) -> None:
         self.placements.append(placement)
+        ranks = placement.group.ranks
+        if ranks not in self._numbers:
+            self._numbers[ranks] = _numbers[ranks], itertools.count()
+            _numbers[ranks] += 1
         if placement.config.nvme_dir is not None:
             self._apart.enter_context(heap.apart())  # full values are made one after the other, and dropped
         self._log += [f"{k} = {v}" for k, v in sorted(placement.config.to_dict().items()) if k != "nvme_dir"]
@@ -269,7 +277,7 @@ class Construction:
         new = old.__dict__.get(SUCCESSOR)
         if new is None:
             what = f"parameter {type(owner).__name__}.{attribute}"
-            self._log.append(f"{what}: {list(old.shape)} {old.dtype}")
+            self._log += [f"{what}: {list(old.shape)} {old.dtype}", *given({what: old})]
             new = self._shard_of(pending.placement, old, what)
             inherit(new, old)
             # Whoever kept the whole one and registers or optimises it later is led to the new one.
@@ -300,7 +308,7 @@ class Construction:
             local = full
         else:
             local = rows_of(layout, placement.chunk(layout, at_rest, full, what, filed), group.rank)
-        cut = Cut(group, layout, local, full.device, stride, what)
+        cut = Cut(group, layout, local, full.device, stride, what, filed)
         if not keep:
             self._mode.hold(cut, full)
         return cut.parameter(old.requires_grad)
@@ -316,6 +324,9 @@ class Construction:
         with torch._C.DisableTorchFunction():
             self._cut([p for p in self._pending.values() if p.placement is placement])
             self._mode.settle()
+            if any(model is not root for model in self._tops(placement, root)):
+                # What was made and dropped counts until it is collected, which may have happened on some ranks.
+                gc.collect()
             for model in self._tops(placement, root):
                 self._make_root(model, placement)
 
@@ -339,7 +350,19 @@ class Construction:
         policy = Policy(group, placement.config)
         targets = collect(model, policy, lambda param: self._is_ours(param, placement))
         try:
-            self._agree(group, [f"end of construction of {type(model).__name__}", policy.describe()])
+            self._agree(
+                group,
+                [
+                    f"end of construction of {type(model).__name__}",
+                    policy.describe(),
+                    *given({name: param for name, (param, _) in targets.items()}),
+                    *(
+                        f"parameter {name} is from before"
+                        for name, (p, _) in targets.items()
+                        if not _is_cut(p)
+                    ),
+                ],
+            )
         except BaseException:
             policy.unmade()
             raise
@@ -347,10 +370,10 @@ class Construction:
         policy.place_tensors(params, {name: self._settled(policy, param) for name, param in params.items()})
         policy.choose_transport()
         policy.take_files(placement.nvme)
-        policy.make_room(params)
+        policy.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
             cut = cut_of(param)
-            if cut is None or not isinstance(param, DTensor):
+            if cut is None or not _is_cut(param):
                 # From before the scope, or put in place behind torch's hooks: as zero.shard does.
                 install(
                     policy,
@@ -379,7 +402,7 @@ class Construction:
 
     def _settled(self, policy: Policy, param: torch.Tensor) -> str | None:
         """The tier where rows of a parameter stay: a file, or a side of an accelerator."""
-        if in_file(param):
+        if _is_filed(param):
             return "nvme"
         cut = cut_of(param)
         if cut is None or not cut.layout.cut or cut.local.is_meta or isinstance(cut.local, FakeTensor):
@@ -396,16 +419,16 @@ class Construction:
 
     def _agree(self, group: Group, lines: list[str]) -> None:
         # One sequence of keys for reads and results: ranks that do not even agree in which it is find out.
-        key = f"construct/{self._serial}/{next(self._meetings)}"
-        agree(group, key, "the model under construction", "\n".join(lines), self._failed)
+        number, meetings = self._numbers[group.ranks]
+        key = f"construct/{number}/{next(meetings)}"
+        agree(group, key, "the model under construction", "\n".join(lines), self._failed(group))
 
-    @property
-    def _failed(self) -> str:
-        return f"construct/{self._serial}/failed"
+    def _failed(self, group: Group) -> str:
+        return f"construct/{self._numbers[group.ranks][0]}/failed"
 
     def fail(self, group: Group, error: BaseException) -> None:
         """This rank builds no further: the others would wait for it where they next agree."""
-        give_up(group, self._failed, "build its part of the model", error)
+        give_up(group, self._failed(group), "build its part of the model", error)
 
 
 def current() -> Construction | None:
@@ -480,6 +503,17 @@ def _stack() -> Iterator[types.FrameType]:
 
 def _same(a: Group, b: Group) -> bool:
     return a is b or (a.mesh == b.mesh and a.device == b.device)
+
+
+def _is_cut(param: torch.Tensor) -> bool:
+    """Whether construction has partitioned it: else rank 0's values are sent around when its model is made."""
+    return cut_of(param) is not None and isinstance(param, DTensor)
+
+
+def _is_filed(param: torch.Tensor) -> bool:
+    """Whether construction has made room in a file for the rows of a parameter: on all ranks or on none."""
+    cut = cut_of(param)
+    return cut is not None and cut.filed and _is_cut(param)
 
 
 def _has_cut(module: nn.Module) -> bool:

@@ -6,18 +6,20 @@ import itertools
 import logging
 import math
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from . import eager, grads, hardware
-from .agreement import raise_together
+from .agreement import digest, raise_together
 from .config import TIER_FIELDS, Config
 from .copies import Copies
 from .errors import CaptureError, ConfigError, ShardError, StorageError, TransferError
@@ -33,9 +35,11 @@ from .tensor_parallel import TensorPart
 from .transport import COPIED, LOCAL, Transport, choose
 
 log = logging.getLogger("zero_compiler")
-_serial = itertools.count()
+_order = itertools.count()
 _keys = itertools.count()  # not the serial, which another process may have given out too
-_copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
+# Numbers of models, and of copies of each: counted apart for the ranks that share them, which all make the same ones,
+# whatever one of them makes alone or with others.
+_numbers: Counter[Any] = Counter()
 # What Policy._fresh makes.
 _OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
 
@@ -86,6 +90,11 @@ class ParamInfo:
 Places = list[tuple[nn.Module, str]]
 
 
+def _next(key: Any) -> int:
+    _numbers[key] += 1
+    return _numbers[key] - 1
+
+
 class Policy:
     """How one sharded module is placed; shared by all its submodules. Made by :func:`shard`."""
 
@@ -113,9 +122,13 @@ class Policy:
         self.runtime: Any = None  # made by the first compile; dies with the policy
         self.frames: list[Any] = []  # compiled frames, for the report
         self.compilers: dict[str, Any] = {}
-        # Equal on every rank that makes its models in the same order; used to agree with other ranks. A copy has
-        # that of its original and its own number, so that a rank that makes one alone disturbs no other model.
-        self.serial: tuple[int, ...] = (next(_serial),)
+        self.made = next(
+            _order
+        )  # among all of this process: tells which of two came first, and nothing to other ranks
+        self._serial: tuple[int, ...] | None = (_next((self._shared_by,)),)
+        self._copy_of: tuple[int, ...] = ()
+        everyone = group.everyone
+        self._of_some = not group.alone and everyone.world < dist.get_world_size()
         self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
@@ -136,15 +149,39 @@ class Policy:
 
     def unmade(self) -> None:
         """The model is not made after all, and maybe another rank has not even begun: the next one gets its number."""
-        global _serial
-        _serial = itertools.count(*self.serial)
+        (_numbers[(self._shared_by,)],) = self.serial
+
+    @property
+    def _shared_by(self) -> tuple[int, ...]:
+        """The ranks that make this model together, by their numbers in the job; () where that is this one alone."""
+        return () if self.group.alone else self.group.ranks
+
+    @property
+    def serial(self) -> tuple[int, ...]:
+        """Which of the models of its ranks this is: equal on all of them; used to agree with the others.
+
+        A copy, made by copying or loading, has that of its original and a number of its own, which it gets when it is
+        first needed: so a rank may make copies for itself alone.
+        """
+        if self._serial is None:
+            self._serial = (*self._copy_of, _next((self._shared_by, self._copy_of)))
+        return self._serial
+
+    @property
+    def series(self) -> int:
+        """Tells the transfers of this model from those of all others over the same process group, on all its ranks."""
+        over = () if self.group.alone else tuple(dist.get_process_group_ranks(self.group.pg))
+        if len(self.serial) == 1 and over == self._shared_by:
+            return self.serial[0]
+        return zlib.crc32(repr((self._shared_by, self.serial)).encode())
 
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
         # Flat chunks by name, with where they were found: module, attribute, all places, parameter, local tensor and
         # its address.
         self.at_rest: dict[str, tuple[Any, ...]] = {}
-        self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
+        # Room for a parameter, while the model is sharded.
+        self._refused: ShardError | StorageError | None = None
         self._nvme: Nvme | None = None  # made when first needed
         self.files: Files | None = None
         self._gradient_files: GradientFiles | None = None
@@ -173,8 +210,8 @@ class Policy:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _copies[self.serial] += 1
-        self.serial = (*self.serial, _copies[self.serial])
+        self._copy_of, self._serial = self._serial or self._copy_of, None
+        self.made = next(_order)
         self.runtime = None
         self.belong(self.scope)
         self._fresh()
@@ -190,7 +227,8 @@ class Policy:
         unplanned = (
             None if spec.covers("shared") else f"hardware spec {spec.name!r} says nothing of its speed"
         )
-        key = f"transport/{self.title()}"
+        # Models of other ranks may have the same group of ranks along one dimension of a mesh.
+        key = f"transport/{digest(str(self._shared_by)).hex()[:16]}/{self.title()}"
         self.transport = choose(self.group, self.config.transport, key, layouts, unplanned)
 
     def place_tensors(
@@ -256,8 +294,12 @@ class Policy:
         """The device of the full weight whose rows are ``shard``."""
         return self.group.device if self.path("params", name) and not shard.is_meta else shard.device
 
-    def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
+    def make_room(self, params: Mapping[str, torch.Tensor], there: Collection[str] = ()) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
+
+        Args:
+            there: parameters for whose rows construction has made room in files, on all ranks alike: whether a rank
+                has any rows of a parameter does not decide whether it comes in here.
 
         Raises:
             StorageError: on all ranks, where one has no room.
@@ -271,7 +313,7 @@ class Policy:
             largest = max((layout.bytes_local() for layout in filed("grads").values()), default=0)
             self._planned_writes = PlannedWrites(largest, self.files_budget) if largest else None
             return
-        parameters = {name: lay for name, lay in filed("params").items() if not in_file(params[name])}
+        parameters = {name: lay for name, lay in filed("params").items() if name not in there}
         gradients = filed("grads")
         if not parameters and not gradients:
             return
@@ -367,7 +409,18 @@ class Policy:
                 self.sinks.setdefault(name, self._gradient_files)
 
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
-        """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read."""
+        """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read.
+
+        Where there is no room for it, peers go on to the next parameter's collective, and so does this rank: all are
+        told at the end, by :meth:`check_settled`.
+        """
+        try:
+            return self._settle(name, chunk)
+        except (ShardError, StorageError) as error:
+            self._refused = self._refused or error
+            return chunk
+
+    def _settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         layout = self.params[name].layout
         if in_file(chunk):
             return chunk
@@ -384,21 +437,17 @@ class Policy:
         self.transport.segment.allocate(name, layout)
         if chunk.is_meta:
             return chunk
-        try:
-            home = self.transport.segment.back(name)
-        except ShardError as error:
-            # Peers go on to the next parameter's collective, and so does this rank: they are told at the end.
-            self._refused = self._refused or error
-            return chunk
-        return home.view(layout.padded_shape).copy_(chunk)
+        return self.transport.segment.back(name).view(layout.padded_shape).copy_(chunk)
 
     def check_settled(self) -> None:
         """All parameters are where they are to lie. Collective.
 
         Raises:
             ShardError: on all ranks, where one was refused the memory.
+            StorageError: the same, where that was a file.
         """
-        if self.transport.segment is not None:
+        filed = any(kind == "params" and tier == "nvme" for (kind, _), tier in self.placed.tiers.items())
+        if filed or self.transport.segment is not None:
             raise_together(self.group, f"memory/{self.title()}", "place its part of the model", self._refused)
 
     def bring_home(self, name: str) -> bool:
@@ -564,17 +613,23 @@ class Policy:
         self.attempt += 1
 
     def title(self) -> str:
-        """Which of the sharded models of this process it is, in the order in which they were made."""
-        return f"model {'.'.join(str(n) for n in self.serial)}"
+        """Which of the sharded models of its ranks it is, in the order in which they were made."""
+        number = ".".join(str(n) for n in self.serial)
+        return f"model {number}" + (f" over {self.group.everyone.world} ranks" if self._of_some else "")
 
     def describe(self) -> str:
         """What ranks must agree on: parameters, layout, configuration; one line each."""
         config = {k: v for k, v in self.config.to_dict().items() if k != "nvme_dir"}
+        if self.config.nvme_dir is not None:
+            config["nvme_dir"] = "given"  # each rank may have its own
         config["hardware"] = f"{self.hardware.name}, {self.hardware.date}, {self.hardware.digest()}"
         dims = " x ".join(
             f"{role} {n}" for role, n in zip(self.group.roles, self.group.mesh.shape, strict=True)
         )
-        lines = [f"ranks = {dims}", *(f"{k} = {v}" for k, v in sorted(config.items()))]
+        lines = [
+            f"ranks = {dims} on {self.group.device.type}",
+            *(f"{k} = {v}" for k, v in sorted(config.items())),
+        ]
         for info in self.params.values():
             place = info.placed(self.group)
             lines.append(f"parameter {info.name}: {list(info.shape)} {info.layout.dtype} {place}")
