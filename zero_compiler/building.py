@@ -373,7 +373,7 @@ class Construction:
         policy.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
             cut = cut_of(param)
-            if cut is None or not _is_cut(param):
+            if cut is None or not isinstance(param, DTensor):
                 # From before the scope, or put in place behind torch's hooks: as zero.shard does.
                 install(
                     policy,

@@ -205,16 +205,16 @@ def _same(found: list[Any]) -> list[Any]:
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_what_one_rank_does_alone(pool, body, expected):
-    for found in pool.run(body, timeout=30.0):
+    for found in pool.run(body, timeout=60.0):
         assert _same(found) == expected
 
 
 def test_that_is_in_more_process_groups(pool):
-    assert pool.run(is_in_more_groups, timeout=30.0) == [[True, 1], [True, 1], ["not in it"] * 2]
+    assert pool.run(is_in_more_groups, timeout=60.0) == [[True, 1], [True, 1], ["not in it"] * 2]
 
 
 def test_that_has_no_room(pool, tmp_path):
-    for rank, (made, loss) in enumerate(pool.run(has_no_room, str(tmp_path), timeout=30.0)):
+    for rank, (made, loss) in enumerate(pool.run(has_no_room, str(tmp_path), timeout=60.0)):
         told = "" if rank == 1 else "rank 1 of 3 could not place its part of the model: "
         assert made == f"{told}the disk is full"
         assert isinstance(loss, float)
@@ -228,7 +228,7 @@ def test_that_has_no_room(pool, tmp_path):
     ],
 )
 def test_that_can_share_no_memory(pool, body, reason):
-    for found, loss in pool.run(body, timeout=30.0):
+    for found, loss in pool.run(body, timeout=60.0):
         assert reason in found
         assert isinstance(loss, float)
 
@@ -244,5 +244,5 @@ def test_that_can_share_no_memory(pool, body, reason):
 )
 def test_what_one_rank_has_alone_is_an_error_on_all(pool, tmp_path, body, said):
     args = [str(tmp_path)] if body in (has_frozen_one, has_no_folder) else []
-    for (error,) in pool.run(body, *args, timeout=30.0):
+    for (error,) in pool.run(body, *args, timeout=60.0):
         assert said in error
