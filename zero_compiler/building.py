@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import itertools
 import sys
 import threading
 import types
@@ -38,7 +37,7 @@ from .mesh import make_group
 from .modules import state_of, swap_classes
 from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
 from .placing import ASSUMED_STATE_BYTES
-from .policy import Policy
+from .policy import Policy, made_together
 from .runtime import heap
 from .runtime.stores import Nvme
 from .shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
@@ -133,6 +132,20 @@ class _Pending:
     frame: types.FrameType | None
 
 
+@dataclass
+class _Meetings:
+    """Of the same ranks in one construction: its number among theirs; how often it has failed, and how often they have
+    met since. All of them count alike."""
+
+    number: int
+    failed: int = 0
+    met: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"construct/{self.number}/{self.failed}"
+
+
 class Construction:
     """All nested construction scopes of one thread; the outermost makes it and ends it."""
 
@@ -141,9 +154,7 @@ class Construction:
         self.making: list[nn.Module] = []  # decorated modules whose __init__ runs
         self._pending: dict[tuple[int, str], _Pending] = {}
         self._roots: list[nn.Module] = []
-        # Of the ranks of each placement, by their numbers in the job: the number of this construction among theirs,
-        # and those of their meetings in it.
-        self._numbers: dict[tuple[int, ...], tuple[int, Iterator[int]]] = {}
+        self._meetings: dict[tuple[int, ...], _Meetings] = {}  # of the ranks of each placement
         self._log: list[str] = []
         self._thread = threading.get_ident()
         self._mode = Openings(self.sweep, self._meet, lambda: [p.group for p in self.placements])
@@ -160,8 +171,8 @@ class Construction:
     def enter(self, placement: Placement) -> None:
         self.placements.append(placement)
         ranks = placement.group.ranks
-        if ranks not in self._numbers:
-            self._numbers[ranks] = _numbers[ranks], itertools.count()
+        if ranks not in self._meetings:
+            self._meetings[ranks] = _Meetings(_numbers[ranks])
             _numbers[ranks] += 1
         if placement.config.nvme_dir is not None:
             self._apart.enter_context(heap.apart())  # full values are made one after the other, and dropped
@@ -347,25 +358,16 @@ class Construction:
 
     def _make_root(self, model: nn.Module, placement: Placement) -> None:
         group = placement.group
-        policy = Policy(group, placement.config)
-        targets = collect(model, policy, lambda param: self._is_ours(param, placement))
-        try:
-            self._agree(
-                group,
-                [
-                    f"end of construction of {type(model).__name__}",
-                    policy.describe(),
-                    *given({name: param for name, (param, _) in targets.items()}),
-                    *(
-                        f"parameter {name} is from before"
-                        for name, (p, _) in targets.items()
-                        if not _is_cut(p)
-                    ),
-                ],
-            )
-        except BaseException:
-            policy.unmade()
-            raise
+        with made_together(group):
+            policy = Policy(group, placement.config)
+            targets = collect(model, policy, lambda param: self._is_ours(param, placement))
+            said = [
+                f"end of construction of {type(model).__name__}",
+                policy.describe(),
+                *given({name: param for name, (param, _) in targets.items()}),
+                *(f"parameter {name} is from before" for name, (p, _) in targets.items() if not _is_cut(p)),
+            ]
+            self._agree(group, said)
         params = {name: param for name, (param, _) in targets.items()}
         policy.place_tensors(params, {name: self._settled(policy, param) for name, param in params.items()})
         policy.choose_transport()
@@ -419,16 +421,17 @@ class Construction:
 
     def _agree(self, group: Group, lines: list[str]) -> None:
         # One sequence of keys for reads and results: ranks that do not even agree in which it is find out.
-        number, meetings = self._numbers[group.ranks]
-        key = f"construct/{number}/{next(meetings)}"
-        agree(group, key, "the model under construction", "\n".join(lines), self._failed(group))
-
-    def _failed(self, group: Group) -> str:
-        return f"construct/{self._numbers[group.ranks][0]}/failed"
+        meetings = self._meetings[group.ranks]
+        key = f"{meetings.key}/{meetings.met}"
+        meetings.met += 1
+        agree(group, key, "the model under construction", "\n".join(lines), f"{meetings.key}/failed")
 
     def fail(self, group: Group, error: BaseException) -> None:
         """This rank builds no further: the others would wait for it where they next agree."""
-        give_up(group, self._failed(group), "build its part of the model", error)
+        meetings = self._meetings[group.ranks]
+        give_up(group, f"{meetings.key}/failed", "build its part of the model", error)
+        # Whoever catches it and goes on does so on all ranks.
+        meetings.failed, meetings.met = meetings.failed + 1, 0
 
 
 def current() -> Construction | None:

@@ -473,9 +473,9 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if isinstance(grad := param.grad, DTensor):
                 kind = f"there are gradients {grad.placements} on a mesh of {tuple(grad.device_mesh.shape)}"
                 kinds.setdefault(id(group.pg), set()).add(kind)
-        for policy in self._policies():
-            policy.check_whole()
         with self._known_to_peers():
+            for policy in self._policies():
+                policy.check_whole()
             # The ranks of all models whose parameters it has, whether a model has been collected on this one or not.
             for key, group in {id(g.pg): g for g in self._groups if not g.alone}.items():
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]

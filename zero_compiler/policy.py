@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,24 @@ class ParamInfo:
 Places = list[tuple[nn.Module, str]]
 
 
+def shared_by(group: Group) -> tuple[int, ...]:
+    """The ranks that make a model together, by their numbers in the job; () where that is this one alone."""
+    return () if group.alone else group.ranks
+
+
+@contextlib.contextmanager
+def made_together(group: Group) -> Iterator[None]:
+    """Where the model that is made inside is not made after all, maybe another rank has not even begun: the next one
+    gets its number."""
+    key = (shared_by(group),)
+    before = _numbers[key]
+    try:
+        yield
+    except BaseException:
+        _numbers[key] = before
+        raise
+
+
 def _next(key: Any) -> int:
     _numbers[key] += 1
     return _numbers[key] - 1
@@ -101,6 +120,9 @@ class Policy:
     def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
         self.group = group
         self.config = config
+        # First: what fails on one rank below has not kept it from counting.
+        self._serial: tuple[int, ...] | None = (_next((shared_by(self.group),)),)
+        self._copy_of: tuple[int, ...] = ()
         self._check_tiers()
         self.hardware = hardware.load(config.hardware)
         self.transport: Transport = LOCAL  # until the parameters are known
@@ -122,13 +144,8 @@ class Policy:
         self.runtime: Any = None  # made by the first compile; dies with the policy
         self.frames: list[Any] = []  # compiled frames, for the report
         self.compilers: dict[str, Any] = {}
-        self.made = next(
-            _order
-        )  # among all of this process: tells which of two came first, and nothing to other ranks
-        self._serial: tuple[int, ...] | None = (_next((self._shared_by,)),)
-        self._copy_of: tuple[int, ...] = ()
-        everyone = group.everyone
-        self._of_some = not group.alone and everyone.world < dist.get_world_size()
+        self.made = next(_order)  # of all in this process: which of two came first
+        self._of_some = not group.alone and group.everyone.world < dist.get_world_size()
         self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
@@ -147,15 +164,6 @@ class Policy:
         self.taken += 1
         self.scope.changes += 1
 
-    def unmade(self) -> None:
-        """The model is not made after all, and maybe another rank has not even begun: the next one gets its number."""
-        (_numbers[(self._shared_by,)],) = self.serial
-
-    @property
-    def _shared_by(self) -> tuple[int, ...]:
-        """The ranks that make this model together, by their numbers in the job; () where that is this one alone."""
-        return () if self.group.alone else self.group.ranks
-
     @property
     def serial(self) -> tuple[int, ...]:
         """Which of the models of its ranks this is: equal on all of them; used to agree with the others.
@@ -164,16 +172,16 @@ class Policy:
         first needed: so a rank may make copies for itself alone.
         """
         if self._serial is None:
-            self._serial = (*self._copy_of, _next((self._shared_by, self._copy_of)))
+            self._serial = (*self._copy_of, _next((shared_by(self.group), self._copy_of)))
         return self._serial
 
     @property
     def series(self) -> int:
         """Tells the transfers of this model from those of all others over the same process group, on all its ranks."""
         over = () if self.group.alone else tuple(dist.get_process_group_ranks(self.group.pg))
-        if len(self.serial) == 1 and over == self._shared_by:
+        if len(self.serial) == 1 and over == shared_by(self.group):
             return self.serial[0]
-        return zlib.crc32(repr((self._shared_by, self.serial)).encode())
+        return zlib.crc32(repr((shared_by(self.group), self.serial)).encode())
 
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
@@ -228,7 +236,7 @@ class Policy:
             None if spec.covers("shared") else f"hardware spec {spec.name!r} says nothing of its speed"
         )
         # Models of other ranks may have the same group of ranks along one dimension of a mesh.
-        key = f"transport/{digest(str(self._shared_by)).hex()[:16]}/{self.title()}"
+        key = f"transport/{digest(str(shared_by(self.group))).hex()[:16]}/{self.title()}"
         self.transport = choose(self.group, self.config.transport, key, layouts, unplanned)
 
     def place_tensors(
@@ -616,6 +624,11 @@ class Policy:
         """Which of the sharded models of its ranks it is, in the order in which they were made."""
         number = ".".join(str(n) for n in self.serial)
         return f"model {number}" + (f" over {self.group.everyone.world} ranks" if self._of_some else "")
+
+    def is_among(self, titles: Collection[str], group: Group) -> bool:
+        """Whether a peer of ``group`` means this model by one of ``titles``. A copy that was never used is none."""
+        known = self._serial is not None and set(self.group.ranks) <= set(group.ranks)
+        return known and self.title() in titles
 
     def describe(self) -> str:
         """What ranks must agree on: parameters, layout, configuration; one line each."""

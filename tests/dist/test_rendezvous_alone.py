@@ -108,6 +108,26 @@ def has_collected(rank, world):
         gc.enable()
 
 
+def gives_up_for_a_while(rank, world):
+    """A part that no rank can build, then one that a rank alone cannot: both are left out, and building goes on."""
+    seen = []
+    with zero.init():
+        for who in (range(world), [1]):
+            try:
+                with zero.init(stage=0):
+                    nn.Linear(4, 4)
+                    if rank in who:
+                        raise ValueError("cannot be built")
+                    first = nn.Linear(4, 4)
+                    first.weight.sum().item()
+                    nn.Linear(4, 4).weight.data.sum()
+            except (ValueError, RankMismatchError) as error:
+                seen.append(type(error).__name__)
+        model = _net()
+    expected = ["ValueError", "ValueError" if rank == 1 else "RankMismatchError"]
+    return [seen == expected, _run(model)]
+
+
 def has_lost_a_model(rank, world):
     """A step that clips, of a model that was dropped, and that one rank has collected."""
     model = zero.shard(_net(), transport="c10d")
@@ -200,6 +220,7 @@ def _same(found: list[Any]) -> list[Any]:
         (makes_one_alone, [SAME, SAME, False]),
         (copies_one_alone, [SAME, SAME, True]),
         (has_collected, [SAME]),
+        (gives_up_for_a_while, [True, SAME]),
         (has_lost_a_model, [True, 4]),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
