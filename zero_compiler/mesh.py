@@ -195,7 +195,8 @@ def _group_over(ranks: list[int], timeout_s: float) -> Any:
         return known
     _count[key] += 1
     name: Any = f"zero.{'.'.join(map(str, ranks))}.{_count[key]}"
-    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    default = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
     made: Any
     made, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -205,6 +206,7 @@ def _group_over(ranks: list[int], timeout_s: float) -> Any:
         store,
         name,
         timeout=timedelta(seconds=timeout_s),
+        device_id=default.bound_device_id,
     )
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     _groups[key] = made
