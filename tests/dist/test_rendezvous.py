@@ -454,7 +454,7 @@ _SETTINGS = dict(
 )
 
 
-@settings(max_examples=40, **_SETTINGS)
+@settings(max_examples=30, **_SETTINGS)
 @given(example=examples())
 def test_no_rank_waits_for_one_that_does_not_come(pool, example):
     _hold(pool, example)
