@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,7 +45,7 @@ class ModelRuntime:
             group.pg if group.world > 1 else None,  # one rank talks to nobody
             group.rank,
             group.world,
-            series=_series(policy.serial),
+            series=policy.series,
             shared=None if segment is None else segment.for_engine(),
             hosts=None if hosts is None else hosts.for_engine(),
         )
@@ -197,11 +196,6 @@ class _Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise ShardError(GONE)
-
-
-def _series(serial: tuple[int, ...]) -> int:
-    """What tells this model's transfers from those of all other models over the same process group."""
-    return serial[0] if len(serial) == 1 else zlib.crc32(repr(serial).encode())
 
 
 def _place(policy: Any, nbytes: int) -> Any:

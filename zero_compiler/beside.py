@@ -19,7 +19,7 @@ def related(policies: Iterable[Any]) -> list[Any]:
     """All that are of one model with any of these, its parts that were sharded by themselves among them, in the order
     in which they were made."""
     found = {id(p): p for policy in policies for p in (policy, *policy.scope.members)}
-    return sorted(found.values(), key=lambda p: p.serial)
+    return sorted(found.values(), key=lambda p: p.made)
 
 
 def frames_of(policies: Iterable[Any]) -> list[Frame]:

@@ -8,12 +8,13 @@ function that may allocate or write, the parameters of owners whose frame is gon
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
-import itertools
 import sys
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +37,14 @@ from .mesh import make_group
 from .modules import state_of, swap_classes
 from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
 from .placing import ASSUMED_STATE_BYTES
-from .policy import Policy, in_file
+from .policy import Policy, made_together
 from .runtime import heap
 from .runtime.stores import Nvme
-from .shard import SUCCESSOR, collect, contiguous_stride, inherit, install
+from .shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
 from .whole import describe_whole, stays_whole
 
-_serials = itertools.count()
+# How many constructions there have been over the same ranks, which all make the same ones.
+_numbers: Counter[tuple[int, ...]] = Counter()
 _thread = threading.local()
 
 
@@ -131,6 +133,20 @@ class _Pending:
     frame: types.FrameType | None
 
 
+@dataclass
+class _Meetings:
+    """Of the same ranks in one construction: its number among theirs; how often it has failed, and how often they have
+    met since. All of them count alike."""
+
+    number: int
+    failed: int = 0
+    met: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"construct/{self.number}/{self.failed}"
+
+
 class Construction:
     """All nested construction scopes of one thread; the outermost makes it and ends it."""
 
@@ -139,8 +155,7 @@ class Construction:
         self.making: list[nn.Module] = []  # decorated modules whose __init__ runs
         self._pending: dict[tuple[int, str], _Pending] = {}
         self._roots: list[nn.Module] = []
-        self._serial = next(_serials)
-        self._meetings = itertools.count()
+        self._meetings: dict[tuple[int, ...], _Meetings] = {}  # of the ranks of each placement
         self._log: list[str] = []
         self._thread = threading.get_ident()
         self._mode = Openings(self.sweep, self._meet, lambda: [p.group for p in self.placements])
@@ -156,6 +171,10 @@ class Construction:
 
     def enter(self, placement: Placement) -> None:
         self.placements.append(placement)
+        ranks = placement.group.ranks
+        if ranks not in self._meetings:
+            self._meetings[ranks] = _Meetings(_numbers[ranks])
+            _numbers[ranks] += 1
         if placement.config.nvme_dir is not None:
             self._apart.enter_context(heap.apart())  # full values are made one after the other, and dropped
         self._log += [f"{k} = {v}" for k, v in sorted(placement.config.to_dict().items()) if k != "nvme_dir"]
@@ -270,7 +289,7 @@ class Construction:
         new = old.__dict__.get(SUCCESSOR)
         if new is None:
             what = f"parameter {type(owner).__name__}.{attribute}"
-            self._log.append(f"{what}: {list(old.shape)} {old.dtype}")
+            self._log += [f"{what}: {list(old.shape)} {old.dtype}", *given({what: old})]
             new = self._shard_of(pending.placement, old, what)
             inherit(new, old)
             # Whoever kept the whole one and registers or optimises it later is led to the new one.
@@ -301,7 +320,7 @@ class Construction:
             local = full
         else:
             local = rows_of(layout, placement.chunk(layout, at_rest, full, what, filed), group.rank)
-        cut = Cut(group, layout, local, full.device, stride, what)
+        cut = Cut(group, layout, local, full.device, stride, what, filed)
         if not keep:
             self._mode.hold(cut, full)
         return cut.parameter(old.requires_grad)
@@ -317,6 +336,9 @@ class Construction:
         with torch._C.DisableTorchFunction():
             self._cut([p for p in self._pending.values() if p.placement is placement])
             self._mode.settle()
+            if any(model is not root for model in self._tops(placement, root)):
+                # What was made and dropped counts until it is collected, which may have happened on some ranks.
+                gc.collect()
             for model in self._tops(placement, root):
                 self._make_root(model, placement)
 
@@ -337,19 +359,22 @@ class Construction:
 
     def _make_root(self, model: nn.Module, placement: Placement) -> None:
         group = placement.group
-        policy = Policy(group, placement.config)
-        targets = collect(model, policy, lambda param: self._is_ours(param, placement))
-        try:
-            described = [policy.describe(), *describe_whole(model)]
-            self._agree(group, [f"end of construction of {type(model).__name__}", *described])
-        except BaseException:
-            policy.unmade()
-            raise
+        with made_together(group):
+            policy = Policy(group, placement.config)
+            targets = collect(model, policy, lambda param: self._is_ours(param, placement))
+            said = [
+                f"end of construction of {type(model).__name__}",
+                policy.describe(),
+                *given({name: param for name, (param, _) in targets.items()}),
+                *describe_whole(model),
+                *(f"parameter {name} is from before" for name, (p, _) in targets.items() if not _is_cut(p)),
+            ]
+            self._agree(group, said)
         params = {name: param for name, (param, _) in targets.items()}
         policy.place_tensors(params, {name: self._settled(policy, param) for name, param in params.items()})
         policy.choose_transport()
         policy.take_files(placement.nvme)
-        policy.make_room(params)
+        policy.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
             cut = cut_of(param)
             if cut is None or not isinstance(param, DTensor):
@@ -381,7 +406,7 @@ class Construction:
 
     def _settled(self, policy: Policy, param: torch.Tensor) -> str | None:
         """The tier where rows of a parameter stay: a file, or a side of an accelerator."""
-        if in_file(param):
+        if _is_filed(param):
             return "nvme"
         cut = cut_of(param)
         if cut is None or not cut.layout.cut or cut.local.is_meta or isinstance(cut.local, FakeTensor):
@@ -398,16 +423,17 @@ class Construction:
 
     def _agree(self, group: Group, lines: list[str]) -> None:
         # One sequence of keys for reads and results: ranks that do not even agree in which it is find out.
-        key = f"construct/{self._serial}/{next(self._meetings)}"
-        agree(group, key, "the model under construction", "\n".join(lines), self._failed)
-
-    @property
-    def _failed(self) -> str:
-        return f"construct/{self._serial}/failed"
+        meetings = self._meetings[group.ranks]
+        key = f"{meetings.key}/{meetings.met}"
+        meetings.met += 1
+        agree(group, key, "the model under construction", "\n".join(lines), f"{meetings.key}/failed")
 
     def fail(self, group: Group, error: BaseException) -> None:
         """This rank builds no further: the others would wait for it where they next agree."""
-        give_up(group, self._failed, "build its part of the model", error)
+        meetings = self._meetings[group.ranks]
+        give_up(group, f"{meetings.key}/failed", "build its part of the model", error)
+        # Whoever catches it and goes on does so on all ranks.
+        meetings.failed, meetings.met = meetings.failed + 1, 0
 
 
 def current() -> Construction | None:
@@ -482,6 +508,17 @@ def _stack() -> Iterator[types.FrameType]:
 
 def _same(a: Group, b: Group) -> bool:
     return a is b or (a.mesh == b.mesh and a.device == b.device)
+
+
+def _is_cut(param: torch.Tensor) -> bool:
+    """Whether construction has partitioned it: else rank 0's values are sent around when its model is made."""
+    return cut_of(param) is not None and isinstance(param, DTensor)
+
+
+def _is_filed(param: torch.Tensor) -> bool:
+    """Whether construction has made room in a file for the rows of a parameter: on all ranks or on none."""
+    cut = cut_of(param)
+    return cut is not None and cut.filed and _is_cut(param)
 
 
 def _has_cut(module: nn.Module) -> bool:

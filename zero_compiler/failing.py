@@ -71,7 +71,12 @@ _ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def notice(group: Group) -> str:
     """Where ranks of the group look whether another one has failed while they wait for what it was to say."""
     everyone = group.everyone
-    return in_store(everyone, f"failed/{_ended.get(everyone.pg, 0)}")
+    return in_store(everyone, f"failed/{ended_calls(group)}")
+
+
+def ended_calls(group: Group) -> int:
+    """How many calls have ended on all ranks of the group because one could not make its part."""
+    return _ended.get(group.everyone.pg, 0)
 
 
 def warn_others(group: Group, failure: Failure) -> None:

@@ -161,6 +161,11 @@ class Group:
         return self.everyone.link is None or self.everyone.world == 1
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the mesh, by their numbers in the job."""
+        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
+
+    @property
     def copies(self) -> int:
         """How many ranks hold the same rows."""
         return self.across.world if self.across is not None else 1
@@ -224,7 +229,7 @@ class Group:
 def by_ranks(policies: Iterable[Any]) -> list[Any]:
     """Sharded models that compute together, the one of the most ranks first, the others in the order in which they were
     made, which is the same on all ranks."""
-    policies = sorted(policies, key=lambda p: p.serial)
+    policies = sorted(policies, key=lambda p: p.made)
     first = max(policies, key=lambda p: p.group.everyone.world, default=None)
     return sorted(policies, key=lambda p: p is not first)
 

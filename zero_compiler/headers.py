@@ -263,6 +263,6 @@ def _told(group: Group, header: bytes) -> ZeroError:
     failure = Failure.read(text)
     error = failure.error()
     for policy in ops.owners():
-        if policy.title() in failure.broken:
+        if policy.is_among(failure.broken, group.everyone):
             policy.break_off(str(error))
     return error

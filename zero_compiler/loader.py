@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from .agreement import decide, show
 from .errors import ShardError
+from .failing import ended_calls
 from .program import Program
 from .report import Frame
 from .runtime.model import ModelRuntime
@@ -75,7 +76,9 @@ class EngineLoader:
         group = policy.group.everyone
         if group.alone:
             return text
-        texts = show(group, f"{key}/{policy.attempt}", f"{room_bytes}\n{text}", "memory_budget_bytes")
+        # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
+        asked = f"{key}/{policy.attempt}.{ended_calls(group)}"
+        texts = show(group, asked, f"{room_bytes}\n{text}", "memory_budget_bytes")
         said = [t.partition("\n") for t in texts]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
@@ -90,7 +93,8 @@ class EngineLoader:
 
     def show(self, policy: Any, text: str) -> list[str]:
         if text not in policy.shown:  # a rank that compiles again, alone, need not ask
-            key = f"shown/{policy.serial}/{policy.attempt}/{len(policy.shown)}"
+            attempt = f"{policy.attempt}.{ended_calls(policy.group)}"
+            key = f"shown/{policy.serial}/{attempt}/{len(policy.shown)}"
             peers = policy.group.tensor
             policy.shown[text] = show(peers, key, text, "partition_activations", policy.group)
         return list(policy.shown[text])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
+from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ShardError
-from .group import Group, link_to
+from .group import Group, group_timeout_s, link_to
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 
@@ -169,8 +172,45 @@ def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
     ranks = sorted(mesh.mesh.flatten().tolist())
     pg: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
-        pg = dist.new_group(ranks, use_local_synchronization=True)
+        pg = _group_over(ranks, group_timeout_s(_along(mesh, 0, device)))
     return Group(mesh, link_to(pg), ranks.index(dist.get_rank()), len(ranks), device)
+
+
+# Process groups over some ranks of the job that were made here, and how many there have been over the same ranks.
+_groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+_count: Counter[tuple[int, ...]] = Counter()
+
+
+def _group_over(ranks: list[int], timeout_s: float) -> Any:
+    """A process group over ``ranks``, which alone enter this; the one that was made before, while it lasts.
+
+    ``dist.new_group(ranks, use_local_synchronization=True)`` would wait for ever where these ranks are in different
+    numbers of other groups: torch makes the name by which they find each other out of that number. So the name is ours.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    key = tuple(ranks)
+    known = _groups.get(key)
+    if known is not None and known in c10d._world.pg_map:
+        return known
+    _count[key] += 1
+    name: Any = f"zero.{'.'.join(map(str, ranks))}.{_count[key]}"
+    default = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    made: Any
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d.Backend(backend),
+        store,
+        name,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=default.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    _groups[key] = made
+    return made
 
 
 def _backend_serves(device_type: str) -> bool:

@@ -43,6 +43,7 @@ class Cut:
         device: where the full value lives: that of the tensor in plain construction, whose generator is used.
         stride: strides of the full value.
         what: name for messages.
+        filed: there is room for the rows in a file, on every rank, whether it has any or not.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Cut:
         device: torch.device,
         stride: tuple[int, ...],
         what: str,
+        filed: bool = False,
     ) -> None:
         self.group, self.layout, self.local = group, layout, local
-        self.device, self.stride, self.what = device, stride, what
+        self.device, self.stride, self.what, self.filed = device, stride, what, filed
         self.full: torch.Tensor | None = None
         self.leaf: nn.Parameter | None = None  # full value as an autograd leaf
 

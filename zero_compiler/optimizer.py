@@ -25,6 +25,7 @@ from .failing import MAKE
 from .files import OF_BUDGET
 from .grads import AppliedGrad, check_reduced, used_up
 from .group import Group
+from .headers import meet, short_digest
 from .ir import ops
 from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
@@ -36,6 +37,7 @@ from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, 
 # A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
 # write, which nothing overlaps, are a small part of a step.
 UNIT_BYTES = 32 << 20
+_NORM = "norm of the gradients in a step of zero.optimizer"
 
 
 def optimizer(
@@ -127,6 +129,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._held: dict[tuple[str, str], tuple[int, str]] = {}
         self._new: list[dict[str, Any]] | None = []  # groups that are placed together, while it is made
         self._managed: list[tuple[Any, str, Any]] = []  # sharded model (weakly), name and parameter
+        self._groups: list[Group] = []  # of each of these, all ranks of its model
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
         template = cls([torch.zeros(1)], **kw)
@@ -192,6 +195,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         for policy, name, param, held in (t for one in placed for t in one.taken):
             self._held[policy.key, name] = held
             self._managed.append((weakref.ref(policy), name, param))
+            self._groups.append(policy.group.everyone)
             policy.optimizers[name] = self
             policy.take()
 
@@ -462,20 +466,21 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         """First phase of clipping: the norm; and what gradients are to be multiplied by."""
         if self.max_grad_norm is None:
             return None
-        policies = sorted(self._policies(), key=lambda p: p.serial)
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         # Which of them there are decides what the norm sends: a rank without any would leave its peers alone.
         kinds: dict[int, set[str]] = {}
-        for ref, _, param in self._managed:
-            if (owner := ref()) is not None and isinstance(grad := param.grad, DTensor):
+        for (_, _, param), group in zip(self._managed, self._groups, strict=True):
+            if isinstance(grad := param.grad, DTensor):
                 kind = f"there are gradients {grad.placements} on a mesh of {tuple(grad.device_mesh.shape)}"
-                kinds.setdefault(id(owner.group.everyone.pg), set()).add(kind)
+                kinds.setdefault(id(group.pg), set()).add(kind)
         with self._known_to_peers():
-            for key, policy in {id(p.group.everyone.pg): p for p in policies}.items():
-                policy.meet(
-                    "norm of the gradients in a step of zero.optimizer",
-                    "\n".join(sorted(kinds.get(key, ()))) or "there are no gradients of sharded parameters",
-                )
+            for policy in self._policies():
+                policy.check_whole()
+            # The ranks of all models whose parameters it has, whether a model has been collected on this one or not.
+            for key, group in {id(g.pg): g for g in self._groups if not g.alone}.items():
+                found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
+                text = "\n".join([_NORM, *found])
+                meet(group, short_digest(text), lambda text=text: text, _NORM)  # type: ignore[misc]
         alike: dict[Any, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
         for grad in grads:
             alike.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)

@@ -29,6 +29,7 @@ log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default
 ATTRIBUTE = "_zero_plain"  # of a parameter: the model that it is averaged with
 _SAID = "_zero_said"
+_COUNT_BYTES = 8  # of a header: how many parameters are known to have begun alike
 _DOING = "average of the gradients of parameters that are not sharded"
 
 
@@ -103,8 +104,7 @@ class PlainModel:
                 "the process group over which gradients of parameters that are not sharded were averaged has been "
                 "destroyed; call torch.distributed.destroy_process_group after the last backward"
             )
-        self._meet()
-        self._compare()
+        self._compare(self._meet())
         params = self.params
         mine = [i in self.waiting and p.grad is not None for i, p in enumerate(params)]
         used = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
@@ -145,8 +145,10 @@ class PlainModel:
     def pg(self) -> Any:
         return None if self.group is None else self.group.pg
 
-    def _meet(self) -> None:
+    def _meet(self) -> int:
         """Before the first collective of an average: all ranks are in one, of the same model.
+
+        Returns of how many parameters every rank knows that they began with the same values.
 
         Raises:
             RankMismatchError: on every rank, naming the first difference.
@@ -158,15 +160,19 @@ class PlainModel:
             return "\n".join([_DOING, *(f"parameter {n}: {list(p.shape)} {p.dtype}" for n, p in named)])
 
         self.digest = self.digest or short_digest(text())
-        meet(self.everyone, self.digest, text, _DOING)
+        told = meet(self.everyone, self.digest, text, _DOING, self.compared.to_bytes(_COUNT_BYTES, "little"))
+        return min(int.from_bytes(t[:_COUNT_BYTES], "little") for t in told)
 
-    def _compare(self) -> None:
+    def _compare(self, compared: int) -> None:
         """Before the first average of parameters: ranks began with the same values, which nobody sent around.
+
+        Args:
+            compared: of so many all ranks know it.
 
         Raises:
             RankMismatchError: on every rank, naming the first parameter that differs.
         """
-        params = self.params[self.compared :]
+        params = self.params[compared:]
         if not params:
             return
         # Sums of bytes: exact, whatever the order in which a machine adds.
@@ -176,7 +182,7 @@ class PlainModel:
         highest, lowest = most.view(2, -1) * torch.tensor([[1], [-1]], device=most.device)
         differ = (highest != lowest).nonzero().flatten().tolist()
         if differ:
-            name = self.names[self.compared + differ[0]]
+            name = self.names[compared + differ[0]]
             raise RankMismatchError(
                 f"ranks have different values of parameter {name!r}, which is not sharded: build the model under the "
                 "same seed on every rank, or load the same checkpoint"

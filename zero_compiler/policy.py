@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from . import eager, grads, hardware
-from .agreement import raise_together
+from .agreement import digest, raise_together
 from .config import TIER_FIELDS, Config
 from .copies import Copies
 from .errors import CaptureError, ConfigError, ShardError, StorageError, TransferError
@@ -34,9 +37,11 @@ from .tensor_parallel import TensorPart
 from .transport import COPIED, LOCAL, Transport, choose
 
 log = logging.getLogger("zero_compiler")
-_serial = itertools.count()
+_order = itertools.count()
 _keys = itertools.count()  # not the serial, which another process may have given out too
-_copies: Counter[tuple[int, ...]] = Counter()  # made of each model here, by copying or loading
+# Numbers of models, and of copies of each: counted apart for the ranks that share them, which all make the same ones,
+# whatever one of them makes alone or with others.
+_numbers: Counter[Any] = Counter()
 # What Policy._fresh makes.
 _OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
 
@@ -108,12 +113,38 @@ class ParamInfo:
 Places = list[tuple[nn.Module, str]]
 
 
+def shared_by(group: Group) -> tuple[int, ...]:
+    """The ranks that make a model together, by their numbers in the job; () where that is this one alone."""
+    return () if group.alone else group.ranks
+
+
+@contextlib.contextmanager
+def made_together(group: Group) -> Iterator[None]:
+    """Where the model that is made inside is not made after all, maybe another rank has not even begun: the next one
+    gets its number."""
+    key = (shared_by(group),)
+    before = _numbers[key]
+    try:
+        yield
+    except BaseException:
+        _numbers[key] = before
+        raise
+
+
+def _next(key: Any) -> int:
+    _numbers[key] += 1
+    return _numbers[key] - 1
+
+
 class Policy:
     """How one sharded module is placed; shared by all its submodules. Made by :func:`shard`."""
 
     def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
         self.group = group
         self.config = config
+        # First: what fails on one rank below has not kept it from counting.
+        self._serial: tuple[int, ...] | None = (_next((shared_by(self.group),)),)
+        self._copy_of: tuple[int, ...] = ()
         self._check_tiers()
         self.hardware = hardware.load(config.hardware)
         self.transport: Transport = LOCAL  # until the parameters are known
@@ -135,9 +166,8 @@ class Policy:
         self.runtime: Any = None  # made by the first compile; dies with the policy
         self.frames: list[Any] = []  # compiled frames, for the report
         self.compilers: dict[str, Any] = {}
-        # Equal on every rank that makes its models in the same order; used to agree with other ranks. A copy has
-        # that of its original and its own number, so that a rank that makes one alone disturbs no other model.
-        self.serial: tuple[int, ...] = (next(_serial),)
+        self.made = next(_order)  # of all in this process: which of two came first
+        self._of_some = not group.alone and group.everyone.world < dist.get_world_size()
         self._fresh()
         self.broken: str | None = None  # why no collective of this model can be trusted any more
         self._bind()
@@ -156,17 +186,32 @@ class Policy:
         self.taken += 1
         self.scope.changes += 1
 
-    def unmade(self) -> None:
-        """The model is not made after all, and maybe another rank has not even begun: the next one gets its number."""
-        global _serial
-        _serial = itertools.count(*self.serial)
+    @property
+    def serial(self) -> tuple[int, ...]:
+        """Which of the models of its ranks this is: equal on all of them; used to agree with the others.
+
+        A copy, made by copying or loading, has that of its original and a number of its own, which it gets when it is
+        first needed: so a rank may make copies for itself alone.
+        """
+        if self._serial is None:
+            self._serial = (*self._copy_of, _next((shared_by(self.group), self._copy_of)))
+        return self._serial
+
+    @property
+    def series(self) -> int:
+        """Tells the transfers of this model from those of all others over the same process group, on all its ranks."""
+        over = () if self.group.alone else tuple(dist.get_process_group_ranks(self.group.pg))
+        if len(self.serial) == 1 and over == shared_by(self.group):
+            return self.serial[0]
+        return zlib.crc32(repr((shared_by(self.group), self.serial)).encode())
 
     def _fresh(self) -> None:
         """What belongs to this object alone, and to no copy of it."""
         # Flat chunks by name, with where they were found: module, attribute, all places, parameter, local tensor and
         # its address.
         self.at_rest: dict[str, tuple[Any, ...]] = {}
-        self._refused: ShardError | None = None  # shared memory for a parameter, while the model is sharded
+        # Room for a parameter, while the model is sharded.
+        self._refused: ShardError | StorageError | None = None
         self._nvme: Nvme | None = None  # made when first needed
         self.files: Files | None = None
         self._gradient_files: GradientFiles | None = None
@@ -195,8 +240,8 @@ class Policy:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _copies[self.serial] += 1
-        self.serial = (*self.serial, _copies[self.serial])
+        self._copy_of, self._serial = self._serial or self._copy_of, None
+        self.made = next(_order)
         self.runtime = None
         self.belong(self.scope)
         self._fresh()
@@ -212,7 +257,8 @@ class Policy:
         unplanned = (
             None if spec.covers("shared") else f"hardware spec {spec.name!r} says nothing of its speed"
         )
-        key = f"transport/{self.title()}"
+        # Models of other ranks may have the same group of ranks along one dimension of a mesh.
+        key = f"transport/{digest(str(shared_by(self.group))).hex()[:16]}/{self.title()}"
         self.transport = choose(self.group, self.config.transport, key, layouts, unplanned)
 
     def place_tensors(
@@ -278,8 +324,12 @@ class Policy:
         """The device of the full weight whose rows are ``shard``."""
         return self.group.device if self.path("params", name) and not shard.is_meta else shard.device
 
-    def make_room(self, params: Mapping[str, torch.Tensor]) -> None:
+    def make_room(self, params: Mapping[str, torch.Tensor], there: Collection[str] = ()) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
+
+        Args:
+            there: parameters for whose rows construction has made room in files, on all ranks alike: whether a rank
+                has any rows of a parameter does not decide whether it comes in here.
 
         Raises:
             StorageError: on all ranks, where one has no room.
@@ -293,7 +343,7 @@ class Policy:
             largest = max((layout.bytes_local() for layout in filed("grads").values()), default=0)
             self._planned_writes = PlannedWrites(largest, self.files_budget) if largest else None
             return
-        parameters = {name: lay for name, lay in filed("params").items() if not in_file(params[name])}
+        parameters = {name: lay for name, lay in filed("params").items() if name not in there}
         gradients = filed("grads")
         if not parameters and not gradients:
             return
@@ -389,7 +439,18 @@ class Policy:
                 self.sinks.setdefault(name, self._gradient_files)
 
     def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
-        """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read."""
+        """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read.
+
+        Where there is no room for it, peers go on to the next parameter's collective, and so does this rank: all are
+        told at the end, by :meth:`check_settled`.
+        """
+        try:
+            return self._settle(name, chunk)
+        except (ShardError, StorageError) as error:
+            self._refused = self._refused or error
+            return chunk
+
+    def _settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         layout = self.params[name].layout
         if in_file(chunk):
             return chunk
@@ -406,21 +467,17 @@ class Policy:
         self.transport.segment.allocate(name, layout)
         if chunk.is_meta:
             return chunk
-        try:
-            home = self.transport.segment.back(name)
-        except ShardError as error:
-            # Peers go on to the next parameter's collective, and so does this rank: they are told at the end.
-            self._refused = self._refused or error
-            return chunk
-        return home.view(layout.padded_shape).copy_(chunk)
+        return self.transport.segment.back(name).view(layout.padded_shape).copy_(chunk)
 
     def check_settled(self) -> None:
         """All parameters are where they are to lie. Collective.
 
         Raises:
             ShardError: on all ranks, where one was refused the memory.
+            StorageError: the same, where that was a file.
         """
-        if self.transport.segment is not None:
+        filed = any(kind == "params" and tier == "nvme" for (kind, _), tier in self.placed.tiers.items())
+        if filed or self.transport.segment is not None:
             raise_together(self.group, f"memory/{self.title()}", "place its part of the model", self._refused)
 
     def bring_home(self, name: str) -> bool:
@@ -596,17 +653,28 @@ class Policy:
         self.attempt += 1
 
     def title(self) -> str:
-        """Which of the sharded models of this process it is, in the order in which they were made."""
-        return f"model {'.'.join(str(n) for n in self.serial)}"
+        """Which of the sharded models of its ranks it is, in the order in which they were made."""
+        number = ".".join(str(n) for n in self.serial)
+        return f"model {number}" + (f" over {self.group.everyone.world} ranks" if self._of_some else "")
+
+    def is_among(self, titles: Collection[str], group: Group) -> bool:
+        """Whether a peer of ``group`` means this model by one of ``titles``. A copy that was never used is none."""
+        known = self._serial is not None and set(self.group.ranks) <= set(group.ranks)
+        return known and self.title() in titles
 
     def describe(self) -> str:
         """What ranks must agree on: parameters, layout, configuration; one line each."""
         config = {k: v for k, v in self.config.to_dict().items() if k != "nvme_dir"}
+        if self.config.nvme_dir is not None:
+            config["nvme_dir"] = "given"  # each rank may have its own
         config["hardware"] = f"{self.hardware.name}, {self.hardware.date}, {self.hardware.digest()}"
         dims = " x ".join(
             f"{role} {n}" for role, n in zip(self.group.roles, self.group.mesh.shape, strict=True)
         )
-        lines = [f"ranks = {dims}", *(f"{k} = {v}" for k, v in sorted(config.items()))]
+        lines = [
+            f"ranks = {dims} on {self.group.device.type}",
+            *(f"{k} = {v}" for k, v in sorted(config.items())),
+        ]
         for info in self.params.values():
             place = info.placed(self.group)
             lines.append(f"parameter {info.name}: {list(info.shape)} {info.layout.dtype} {place}")

@@ -7,11 +7,12 @@ be cut. What its module then does with it is in `modules.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -95,9 +96,9 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
     policy = Policy(group, config)
     targets = collect(model, policy)
-    described = "\n".join([policy.describe(), *describe_whole(model)])
-    agree(group, f"shard/{policy.title()}", "the model given to zero.shard", described)
     params = {name: param for name, (param, _) in targets.items()}
+    said = "\n".join([policy.describe(), *given(params), *describe_whole(model)])
+    agree(group, f"shard/{policy.title()}", "the model given to zero.shard", said)
     policy.place_tensors(params)
     policy.choose_transport()
     policy.make_room(params)
@@ -169,6 +170,18 @@ def collect(
             targets[name][1].append((module, attribute))
     _check_held(model, {id(param): name for name, (param, _) in targets.items() if not ours(param)})
     return targets
+
+
+def given(params: Mapping[str, torch.Tensor]) -> list[str]:
+    """What else decides which collectives a model is made with, and where what belongs to it rests: a line each."""
+    lines = []
+    for name, param in params.items():
+        local = local_of(param)
+        if local.is_meta or isinstance(local, FakeTensor):
+            lines.append(f"parameter {name} has no values (it is on the meta device, or a fake)")
+        if not param.requires_grad:
+            lines.append(f"parameter {name} is frozen")
+    return lines
 
 
 # Attributes of modules in which torch keeps parameters, and finds them again.

@@ -18,7 +18,7 @@ from .policy import Policy
 def groups_of(policies: Iterable[Policy], params: Iterable[Any] = ()) -> list[Group]:
     """All ranks that train the models of ``policies``, and those that average plain ``params``; no group twice, and in
     one order on all ranks."""
-    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.serial)]
+    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.made)]
     found += [group.everyone for group in averaged_over(params)]
     return list({id(group.pg): group for group in found if not (group.alone or group.destroyed)}.values())
 

@@ -45,9 +45,9 @@ class Segment:
     when the last rank is gone. Tensors made here keep their memory mapped.
     """
 
-    def __init__(self, fd: int, rank: int, pids: list[int], nbytes: int, timeout_s: float) -> None:
+    def __init__(self, fd: int, home: mmap.mmap, rank: int, pids: list[int], timeout_s: float) -> None:
         self.fd, self.rank, self.pids, self.timeout_s = fd, rank, pids, timeout_s
-        self._home = mmap.mmap(fd, max(nbytes, 1), offset=_HOME)
+        self._home = home  # what lies at rest there
         self._end = 0
         # Of each parameter, where they lie: the full weight, with every rank's rows as they are now, and this
         # rank's flat padded chunk, with its offset in the file.
@@ -184,13 +184,12 @@ def _say_slower(problem: str) -> None:
 def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transport | str:
     """The first rank of each host makes a memory file, the others open it; a sentence where one of them could not."""
     timeout_s = group_timeout_s(group)
-    fd = -1
+    fd, home = -1, None
     inside: list[int] = []
     hosts = 0
     mine: dict[str, Any] = {"pid": os.getpid(), "problem": None}
     try:
-        host = _host()
-        inside, hosts = _neighbours(group, key, host, timeout_s)
+        inside, hosts = _neighbours(group, key, timeout_s)
         if hosts == 1 and unplanned is not None:
             raise ValueError(unplanned)
         _check_watching()
@@ -205,6 +204,7 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
             if inside[0] not in found:
                 raise OSError(f"rank {inside[0]} made no memory file")
             fd = _open(json.loads(found[inside[0]]), inside[0])
+        home = mmap.mmap(fd, max(nbytes, 1), offset=_HOME)
     except (OSError, AttributeError, ValueError) as error:
         mine["problem"] = str(error)
         if inside and group.rank == inside[0]:
@@ -221,7 +221,8 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
         return problem
     pids = {s["rank"]: s["pid"] for s in said.values() if s["first"] == first_rank(group)}
     place = inside.index(group.rank)
-    segment = Segment(fd, place, [pids[r] for r in inside], nbytes, timeout_s)
+    assert home is not None
+    segment = Segment(fd, home, place, [pids[r] for r in inside], timeout_s)
     if hosts == 1:
         return Transport("shared", f"{group.world} CPU ranks of one host", segment)
     across = _gloo(
@@ -244,17 +245,24 @@ def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dis
     return group
 
 
-def _neighbours(group: Group, key: str, host: str, timeout_s: float) -> tuple[list[int], int]:
+def _neighbours(group: Group, key: str, timeout_s: float) -> tuple[list[int], int]:
     """The ranks of this rank's host, and how many hosts there are.
 
     Raises:
-        OSError: hosts have one rank each, or different numbers of them, or ranks are not numbered host by host.
+        OSError: a rank cannot tell on which host it runs; or hosts have one rank each, or different numbers of them, or
+            ranks are not numbered host by host.
     """
+    try:
+        host = _host()
+    except OSError:
+        host = ""  # peers wait to hear
     post_text(group, f"{key}/host", host)
     found = read_texts(group, f"{key}/host", timeout_s)
     for rank in range(group.world):
         if rank not in found:
             raise OSError(f"rank {rank} did not say in time on which host it runs")
+        if not found[rank]:
+            raise OSError(f"rank {rank} cannot tell on which host it runs (it reads /proc)")
     by_host: dict[str, list[int]] = {}
     for rank in range(group.world):
         by_host.setdefault(found[rank], []).append(rank)

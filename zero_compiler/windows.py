@@ -100,12 +100,15 @@ class _Opened:
 
 
 def _open(policy: Policy, opened: list[_Opened]) -> None:
-    policy.meet("zero.gathered")
-    for name, info in policy.params.items():
-        at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
-        if not at:
-            continue  # deleted, or set to None
-        param = policy.param(name)
+    # What is gathered is known, and nothing stands in the way of it, before ranks meet.
+    try:
+        found = _standing(policy)
+    except ShardError as error:
+        cannot_begin(policy.group, error)
+        raise
+    policy.meet("zero.gathered", "\n".join(f"gathers {name}" for name in found))
+    for name, (param, at) in found.items():
+        info = policy.params[name]
         # What was tied after zero.shard stays tied.
         whole = next((o.whole for o in opened if o.original is param), None)
         if whole is None:
@@ -118,6 +121,20 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
         for module, attribute in at:
             module._parameters[attribute] = whole
     policy.opened = True
+
+
+def _standing(policy: Policy) -> dict[str, tuple[Any, Places]]:
+    """The sharded parameters of a model, by name, and where they stand; but for what was deleted, or set to None.
+
+    Raises:
+        ShardError: another one stands in the place of one of them.
+    """
+    found: dict[str, tuple[Any, Places]] = {}
+    for name in policy.params:
+        at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
+        if at:
+            found[name] = policy.param(name), at
+    return found
 
 
 def _close(o: _Opened) -> torch.Tensor:
@@ -178,7 +195,7 @@ def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
             bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
         )
     sums = sums.to(group.device)
-    policy.meet("end of zero.gathered(write=True)")
+    policy.meet("end of zero.gathered(write=True)", "\n".join(f"writes {name}" for name, _ in fulls))
     everyone = group.everyone
     every = [torch.empty_like(sums) for _ in range(everyone.world)]
     dist.all_gather(every, sums, group=everyone.pg)

@@ -59,10 +59,10 @@ def test_ranks_of_the_whole_wait_for_each_other(world, size, transport):
     assert all(other == first for other in others)
 
 
-def part(serial, *ranks):
+def part(made, *ranks):
     mesh = SimpleNamespace(mesh=torch.tensor(ranks))
     group = SimpleNamespace(mesh=mesh, everyone=SimpleNamespace(world=len(ranks)))
-    return SimpleNamespace(serial=serial, group=group, title=lambda: f"model {serial}")
+    return SimpleNamespace(made=made, group=group, title=lambda: f"model {made}")
 
 
 def test_the_part_with_all_ranks_speaks_for_the_others():
