@@ -26,6 +26,7 @@ from .group import Group
 from .guards import STALE, mark_stale
 from .policy import Policy
 from .reading import managed, weight
+from .refusals import refuse_wrappers, refusing
 
 
 @dataclass
@@ -51,6 +52,9 @@ def is_root(module: nn.Module) -> bool:
 
 def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get("_zero")
+
+
+refuse_wrappers(lambda module: state_of(module) is not None)
 
 
 def policies_of(model: nn.Module) -> list[Policy]:
@@ -116,7 +120,8 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
     Args:
         names: qualified name of the parameter at each attribute.
     """
-    body: dict[str, Any] = {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
+    body: dict[str, Any] = refusing(base)
+    body |= {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
     if recurrent:
         # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
