@@ -33,6 +33,7 @@ from .ir import ops
 from .keeping import accumulating
 from .loader import EngineLoader, Loader
 from .lowering import Lowering
+from .penalties import watch_outputs
 from .program import Program
 from .report import Frame
 from .runtime.shards import LocalRows
@@ -130,7 +131,9 @@ def compile_with(
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
+    return plain.watched(
+        _entry(compiled, captured, frame) if captured.shards or captured.writes else compiled, example_inputs
+    )
 
 
 def compile_frame(
@@ -177,14 +180,20 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
+        for write in captured.writes:
+            policy = ops.owner_of(write.owner)
+            write.run(args, policy.params[write.name].layout, policy.group.rank)
         params = [args[i] for i in shard_args]
-        if torch.is_grad_enabled():
+        if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}
             rows = LocalRows.apply(names, [models[key] for key in owners], frame, *params)
         else:
             rows = [p._local_tensor for p in params]
-        return compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+        outputs = compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+        if params and torch.is_grad_enabled():
+            watch_outputs(outputs, models[owners[0]].group)
+        return outputs
 
     return call
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from . import grads
+from .captured_writes import Write, take_writes
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
@@ -42,7 +43,8 @@ class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
-    weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
+    weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow. ``writes`` are
+    done to the rows before the graph runs.
     """
 
     gm: fx.GraphModule
@@ -50,10 +52,14 @@ class Captured:
     keep: list[int]
     code: str = ""
     goes_on: bool = False
+    writes: Sequence[Write] = ()
 
 
-def _refuse_writes(gm: fx.GraphModule) -> None:
-    """A gathered weight is a copy, so a write to it in forward would be lost."""
+def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
+    """A gathered weight is a copy, so a write to it in forward would be lost, unless it is one of ``taken``."""
+    for write in taken:
+        if ops.owner_of(write.owner).params[write.name].part is not None:
+            raise CaptureError(grads.written(write.name))
     for sub in gm.modules():
         if not isinstance(sub, fx.GraphModule):
             continue
@@ -94,14 +100,19 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
         )
     goes_on = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
-    _refuse_writes(gm)
     gm = _copy(gm)
+    writes = take_writes(gm)
+    _refuse_writes(gm, writes)
     _hoist_reads(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs: list[Any] = []
     shards: list[ShardInput] = []
     keep: list[int] = []
+    written = {write.arg for write in writes}
     for arg, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        if arg in written and not node.users:
+            gm.graph.erase_node(node)
+            continue
         if isinstance(example, DTensor):
             refs = _lower_one(gm, node, example)
             if refs is not None:
@@ -127,7 +138,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             f"weight {node.args[2]!r} is gathered from {node.args[0]}, which is no parameter of this frame"
         )
     gm.recompile()
-    return Captured(gm, shards, keep, _code(shards), goes_on), inputs
+    return Captured(gm, shards, keep, _code(shards), goes_on, writes), inputs
 
 
 def _code(shards: Sequence[ShardInput]) -> str:

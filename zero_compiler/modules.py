@@ -24,9 +24,10 @@ from .copies import Copies
 from .errors import ShardError, ZeroError
 from .group import Group
 from .guards import STALE, mark_stale
+from .penalties import watch_outputs
 from .policy import Policy
 from .reading import managed, weight
-from .refusals import refuse_wrappers, refusing
+from .refusals import refuse_tracers, refuse_wrappers, refusing
 
 
 @dataclass
@@ -309,7 +310,10 @@ def _check_plain(out: Any, group: Group) -> None:
 
     One over the tensor-parallel ranks alone is what tensor parallelism makes.
     """
-    for leaf in pytree.tree_leaves(out):
+    leaves = pytree.tree_leaves(out)
+    if torch.is_grad_enabled():
+        watch_outputs(leaves, group)
+    for leaf in leaves:
         if isinstance(leaf, DTensor) and leaf.grad_fn is not None and leaf.device_mesh == group.mesh:
             raise grads.computes_with_shards()
 
@@ -380,6 +384,8 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     # Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients
     # enabled; hooks on parameters and gradients run there too, without.
     inside = policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+    if isinstance(param, DTensor) and not policy.opened:
+        refuse_tracers(name)
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
@@ -388,7 +394,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     if policy.scope.copies is not None:
-        policy.scope.copies.add(name, param, full)
+        policy.scope.copies.add(info, param, full, policy.group.rank)
     return full if info.part is None else info.part.of(full)
 
 

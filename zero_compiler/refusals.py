@@ -32,9 +32,7 @@ _MERGE = (
     "a merge computes with whole weights, and the parameters of a sharded model are rows of this rank: write `with "
     "zero.gathered(model, write=True):` around {call}, which all ranks enter"
 )
-_SHAPES = (
-    "the shape of a sharded parameter cannot change: call {call} before zero.shard, and make the optimizer after it"
-)
+_SHAPES = "the shape of a sharded parameter cannot change: call {call} before zero.shard, and make the optimizer after it"
 # Methods of models and layers of libraries that read or write whole parameters. Inside zero.gathered they work.
 _METHODS = {
     "save_pretrained": _SAVE,
@@ -62,6 +60,7 @@ def refusing(base: type) -> dict[str, Any]:
     """Members of the class of a sharded module whose class was ``base``: they stand before those of ``base``."""
     body: dict[str, Any] = {name: _hook_registration(name) for name in _HOOKS}
     body["_is_fsdp_managed_module"] = _refused_attribute("_is_fsdp_managed_module", _refuse_fsdp)
+    body |= _left_alone()
     body["qconfig"] = _refused_attribute("qconfig", _refuse_quantization)
     body["__prepare_scriptable__"] = _refuse_scripting
     for name, reason in _METHODS.items():
@@ -98,8 +97,7 @@ def _refused_attribute(name: str, refuse_it: Callable[[Any], NoReturn]) -> prope
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def set_(self: Any, value: Any) -> None:
-        if value is not None and value is not False:
-            refuse_it(self)
+        refuse_it(self)
 
     return property(get, set_)
 
@@ -110,6 +108,16 @@ def wrapped(by: str) -> str:
         f"{by} around a sharded model: zero.shard has partitioned its parameters and reduces its gradients already; "
         f"leave {by} out and train the model itself, or leave zero.shard out"
     )
+
+
+def _left_alone() -> dict[str, Any]:
+    """By what fully_shard passes over a module within the one that it is given, as it does over those of replicate():
+    the parameters of a sharded model are not its own."""
+    try:
+        from torch.distributed._composable.contract import REGISTRY_KEY
+    except ImportError:
+        return {}
+    return {REGISTRY_KEY: {"replicate": None}}
 
 
 def _refuse_fsdp(module: Any) -> NoReturn:
@@ -130,6 +138,27 @@ def _refuse_scripting(self: Any) -> NoReturn:
     raise ShardError(
         f"torch.jit.script of a sharded {type(self).__name__}: TorchScript has no parameters that are gathered; script "
         "a plain model that has loaded its values, for instance a state_dict that was taken in zero.gathered(model)"
+    )
+
+
+def refuse_tracers(name: str) -> None:
+    """A weight is read by code that a tracer follows: it would take the gathered copy for a constant, and what it makes
+    of the model would neither train nor follow the weight.
+
+    Raises:
+        ShardError: on every rank that traces; nothing is sent.
+    """
+    if torch._C._get_tracing_state() is not None:
+        by = "torch.jit.trace (or torch.onnx.export(dynamo=False))"
+    elif getattr(
+        torch.fx._symbolic_trace, "_is_fx_tracing_flag", False
+    ):  # what compiles or exports is not here
+        by = "torch.fx (symbolic_trace or make_fx)"
+    else:
+        return
+    raise ShardError(
+        f"{by} follows a forward that reads the sharded parameter {name!r}, and would keep its values as constants: "
+        "trace in `with zero.gathered(model):`, which all ranks enter, or the plain model before zero.shard"
     )
 
 
