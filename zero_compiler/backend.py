@@ -131,9 +131,9 @@ def compile_with(
             raise held_elsewhere(*p.__dict__[STALE])
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return plain.watched(
-        _entry(compiled, captured, frame) if captured.shards or captured.writes else compiled, example_inputs
-    )
+    if captured.shards or captured.writes:
+        compiled = _entry(compiled, captured, frame)
+    return plain.watched(compiled, example_inputs)
 
 
 def compile_frame(

@@ -76,6 +76,22 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
                     raise CaptureError(grads.written(name))
 
 
+def _refuse_assignment(gm: fx.GraphModule) -> None:
+    """A frame that ends before ``weight.data = value``, which code behind it would do to the gathered copy alone."""
+    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
+    if "mutate tensor data attribute" not in reason:
+        return
+    (output,) = gm.graph.find_nodes(op="output")
+    left = [n for n in output.all_input_nodes if n.target is weight]
+    values = [n for n in output.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    for node in left:
+        copy = node.meta["example_value"]
+        other = [v.meta["example_value"] for v in values if v is not node]
+        own = [v for v in other if v.untyped_storage()._cdata == copy.untyped_storage()._cdata]
+        if other and not own and any(v.shape == copy.shape for v in other):
+            raise CaptureError(grads.written(str(node.args[2])))
+
+
 def owners_in(gm: fx.GraphModule) -> set[str]:
     """Keys of the sharded models whose weights a frame reads."""
     graphs = [sub.graph for sub in gm.modules() if isinstance(sub, fx.GraphModule)]
@@ -100,6 +116,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
         )
     goes_on = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+    _refuse_assignment(gm)
     gm = _copy(gm)
     writes = take_writes(gm)
     _refuse_writes(gm, writes)

@@ -66,7 +66,7 @@ def take_writes(gm: fx.GraphModule) -> list[Write]:
 
 
 class _Chain:
-    """What a graph does to one weight: nodes that are the weight itself, those that write to it, and its other users."""
+    """What a graph does to one weight: nodes that are the weight itself, and of these those that write to it."""
 
     def __init__(self, markers: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:
         self.order = order

@@ -29,11 +29,11 @@ class Copies:
 
     def add(self, info: Any, param: Any, full: torch.Tensor, rank: int) -> None:
         """The forward is given ``full`` as the weight of ``param``, on ``rank``."""
-        if full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata:
-            return  # the parameter itself: what is written to it stays
         if full.is_meta or isinstance(full, FakeTensor) or full.is_inference():
             return
-        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self))
+        # Where it is the parameter itself, what is written to it stays, but for another tensor in its place.
+        itself = full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata
+        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself)
         copy.count(full)
         if info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
             full.__class__ = _heard(full.__class__)
@@ -70,10 +70,13 @@ class _Copy:
     layout: Layout
     rank: int
     copies: weakref.ref[Copies]
+    itself: bool
     counted: _Counted | None = None
 
     def count(self, full: torch.Tensor) -> None:
         """From here on watch what is written to ``full``."""
+        if self.itself:
+            return
         counter = full.detach()
         counter.data = full.new_empty(0)
         self.counted = _Counted(self.name, counter, counter._version)
@@ -82,7 +85,7 @@ class _Copy:
 
     def of_data(self, data: torch.Tensor) -> torch.Tensor:
         """What ``.data`` gives: a tensor that counts its writes apart."""
-        again = _Copy(self.name, self.param, self.layout, self.rank, self.copies)
+        again = _Copy(self.name, self.param, self.layout, self.rank, self.copies, self.itself)
         again.count(data)
         data.__class__ = _heard(data.__class__)
         data.__dict__[_NOTE] = again
@@ -140,7 +143,7 @@ def _writing(base: type, name: str) -> Callable[..., Any]:
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         copy = self.__dict__.get(_NOTE)
         # Of what autograd is to follow, plain PyTorch would refuse it: such a write is counted, and refused.
-        if copy is None or (self.requires_grad and torch.is_grad_enabled()):
+        if copy is None or copy.itself or (self.requires_grad and torch.is_grad_enabled()):
             return method(self, *args, **kwargs)
         copy.write(name, args, kwargs)  # first: an operand may be the copy itself
         out = method(self, *args, **kwargs)

@@ -32,7 +32,7 @@ _MERGE = (
     "a merge computes with whole weights, and the parameters of a sharded model are rows of this rank: write `with "
     "zero.gathered(model, write=True):` around {call}, which all ranks enter"
 )
-_SHAPES = "the shape of a sharded parameter cannot change: call {call} before zero.shard, and make the optimizer after it"
+_SHAPES = "the shape of a sharded parameter cannot change: call {call} before zero.shard, and make the optimizer behind"
 # Methods of models and layers of libraries that read or write whole parameters. Inside zero.gathered they work.
 _METHODS = {
     "save_pretrained": _SAVE,
@@ -166,7 +166,7 @@ def refuse_tracers(name: str) -> None:
 
 
 def refuse_wrappers(is_sharded: Callable[[nn.Module], bool]) -> None:
-    """From now on, refuse that DDP, DataParallel or FSDP takes a sharded model, or one that contains one, as its module.
+    """From now on, refuse that DDP, DataParallel or FSDP takes a module that is sharded or contains one that is.
 
     Args:
         is_sharded: whether a module is one of a sharded model.

@@ -17,11 +17,12 @@ from .layout import Layout
 
 # Elementwise methods of torch.Tensor, by the name of the one that makes a new tensor.
 NAMES = (
-    "abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 "
-    "atanh bitwise_and bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div "
-    "divide erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmod frac heaviside hypot ldexp lerp log "
-    "log10 log1p log2 logit masked_fill mul multiply nan_to_num neg negative pow rad2deg reciprocal relu remainder round "
-    "rsqrt sgn sigmoid sign sin sinh sqrt square sub subtract tan tanh true_divide trunc xlogy"
+    "abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctanh asin asinh "
+    "atan atan2 atanh bitwise_and bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos "
+    "cosh deg2rad digamma div divide erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide "
+    "fmod frac heaviside hypot ldexp lerp log log10 log1p log2 logit masked_fill mul multiply nan_to_num "
+    "neg negative pow rad2deg reciprocal relu remainder round rsqrt sgn sigmoid sign sin sinh sqrt square "
+    "sub subtract tan tanh true_divide trunc xlogy"
 ).split()
 IN_PLACE = frozenset([f"{n}_" for n in NAMES if hasattr(torch.Tensor, f"{n}_")] + ["copy_", "fill_", "zero_"])
 OPERATORS = "add sub mul truediv floordiv mod pow and or xor".split()
