@@ -212,7 +212,7 @@ def _hook_registration(name: str) -> Callable[..., Any]:
             _said_late.add(name)
             log.warning(
                 "%s on a %s of a model that was compiled and called already: torch.compile does not look for new "
-                "hooks, and compiled calls leave this one out; register hooks before the first call, or call "
+                "hooks, and compiled calls may leave this one out; register hooks before the first call, or call "
                 "torch._dynamo.reset() behind the registration, which compiles the model anew",
                 name,
                 type(self).__name__,

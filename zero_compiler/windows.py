@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import eager, plain
+from . import eager, grads, plain
 from .errors import GradientError, RankMismatchError, ShardError
 from .headers import cannot_begin
 from .modules import policies_of
@@ -105,6 +105,8 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
         if not at:
             continue  # deleted, or set to None
         param = policy.param(name)
+        if grads.was_dropped(param):
+            grads.dropped(name)
         # What was tied after zero.shard stays tied.
         whole = next((o.whole for o in opened if o.original is param), None)
         if whole is None:

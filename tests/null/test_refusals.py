@@ -69,7 +69,7 @@ def test_saving_is_for_whole_weights(name):
 
 def test_merging_is_for_whole_weights():
     model = zero.shard(Saves())
-    before = model.inner.weight.full_tensor()
+    before = model.inner.weight.full_tensor().detach().clone()
     with pytest.raises(ShardError, match=r"merge_adapter\(\) of .*zero.gathered\(model, write=True\):"):
         model.merge_adapter()
     with zero.gathered(model, write=True):
@@ -143,20 +143,17 @@ def test_a_hook_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypat
     monkeypatch.setattr(refusals, "_said_late", set())
     model = zero.shard(mlp(), compute="aten")
     called = []
-    getattr(model[0], hook)(lambda *_: called.append(0))
     call = use(model, "compiled")
     call(batch())
     with caplog.at_level(logging.WARNING, logger="zero_compiler"):
         for _ in range(2):
             getattr(model[0] if inner else model, hook)(lambda *_: called.append(1))
-    (record,) = caplog.records
+    (record,) = [r for r in caplog.records if r.name == "zero_compiler"]
     assert hook in record.getMessage()
-    assert "compiled calls leave this one out" in record.getMessage()
-    call(batch())
-    assert set(called) == {0}
+    assert "compiled calls may leave this one out" in record.getMessage()
     torch._dynamo.reset()  # as it says
     call(batch())
-    assert set(called) == {0, 1}
+    assert called == [1, 1]
 
 
 def test_hooks_of_a_model_that_is_not_compiled_are_no_news(caplog, monkeypatch):
@@ -197,3 +194,34 @@ def test_a_penalty_on_parameters(how, penalty):
     (plain(batch()).sum() + penalty(plain.parameters())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+# --- another tensor in the place of a parameter's values -----------------------------------------------------------
+
+
+@both_ways
+def test_values_that_a_parameter_would_drop(how):
+    model = zero.shard(mlp(), compute="aten")
+    call = use(model, how)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model[0].weight.data += 1
+    call(batch()).sum().backward()
+    optimizer.step()
+    count = sum(p.numel() for p in model.parameters())
+    torch.nn.utils.vector_to_parameters(torch.ones(count), model.parameters())
+    with pytest.raises(ShardError, match=r"'0.weight' was given another tensor by .data =.*param.data.copy_"):
+        optimizer.step()
+    with pytest.raises(ShardError, match=r"'0.weight' was given another tensor"), zero.gathered(model):
+        pass
+    torch._dynamo.reset()
+    with pytest.raises(ShardError, match=r"'0.weight' was given another tensor"):
+        call(batch())
+
+
+def test_values_of_other_models_are_theirs():
+    zero.shard(mlp())
+    plain = mlp()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    plain[0].weight.data = torch.zeros_like(plain[0].weight)
+    plain(batch()).sum().backward()
+    optimizer.step()
