@@ -20,6 +20,26 @@ from .row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_rows
 _NOTE = "_zero_copy"  # of a copy, and of what its .data is: which parameter it is one of
 
 
+@functools.cache
+def may_write(cls: type) -> bool:
+    """Whether the code of a class of modules has words that write to tensors in place.
+
+    Only for models with such classes do weights say what is written to them: by a class of tensors of their own, which
+    what compiles or fakes a function does not take for a plain tensor where it is given one.
+    """
+    for base in cls.__mro__:
+        if base is torch.nn.Module:
+            return False
+        for member in vars(base).values():
+            code = getattr(member, "__code__", None) or getattr(
+                getattr(member, "__wrapped__", None), "__code__", None
+            )
+            if code is not None and not (base.__module__ or "").startswith("torch."):
+                if "data" in code.co_names or any(name in IN_PLACE for name in code.co_names):
+                    return True
+    return False
+
+
 class Copies:
     """Those of one forward. Elementwise writes to one are done to the shard too; others are found by torch's counters
     of writes."""
@@ -27,15 +47,19 @@ class Copies:
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
 
-    def add(self, info: Any, param: Any, full: torch.Tensor, rank: int) -> None:
-        """The forward is given ``full`` as the weight of ``param``, on ``rank``."""
+    def add(self, info: Any, param: Any, full: torch.Tensor, rank: int, heard: bool) -> None:
+        """The forward is given ``full`` as the weight of ``param``, on ``rank``.
+
+        Args:
+            heard: elementwise writes to it are done to the shard, see :func:`may_write`.
+        """
         if full.is_meta or isinstance(full, FakeTensor) or full.is_inference():
             return
         # Where it is the parameter itself, what is written to it stays, but for another tensor in its place.
         itself = full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata
         copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself)
         copy.count(full)
-        if info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
+        if heard and info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
             full.__class__ = _heard(full.__class__)
             full.__dict__[_NOTE] = copy
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from . import eager, grads, plain
-from .copies import Copies
+from .copies import Copies, may_write
 from .errors import ShardError, ZeroError
 from .group import Group
 from .guards import STALE, mark_stale
@@ -73,6 +73,7 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
     """Give every module of the model its subclass; inner shards join the outer model's scope."""
     owned: dict[int, dict[str, str]] = {}
     names_by_id = {id(policy.param(name)): name for name in policy.places}
+    policy.writes = any(may_write(type(module)) for module in model.modules())
     for module in model.modules():
         state = state_of(module)
         if state is not None:
@@ -394,7 +395,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     info = managed(param, name, policy)
     full = eager.Unshard.apply(param, policy, name)
     if policy.scope.copies is not None:
-        policy.scope.copies.add(info, param, full, policy.group.rank)
+        policy.scope.copies.add(info, param, full, policy.group.rank, policy.writes)
     return full if info.part is None else info.part.of(full)
 
 
