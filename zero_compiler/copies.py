@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,9 +32,7 @@ def may_write(cls: type) -> bool:
         if base is torch.nn.Module:
             return False
         for member in vars(base).values():
-            code = getattr(member, "__code__", None) or getattr(
-                getattr(member, "__wrapped__", None), "__code__", None
-            )
+            code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
             if code is not None and not (base.__module__ or "").startswith("torch."):
                 if "data" in code.co_names or any(name in IN_PLACE for name in code.co_names):
                     return True
