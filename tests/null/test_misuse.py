@@ -228,7 +228,7 @@ class Writes(nn.Module):
     ("how", "what", "name"),
     [
         *((how, "part", "inner.bias") for how in ("eager", "compiled")),
-        ("compiled", "late", "inner.weight"),  # an eager forward writes it to the shard, as plain PyTorch would
+        ("compiled", "late", "inner.weight"),  # eager: as plain PyTorch
         ("compiled", "norm", "inner.weight"),  # of the whole weight: more than its rows
     ],
 )
