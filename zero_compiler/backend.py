@@ -35,6 +35,7 @@ from .keeping import accumulating
 from .loader import EngineLoader, Loader
 from .lowering import Lowering
 from .one_backward import once_differentiable
+from .penalties import watch_outputs
 from .program import Program
 from .report import Frame
 from .runtime.shards import LocalRows
@@ -136,7 +137,7 @@ def compile_with(
     for policy in ops.owners() if plain_ones else ():
         policy.check_not_replaced(plain_ones)
     compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
-    if captured.shards or captured.weights:
+    if captured.shards or captured.weights or captured.writes:
         compiled = _entry(compiled, captured, frame)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(compiled, example_inputs)
@@ -196,14 +197,20 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
+        for write in captured.writes:
+            policy = ops.owner_of(write.owner)
+            write.run(args, policy.params[write.name].layout, policy.group.rank)
         params = [args[i] for i in shard_args]
-        if torch.is_grad_enabled():
+        if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}
             rows = LocalRows.apply(names, [models[key] for key in owners], frame, *params)
         else:
             rows = [p._local_tensor for p in params]
-        return compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+        outputs = compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+        if params and torch.is_grad_enabled():
+            watch_outputs(outputs, models[owners[0]].group)
+        return outputs
 
     return _with_weights(call, captured.weights) if captured.weights else call
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from . import grads, transforms
+from .captured_writes import Write, take_writes
 from .errors import CaptureError
 from .ir import ops
 from .ir.facts import ParamRef
@@ -61,7 +62,8 @@ class Captured:
     ``weights`` are full weights that it returns, most of them to code behind a graph break;
     ``differentiated`` are the parameters to which the gradient of an output comes in plain PyTorch.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
-    weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow.
+    weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow. ``writes`` are
+    done to the rows before the graph runs.
     """
 
     gm: fx.GraphModule
@@ -71,10 +73,14 @@ class Captured:
     differentiated: frozenset[ParamRef]
     code: str = ""
     goes_on: bool = False
+    writes: Sequence[Write] = ()
 
 
-def _refuse_writes(gm: fx.GraphModule) -> None:
-    """A gathered weight is a copy, so a write to it in forward would be lost."""
+def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
+    """A gathered weight is a copy, so a write to it in forward would be lost, unless it is one of ``taken``."""
+    for write in taken:
+        if ops.owner_of(write.owner).params[write.name].part is not None:
+            raise CaptureError(grads.written(write.name))
     for sub in gm.modules():
         if not isinstance(sub, fx.GraphModule):
             continue
@@ -91,6 +97,22 @@ def _refuse_writes(gm: fx.GraphModule) -> None:
                 name = names.get(value.untyped_storage()._cdata)
                 if name is not None:
                     raise CaptureError(grads.written(name))
+
+
+def _refuse_assignment(gm: fx.GraphModule) -> None:
+    """A frame that ends before ``weight.data = value``, which code behind it would do to the gathered copy alone."""
+    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
+    if "mutate tensor data attribute" not in reason:
+        return
+    (output,) = gm.graph.find_nodes(op="output")
+    left = [n for n in output.all_input_nodes if n.target is weight]
+    values = [n for n in output.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    for node in left:
+        copy = node.meta["example_value"]
+        other = [v.meta["example_value"] for v in values if v is not node]
+        own = [v for v in other if v.untyped_storage()._cdata == copy.untyped_storage()._cdata]
+        if other and not own and any(v.shape == copy.shape for v in other):
+            raise CaptureError(grads.written(str(node.args[2])))
 
 
 def owners_in(gm: fx.GraphModule) -> set[str]:
@@ -117,10 +139,12 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
             shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
         )
     goes_on = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
-    _refuse_writes(gm)
+    _refuse_assignment(gm)
     gm = _copy(gm)
     _remove_placed(gm)
     _read_below_transforms(gm)
+    writes = take_writes(gm)
+    _refuse_writes(gm, writes)
     _hoist_reads(gm)
     _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
@@ -132,7 +156,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     keep: list[int] = []
     for arg, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if isinstance(example, DTensor) and not node.users:
-            gm.graph.erase_node(node)  # nothing but weights that are used behind a graph break
+            gm.graph.erase_node(node)  # only written to, or used behind a graph break
             continue
         if isinstance(example, DTensor):
             fulls = {id(marker.meta.get("example_value")) for marker in _markers_of(node)}
@@ -163,7 +187,14 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
         )
     gm.recompile()
     captured = Captured(
-        gm, shards, keep, weights, frozenset(differentiated), code=_code(shards), goes_on=goes_on
+        gm,
+        shards,
+        keep,
+        weights,
+        frozenset(differentiated),
+        code=_code(shards),
+        goes_on=goes_on,
+        writes=writes,
     )
     return captured, inputs
 

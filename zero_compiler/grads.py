@@ -417,6 +417,24 @@ def replaced(name: str) -> NoReturn:
     )
 
 
+# 0 of a DTensor, which has no storage of its own; torch of another version may not tell.
+_address = getattr(torch._C, "_data_address", lambda tensor: 0)
+
+
+def was_dropped(param: Any) -> bool:
+    """Whether ``param.data = value`` has been written, which leaves a DTensor at its old values without a word."""
+    return isinstance(param, DTensor) and _address(param) != 0
+
+
+def dropped(name: str) -> NoReturn:
+    """Raise: :func:`was_dropped` of the parameter ``name``."""
+    raise ShardError(
+        f"parameter {name!r} was given another tensor by .data = (torch.nn.utils.vector_to_parameters does so), and a "
+        "DTensor keeps its old values then: write param.data.copy_(value) under torch.no_grad(), with the rows of this "
+        "rank, or do it in zero.gathered(model, write=True); make the model anew"
+    )
+
+
 def written(name: str) -> str:
     """What is wrong with a forward that writes to a weight."""
     return (

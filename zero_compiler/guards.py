@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .errors import ShardError
 from .foreach import MANAGED, count_writes
 from .fused import take_shards
-from .grads import check_reduced
+from .grads import check_reduced, dropped, was_dropped
 from .ir import ops
 from .plain import check_averaged
 from .unscale import take_gradients
@@ -72,6 +72,8 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     f"{type(optimizer).__name__} was made before {by} and holds the parameter {name!r} that it "
                     f"replaced; make the optimizer after {by}, from model.parameters()"
                 )
+            if was_dropped(param) and (found := _name_of(param)) is not None:
+                dropped(found)
     # Dynamo traces this, with the step of an optimizer that is compiled.
     if not any(hasattr(param, MANAGED) for group in optimizer.param_groups for param in group["params"]):
         return
@@ -81,6 +83,11 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_kind(optimizer)
     _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count
+
+
+def _name_of(param: Any) -> str | None:
+    """What a parameter of a sharded model is called there; None of those of others."""
+    return next((n for policy in ops.owners() for n in policy.places if policy.find(n) is param), None)
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:

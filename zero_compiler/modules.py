@@ -18,13 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from . import eager, grads, other_memory, plain, recompile_limit, transforms
-from .copies import Copies
+from .copies import Copies, may_write
 from .errors import ShardError, ZeroError
 from .full_weight import FULL, forget, known, remember
 from .group import Group
 from .guards import STALE, mark_stale
+from .penalties import watch_outputs
 from .policy import Policy
 from .reading import managed, placed, weight
+from .refusals import refuse_tracers, refuse_wrappers, refusing
 from .whole import stays_whole
 
 
@@ -62,6 +64,9 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get("_zero")
 
 
+refuse_wrappers(lambda module: state_of(module) is not None)
+
+
 def policies_of(model: nn.Module) -> list[Policy]:
     """Policies of a plain, sharded or compiled module, outermost first, without repeats."""
     model = getattr(model, "_orig_mod", model)
@@ -77,6 +82,7 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
     """Give every module of the model its subclass; inner shards join the outer model's scope."""
     owned: dict[int, dict[str, str]] = {}
     names_by_id = {id(policy.param(name)): name for name in policy.places}
+    policy.writes = any(may_write(type(module)) for module in model.modules())
     for module in model.modules():
         state = state_of(module)
         if state is not None:
@@ -126,7 +132,8 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
     Args:
         names: qualified name of the parameter at each attribute.
     """
-    body: dict[str, Any] = {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
+    body: dict[str, Any] = refusing(base)
+    body |= {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
     if recurrent:
         # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
@@ -406,7 +413,10 @@ def _check_plain(out: Any, group: Group) -> None:
 
     One over the tensor-parallel ranks alone is what tensor parallelism makes.
     """
-    for leaf in pytree.tree_leaves(out):
+    leaves = pytree.tree_leaves(out)
+    if torch.is_grad_enabled():
+        watch_outputs(leaves, group)
+    for leaf in leaves:
         if isinstance(leaf, DTensor) and leaf.grad_fn is not None and leaf.device_mesh == group.mesh:
             raise grads.computes_with_shards()
 
@@ -482,6 +492,8 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     # Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients
     # enabled; hooks on parameters and gradients run there too, without.
     inside = policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+    if isinstance(param, DTensor) and not policy.opened:
+        refuse_tracers(name)
     if param is None or not inside or policy.opened:
         return param
     if not isinstance(param, DTensor):
@@ -490,14 +502,15 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         return lent(param, name, policy)
     policy.group.check_still_valid()
     recompile_limit.outside_budget(policy, name)
-    managed(param, name, policy)
+    info = managed(param, name, policy)
     scope = policy.scope
     with transforms.below():
         full = known(scope.read, param) if scope.active else None
         if full is None:
             full = eager.read(param, policy, name)
             if scope.copies is not None:
-                scope.copies.add(name, param, full._local_tensor if isinstance(full, DTensor) else full)
+                local = full._local_tensor if isinstance(full, DTensor) else full
+                scope.copies.add(info, param, local, policy.group.rank, policy.writes)
             if scope.active:
                 remember(scope.read, param, full)
         return full

@@ -161,6 +161,7 @@ class Policy:
         self.shown: dict[str, list[str]] = {}
         self.attempt = 0  # to compile the model: what ranks told each other in an earlier one counts no more
         self.sync = True
+        self.writes = False  # a class of the model has code that may write to weights in place (copies.py)
         self.opened = False  # inside zero.gathered: parameters are whole
         self.only_planned = False  # a capture looks for a plan, and nothing is to run
         self.runtime: Any = None  # made by the first compile; dies with the policy

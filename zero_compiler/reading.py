@@ -75,6 +75,8 @@ def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
     info = policy.params[name]
     if not _stands(param, info, policy):
         grads.moved(name, info, param, policy.rests_on(name))
+    if grads.was_dropped(param):
+        grads.dropped(name)
     return info
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import eager, plain
+from . import eager, grads, plain
 from .errors import GradientError, RankMismatchError, ShardError
 from .full_weight import FULL
 from .headers import cannot_begin
@@ -103,6 +103,9 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
     # What is gathered is known, and nothing stands in the way of it, before ranks meet.
     try:
         found = _standing(policy)
+        for name, (param, _) in found.items():
+            if grads.was_dropped(param):
+                grads.dropped(name)
     except ShardError as error:
         cannot_begin(policy.group, error)
         raise

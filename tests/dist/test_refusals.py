@@ -1,0 +1,150 @@
+"""What other libraries would do to a sharded model, on two ranks: one sentence on all of them, and nobody waits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.cases import Cases
+from null.small import mlp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zero_compiler as zero
+from zero_compiler.errors import GradientError, ShardError
+
+pytestmark = pytest.mark.dist
+cases = Cases(__name__, group_timeout=20.0)
+
+
+def sharded():
+    return zero.shard(mlp(), device="cpu", compute="aten")
+
+
+def wrong(call, words, kind=ShardError):
+    """What is wrong with the error of a call: nothing where it has these words."""
+    try:
+        call()
+    except kind as error:
+        return [] if words in str(error) else [f"it says {error}"]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [f"no error with {words!r}"]
+
+
+@cases.add
+def other_ways_to_train_in_parallel(rank):
+    ddp = nn.parallel.DistributedDataParallel
+    fsdp = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    out = []
+    for by, name in ((ddp, "DistributedDataParallel"), (fsdp, "FullyShardedDataParallel")):
+        for inner in (lambda m: m, lambda m: nn.Sequential(m, nn.Linear(3, 3))):
+            out += wrong(lambda by=by, inner=inner: by(inner(sharded())), f"{name}")
+    out += wrong(lambda: fully_shard(sharded()), "fully_shard around a sharded model")
+    out += wrong(lambda: fully_shard(sharded()[0]), "fully_shard around a sharded model")
+    ddp(mlp())
+    return out
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ours, self.theirs = mlp(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.theirs(torch.tanh(self.ours(x)))
+
+
+@cases.add
+def fully_shard_of_what_stands_beside_a_sharded_part(rank):
+    """It leaves the part alone, and both train."""
+    model, plain = Mixed(), Mixed()
+    zero.shard(model.ours, device="cpu", compute="aten")
+    fully_shard(model)
+    out = []
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    for step in range(2):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+        for m in (model, plain):
+            m(x).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            q.grad /= 2
+            if not torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6):
+                out.append(f"gradient of {name}")
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)]
+        if not torch.allclose(norms[0].full_tensor(), norms[1]):
+            out.append("norms")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return out + [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+
+class Saves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.called = nn.Linear(4, 3), []
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def save_pretrained(self, folder):
+        self.called.append(folder)
+
+
+@cases.add
+def saving_by_one_rank_alone(rank):
+    out = []
+    for compiled in (False, True):
+        model = zero.shard(Saves(), device="cpu", compute="aten")
+        call = torch.compile(model, backend="zero") if compiled else model
+        x = torch.randn(2, 4)
+        call(x)
+        words = "write `with zero.gathered(model):` around save_pretrained()"
+        if rank == 0:
+            out += wrong(lambda model=model: model.save_pretrained("there"), words)
+        else:
+            out += wrong(
+                lambda call=call, x=x: call(x), "rank 0 of 2 could not go on behind save_pretrained(): "
+            )
+            # And the next one meets again.
+        call(x)
+        with zero.gathered(model):
+            if rank == 0:
+                model.save_pretrained("there")
+        call(x).sum().backward()
+    return out
+
+
+@cases.add
+def saving_by_all_ranks(rank):
+    model = zero.shard(Saves(), device="cpu", compute="aten")
+    out = wrong(
+        lambda: model.save_pretrained("there"), "write `with zero.gathered(model):` around save_pretrained()"
+    )
+    model(torch.randn(2, 4)).sum().backward()
+    return out
+
+
+@cases.add
+def a_penalty_outside_of_the_forward(rank):
+    out = []
+    words = 'penalty.full_tensor(grad_placements=[Partial("avg")])'
+    for compiled in (False, True):
+        model = sharded()
+        call = torch.compile(model, backend="zero") if compiled else model
+        loss = call(torch.randn(2, 4)).sum() + sum(p.pow(2).sum() for p in model.parameters())
+        out += wrong(loss.backward, words, GradientError)
+        model.zero_grad()
+        call(torch.randn(2, 4)).sum().backward()
+    return out
+
+
+@pytest.mark.parametrize("name", cases.names)
+def test_it(name):
+    cases.check(name)
