@@ -82,7 +82,8 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
     """Give every module of the model its subclass; inner shards join the outer model's scope."""
     owned: dict[int, dict[str, str]] = {}
     names_by_id = {id(policy.param(name)): name for name in policy.places}
-    policy.writes = any(may_write(type(module)) for module in model.modules())
+    classes: set[Any] = {type(module) for module in model.modules()}
+    policy.writes = any(may_write(cls) for cls in classes)
     for module in model.modules():
         state = state_of(module)
         if state is not None:

@@ -132,9 +132,9 @@ def _refuse_quantization(module: Any) -> NoReturn:
     )
 
 
-def _refuse_scripting(self: Any) -> NoReturn:
+def _refuse_scripting(self: Any) -> Any:
     if self._zero.policy.opened:
-        return self  # type: ignore[return-value]
+        return self
     raise ShardError(
         f"torch.jit.script of a sharded {type(self).__name__}: TorchScript has no parameters that are gathered; script "
         "a plain model that has loaded its values, for instance a state_dict that was taken in zero.gathered(model)"
