@@ -128,7 +128,10 @@ def compile_with(
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
-    compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    owners = map(ops.owner_of, owners_in(gm))
+    measured = next((p.footprint for p in owners if p.footprint is not None), None)
+    with contextlib.nullcontext() if measured is None else measured.compiles():
+        compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return plain.watched(_entry(compiled, captured, frame) if captured.shards else compiled, example_inputs)
 

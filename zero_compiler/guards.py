@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,11 @@ from .fused import MANAGED, take_shards
 from .grads import check_reduced
 from .ir import ops
 from .plain import check_averaged
+from .runtime import heap
 from .unscale import take_gradients
 
 _CHECKED = "_zero_checked"
+_APART = "_zero_apart"  # of an optimizer in its first step, which makes its states
 # Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
 STALE = "_zero_stale"
 _installed = False
@@ -35,6 +38,7 @@ def guard_optimizers() -> None:
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)
+        register_optimizer_step_post_hook(_states_made)
 
 
 def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a closure") -> ShardError:
@@ -78,6 +82,22 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_kind(optimizer)
     _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count
+    _states_begin(optimizer)
+
+
+def _states_begin(optimizer: torch.optim.Optimizer) -> None:
+    """States of sharded parameters, which the first step makes and which stay, come to lie outside the heap: there
+    they would take the room that the activations of this step have left, and those of the next would need more."""
+    if any(hasattr(p, MANAGED) for group in optimizer.param_groups for p in group["params"]):
+        apart = optimizer.__dict__.setdefault(_APART, contextlib.ExitStack())
+        apart.close()  # of a step that failed
+        apart.enter_context(heap.apart())
+
+
+def _states_made(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    apart = optimizer.__dict__.pop(_APART, None)
+    if apart is not None:
+        apart.close()
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
