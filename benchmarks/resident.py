@@ -4,7 +4,8 @@
 
 Each mode runs under ``torchrun`` in a cgroup of its own, as in a container. At the end of each phase the ranks meet,
 and the cgroup is read: what its processes have of anonymous memory, of shared memory, of page cache and of the kernel's
-own. A phase is
+own. ``--limit`` trains one rank instead, in a cgroup of the report's expected resident memory and a tenth more: with
+everything in memory, and with parameters, gradients and states in files. A phase is
 
   libraries   torch, Inductor and zero_compiler are imported, the group is made
   built       the model, sharded or wrapped, and its optimizer
@@ -44,20 +45,31 @@ KINDS = ("anonymous", "shared", "cache", "kernel")
 def main() -> None:
     call = common.called()
     if call is not None:
-        measure(call)
+        train(call) if "files" in call else measure(call)
     parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=["gpt-12x1024"])
     parser.add_argument("--modes", type=_list, default=["ddp", "fsdp2-compiled", "zero3"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--limit", metavar="DIR", help="train under the expected resident memory; files go to DIR"
+    )
+    parser.add_argument("--budget-mib", type=int, help="with --limit: memory_budget_bytes of what is in files")
+    parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor", help="with --limit")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
-    common.hardware(args.hardware, args.ranks)
+    common.hardware(args.hardware, args.ranks if args.limit is None else 1)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     result: dict[str, Any] = {"machine": m, "runs": []}
     pages = []
+    if args.limit is not None:
+        result["runs"] = [limited(args, name, files) for name in args.model for files in (False, True)]
+        text = limited_report(args, result["runs"])
+        if args.json:
+            common.save(args.json, result, common.heading("Under the expected resident memory", m) + text)
+        return
     for name in args.model:
         rows = {}
         for mode in args.modes:
@@ -86,6 +98,99 @@ def run(model: str, mode: str, steps: int, ranks: int) -> dict[str, Any]:
             raise RuntimeError(f"{mode} of {model} failed: {child.returncode}")
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
     return {"phases": found[0]["phases"], "live": sum(f["live"] for f in found), "ranks": [f["own"] for f in found]}
+
+
+# Under a limit ----------------------------------------------------------------------------------------------------
+
+
+def limited(args: argparse.Namespace, name: str, files: bool) -> dict[str, Any]:
+    """What the report expects of a model that has run for a step, and whether it lives with a tenth more."""
+    call = {"model": name, "files": args.limit if files else None, "compute": args.compute}
+    call["budget_mib"] = args.budget_mib if files else None
+    first = trained(call | {"steps": 1}, NO_LIMIT)
+    if "expected" not in first:
+        raise RuntimeError(f"{name} does not train without a limit either")
+    limit = int(1.1 * first["expected"])
+    found = trained(call | {"steps": args.steps}, limit)
+    row = {"model": name, "files": files, "limit": limit, "lives": "expected" in found} | first
+    row |= {"peak": found["peak"], "steps": found.get("steps", 0)}
+    print(f"  {name}, {'files' if files else 'memory'}: {'lives' if row['lives'] else 'killed'}", flush=True)
+    return row
+
+
+def trained(call: dict[str, Any], limit: int) -> dict[str, Any]:
+    """A fresh process in a cgroup of its own: what it says at the end, if it came to that, and the cgroup's peak."""
+    with tempfile.TemporaryDirectory(prefix="zero-bench-") as folder, limits.cgroup(limit) as group:
+        if group.path is None:
+            sys.exit(f"nobody counts here: {group.why}")
+        env = {**os.environ, common.RANK_CALL: json.dumps({**call, "answer": f"{folder}/answer"})}
+        env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor"))}
+        child = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__)], env=env, preexec_fn=lambda: group.enter(os.getpid())
+        )
+        child.wait()
+        answer = Path(folder, "answer")
+        found = json.loads(answer.read_text()) if answer.exists() else {}
+        return {**found, "peak": group.peak_bytes()}
+
+
+def train(call: dict[str, Any]) -> None:
+    """Steps on one rank; the plan and what is expected of the process, as the report has it behind the first step."""
+    import torch
+
+    import zero_compiler as zero
+
+    torch.set_num_threads(1)
+    spec = MODELS[call["model"]]
+    fields: dict[str, Any] = {"hardware": os.environ[common.HARDWARE]}
+    if call["files"]:
+        fields |= {f"offload_{kind}": "nvme" for kind in ("params", "grads", "optimizer")}
+        fields["nvme_dir"] = call["files"]
+    if call["budget_mib"]:
+        fields["memory_budget_bytes"] = call["budget_mib"] << 20
+    torch.manual_seed(0)
+    with zero.init(**fields):
+        model = spec.make()
+    step = torch.compile(model, backend="zero", options={"compute": call["compute"]})
+    if call["files"]:
+        opt: Any = zero.optimizer(torch.optim.AdamW, model, lr=modes.LR, fused=True)
+    else:
+        opt = torch.optim.AdamW(model.parameters(), lr=modes.LR, fused=True)
+    said: dict[str, Any] = {}
+    for i in range(call["steps"]):
+        step(*spec.data(i, 0)).backward()
+        opt.step()
+        opt.zero_grad()
+        if i == 0:
+            memory = zero.inspect(model).memory
+            said = zero.inspect(model).to_dict()["memory"]["resident_parts"] | {"expected": memory.resident}
+            from zero_compiler.runtime.resident import Resident
+
+            print(said, Resident.now(), flush=True)
+    common.answer(call, {**said, "steps": call["steps"]})
+
+
+def limited_report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    def mib(n: float) -> str:
+        return f"{n / 2**20:.0f}"
+
+    head = ["model", "rests", "had", "compiled", "plan", "overhead", "expected", "limit", "peak", f"{args.steps} steps"]
+    table = [
+        [
+            r["model"],
+            "in files" if r["files"] else "in memory",
+            mib(r["measured"]["had"]),
+            *(mib(r[k]) for k in ("compiled_bytes", "planned_bytes", "overhead_bytes", "expected", "limit", "peak")),
+            "lives" if r["lives"] else "killed",
+        ]
+        for r in rows
+    ]
+    title = f"One rank in a cgroup of the expected resident memory and a tenth more, MiB, {args.compute}"
+    common.print_table(title, head, table)
+    return common.table(title, head, table)
+
+
+# Beside peers -----------------------------------------------------------------------------------------------------
 
 
 def measure(call: dict[str, Any]) -> None:
