@@ -12,10 +12,10 @@ everything in memory, and with parameters, gradients and states in files. A phas
   compiled    the first step has ended
   steady      steps later, as often as ``--steps`` says
 
-``peak`` is the most that was counted while a phase lasted. ``live`` are bytes of torch's CPU allocator, counted exactly,
-of all ranks at their most in the last phase. ``overhead`` is what the last phase adds to the libraries beyond ``live``:
-heap that is free and not given back, Python's objects, compiled code, buffers of libraries. Page cache of files that
-anybody may read (libraries' code) is given back when memory is short, and stands apart.
+``peak`` is the most that was counted while a phase lasted. ``live`` are bytes of torch's CPU allocator, counted
+exactly, of all ranks at their most in the last phase. ``overhead`` is what the last phase adds to the libraries beyond
+``live``: heap that is free and not given back, Python's objects, compiled code, buffers of libraries. Page cache of
+files that anybody may read (libraries' code) is given back when memory is short, and stands apart.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument(
         "--limit", metavar="DIR", help="train under the expected resident memory; files go to DIR"
     )
-    parser.add_argument("--budget-mib", type=int, help="with --limit: memory_budget_bytes of what is in files")
+    parser.add_argument(
+        "--budget-mib", type=int, help="with --limit: memory_budget_bytes of what is in files"
+    )
     parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor", help="with --limit")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
@@ -87,7 +89,12 @@ def run(model: str, mode: str, steps: int, ranks: int) -> dict[str, Any]:
         if group.path is None:
             sys.exit(f"nobody counts here: {group.why}")
         call = {"model": model, "mode": mode, "steps": steps, "answer": folder}
-        env = {**os.environ, common.RANK_CALL: json.dumps(call), CGROUP: str(group.path), "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            common.RANK_CALL: json.dumps(call),
+            CGROUP: str(group.path),
+            "OMP_NUM_THREADS": "1",
+        }
         env["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "inductor"))  # nothing was compiled before
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         # A process that is born in the cgroup is counted from its first page on.
@@ -97,7 +104,11 @@ def run(model: str, mode: str, steps: int, ranks: int) -> dict[str, Any]:
         if child.wait():
             raise RuntimeError(f"{mode} of {model} failed: {child.returncode}")
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
-    return {"phases": found[0]["phases"], "live": sum(f["live"] for f in found), "ranks": [f["own"] for f in found]}
+    return {
+        "phases": found[0]["phases"],
+        "live": sum(f["live"] for f in found),
+        "ranks": [f["own"] for f in found],
+    }
 
 
 # Under a limit ----------------------------------------------------------------------------------------------------
@@ -174,13 +185,27 @@ def limited_report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     def mib(n: float) -> str:
         return f"{n / 2**20:.0f}"
 
-    head = ["model", "rests", "had", "compiled", "plan", "overhead", "expected", "limit", "peak", f"{args.steps} steps"]
+    head = [
+        "model",
+        "rests",
+        "had",
+        "compiled",
+        "plan",
+        "overhead",
+        "expected",
+        "limit",
+        "peak",
+        f"{args.steps} steps",
+    ]
     table = [
         [
             r["model"],
             "in files" if r["files"] else "in memory",
             mib(r["measured"]["had"]),
-            *(mib(r[k]) for k in ("compiled_bytes", "planned_bytes", "overhead_bytes", "expected", "limit", "peak")),
+            *(
+                mib(r[k])
+                for k in ("compiled_bytes", "planned_bytes", "overhead_bytes", "expected", "limit", "peak")
+            ),
             "lives" if r["lives"] else "killed",
         ]
         for r in rows
@@ -195,9 +220,8 @@ def limited_report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
 
 def measure(call: dict[str, Any]) -> None:
     rank, _ = common.init_group()
-    import torch
-    import torch._inductor.compile_fx
     import torch.distributed as dist
+    from torch._inductor import compile_fx  # noqa: F401
 
     import zero_compiler  # noqa: F401
     from zero_compiler.runtime import _C
@@ -245,7 +269,8 @@ class Counted:
         self.begin()
 
     def _open_peak(self) -> Any:
-        return open(self.path / "memory.peak", "r+")  # noqa: SIM115: what is written here is for this descriptor
+        # What is written to it holds for this descriptor.
+        return open(self.path / "memory.peak", "r+")
 
     def begin(self) -> None:
         """The peak is that since now."""
@@ -257,7 +282,9 @@ class Counted:
 
     def now(self) -> dict[str, int]:
         """Bytes by kind, and the most since :meth:`begin`."""
-        stat = {k: int(v) for k, v in (x.split() for x in (self.path / "memory.stat").read_text().splitlines())}
+        stat = {
+            k: int(v) for k, v in (x.split() for x in (self.path / "memory.stat").read_text().splitlines())
+        }
         if self.first:
             usage = int((self.path / "memory.usage_in_bytes").read_text())
             peak = int((self.path / "memory.max_usage_in_bytes").read_text())
@@ -271,7 +298,15 @@ class Counted:
             kernel, anonymous, shared = stat["kernel"], stat["anon"], stat["shmem"]
             cache = stat["file"] - shared
         procs = len((self.path / "cgroup.procs").read_text().split())
-        return {"processes": procs, "anonymous": anonymous, "shared": shared, "cache": cache, "kernel": kernel, "now": usage, "peak": peak}
+        return {
+            "processes": procs,
+            "anonymous": anonymous,
+            "shared": shared,
+            "cache": cache,
+            "kernel": kernel,
+            "now": usage,
+            "peak": peak,
+        }
 
 
 def mappings() -> dict[str, int]:
@@ -310,7 +345,16 @@ def report(name: str, args: argparse.Namespace, rows: dict[str, dict[str, Any]])
     common.print_table(title, head, table)
     text += common.table(title, head, table) + "\n"
     base = next((r for m, r in rows.items() if m.startswith("fsdp2")), None)
-    head = ["mode", "live", "/ FSDP2", "peak of all steps", "/ FSDP2", "peak without cache", "/ FSDP2", "overhead"]
+    head = [
+        "mode",
+        "live",
+        "/ FSDP2",
+        "peak of all steps",
+        "/ FSDP2",
+        "peak without cache",
+        "/ FSDP2",
+        "overhead",
+    ]
     table = []
     for mode, r in rows.items():
         cells = [mode]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import resource
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import heap
 
-_KIB = 1024
+_EVERY_S = 0.1
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Resident bytes of this process: its own pages, those that it shares, pages of files (libraries, mostly), and the
+    """Resident bytes of a process: its own pages, those that it shares, pages of files (libraries, mostly), and the
     tables of all of these. All 0 where the system does not say."""
 
     own: int = 0
@@ -25,12 +26,12 @@ class Resident:
     tables: int = 0
 
     @classmethod
-    def now(cls) -> Resident:
+    def now(cls, pid: int | str = "self") -> Resident:
         try:
-            text = Path("/proc/self/status").read_text()
-        except OSError:
+            text = Path(f"/proc/{pid}/status").read_text()
+        except OSError:  # ended, or another system
             return cls()
-        found = {k: int(v) * _KIB for k, v in re.findall(r"^(Rss\w+|VmPTE):\s+(\d+) kB", text, re.M)}
+        found = {k: int(v) * 1024 for k, v in re.findall(r"^(Rss\w+|VmPTE):\s+(\d+) kB", text, re.M)}
         return cls(*(found.get(k, 0) for k in ("RssAnon", "RssShmem", "RssFile", "VmPTE")))
 
 
@@ -40,8 +41,8 @@ class Footprint:
 
     ``had``: when the model was sharded, without its shards: Python, libraries, other models and data. ``pages``:
     resident pages of files beside that, which the system takes back when memory is short. ``compiled``: what compiling
-    has left, of all frames. ``compiling``: the most that compiling a frame took beyond what it left, with the largest
-    compiler that it started.
+    has left, of all ``frames``. ``compiling``: the most that compiling a frame took beyond what it left, with the
+    compilers that it started.
     """
 
     had: int = 0
@@ -53,7 +54,6 @@ class Footprint:
     @classmethod
     def beside(cls, shards: int) -> Footprint | None:
         """Now, of a model whose shards take so many bytes of memory; None where the system does not say."""
-        heap.give_back()
         now = Resident.now()
         if not now.own:
             return None
@@ -61,27 +61,54 @@ class Footprint:
 
     @contextlib.contextmanager
     def compiles(self) -> Iterator[None]:
-        """Count what compiling a frame inside takes and leaves. Free pages of the heap are given back at the end."""
+        """Count what compiling a frame inside takes and leaves. Free pages of the heap are given back at its end."""
         heap.give_back()
-        before, child_s = Resident.now(), _children_s()
+        before = Resident.now()
+        watch = _Watch()
         try:
             yield
         finally:
-            most = Resident.now()
+            most = watch.end()
             heap.give_back()
             after = Resident.now()
             left = max(0, after.own - before.own)
-            # A compiler that ran is one of the children waited for; of these the system knows the largest.
-            child = _largest_child() if _children_s() > child_s else 0
             self.compiled += left
-            self.compiling = max(self.compiling, most.own - before.own - left + child)
+            self.compiling = max(self.compiling, most - before.own - left)
             self.pages = max(self.pages, after.files)
             self.frames += 1
 
 
-def _children_s() -> float:
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+class _Watch:
+    """The most that this process and those that it has started have for themselves, looked at now and then in a thread.
+
+    The system's own account of children that have ended (``RUSAGE_CHILDREN``) is not that: to a child that was made by
+    ``vfork`` it counts what its parent had.
+    """
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zero-resident", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        self._most = max(self._most, sum(Resident.now(pid).own for pid in ("self", *_started(os.getpid()))))
+
+    def end(self) -> int:
+        self._over.set()
+        self._thread.join()
+        self._look()
+        return self._most
 
 
-def _largest_child() -> int:
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _KIB
+def _started(pid: int) -> Iterator[int]:
+    """The processes that one has started and that still run, those that they have started with them."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            for child in map(int, path.read_text().split()):
+                yield child
+                yield from _started(child)

@@ -53,6 +53,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
 def _footprint(policies: Sequence[Policy]) -> Footprint | None:
     """What this process has beside the plan of all of these: what it had when the last of them was sharded, without the
     shards of any, and what was compiled since; None where it was not measured of all."""
+    policies = sorted(policies, key=lambda p: p.serial)
     found = [p.footprint for p in policies if p.footprint is not None]
     if len(found) < len(policies):
         return None

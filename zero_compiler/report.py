@@ -18,7 +18,6 @@ from .runtime.resident import Footprint
 from .schedule import Choice
 from .simulate import Timeline, duration
 
-
 # What a process takes beyond its plan and what it had, of which nobody asks the system in advance. Measured by
 # `benchmarks/resident.py`: threads, buffers of libraries and the objects of a running loop; in the heap holes, of what
 # comes and goes there; tables of the system's own.
@@ -416,8 +415,8 @@ def _resident(m: Memory) -> list[str]:
     ]
     if found is not None:
         lines.append(
-            f"  had when sharded          {found.had:>16,}   measured, without shards: Python, libraries, data; pages of "
-            f"files ({found.pages:,}) apart"
+            f"  had when sharded          {found.had:>16,}   measured, without shards: Python, libraries, data; not in "
+            f"it: {found.pages:,} in pages of files"
         )
     known = "measured" if found is not None and found.frames else "assumed: nothing is compiled yet"
     lines += [
@@ -427,7 +426,7 @@ def _resident(m: Memory) -> list[str]:
     ]
     if found is not None and found.frames:
         lines.append(
-            f"  while compiling           {found.compiling:>16,}   measured, beside shards alone: with a compiler that runs"
+            f"  while compiling           {found.compiling:>16,}   measured, in place of a step: compilers too"
         )
     return lines
 

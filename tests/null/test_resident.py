@@ -17,7 +17,13 @@ from zero_compiler.runtime.resident import Footprint, Resident
 
 MIB = 1 << 20
 PLAN = Memory(
-    parameters=8 * MIB, gradients=8 * MIB, optimizer=16 * MIB, kept=0, arena=4 * MIB, programs=28 * MIB, apart=3 * MIB
+    parameters=8 * MIB,
+    gradients=8 * MIB,
+    optimizer=16 * MIB,
+    kept=0,
+    arena=4 * MIB,
+    programs=28 * MIB,
+    apart=3 * MIB,
 )
 
 
@@ -79,6 +85,8 @@ def test_states_lie_outside_the_heap():
     assert len(states) == 2
     with open("/proc/self/maps") as maps:
         begin, end = next(
-            (int(x, 16) for x in line.split()[0].split("-")) for line in maps if line.rstrip().endswith("[heap]")
+            (int(x, 16) for x in line.split()[0].split("-"))
+            for line in maps
+            if line.rstrip().endswith("[heap]")
         )
     assert not any(begin <= t.data_ptr() < end for t in states)
