@@ -12,7 +12,7 @@ namespace zero {
 namespace {
 
 constexpr size_t kPage = 4096;
-// Blocks of several huge pages begin on one: the first touch of fresh memory
+// Blocks that hold a huge page begin on one: the first touch of fresh memory
 // costs more than the transfer that follows, and 512 times fewer faults help.
 constexpr size_t kHugePage = size_t{2} << 20;
 
@@ -46,7 +46,7 @@ size_t rounded(size_t nbytes, size_t to) {
 
 c10::DataPtr host_block(size_t nbytes) {
   auto block = std::make_unique<Block>();
-  const bool huge = nbytes >= 4 * kHugePage;
+  const bool huge = nbytes >= kHugePage;
   const size_t spare = huge ? kHugePage : 0;
   block->mapped = rounded(nbytes, kPage);
   void* found = ::mmap(

@@ -1,6 +1,7 @@
 """Scripts in benchmarks/ run, on what is smallest; their figures are not looked at.
 
-``large.py`` and ``resident.py`` have tests of their own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are left out take minutes.
+``large.py`` and ``resident.py`` have tests of their own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are
+left out take minutes.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ namespace zero {
 // From here on a block of its own is worth the system call and the page faults.
 constexpr size_t kHostBlockBytes = size_t{1} << 20;
 
-// Undefined contents, which the meter counts; begins on a page, and blocks of
-// several huge pages on one of those. The pages are taken when first touched,
-// and given back with the pointer. Any thread. Throws std::bad_alloc.
+// Undefined contents, which the meter counts; begins on a page, and where it can
+// hold a huge one on such a page. Pages are taken when first touched, and given
+// back with the pointer. Any thread. Throws std::bad_alloc.
 c10::DataPtr host_block(size_t nbytes);
 
 }  // namespace zero
