@@ -41,8 +41,9 @@ class Footprint:
 
     ``had``: when the model was sharded, without its shards: Python, libraries, other models and data. ``pages``:
     resident pages of files beside that, which the system takes back when memory is short. ``compiled``: what compiling
-    has left, of all ``frames``. ``compiling``: the most that compiling a frame took beyond what it left, with the
-    compilers that it started.
+    has left, of all ``frames``; with what came between that and the first of them (Dynamo itself, the optimizer, a
+    batch), and so with states that a checkpoint has brought before. ``compiling``: the most that compiling a frame took
+    beyond what it left, with the compilers that it started.
     """
 
     had: int = 0
@@ -50,6 +51,7 @@ class Footprint:
     compiled: int = 0
     compiling: int = 0
     frames: int = 0
+    own: int = 0  # of all that it had then, shards included, what it did not share
 
     @classmethod
     def beside(cls, shards: int) -> Footprint | None:
@@ -57,13 +59,13 @@ class Footprint:
         now = Resident.now()
         if not now.own:
             return None
-        return cls(max(0, now.own + now.shared + now.tables - shards), now.files)
+        return cls(max(0, now.own + now.shared + now.tables - shards), now.files, own=now.own)
 
     @contextlib.contextmanager
     def compiles(self) -> Iterator[None]:
         """Count what compiling a frame inside takes and leaves. Free pages of the heap are given back at its end."""
         heap.give_back()
-        before = Resident.now()
+        before = Resident.now().own if self.frames else self.own
         watch = _Watch()
         try:
             yield
@@ -71,9 +73,9 @@ class Footprint:
             most = watch.end()
             heap.give_back()
             after = Resident.now()
-            left = max(0, after.own - before.own)
+            left = max(0, after.own - before)
             self.compiled += left
-            self.compiling = max(self.compiling, most - before.own - left)
+            self.compiling = max(self.compiling, most - before - left)
             self.pages = max(self.pages, after.files)
             self.frames += 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from .runtime import heap
 from .unscale import take_gradients
 
 _CHECKED = "_zero_checked"
-_APART = "_zero_apart"  # of an optimizer in its first step, which makes its states
+_FIRST = "_zero_first"  # of an optimizer in its first step, which makes its states
 # Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
 STALE = "_zero_stale"
 _installed = False
@@ -82,22 +81,17 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_kind(optimizer)
     _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count
-    _states_begin(optimizer)
-
-
-def _states_begin(optimizer: torch.optim.Optimizer) -> None:
-    """States of sharded parameters, which the first step makes and which stay, come to lie outside the heap: there
-    they would take the room that the activations of this step have left, and those of the next would need more."""
-    if any(hasattr(p, MANAGED) for group in optimizer.param_groups for p in group["params"]):
-        apart = optimizer.__dict__.setdefault(_APART, contextlib.ExitStack())
-        apart.close()  # of a step that failed
-        apart.enter_context(heap.apart())
+    optimizer.__dict__[_FIRST] = any(hasattr(p, MANAGED) for g in optimizer.param_groups for p in g["params"])
 
 
 def _states_made(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    apart = optimizer.__dict__.pop(_APART, None)
-    if apart is not None:
-        apart.close()
+    """Behind the first step of sharded parameters, which has made states: give the free pages of the heap back.
+
+    They are what compiling, the model as it was made, and activations before there were states have touched. Steps from
+    here on touch fewer of them again, and the same ones at every step.
+    """
+    if optimizer.__dict__.pop(_FIRST, False):
+        heap.give_back()
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:

@@ -418,7 +418,9 @@ def _resident(m: Memory) -> list[str]:
             f"  had when sharded          {found.had:>16,}   measured, without shards: Python, libraries, data; not in "
             f"it: {found.pages:,} in pages of files"
         )
-    known = "measured" if found is not None and found.frames else "assumed: nothing is compiled yet"
+    known = "assumed: nothing is compiled yet"
+    if found is not None and found.frames:
+        known = "measured, with what came before it: Dynamo, a batch"
     lines += [
         f"  left by compiling         {m.compiled:>16,}   {known}",
         f"  of the plan               {m.planned:>16,}   " + ("on the host" if m.elsewhere else "its peak"),

@@ -2,10 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/ScalarType.h>
-
-#include "zero/host_block.h"
 
 namespace zero {
 namespace {
@@ -32,22 +29,6 @@ at::Tensor tensor_over(
       options.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
-}
-
-// Gradients rest from step to step, so large ones have no place in the heap.
-// Their receiver may resize them, as any tensor.
-c10::Storage new_storage(int64_t nbytes, c10::Device device) {
-  const auto size = static_cast<size_t>(nbytes);
-  if (!device.is_cpu() || size < kHostBlockBytes) {
-    return at::empty({nbytes}, at::TensorOptions(at::kByte).device(device))
-        .storage();
-  }
-  return {
-      c10::Storage::use_byte_size_t(),
-      size,
-      host_block(size),
-      c10::GetCPUAllocator(),
-      /*resizable=*/true};
 }
 
 }  // namespace
@@ -99,17 +80,17 @@ at::Tensor Recycler::acquire(
     trim(limit_);
   }
   const size_t left = pool.storages.size();
-  c10::Storage fresh = new_storage(nbytes, device);
+  at::Tensor fresh = at::empty(sizes, at::TensorOptions(dtype).device(device));
   allocations_ += 1;
   // Twice the tensors of a step: one set in p.grad, one arriving beside it.
   if (left < 2 * pool.expected) {
-    pool.storages.push_back(fresh);
+    pool.storages.push_back(fresh.storage());
     pool.next = 0;
   } else if (left > 0) {
-    pool.storages[pool.next] = fresh;
+    pool.storages[pool.next] = fresh.storage();
     pool.next = (pool.next + 1) % left;
   }
-  return tensor_over(std::move(fresh), sizes, dtype, device);
+  return fresh;
 }
 
 std::vector<c10::Storage> Recycler::trim(int64_t nbytes) {

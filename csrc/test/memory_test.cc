@@ -97,24 +97,6 @@ TEST(the_pool_does_not_hand_out_a_storage_that_was_resized) {
   CHECK_EQ(pool.allocations(), 2);
 }
 
-TEST(a_large_tensor_of_the_pool_is_outside_the_heap_and_like_any_other) {
-  const Metered meter;
-  {
-    zero::Recycler pool;
-    // Two that begin on a page: in the heap something would lie in between.
-    Tensor first = pool.acquire({1 << 19}, at::kFloat, kCpu);
-    Tensor huge = pool.acquire({16 << 20}, at::kByte, kCpu);
-    CHECK_EQ(reinterpret_cast<uintptr_t>(first.data_ptr()) % 4096, 0U);
-    CHECK_EQ(reinterpret_cast<uintptr_t>(huge.data_ptr()) % (2 << 20), 0U);
-    CHECK_EQ(meter.live(), 18 << 20);
-    huge.fill_(1);
-    first.fill_(1.0);
-    first.resize_({1 << 20});
-    CHECK_EQ(first[(1 << 19) - 1].item<float>(), 1.0F);
-  }
-  CHECK_EQ(meter.live(), 0);
-}
-
 TEST(the_pool_forgets_what_is_held_for_ever) {
   const Metered meter;
   zero::Recycler pool;
