@@ -136,7 +136,10 @@ def compile_with(
     plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
     for policy in ops.owners() if plain_ones else ():
         policy.check_not_replaced(plain_ones)
-    compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    owners = map(ops.owner_of, owners_in(gm))
+    measured = next((p.footprint for p in owners if p.footprint is not None), None)
+    with contextlib.nullcontext() if measured is None else measured.compiles():
+        compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     if captured.shards or captured.weights or captured.writes:
         compiled = _entry(compiled, captured, frame)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.

@@ -193,6 +193,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
         waiting,
         accumulating,
         apart,
+        elsewhere=any(p.group.device.type != "cpu" for p in policies),
     )
 
 

@@ -15,9 +15,11 @@ from .fused import take_shards
 from .grads import check_reduced, dropped, was_dropped
 from .ir import ops
 from .plain import check_averaged
+from .runtime import heap
 from .unscale import take_gradients
 
 _CHECKED = "_zero_checked"
+_FIRST = "_zero_first"  # of an optimizer in its first step, which makes its states
 # Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
 STALE = "_zero_stale"
 _installed = False
@@ -35,6 +37,7 @@ def guard_optimizers() -> None:
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)
+        register_optimizer_step_post_hook(_states_made)
 
 
 def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a closure") -> ShardError:
@@ -83,6 +86,17 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_kind(optimizer)
     _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count
+    optimizer.__dict__[_FIRST] = any(hasattr(p, MANAGED) for g in optimizer.param_groups for p in g["params"])
+
+
+def _states_made(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind the first step of sharded parameters, which has made states: give the free pages of the heap back.
+
+    They are what compiling, the model as it was made, and activations before there were states have touched. Steps from
+    here on touch fewer of them again, and the same ones at every step.
+    """
+    if optimizer.__dict__.pop(_FIRST, False):
+        heap.give_back()
 
 
 def _name_of(param: Any) -> str | None:

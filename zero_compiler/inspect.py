@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .modules import policies_of
 from .placing import TRANSFERS
 from .policy import NOTHING_CAPTURED, Policy
 from .report import Frame, Report
+from .runtime.resident import Footprint
 from .stepping import stepped
 
 
@@ -45,19 +47,43 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
         frames = _plan(getattr(model, "_orig_mod", model), example_inputs, policies)
     else:
         frames = [f for p in policies for f in p.frames]
-    return report_of(policies, frames, planned_only=example_inputs is not None)
+    return report_of(policies, frames, example_inputs is not None, _footprint(policies))
 
 
-def report_of(policies: Sequence[Policy], frames: list[Frame], planned_only: bool) -> Report:
-    """The report of one sharded model from its frames."""
+def _footprint(policies: Sequence[Policy]) -> Footprint | None:
+    """What this process has beside the plan of all of these: what it had when the last of them was sharded, without the
+    shards of any, and what was compiled since; None where it was not measured of all."""
+    policies = sorted(policies, key=lambda p: p.serial)
+    found = [p.footprint for p in policies if p.footprint is not None]
+    if len(found) < len(policies):
+        return None
+    before = sum(p.shards_in_memory() for p in policies[:-1])
+    return Footprint(
+        max(0, found[-1].had - before),
+        max(f.pages for f in found),
+        sum(f.compiled for f in found),
+        max(f.compiling for f in found),
+        sum(f.frames for f in found),
+    )
+
+
+def report_of(
+    policies: Sequence[Policy], frames: list[Frame], planned_only: bool, footprint: Footprint | None = None
+) -> Report:
+    """The report of one sharded model from its frames.
+
+    Args:
+        footprint: of the process that runs it; None: another one will.
+    """
     first = policies[0]
     frames, update = stepped(policies, frames)
     programs = [p for f in frames for p in f.programs.values()]
+    memory = memory_of(policies, programs, max((f.kept_bytes for f in frames), default=0))
     return Report(
         rank=first.group.rank,
         world=first.group.world,
         stage=first.config.stage,
-        memory=memory_of(policies, programs, max((f.kept_bytes for f in frames), default=0)),
+        memory=replace(memory, footprint=footprint),
         params=[row for p in policies for row in _rows(p)],
         frames=frames,
         planned_only=planned_only,

@@ -32,6 +32,7 @@ from .ir import ops
 from .layout import Layout
 from .placing import Given, Placed, tiers_of
 from .runtime import heap
+from .runtime.resident import Footprint
 from .runtime.stores import Nvme, blocks, region_of, watch
 from .tensor_parallel import TensorPart
 from .transport import COPIED, LOCAL, Transport, choose
@@ -43,7 +44,7 @@ _keys = itertools.count()  # not the serial, which another process may have give
 # whatever one of them makes alone or with others.
 _numbers: Counter[Any] = Counter()
 # What Policy._fresh makes.
-_OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked".split()
+_OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked footprint".split()
 
 NOTHING_CAPTURED = (
     "there is no plan of this call: torch.compile captures nothing of the model's forward before a parameter is read "
@@ -225,6 +226,8 @@ class Policy:
         )
         # The zero.optimizer of a parameter, by its name: it knows how many bytes the states take.
         self.optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        # What the process has beside the plan; None: not measured here, as of a copy or of what is planned only.
+        self.footprint: Footprint | None = None
         self.taken = 0  # how often an optimizer took a parameter, maybe from another one
 
     def _bind(self) -> None:
@@ -373,6 +376,17 @@ class Policy:
             self._gradient_files = GradientFiles(self, self.files.gradients)
             self.restore_sinks()
         heap.give_back()  # whole parameters, and what has moved to files or shared memory since
+        self.footprint = Footprint.beside(self.shards_in_memory())
+
+    def shards_in_memory(self) -> int:
+        """Bytes of shards that take memory of the process."""
+        nbytes = 0
+        for name, info in self.params.items():
+            local = local_of(self.param(name))
+            tier = self.placed.tier("params", name)
+            if tier == "host" or (tier == "none" and local.device.type == "cpu"):
+                nbytes += info.layout.bytes_local()
+        return nbytes
 
     def make_room_for_trained(self) -> None:
         """Files for gradients of what has none and is trained: it was frozen when the model was sharded.

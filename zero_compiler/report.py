@@ -14,8 +14,18 @@ from .config import Config
 from .ir.facts import ParamRef
 from .placing import ASSUMED_STATE_BYTES
 from .program import Program
+from .runtime.resident import Footprint
 from .schedule import Choice
 from .simulate import Timeline, duration
+
+# What a process takes beyond its plan and what it had, of which nobody asks the system in advance. Measured by
+# `benchmarks/resident.py`: threads, buffers of libraries and the objects of a running loop; in the heap holes, of what
+# comes and goes there; tables of the system's own.
+_RUNNING_BYTES = 24 << 20
+_HOLES = 4  # one part in so many of what Programs add
+_TABLES = 256
+# What compiling leaves, where it was not measured: Dynamo's, AOTAutograd's and Inductor's objects.
+_COMPILED_BYTES = 64 << 20
 
 
 class Call:
@@ -140,7 +150,8 @@ class Memory:
     wherever they rest, that no ``zero.optimizer`` has told. ``waiting`` are the full gradients that a step under
     ``zero.no_sync`` keeps from one backward to the next, in ``reduce_dtype``; ``accumulating`` is what such a step
     holds when it holds most, in place of ``gradients`` and ``programs``. ``apart`` are bytes in the memory of an
-    accelerator's host, which do not count: what rests there, and the buffers of files.
+    accelerator's host, which do not count: what rests there, and the buffers of files. ``elsewhere``: the memory of the
+    compute device is not the process's. ``footprint``: what the process has beside all of this, where it was measured.
     """
 
     parameters: int
@@ -155,6 +166,8 @@ class Memory:
     waiting: int = 0
     accumulating: int = 0
     apart: int = 0
+    elsewhere: bool = False
+    footprint: Footprint | None = None
 
     @property
     def at_rest(self) -> int:
@@ -170,6 +183,32 @@ class Memory:
     def accumulating_peak(self) -> int:
         """Of a step that begins without gradients, and whose backwards but the last run under ``zero.no_sync``."""
         return self.at_rest - self.gradients + self.accumulating
+
+    @property
+    def planned(self) -> int:
+        """Of the plan, what is in the memory of the process."""
+        return self.apart if self.elsewhere else self.peak
+
+    @property
+    def overhead(self) -> int:
+        """What a process takes beside, derived: see `_RUNNING_BYTES`, `_HOLES` and `_TABLES`."""
+        holes = 0 if self.elsewhere else self.programs // _HOLES
+        return _RUNNING_BYTES + holes + self.planned // _TABLES
+
+    @property
+    def compiled(self) -> int:
+        """What compiling leaves in the process: measured, or assumed where nothing was compiled."""
+        return self.footprint.compiled if self.footprint and self.footprint.frames else _COMPILED_BYTES
+
+    @property
+    def resident(self) -> int:
+        """Expected resident memory of the process, as a container counts it, without pages of files, which the system
+        takes back. Where ``footprint`` is None, without what the process has beside the plan."""
+        had, compiling = (self.footprint.had, self.footprint.compiling) if self.footprint else (0, 0)
+        steps = self.planned + self.overhead
+        # Nothing has been gathered or computed when a model is compiled.
+        compiles = (0 if self.elsewhere else self.parameters) + compiling + _RUNNING_BYTES
+        return had + self.compiled + max(steps, compiles)
 
 
 @dataclass(frozen=True)
@@ -225,6 +264,13 @@ class Report:
                 "waiting_bytes": self.memory.waiting,
                 "accumulating_bytes": self.memory.accumulating,
                 "accumulating_peak_bytes": self.memory.accumulating_peak,
+                "resident_bytes": self.memory.resident,
+                "resident_parts": {
+                    "measured": None if self.memory.footprint is None else asdict(self.memory.footprint),
+                    "compiled_bytes": self.memory.compiled,
+                    "planned_bytes": self.memory.planned,
+                    "overhead_bytes": self.memory.overhead,
+                },
             },
             "parameters": self.params,
             "frames": [
@@ -306,6 +352,7 @@ class Report:
             lines.append(f"bytes of this rank on the host{m.apart:>12,}")
         if m.files:
             lines.append(f"bytes of this rank in files   {m.files:>12,}")
+        lines += _resident(m)
         if self.planned_only:
             lines.append(
                 "planned from example inputs: nothing was run; frames behind a graph break are not in it"
@@ -357,6 +404,33 @@ def _beside(program: Program) -> list[str]:
         [f"{again:,} bytes of gradients of its weights that frames behind it have stored"] if again else []
     )
     return [f"meanwhile other frames hold {' and '.join([*saved, *stored])}"] if saved or stored else []
+
+
+def _resident(m: Memory) -> list[str]:
+    """What a container counts of the process, and of what that is made."""
+    found = m.footprint
+    lines = [
+        f"expected resident memory of the process {m.resident:,} bytes"
+        + ("" if found else ", and what Python and its libraries take where it runs, which is not in it")
+    ]
+    if found is not None:
+        lines.append(
+            f"  had when sharded          {found.had:>16,}   measured, without shards: Python, libraries, data; not in "
+            f"it: {found.pages:,} in pages of files"
+        )
+    known = "assumed: nothing is compiled yet"
+    if found is not None and found.frames:
+        known = "measured, with what came before it: Dynamo, a batch"
+    lines += [
+        f"  left by compiling         {m.compiled:>16,}   {known}",
+        f"  of the plan               {m.planned:>16,}   " + ("on the host" if m.elsewhere else "its peak"),
+        f"  overhead                  {m.overhead:>16,}   derived: a running loop, holes in the heap, tables",
+    ]
+    if found is not None and found.frames:
+        lines.append(
+            f"  while compiling           {found.compiling:>16,}   measured, in place of a step: compilers too"
+        )
+    return lines
 
 
 def _known(assumed: int) -> str:

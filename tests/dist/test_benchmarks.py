@@ -1,6 +1,7 @@
 """Scripts in benchmarks/ run, on what is smallest; their figures are not looked at.
 
-``large.py`` has tests of its own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are left out take minutes.
+``large.py`` and ``resident.py`` have tests of their own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are
+left out take minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CALLS = {
     "where": "--model tiny --steps 2 --hardware PRESET",
     "without": "DIR --cases weights --size tiny --compute aten --steps 1 --warmup 1 --hardware PRESET",
 }
-LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large"}
+LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large", "resident"}
 PARTS = {"common", "limits", "models", "modes", "simple_fsdp"}
 
 

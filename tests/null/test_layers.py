@@ -105,6 +105,7 @@ RANKS = {
     "runtime.heap": 0,
     "runtime.landing": 3,
     "runtime.parcels": 3,
+    "runtime.resident": 1,
     "runtime.stores": 3,
     "runtime.streaming": 3,
     "runtime.turns": 0,

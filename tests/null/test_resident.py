@@ -1,0 +1,88 @@
+"""What the report expects of a process, and when its heap is given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from null.small import batch, two, use
+
+import zero_compiler as zero
+from zero_compiler import planning
+from zero_compiler.guards import guard_optimizers
+from zero_compiler.report import Memory
+from zero_compiler.runtime import heap
+from zero_compiler.runtime.resident import Footprint, Resident
+
+MIB = 1 << 20
+PLAN = Memory(
+    parameters=8 * MIB,
+    gradients=8 * MIB,
+    optimizer=16 * MIB,
+    kept=0,
+    arena=4 * MIB,
+    programs=28 * MIB,
+    apart=3 * MIB,
+)
+
+
+def test_the_process_takes_what_it_had_what_compiling_left_and_the_plan():
+    found = replace(PLAN, footprint=Footprint(had=200 * MIB, pages=90 * MIB, compiled=30 * MIB, frames=1))
+    assert found.peak == 64 * MIB
+    assert found.overhead == (24 + 28 // 4) * MIB + 64 * MIB // 256
+    assert found.resident == (200 + 30 + 64) * MIB + found.overhead
+    # Of an accelerator's process it has what rests on the host.
+    there = replace(found, elsewhere=True)
+    assert there.resident == (200 + 30 + 3) * MIB + there.overhead
+    assert there.overhead == 24 * MIB + 3 * MIB // 256
+
+
+def test_a_compiler_may_take_more_than_a_step():
+    found = Footprint(had=200 * MIB, compiled=30 * MIB, compiling=400 * MIB, frames=1)
+    assert replace(PLAN, footprint=found).resident == (200 + 30 + 8 + 400 + 24) * MIB
+
+
+def test_what_was_not_measured_is_assumed_or_left_out():
+    assert PLAN.compiled == 64 * MIB
+    assert PLAN.resident == (64 + 64) * MIB + PLAN.overhead
+    assert replace(PLAN, footprint=Footprint(had=5 * MIB)).resident == PLAN.resident + 5 * MIB
+
+
+def test_the_report_has_a_line_of_it():
+    model = zero.shard(two())
+    before = zero.inspect(model)
+    assert before.memory.footprint.frames == 0
+    assert "assumed: nothing is compiled yet" in str(before)
+    use(model, "compiled")(batch()).backward()
+    report = zero.inspect(model)
+    now = Resident.now()
+    memory = report.memory
+    assert memory.footprint.frames == 1
+    assert 0.5 * now.own < memory.resident < 2 * (now.own + now.shared) + 64 * MIB
+    assert f"expected resident memory of the process {memory.resident:,} bytes\n" in str(report)
+    said = report.to_dict()["memory"]
+    assert said["resident_bytes"] == memory.resident
+    assert said["resident_parts"]["measured"]["had"] == memory.footprint.had
+    assert said["resident_parts"]["planned_bytes"] == memory.peak
+
+
+def test_a_plan_for_elsewhere_says_that_libraries_are_not_in_it():
+    report = planning.report(two(), (batch(),), world=2)
+    assert report.memory.footprint is None
+    assert "which is not in it" in str(report)
+    assert report.to_dict()["memory"]["resident_parts"]["measured"] is None
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["sharded", "plain"])
+def test_the_heap_is_given_back_once_states_are_made(ours, monkeypatch):
+    model = two()
+    opt = torch.optim.AdamW((zero.shard(model) if ours else model).parameters(), lr=1e-3)
+    guard_optimizers()
+    calls = []
+    monkeypatch.setattr(heap, "give_back", lambda: calls.append(len(opt.state)))
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        opt.step()
+    assert calls == ([len(opt.state)] if ours else [])
