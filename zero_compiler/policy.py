@@ -56,8 +56,8 @@ class Scope:
     compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
     at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the code of its
     forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``: what
-    the user was told of such calls, which messages about ranks that do not meet repeat; ``outside_said``: whether of
-    eager code that a memory budget does not count.
+    the user was told of such calls, which messages about ranks that do not meet repeat; ``eager_said``, ``outside_said``:
+    whether of eager ones, and of eager code that a memory budget does not count.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Scope:
         self.begun: tuple[Any, Any] = None, None
         self.eager = False
         self.said = ""
-        self.outside_said = False
+        self.eager_said = self.outside_said = False
         self.active = False
         self.copies: Copies | None = None
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
