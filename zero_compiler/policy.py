@@ -53,11 +53,11 @@ class Scope:
     ``changes`` counts what these learn of frames and optimizers.
 
     For calls past Dynamo's limit (`limits.py`). ``compile``: compiles a function once more, as the backend was asked to
-    compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state of the module
-    at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the code of its
-    forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``: what
-    the user was told of such calls, which messages about ranks that do not meet repeat; ``eager_said``, ``outside_said``:
-    whether of eager ones, and of eager code that a memory budget does not count.
+    compile the model; ``again``: what it has made, by the module that is called; ``entered``: while a call runs, the
+    state of the module at which its compiled code begins; ``begun``: that of the module that was called from outside,
+    with the code of its forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more;
+    ``said``: what messages about ranks that do not meet repeat of such calls; ``eager_said``, ``outside_said``: whether
+    the user was told of eager ones, and of eager code that a memory budget does not count.
     """
 
     def __init__(self) -> None:
