@@ -402,8 +402,10 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     finally:
         scope.active = False
         scope.read = {}
+        scope.entered = None
         if not torch.compiler.is_compiling():
             scope.copies = None
+            scope.begun = None, None
     if not torch.compiler.is_compiling():
         _check_plain(out, state.policy.group)
     return out

@@ -61,11 +61,11 @@ class Scope:
     optimizers.
 
     For calls past Dynamo's limit (`recompile_limit.py`). ``compile``: compiles a function once more, as the backend
-    was asked to compile the model; ``again``: what it has made, by the module that is called; ``entered``: the state
-    of the module at which the compiled code that runs begins; ``begun``: that of the last call from outside, with the
-    code of its forward, which may be compiled alone; ``eager``: a call runs that is not compiled any more; ``said``:
-    what the user was told of such calls, which messages about ranks that do not meet repeat; ``outside_said``:
-    whether of eager code that a memory budget does not count.
+    was asked to compile the model; ``again``: what it has made, by the module that is called; ``entered``: while a
+    call runs, the state of the module at which its compiled code begins; ``begun``: that of the module that was
+    called from outside, with the code of its forward, which may be compiled alone; ``eager``: a call runs that is not
+    compiled any more; ``said``: what messages about ranks that do not meet repeat of such calls; ``eager_said``,
+    ``outside_said``: whether the user was told of eager ones, and of eager code that a memory budget does not count.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Scope:
         self.begun: tuple[Any, Any] = None, None
         self.eager = False
         self.said = ""
-        self.outside_said = False
+        self.eager_said = self.outside_said = False
         self.active = False
         self.copies: Copies | None = None
         self.read: Read = {}

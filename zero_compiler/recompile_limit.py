@@ -64,7 +64,7 @@ def _advice(scope: Scope) -> str:
         )
     return (
         "leave dynamic=False out of torch.compile, or give it dynamic=True (or torch._dynamo.mark_dynamic the "
-        "dimensions that change); or set torch._dynamo.config.recompile_limit to as many as there are sizes"
+        "dimensions that change); or set torch._dynamo.config.recompile_limit to as many graphs as there are to be"
     )
 
 
@@ -148,17 +148,18 @@ def runs_eagerly(policy: Policy, what: str) -> None:
         MemoryBudgetError: under a memory budget, on all ranks.
     """
     scope = policy.scope
-    said = f"runs eagerly, since {_why()}"
+    said, advice = f"{what} runs eagerly, since {_why()}", _advice(scope)
     if any(_budgeted(p) for p in scope.members):
         error = MemoryBudgetError(
-            f"{what} {said}, and memory_budget_bytes holds for what is compiled alone: {_advice(scope)}"
+            f"{said}, and memory_budget_bytes holds for what is compiled alone: {advice}"
         )
         if not policy.group.alone:
             cannot_begin(policy.group, error)
         raise error
-    if scope.said != said:
-        log.warning("%s %s: slower, and with more memory than its plan says; %s", what, said, _advice(scope))
-    scope.said = said
+    if not scope.eager_said:
+        scope.eager_said = True
+        log.warning("%s: slower, and with more memory than its plan says; %s", said, advice)
+    scope.said = f"{said}: {advice}"
 
 
 def outside_budget(policy: Policy, name: str) -> None:
