@@ -25,14 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
-from . import eager
+from . import eager, peers
 from .agreement import agree, give_up
 from .config import Config
 from .errors import ShardError
 from .group import Group
 from .guards import guard_optimizers, mark_stale
+from .headers import begin, tell, together
 from .layout import Layout, layout_of
-from .mesh import make_group
+from .mesh import make_group, ranks_of
 from .modules import state_of, swap_classes
 from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
 from .placing import ASSUMED_STATE_BYTES
@@ -41,6 +42,7 @@ from .runtime import heap
 from .runtime.stores import Nvme
 from .shard import SUCCESSOR, collect, contiguous_stride, inherit, install
 
+BUILDING, BUILD = "zero.init or zero.module", "build its part of the model"
 _serials = itertools.count()
 _thread = threading.local()
 
@@ -405,7 +407,7 @@ class Construction:
 
     def fail(self, group: Group, error: BaseException) -> None:
         """This rank builds no further: the others would wait for it where they next agree."""
-        give_up(group, self._failed, "build its part of the model", error)
+        give_up(group, self._failed, BUILD, error)
 
 
 def current() -> Construction | None:
@@ -421,12 +423,18 @@ class Building:
         self._construction: Construction | None = None
         self._placement: Placement | None = None
         self._outermost = False
+        self._working: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
         construction = current()
         options = self._options
         if construction is not None and not options.given:
             return  # nothing of its own: part of what is being built around it
+        with together(lambda: ranks_of(options.mesh), BUILDING):
+            self._begin(construction, sys._getframe(1))
+
+    def _begin(self, construction: Construction | None, frame: types.FrameType) -> None:
+        options = self._options
         group = make_group(options.mesh, options.device)
         if group.tensor is not None:
             raise ShardError(
@@ -440,29 +448,35 @@ class Building:
         else:
             construction = Construction()
             self._outermost = True
+        begin(group, BUILDING)
         self._construction = construction
-        self._placement = Placement(options.config, group, sys._getframe(1))
+        self._placement = Placement(options.config, group, frame)
         if self._outermost:
             construction.start()
             _thread.construction = construction
         construction.enter(self._placement)
         if self._root is not None:
             construction.making.append(self._root)
+        self._working = peers.working(BUILDING)
+        self._working.__enter__()
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         construction, placement = self._construction, self._placement
         if construction is None or placement is None:
             return
         self._construction = self._placement = None
+        error: BaseException | None = value
         try:
-            if kind is None:
+            if error is None:
                 construction.finish(placement, self._root)
-            else:
-                construction.fail(placement.group, value)
-        except BaseException as error:
-            construction.fail(placement.group, error)
+        except BaseException as failed:
+            error = failed
             raise
         finally:
+            if error is not None:
+                construction.fail(placement.group, error)
+                tell(lambda: placement.group, error, BUILD)
+            self._working.__exit__(type(error) if error is not None else None, error, None)
             construction.placements.remove(placement)
             if self._root is not None:
                 construction.making.pop()

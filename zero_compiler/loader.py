@@ -15,6 +15,9 @@ from .runtime.pools import joined
 from .runtime.session import Session
 
 
+_PLANNING = "decision on the plan of the model"
+
+
 class Loader(Protocol):
     """Where Programs go: what runs them, and the table of weights that they keep.
 
@@ -75,14 +78,14 @@ class EngineLoader:
         group = policy.group.everyone
         if group.alone:
             return text
-        texts = show(group, f"{key}/{policy.attempt}", f"{room_bytes}\n{text}", "memory_budget_bytes")
+        texts = show(group, f"{key}/{policy.attempt}", f"{room_bytes}\n{text}", _PLANNING)
         said = [t.partition("\n") for t in texts]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
     def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
         asked = f"prefetch/{policy.serial}/{key}"
         if room_bytes is None:
-            text = decide(policy.group, f"{asked}/{policy.attempt}", text)
+            text = decide(policy.group, f"{asked}/{policy.attempt}", text, _PLANNING)
         else:
             text = self.tightest(policy, asked, room_bytes, text)
         policy.distances[key] = text

@@ -30,6 +30,7 @@ from .overlap import Overlap
 from .runtime.stores import Store, blocks, region_of
 from .runtime.streaming import Stream
 from .runtime.turns import BUFFERS
+from .peers import working
 from .telling import Telling, groups_of, tells
 from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, whole_blocks
 
@@ -38,6 +39,7 @@ from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, 
 UNIT_BYTES = 32 << 20
 
 
+@working("zero.optimizer")
 def optimizer(
     cls: type[Optimizer],
     model_or_params_or_groups: Any,

@@ -190,7 +190,7 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     mine: dict[str, Any] = {"pid": os.getpid(), "problem": None}
     try:
         host = _host()
-        inside, hosts = _neighbours(group, key, host, timeout_s)
+        inside, hosts = _neighbours(group, key, host)
         if hosts == 1 and unplanned is not None:
             raise ValueError(unplanned)
         _check_watching()
@@ -201,9 +201,7 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
             fd = _make(token, nbytes)
             post_text(group, f"{key}/file", json.dumps({"fd": fd, "pid": os.getpid(), "token": token}))
         else:
-            found = read_texts(group, f"{key}/file", timeout_s, ranks=inside[:1])
-            if inside[0] not in found:
-                raise OSError(f"rank {inside[0]} made no memory file")
+            found = read_texts(group, f"{key}/file", _CHOOSING, ranks=inside[:1])
             fd = _open(json.loads(found[inside[0]]), inside[0])
     except (OSError, AttributeError, ValueError) as error:
         mine["problem"] = str(error)
@@ -213,8 +211,8 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     everyone = group.everyone
     mine |= {"first": first_rank(group), "rank": group.rank, "hosts": hosts}
     post_text(everyone, key, json.dumps(mine))
-    said = {r: json.loads(t) for r, t in read_texts(everyone, key, timeout_s).items()}
-    problem = _first_problem(said, everyone.world)
+    said = {r: json.loads(t) for r, t in read_texts(everyone, key, _CHOOSING).items()}
+    problem = _first_problem(said)
     if problem is not None:
         if fd >= 0:
             os.close(fd)
@@ -244,17 +242,14 @@ def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dis
     return group
 
 
-def _neighbours(group: Group, key: str, host: str, timeout_s: float) -> tuple[list[int], int]:
+def _neighbours(group: Group, key: str, host: str) -> tuple[list[int], int]:
     """The ranks of this rank's host, and how many hosts there are.
 
     Raises:
         OSError: hosts have one rank each, or different numbers of them, or ranks are not numbered host by host.
     """
     post_text(group, f"{key}/host", host)
-    found = read_texts(group, f"{key}/host", timeout_s)
-    for rank in range(group.world):
-        if rank not in found:
-            raise OSError(f"rank {rank} did not say in time on which host it runs")
+    found = read_texts(group, f"{key}/host", _CHOOSING)
     by_host: dict[str, list[int]] = {}
     for rank in range(group.world):
         by_host.setdefault(found[rank], []).append(rank)
@@ -271,10 +266,8 @@ def _neighbours(group: Group, key: str, host: str, timeout_s: float) -> tuple[li
     return by_host[host], len(by_host)
 
 
-def _first_problem(said: dict[int, dict[str, Any]], world: int) -> str | None:
-    for rank in range(world):
-        if rank not in said:
-            return f"rank {rank}: did not arrive in time"
+def _first_problem(said: dict[int, dict[str, Any]]) -> str | None:
+    for rank in sorted(said):
         if said[rank]["problem"]:
             return f"rank {rank}: {said[rank]['problem']}"
     if len({s["hosts"] for s in said.values()}) > 1:
@@ -282,6 +275,7 @@ def _first_problem(said: dict[int, dict[str, Any]], world: int) -> str | None:
     return None
 
 
+_CHOOSING = "choice of the transport"
 _UNWATCHED = "processes cannot be watched here"
 _PIDFD_OPEN = 434  # Python has no name for it where it was built on an older kernel
 

@@ -36,6 +36,7 @@ RANKS = {
     "failing": 3,
     "group": 3,
     "agreement": 3,
+    "peers": 3,
     "headers": 3,
     "mesh": 3,
     "telling": 4,
