@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_compiler import accumulation
+from zero_compiler import accumulation, peers
 from zero_compiler.beside import frames_of, related, saved_before
 from zero_compiler.ends import Ends, ends_by_owner
 from zero_compiler.errors import MemoryBudgetError, ShardError, StorageError, TransferError, ZeroError
@@ -358,7 +358,9 @@ class Session:
         lost = self._talks and isinstance(error, TransferError) and not isinstance(error, StorageError)
         told = noticed(self._group) if lost else None
         # Of a peer that is gone every rank has an error of its own, which says as much.
-        return None if type(told) is TransferError else told
+        if told is not None and type(told) is not TransferError:
+            return told
+        return peers.explained(self._group, f"call of the model ({self.program.phase})", error) if lost else None
 
     def _break_off(self, error: BaseException) -> None:
         """Tell peers; and end what is in flight, which holds buffers of the arena, before anything else uses it. On a

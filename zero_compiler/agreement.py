@@ -27,8 +27,13 @@ def digest(text: str) -> bytes:
 
 def post_text(group: Group, key: str, text: str) -> None:
     """Lay ``text`` where the other ranks of the group can read it."""
-    of(group)  # who may wait for another rank's, or for whom others may, is connected with them
-    store_of(group).set(in_store(group, f"{key}/{group.rank}"), text)
+    try:
+        of(group)  # who may wait for another rank's, or for whom others may, is connected with them
+        store_of(group).set(in_store(group, f"{key}/{group.rank}"), text)
+    except ZeroError:
+        raise
+    except RuntimeError as error:
+        raise no_answer(group, None, "agreement of ranks through the store of the process group", error) from error
 
 
 def read_texts(group: Group, key: str, what: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
@@ -92,7 +97,8 @@ def raise_together(group: Group, key: str, what: str, problem: ZeroError | None)
     try:
         if not group.alone:
             mine = None if problem is None else Failure.of(problem, group.name_of(group.rank), what)
-            texts = show(group, key, _WELL if mine is None else mine.text(), what)
+            asked = f"agreement whether each rank could {what}"
+            texts = show(group, key, _WELL if mine is None else mine.text(), asked)
     finally:
         if problem is not None:
             raise mark_known(problem)

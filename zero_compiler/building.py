@@ -432,6 +432,9 @@ class Building:
             return  # nothing of its own: part of what is being built around it
         with together(lambda: ranks_of(options.mesh), BUILDING):
             self._begin(construction, sys._getframe(1))
+        if self._placement is not None:
+            self._working = peers.working(BUILDING)
+            self._working.__enter__()
 
     def _begin(self, construction: Construction | None, frame: types.FrameType) -> None:
         options = self._options
@@ -457,8 +460,6 @@ class Building:
         construction.enter(self._placement)
         if self._root is not None:
             construction.making.append(self._root)
-        self._working = peers.working(BUILDING)
-        self._working.__enter__()
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         construction, placement = self._construction, self._placement

@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import grads
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
+from .peers import answered
 
 if TYPE_CHECKING:
     from .policy import Policy
 
+SENDING = "sending of the first rank's values"
 _SCATTERED_BYTES = 64 << 20  # of the rows of all ranks, at a time
 
 
@@ -45,7 +47,8 @@ def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype
         return full.view(layout.shape) if layout.cut else full
     chunk = flat_chunk(layout, local).to(device, dtype)
     out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=chunk.device)
-    all_gather_flat(out, chunk, group=group.pg)
+    with answered(group, "gather of a weight"):
+        all_gather_flat(out, chunk, group=group.pg)
     return out[: layout.numel].view(layout.shape)
 
 
@@ -57,15 +60,18 @@ def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch
     if not layout.cut or group.world == 1:
         total = grad.clone(memory_format=torch.contiguous_format)
         if group.world > 1:
-            dist.all_reduce(total, group=group.pg)
+            with answered(group, "reduction of a gradient"):
+                dist.all_reduce(total, group=group.pg)
     else:
         padded = torch.zeros(group.world * layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
         padded[: layout.numel].copy_(grad.reshape(-1))
         out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
-        reduce_scatter_flat(out, padded, group=group.pg)
+        with answered(group, "reduction of a gradient"):
+            reduce_scatter_flat(out, padded, group=group.pg)
         total = out[: layout.rows(group.rank) * layout.row_numel].view(layout.local_shape(group.rank))
     if group.across is not None and total.numel():
-        dist.all_reduce(total, group=group.across.pg)
+        with answered(group, "reduction of a gradient"):
+            dist.all_reduce(total, group=group.across.pg)
     return total.div_(group.data_ranks).to(layout.dtype)
 
 
@@ -88,7 +94,8 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor, away: b
     else:
         chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
     if chunk.numel():
-        dist.broadcast(chunk, first_rank(group.across), group=group.across.pg)
+        with answered(group, SENDING):
+            dist.broadcast(chunk, first_rank(group.across), group=group.across.pg)
     return chunk
 
 
@@ -97,7 +104,8 @@ def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return tensor
     tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(tensor, first_rank(group), group=group.pg)
+    with answered(group, SENDING):
+        dist.broadcast(tensor, first_rank(group), group=group.pg)
     return tensor
 
 
@@ -108,7 +116,8 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     if not layout.cut:
         whole = full.to(group.device).clone(memory_format=torch.contiguous_format)
         if whole.numel():
-            dist.broadcast(whole, first, group=group.pg)
+            with answered(group, SENDING):
+                dist.broadcast(whole, first, group=group.pg)
         return whole
     chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
     # Some rows at a time: the first rank's device has its chunk and these of all ranks, and not the whole twice.
@@ -121,7 +130,8 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
                 layout.cut_rows(full, r, begin, begin + rows.shape[0]).to(group.device)
                 for r in range(group.world)
             ]
-        dist.scatter(rows, parts, src=first, group=group.pg)
+        with answered(group, SENDING):
+            dist.scatter(rows, parts, src=first, group=group.pg)
     return chunk
 
 

@@ -43,6 +43,7 @@ _SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: wh
 # headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
 _HEADER_TAG = 0x59000000
 _FIRST_LOOK_S, _LOOK_S = 20e-6, 1e-3  # where a rank looks again and again whether its peers have answered
+_TELLING = "what this rank tells others through the store of the process group"
 _UNMADE = "a call that this rank could not make"
 _FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
 
@@ -240,7 +241,8 @@ def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
 def lay_text(group: Group, text: str, nbytes: int) -> bytes:
     """Lay ``text`` where peers find it (:func:`laid_text`) that are told what is returned, a part of a header."""
     group, name = group.everyone, digest(text)[:nbytes]
-    store_of(group).set(in_store(group, f"call/{name.hex()}"), text)
+    with _named(group, None, _TELLING):
+        store_of(group).set(in_store(group, f"call/{name.hex()}"), text)
     return name
 
 
@@ -263,7 +265,8 @@ def _has_gloo(group: Group) -> bool:
 
 
 def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
-    store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
+    with _named(group, None, _TELLING):
+        store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
     # The same two ranks on every rank, so that all say the same.
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     texts = [laid_text(group, digests[r]) or "a call that it does not describe" for r in (0, other)]
@@ -285,7 +288,8 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
     if group.alone:
         return new
     group = group.everyone
-    warn_others(group, failure)
+    with _named(group, None, _TELLING):
+        warn_others(group, failure)
     said = lay_text(group, failure.text(), _SAID_BYTES)
     headers = _exchange(group, _FAILED + bytes([new]) + said, _UNMADE)
     ended(group)

@@ -30,6 +30,7 @@ from . import eager
 from .errors import ShardError
 from .group import Group
 from .layout import Layout, layout_of
+from .peers import answered
 from .runtime.stores import region_of
 from .shard import SUCCESSOR, sharded_parameter
 
@@ -332,7 +333,8 @@ def _broadcast_rows(cut: Cut, full: torch.Tensor, rank: int) -> None:
     if rank == group.rank:
         rows.copy_(cut.local)
     if rows.numel():
-        dist.broadcast(rows, dist.get_global_rank(group.pg, rank), group=group.pg)
+        with answered(group, eager.SENDING):
+            dist.broadcast(rows, dist.get_global_rank(group.pg, rank), group=group.pg)
 
 
 # --- functions that need no full value ---------------------------------------------------------------------------

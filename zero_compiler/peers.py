@@ -215,15 +215,17 @@ class Peers:
             p.works and r not in (rank, self.rank) and self.at_work(r) for r, p in enumerate(self._peers)
         )
 
-    def last_heard(self, rank: int) -> str:
-        """What was last heard of that rank: the end of a sentence about it."""
-        peer = self._peers[rank]
-        if peer.heard is None:
+    def last_heard(self, rank: int | None = None) -> str:
+        """What was last heard of that rank, or of the first that is silent: the end of a sentence about it."""
+        now = time.monotonic()
+        for peer in self._peers if rank is None else self._peers[rank : rank + 1]:
+            silent = 0.0 if peer.heard is None else now - peer.heard
+            if silent > self._beat_s + SILENT_S / 2:
+                last = f"before that it was {peer.text}"
+                return f"; nothing was heard of {peer.name} for {silent:.0f} s: its process may be stopped; {last}"
+        if rank is None or self._peers[rank].heard is None:
             return ""
-        silent = time.monotonic() - peer.heard
-        if silent > SILENT_S + self._beat_s:
-            return f"; nothing was heard of its process for {silent:.0f} s (it may be stopped), then it was {peer.text}"
-        return f"; its process is alive, {peer.text}"
+        return f"; its process is alive, {self._peers[rank].text}"
 
     # --- connections ---------------------------------------------------------------------------------------------
 
@@ -577,21 +579,35 @@ def no_answer(group: Group, rank: int | None, what: str, error: BaseException | 
     Args:
         error: of the backend, which does not say whom it waited for.
     """
+    who = "its peers" if rank is None else group.name_of(rank)
+    reason = "" if error is None else next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return explained(group, what, error, rank) or TransferError(
+        f"{what}: {group.name_of(group.rank)} got no answer from {who}: {reason}"
+    )
+
+
+def explained(
+    group: Group, what: str, error: BaseException | None, rank: int | None = None
+) -> TransferError | None:
+    """The same where the reason is known, and the ``error`` does not say it."""
+    group = group.everyone
     peers = known(group)
     me = group.name_of(group.rank)
-    reason = "" if error is None else next(iter(str(error).strip().splitlines()), type(error).__name__)
+    reason = "" if error is None else str(error)
+    if " is gone: " in reason:
+        return None
     gone = None if peers is None else peers.any_gone(rank, _SOON_S if error is not None else 0.0)
     if gone is not None:
         return TransferError(f"{what}: {me} waited for an answer in vain: {gone}")
-    who = "its peers" if rank is None else group.name_of(rank)
     if "imed out" in reason:
         return late(group, rank, what, None)
+    who, one = ("its peers", ", of which one") if rank is None else (group.name_of(rank), ", which")
     if any(closed in reason for closed in ("closed by peer", "reset by peer", "Broken pipe")):
         return TransferError(
-            f"{what}: {me} got no answer from {who}, which is gone: its process has ended, or has destroyed the "
-            "process group, before it came to this"
+            f"{what}: {me} got no answer from {who}{one} is gone: its process has ended, or has destroyed the process "
+            "group, before it came to this"
         )
-    return TransferError(f"{what}: {me} got no answer from {who}: {reason}")
+    return None
 
 
 def late(group: Group, rank: int | None, what: str, timeout_s: float | None) -> TransferError:
@@ -599,7 +615,7 @@ def late(group: Group, rank: int | None, what: str, timeout_s: float | None) -> 
     peers = known(group)
     who = "its peers" if rank is None else group.name_of(rank)
     time_ = "the timeout" if timeout_s is None else f"{timeout_s:.0f} s, the timeout"
-    heard = "" if peers is None or rank is None else peers.last_heard(rank)
+    heard = "" if peers is None else peers.last_heard(rank)
     return TransferError(
         f"{what}: {group.name_of(group.rank)} got no answer from {who} within {time_} of the process group{heard}"
     )
@@ -613,15 +629,7 @@ def answered(group: Group, what: str) -> Iterator[None]:
     except ZeroError:
         raise
     except RuntimeError as error:
-        if type(error) not in (RuntimeError, _DistBackendError):
+        found = explained(group, what, error)
+        if found is None:
             raise
-        raise no_answer(group, None, what, error) from error
-
-
-def _backend_error() -> type[Exception]:
-    import torch.distributed as dist
-
-    return getattr(dist, "DistBackendError", RuntimeError)
-
-
-_DistBackendError = _backend_error()
+        raise found from error

@@ -138,8 +138,7 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
         # What was tied after zero.shard stays tied.
         whole = next((o.whole for o in opened if o.original is param), None)
         if whole is None:
-            with answered(policy.group, f"zero.gathered of {name}"):
-                full = eager.gather(policy.group, info.layout, param._local_tensor, info.layout.dtype)
+            full = eager.gather(policy.group, info.layout, param._local_tensor, info.layout.dtype)
             if policy.group.world == 1 or not info.layout.cut:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
             whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)
