@@ -360,7 +360,9 @@ class Session:
         # Of a peer that is gone every rank has an error of its own, which says as much.
         if told is not None and type(told) is not TransferError:
             return told
-        return peers.explained(self._group, f"call of the model ({self.program.phase})", error) if lost else None
+        return (
+            peers.explained(self._group, f"call of the model ({self.program.phase})", error) if lost else None
+        )
 
     def _break_off(self, error: BaseException) -> None:
         """Tell peers; and end what is in flight, which holds buffers of the arena, before anything else uses it. On a

@@ -48,7 +48,9 @@ class Call:
 @functools.cache
 def _say_gone(gone: str) -> None:
     """Once: what the device waits for is not to be ended from here, and its backend may not know."""
-    log.error("%s; the call of the model that this rank is in ends with the timeout of the process group", gone)
+    log.error(
+        "%s; the call of the model that this rank is in ends with the timeout of the process group", gone
+    )
 
 
 def _broken_off(group: Group) -> ZeroError | None:

@@ -33,7 +33,9 @@ def post_text(group: Group, key: str, text: str) -> None:
     except ZeroError:
         raise
     except RuntimeError as error:
-        raise no_answer(group, None, "agreement of ranks through the store of the process group", error) from error
+        raise no_answer(
+            group, None, "agreement of ranks through the store of the process group", error
+        ) from error
 
 
 def read_texts(group: Group, key: str, what: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
@@ -170,7 +172,7 @@ def _await_text(group: Group, rank: int, key: str, what: str, notices: Sequence[
     try:
         if store.check([name]):
             return str(store.get(name).decode())
-        with Wait(group, rank, timeout_s) as wait:
+        with Wait(group, rank, what, timeout_s) as wait:
             while True:
                 # What a rank has said before it failed, or went, holds: so that is looked for last.
                 gone, left_s = wait.gone(), wait.left_s()

@@ -6,6 +6,7 @@ overlaps, and a gathered weight that autograd saves lives until backward.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads
+from .failing import noticed
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
 from .peers import answered
@@ -20,7 +22,7 @@ from .peers import answered
 if TYPE_CHECKING:
     from .policy import Policy
 
-SENDING = "sending of the first rank's values"
+_LOOK_S = 0.5
 _SCATTERED_BYTES = 64 << 20  # of the rows of all ranks, at a time
 
 
@@ -94,9 +96,29 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor, away: b
     else:
         chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
     if chunk.numel():
-        with answered(group, SENDING):
-            dist.broadcast(chunk, first_rank(group.across), group=group.across.pg)
+        sent(group, dist.broadcast(chunk, first_rank(group.across), group=group.across.pg, async_op=True))
     return chunk
+
+
+def sent(group: Group, work: Any) -> None:
+    """Wait until values have been sent between the ranks of a model that is made.
+
+    Raises:
+        TransferError: a rank is gone, or did not come in time.
+        ZeroError: of one that has failed.
+    """
+    with answered(group, "sending of the values of parameters"):
+        while group.device.type == "cpu":
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:  # gloo goes on after this time, until the group's timeout
+                if work.is_completed():
+                    break
+                told = noticed(group)
+                if told is not None:
+                    raise told from None
+        work.wait()
 
 
 def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +126,7 @@ def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return tensor
     tensor = tensor.clone(memory_format=torch.contiguous_format)
-    with answered(group, SENDING):
-        dist.broadcast(tensor, first_rank(group), group=group.pg)
+    sent(group, dist.broadcast(tensor, first_rank(group), group=group.pg, async_op=True))
     return tensor
 
 
@@ -116,8 +137,7 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     if not layout.cut:
         whole = full.to(group.device).clone(memory_format=torch.contiguous_format)
         if whole.numel():
-            with answered(group, SENDING):
-                dist.broadcast(whole, first, group=group.pg)
+            sent(group, dist.broadcast(whole, first, group=group.pg, async_op=True))
         return whole
     chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
     # Some rows at a time: the first rank's device has its chunk and these of all ranks, and not the whole twice.
@@ -130,8 +150,7 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
                 layout.cut_rows(full, r, begin, begin + rows.shape[0]).to(group.device)
                 for r in range(group.world)
             ]
-        with answered(group, SENDING):
-            dist.scatter(rows, parts, src=first, group=group.pg)
+        sent(group, dist.scatter(rows, parts, src=first, group=group.pg, async_op=True))
     return chunk
 
 

@@ -14,7 +14,6 @@ from .runtime.model import ModelRuntime
 from .runtime.pools import joined
 from .runtime.session import Session
 
-
 _PLANNING = "decision on the plan of the model"
 
 

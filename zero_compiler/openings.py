@@ -30,7 +30,6 @@ from . import eager
 from .errors import ShardError
 from .group import Group
 from .layout import Layout, layout_of
-from .peers import answered
 from .runtime.stores import region_of
 from .shard import SUCCESSOR, sharded_parameter
 
@@ -333,8 +332,8 @@ def _broadcast_rows(cut: Cut, full: torch.Tensor, rank: int) -> None:
     if rank == group.rank:
         rows.copy_(cut.local)
     if rows.numel():
-        with answered(group, eager.SENDING):
-            dist.broadcast(rows, dist.get_global_rank(group.pg, rank), group=group.pg)
+        first = dist.get_global_rank(group.pg, rank)
+        eager.sent(group, dist.broadcast(rows, first, group=group.pg, async_op=True))
 
 
 # --- functions that need no full value ---------------------------------------------------------------------------

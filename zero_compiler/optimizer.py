@@ -27,10 +27,10 @@ from .grads import AppliedGrad, check_reduced, used_up
 from .group import Group
 from .ir import ops
 from .overlap import Overlap
+from .peers import working
 from .runtime.stores import Store, blocks, region_of
 from .runtime.streaming import Stream
 from .runtime.turns import BUFFERS
-from .peers import working
 from .telling import Telling, groups_of, tells
 from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, whole_blocks
 

@@ -38,6 +38,7 @@ _CONNECT_S = 2.0
 _LONGEST_PAUSE_S = 8.0  # between attempts to connect
 _ATTEMPTS = 6
 _SOON_S = 1.0  # within which a connection is closed that ends with another one of the same process
+_LONG_S = 30.0  # after which a rank that waits says so
 _MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
 _REASON_CHARACTERS = 300
 
@@ -232,9 +233,7 @@ class Peers:
     def _listen(self, group: Group) -> None:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(
-            ("", 0), family=family, backlog=self.world, dualstack_ipv6=both
-        )
+        self._server = socket.create_server(("", 0), family=family, backlog=self.world, dualstack_ipv6=both)
         self._server.setblocking(False)
         self._token = secrets.token_hex(16)
         store = store_of(group)
@@ -547,9 +546,11 @@ class Wait:
     It ends after the timeout, too, in which time the rank neither came nor was at work.
     """
 
-    def __init__(self, group: Group, rank: int, timeout_s: float) -> None:
+    def __init__(self, group: Group, rank: int, what: str, timeout_s: float) -> None:
         self._group, self._rank, self._timeout_s = group, rank, timeout_s
-        self._end = time.monotonic() + timeout_s
+        self._what = what
+        now = time.monotonic()
+        self._end, self._says = now + timeout_s, now + _LONG_S
 
     def __enter__(self) -> Wait:
         self._around = _waiting()
@@ -566,6 +567,11 @@ class Wait:
             return None
         if peers.at_work(self._rank):
             self._end = time.monotonic() + self._timeout_s
+        if time.monotonic() > self._says:
+            self._says = float("inf")
+            me, other = self._group.name_of(self._group.rank), self._group.name_of(self._rank)
+            heard = peers.last_heard(self._rank) or "; nothing has been heard of that rank yet"
+            log.warning("%s: %s has waited for %s for %.0f s%s", self._what, me, other, _LONG_S, heard)
         return peers.gone(self._rank)
 
     def left_s(self) -> float:

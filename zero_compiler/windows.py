@@ -110,7 +110,9 @@ def _all_fail(policies: list[Policy], error: BaseException) -> bool:
     if group is None or group.alone or is_known(error):
         return True
     try:
-        return fail(group, Failure.of(error, group.name_of(group.rank), "complete its zero.gathered"), new=True)
+        return fail(
+            group, Failure.of(error, group.name_of(group.rank), "complete its zero.gathered"), new=True
+        )
     except ZeroError:
         return False  # a peer is gone: the error of this rank says more
     finally:

@@ -393,7 +393,20 @@ def leave(
         pipes, processes = {}, []
         for rank in range(world):
             ours, theirs = _CONTEXT.Pipe()
-            args = (theirs, rank, world, port, place, how, gone, group_timeout_s, gloo, transport, folder, slow_s)
+            args = (
+                theirs,
+                rank,
+                world,
+                port,
+                place,
+                how,
+                gone,
+                group_timeout_s,
+                gloo,
+                transport,
+                folder,
+                slow_s,
+            )
             process = _CONTEXT.Process(target=_rank_main, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -409,7 +422,9 @@ def leave(
                 pipe.close()
 
 
-def _collected(pipes: dict[Any, int], gone: int, how: str, patience_s: float) -> dict[int, tuple[float, str, str]]:
+def _collected(
+    pipes: dict[Any, int], gone: int, how: str, patience_s: float
+) -> dict[int, tuple[float, str, str]]:
     waiting, ends, went = dict(pipes), {}, None
     end = time.monotonic() + 90.0
     while len(ends) < len(pipes) - 1 and waiting:
@@ -441,7 +456,9 @@ def _collected(pipes: dict[Any, int], gone: int, how: str, patience_s: float) ->
     return {rank: (at - went, kind, text) for rank, (at, kind, text) in sorted(ends.items())}
 
 
-def _rank_main(pipe, rank, world, port, place, how, gone, group_timeout_s, gloo, transport, folder, slow_s) -> None:
+def _rank_main(
+    pipe, rank, world, port, place, how, gone, group_timeout_s, gloo, transport, folder, slow_s
+) -> None:
     log = Path(folder) / f"log.{rank}"
     with open(log, "w") as out:
         os.dup2(out.fileno(), 1)
