@@ -203,18 +203,18 @@ class Peers:
                 return found
             time.sleep(0.01)
 
-    def at_work(self, rank: int) -> bool:
-        """Whether that rank is alive and computes something in a call that others may have to wait for; one that waits
-        itself does so as long as any other rank is at work."""
+    def at_work(self, rank: int) -> float | None:
+        """When that rank was last known to compute something in a call that others may have to wait for; None where it
+        does not, as far as is known. One that waits there itself does so as long as any other rank is at work."""
         peer = self._peers[rank]
-        if peer.gone is not None or peer.heard is None:
-            return False
+        if peer.gone is not None:
+            return None
         if peer.works:
-            return time.monotonic() - peer.heard < SILENT_S + self._beat_s
-        in_call = peer.text.startswith("in ") and peer.text != _IN_CALLS
-        return in_call and any(
-            p.works and r not in (rank, self.rank) and self.at_work(r) for r, p in enumerate(self._peers)
-        )
+            return peer.heard
+        if not peer.text.startswith("in ") or peer.text == _IN_CALLS:
+            return None
+        others = (p for r, p in enumerate(self._peers) if r not in (rank, self.rank) and p.works)
+        return max((p.heard for p in others if p.gone is None and p.heard is not None), default=None)
 
     def last_heard(self, rank: int | None = None) -> str:
         """What was last heard of that rank, or of the first that is silent: the end of a sentence about it."""
@@ -565,8 +565,9 @@ class Wait:
         peers = of(self._group)
         if peers is None:
             return None
-        if peers.at_work(self._rank):
-            self._end = time.monotonic() + self._timeout_s
+        at_work = peers.at_work(self._rank)
+        if at_work is not None:
+            self._end = max(self._end, at_work + self._timeout_s)
         if time.monotonic() > self._says:
             self._says = float("inf")
             me, other = self._group.name_of(self._group.rank), self._group.name_of(self._rank)
