@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .errors import RankMismatchError, TransferError, ZeroError
 from .failing import Failure, mark_known, notice
 from .group import Group, group_timeout_s, in_store, store_of
-from .peers import Wait, late, no_answer, of
+from .peers import Wait, late, no_store, of
 
 # A rank that waits for another one's text looks for it, and whether that rank has failed or is gone, after the first of
 # these, then after twice as long each time, up to the second. The store's own wait would not notice that it is gone.
@@ -33,9 +33,7 @@ def post_text(group: Group, key: str, text: str) -> None:
     except ZeroError:
         raise
     except RuntimeError as error:
-        raise no_answer(
-            group, None, "agreement of ranks through the store of the process group", error
-        ) from error
+        raise no_store(group, "agreement of ranks", error) from error
 
 
 def read_texts(group: Group, key: str, what: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
@@ -188,7 +186,7 @@ def _await_text(group: Group, rank: int, key: str, what: str, notices: Sequence[
     except ZeroError:
         raise
     except (RuntimeError, dist.DistStoreError) as error:  # the store is gone, with the process that serves it
-        raise no_answer(group, None, what, error) from error
+        raise no_store(group, what, error) from error
     if gone is not None:
         raise TransferError(f"{what}: {group.name_of(group.rank)} waited for an answer in vain: {gone}")
     raise late(group, rank, what, timeout_s)

@@ -7,7 +7,8 @@ call of this package it is in, and that it is alive, so that a rank that works f
 stopped. One thread of a process serves all of its groups, and wakes up about once a second.
 
 Connections are made when a group is first used. A rank that is gone before that is noticed by gloo, in the header with
-which :func:`zero_compiler.headers.begin` starts; a group without gloo then waits until its timeout.
+which :func:`zero_compiler.headers.begin` starts; without gloo by what the kernel shows of the store's connections, on
+one host (`store_clients.py`), and else when the timeout of the group is over.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from .errors import TransferError, ZeroError
 from .group import Group, in_store, is_registered, store_of
+from .store_clients import clients_of
 
 log = logging.getLogger("zero_compiler")
 
@@ -38,6 +42,7 @@ _CONNECT_S = 2.0
 _LONGEST_PAUSE_S = 8.0  # between attempts to connect
 _ATTEMPTS = 6
 _SOON_S = 1.0  # within which a connection is closed that ends with another one of the same process
+_ASK_S = 0.5  # after which a rank that waits for one that has not come asks the kernel for it
 _LONG_S = 30.0  # after which a rank that waits says so
 _MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
 _REASON_CHARACTERS = 300
@@ -153,6 +158,8 @@ class _Link:
             ended = True
         except BlockingIOError:
             ended = False
+        except (ConnectionResetError, BrokenPipeError):
+            raise EOFError from None
         except OSError as error:
             raise EOFError(error.strerror or str(error)) from None
         *lines, rest = self._in.split(b"\n")
@@ -202,6 +209,15 @@ class Peers:
             if found is not None or not self._links or time.monotonic() > end:
                 return found
             time.sleep(0.01)
+
+    def knows(self, rank: int) -> bool:
+        """Whether anything was heard of that rank yet."""
+        return self._peers[rank].heard is not None
+
+    def missing(self) -> str:
+        """The ranks of which nothing was heard yet, or that one of them."""
+        names = [p.name for r, p in enumerate(self._peers) if r != self.rank and p.heard is None]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def at_work(self, rank: int) -> float | None:
         """When that rank was last known to compute something in a call that others may have to wait for; None where it
@@ -551,6 +567,8 @@ class Wait:
         self._what = what
         now = time.monotonic()
         self._end, self._says = now + timeout_s, now + _LONG_S
+        self._pause_s = _ASK_S
+        self._asks = now + self._pause_s
 
     def __enter__(self) -> Wait:
         self._around = _waiting()
@@ -573,7 +591,22 @@ class Wait:
             me, other = self._group.name_of(self._group.rank), self._group.name_of(self._rank)
             heard = peers.last_heard(self._rank) or "; nothing has been heard of that rank yet"
             log.warning("%s: %s has waited for %s for %.0f s%s", self._what, me, other, _LONG_S, heard)
-        return peers.gone(self._rank)
+        return peers.gone(self._rank) or self._never_came(peers)
+
+    def _never_came(self, peers: Peers) -> str | None:
+        """A sentence if one of the ranks is gone that this one is not connected with yet; asked less and less often."""
+        now = time.monotonic()
+        if now < self._asks or peers.knows(self._rank):
+            return None
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._asks = now + self._pause_s
+        job = dist.get_world_size()
+        if self._group.world < job:  # others may have ended, and rightly so
+            return None
+        there = clients_of(store_of(self._group))
+        if there is None or there >= job:
+            return None
+        return f"{peers.missing()} is gone: its process has ended before its first call of zero_compiler"
 
     def left_s(self) -> float:
         """Seconds that are left."""
@@ -593,17 +626,31 @@ def no_answer(group: Group, rank: int | None, what: str, error: BaseException | 
     )
 
 
+def no_store(group: Group, what: str, error: BaseException) -> TransferError:
+    """The error of a rank that the store of the process group does not answer, in ``what``."""
+    found = explained(group, what, None, within_s=_SOON_S)
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return found or TransferError(
+        f"{what}: the store of the process group does not answer {group.name_of(group.rank)} ({reason}): the process "
+        "that serves it is gone, which is rank 0 of the job, or its launcher"
+    )
+
+
 def explained(
-    group: Group, what: str, error: BaseException | None, rank: int | None = None
+    group: Group, what: str, error: BaseException | None, rank: int | None = None, within_s: float = 0.0
 ) -> TransferError | None:
-    """The same where the reason is known, and the ``error`` does not say it."""
+    """The same where the reason is known, and the ``error`` does not say it.
+
+    Args:
+        within_s: seconds in which it may still become known, where there is no error.
+    """
     group = group.everyone
     peers = known(group)
     me = group.name_of(group.rank)
     reason = "" if error is None else str(error)
     if " is gone: " in reason:
         return None
-    gone = None if peers is None else peers.any_gone(rank, _SOON_S if error is not None else 0.0)
+    gone = None if peers is None else peers.any_gone(rank, within_s if error is None else _SOON_S)
     if gone is not None:
         return TransferError(f"{what}: {me} waited for an answer in vain: {gone}")
     if "imed out" in reason:

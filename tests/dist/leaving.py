@@ -483,8 +483,13 @@ def _rank_main(
         if how == "raising":
             raise ValueError("out of luck")
 
-    job = Job(rank, fail if rank == gone and how != "slow" else None, folder, transport)
-    if how == "slow" and rank == gone:
+    def is_slow() -> None:
+        fail()
+        time.sleep(slow_s)
+
+    job = Job(rank, None if rank != gone else is_slow if how == "slow" else fail, folder, transport)
+    if how == "slow" and rank == gone and place == "deciding a plan":
+        job.fail = None
         _slow(fail, slow_s)
     try:
         PLACES[place](job)

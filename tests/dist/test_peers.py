@@ -83,6 +83,7 @@ def test_any_rank_may_go(place, world, gone):
 @pytest.mark.parametrize(
     "place",
     [
+        "before zero.shard",
         "in zero.shard",
         "in zero.init",
         "deciding a plan",
@@ -92,6 +93,7 @@ def test_any_rank_may_go(place, world, gone):
     ],
 )
 def test_a_rank_that_goes_from_a_group_without_gloo(place):
+    """Before its first call it is known by its connection to the store."""
     check(leave(place, "killed", gloo=False), "rank 1 of 2", " is gone: its process has ended")
 
 
@@ -110,6 +112,13 @@ def test_for_a_rank_that_is_stopped_the_timeout_counts(place):
 def test_a_rank_that_plans_for_long_is_waited_for():
     ends = leave("deciding a plan", "slow", gone=0, group_timeout_s=5.0, slow_s=12.0)
     assert [kind for _, kind, _ in ends.values()] == ["ended well"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_late_to_a_group_without_gloo():
+    """It is connected to the store, so nobody takes it for gone."""
+    ends = leave("before zero.shard", "slow", gloo=False, slow_s=4.0)
+    assert all(kind == "ended well" and seconds > 4.0 for seconds, kind, _ in ends.values()), ends
 
 
 def fails_and_stays(rank: int, world: int) -> str:
