@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_compiler import accumulation, peers
+from zero_compiler import accumulation
 from zero_compiler.beside import frames_of, related, saved_before
 from zero_compiler.ends import Ends, ends_by_owner
 from zero_compiler.errors import MemoryBudgetError, ShardError, StorageError, TransferError, ZeroError
@@ -19,6 +19,7 @@ from zero_compiler.failing import noticed
 from zero_compiler.group import Group
 from zero_compiler.headers import broke_off, cannot_begin, laid_text, lay_text, meet, short_digest
 from zero_compiler.keeping import accumulating
+from zero_compiler.peer_waits import explained
 from zero_compiler.program import (
     Compute,
     Fetch,
@@ -360,9 +361,7 @@ class Session:
         # Of a peer that is gone every rank has an error of its own, which says as much.
         if told is not None and type(told) is not TransferError:
             return told
-        return (
-            peers.explained(self._group, f"call of the model ({self.program.phase})", error) if lost else None
-        )
+        return explained(self._group, f"call of the model ({self.program.phase})", error) if lost else None
 
     def _break_off(self, error: BaseException) -> None:
         """Tell peers; and end what is in flight, which holds buffers of the arena, before anything else uses it. On a

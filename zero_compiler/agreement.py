@@ -12,7 +12,8 @@ import torch.distributed as dist
 from .errors import RankMismatchError, TransferError, ZeroError
 from .failing import Failure, mark_known, notice
 from .group import Group, group_timeout_s, in_store, store_of
-from .peers import Wait, late, no_store, of
+from .peer_waits import Wait, late, no_store
+from .peers import of
 
 # A rank that waits for another one's text looks for it, and whether that rank has failed or is gone, after the first of
 # these, then after twice as long each time, up to the second. The store's own wait would not notice that it is gone.

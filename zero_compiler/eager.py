@@ -17,7 +17,7 @@ from . import grads
 from .failing import noticed
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
-from .peers import answered
+from .peer_waits import answered
 
 if TYPE_CHECKING:
     from .policy import Policy

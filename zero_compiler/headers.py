@@ -35,6 +35,7 @@ from .failing import (
 )
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 from .ir import ops
+from .peer_waits import no_answer
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
@@ -214,7 +215,7 @@ class _Exchange:
         known, pause = peers.of(self._group), _FIRST_LOOK_S
         while known is not None and not work.is_completed():
             if known.any_gone() is not None:
-                raise peers.no_answer(self._group, None, what, None)
+                raise no_answer(self._group, None, what, None)
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_S)
 
@@ -234,7 +235,7 @@ def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
             raise told from error
         if isinstance(error, ZeroError):
             raise
-        raise peers.no_answer(group, peer, what, error) from error
+        raise no_answer(group, peer, what, error) from error
 
 
 def lay_text(group: Group, text: str, nbytes: int) -> bytes:

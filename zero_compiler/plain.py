@@ -23,7 +23,7 @@ from .grads import HOOKS, goes_to_grad
 from .group import Group
 from .headers import cannot_begin, meet, short_digest
 from .mesh import make_group
-from .peers import answered
+from .peer_waits import answered
 
 log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default

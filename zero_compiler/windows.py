@@ -19,7 +19,7 @@ from .failing import Failure, is_known, mark_known
 from .group import Group, group_of
 from .headers import cannot_begin, fail, together
 from .modules import policies_of
-from .peers import answered
+from .peer_waits import answered
 from .policy import Places, Policy, local_of
 
 

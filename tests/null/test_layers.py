@@ -37,6 +37,7 @@ RANKS = {
     "group": 3,
     "agreement": 3,
     "peers": 3,
+    "peer_waits": 3,
     "store_clients": 0,
     "headers": 3,
     "mesh": 3,
