@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import peers
 from .agreement import agree, digest, first_difference
-from .errors import RankMismatchError, ZeroError
+from .errors import RankMismatchError, TransferError, ZeroError
 from .failing import (
     BEGIN,
     COMPLETE,
@@ -35,7 +35,7 @@ from .failing import (
 )
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 from .ir import ops
-from .peer_waits import no_answer
+from .peer_waits import never_came, no_answer
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
@@ -45,6 +45,7 @@ _SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: wh
 _HEADER_TAG = 0x59000000
 _FIRST_LOOK_S, _LOOK_S = 20e-6, 1e-3  # where a rank looks again and again whether its peers have answered
 _TELLING = "what this rank tells others through the store of the process group"
+_ASK_S = 0.5
 _UNMADE = "a call that this rank could not make"
 _FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
 
@@ -213,9 +214,17 @@ class _Exchange:
             TransferError: one is.
         """
         known, pause = peers.of(self._group), _FIRST_LOOK_S
+        asks = time.monotonic() + _ASK_S
         while known is not None and not work.is_completed():
             if known.any_gone() is not None:
                 raise no_answer(self._group, None, what, None)
+            if time.monotonic() > asks:
+                peers.of(self._group)  # if it could not be connected before
+                gone, asks = never_came(self._group, known), time.monotonic() + peers.LONGEST_PAUSE_S
+                if gone is not None:
+                    raise TransferError(
+                        f"{what}: {self._group.name_of(self._group.rank)} waited in vain: {gone}"
+                    )
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_S)
 

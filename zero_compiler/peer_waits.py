@@ -66,17 +66,22 @@ class Wait:
             return None
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._asks = now + self._pause_s
-        job = dist.get_world_size()
-        if self._group.world < job:  # others may have ended, and rightly so
-            return None
-        there = clients_of(store_of(self._group))
-        if there is None or there >= job:
-            return None
-        return f"{peers.missing()} is gone: its process has ended before its first call of zero_compiler"
+        return never_came(self._group, peers)
 
     def left_s(self) -> float:
         """Seconds that are left."""
         return self._end - time.monotonic()
+
+
+def never_came(group: Group, peers: Peers) -> str | None:
+    """A sentence if one of the ranks is gone of which nothing was heard yet. It takes some milliseconds."""
+    missing, job = peers.missing(), dist.get_world_size()
+    if missing is None or group.world < job:  # others of the job may have ended, and rightly so
+        return None
+    there = clients_of(store_of(group))
+    if there is None or there >= job:
+        return None
+    return f"{missing} is gone: its process has ended before its first call of zero_compiler"
 
 
 def no_answer(group: Group, rank: int | None, what: str, error: BaseException | None) -> TransferError:

@@ -207,10 +207,10 @@ class Peers:
         """Whether anything was heard of that rank yet."""
         return self._peers[rank].heard is not None
 
-    def missing(self) -> str:
-        """The ranks of which nothing was heard yet, or that one of them."""
+    def missing(self) -> str | None:
+        """The rank of which nothing was heard yet, or one of several; None where all have come."""
         names = [p.name for r, p in enumerate(self._peers) if r != self.rank and p.heard is None]
-        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+        return f"one of {', '.join(names)}" if len(names) > 1 else next(iter(names), None)
 
     def at_work(self, rank: int) -> float | None:
         """When that rank was last known to compute something in a call that others may have to wait for; None where it
