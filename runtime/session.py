@@ -19,6 +19,7 @@ from zero_compiler.failing import noticed
 from zero_compiler.group import Group
 from zero_compiler.headers import broke_off, cannot_begin, laid_text, lay_text, meet, short_digest
 from zero_compiler.keeping import accumulating
+from zero_compiler.peer_waits import explained
 from zero_compiler.program import (
     Compute,
     Fetch,
@@ -367,7 +368,9 @@ class Session:
         lost = self._talks and isinstance(error, TransferError) and not isinstance(error, StorageError)
         told = noticed(self._group) if lost else None
         # Of a peer that is gone every rank has an error of its own, which says as much.
-        return None if type(told) is TransferError else told
+        if told is not None and type(told) is not TransferError:
+            return told
+        return explained(self._group, f"call of the model ({self.program.phase})", error) if lost else None
 
     def _break_off(self, error: BaseException) -> None:
         """Tell peers; and end what is in flight, which holds buffers of the arena, before anything else uses it. On a

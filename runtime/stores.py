@@ -288,9 +288,9 @@ class Store:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StorageError(
-                f"{self.name} belong to process {self._pid}, and this is a forked child, which can read parameters and "
-                "states in files and not compute or step with them; make the model in the child, or use the start "
-                'method "spawn"',
+                f"{self.name} belong to the process that made them, and this is a forked child, which can read "
+                "parameters and states in files and not compute or step with them; make the model in the child, or use "
+                'the start method "spawn"',
                 path=self.path,
                 label=self.label,
             )

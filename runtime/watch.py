@@ -6,6 +6,8 @@ A wait for a message of a process group looks nowhere else, until the group's ti
 from __future__ import annotations
 
 import atexit
+import functools
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -13,9 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from zero_compiler import peers
 from zero_compiler.errors import ZeroError
 from zero_compiler.failing import COMPLETE, noticed
 from zero_compiler.group import Group
+
+log = logging.getLogger("zero_compiler")
 
 LOOK_S = 0.5
 
@@ -33,6 +38,19 @@ class Call:
         if told is not None:
             for engine in self.engines:
                 engine.stop_waiting(str(told))
+        elif self.group.device.type != "cpu":
+            known = peers.known(self.group.everyone)
+            gone = None if known is None else known.any_gone()
+            if gone is not None:
+                _say_gone(gone)
+
+
+@functools.cache
+def _say_gone(gone: str) -> None:
+    """Once: what the device waits for is not to be ended from here, and its backend may not know."""
+    log.error(
+        "%s; the call of the model that this rank is in ends with the timeout of the process group", gone
+    )
 
 
 def _broken_off(group: Group) -> ZeroError | None:

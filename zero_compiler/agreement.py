@@ -6,16 +6,17 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from .errors import RankMismatchError, ZeroError
-from .failing import Failure, notice
+from .errors import RankMismatchError, TransferError, ZeroError
+from .failing import Failure, mark_known, notice
 from .group import Group, group_timeout_s, in_store, store_of
+from .peer_waits import Wait, late, no_store
+from .peers import of
 
-# A rank that waits for another one's text looks for it, and whether that rank has failed, after the first of these,
-# then after twice as long each time, up to the second. The store's own wait with a timeout would print warnings.
+# A rank that waits for another one's text looks for it, and whether that rank has failed or is gone, after the first of
+# these, then after twice as long each time, up to the second. The store's own wait would not notice that it is gone.
 _FIRST_LOOK_S, _LOOK_S = 0.001, 0.2
 _WELL = "no problem"
 
@@ -27,23 +28,27 @@ def digest(text: str) -> bytes:
 
 def post_text(group: Group, key: str, text: str) -> None:
     """Lay ``text`` where the other ranks of the group can read it."""
-    store_of(group).set(in_store(group, f"{key}/{group.rank}"), text)
+    try:
+        of(group)  # who may wait for another rank's, or for whom others may, is connected with them
+        store_of(group).set(in_store(group, f"{key}/{group.rank}"), text)
+    except ZeroError:
+        raise
+    except RuntimeError as error:
+        raise no_store(group, "agreement of ranks", error) from error
 
 
-def read_texts(
-    group: Group, key: str, timeout_s: float, ranks: Iterable[int] | None = None
-) -> dict[int, str]:
-    """Texts that the ranks (default: all) posted under ``key``; a rank that posted none in time is left out."""
-    store = store_of(group)
-    out: dict[int, str] = {}
-    for rank in range(group.world) if ranks is None else ranks:
-        name = in_store(group, f"{key}/{rank}")
-        try:
-            store.wait([name], timedelta(seconds=timeout_s))
-            out[rank] = store.get(name).decode()
-        except (RuntimeError, dist.DistStoreError):
-            continue
-    return out
+def read_texts(group: Group, key: str, what: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
+    """Texts that the ranks (default: all) post under ``key``; blocks until all have.
+
+    Args:
+        what: the call in which they do, for messages.
+
+    Raises:
+        TransferError: a rank is gone, or did not post its text within the timeout of the process group.
+        ZeroError: of a rank that could not make its part of a call.
+    """
+    asked = range(group.world) if ranks is None else ranks
+    return {rank: _await_text(group, rank, key, what, [notice(group)]) for rank in asked}
 
 
 def first_difference(a_text: str, b_text: str, a_name: str, b_name: str) -> str:
@@ -65,8 +70,8 @@ def agree(group: Group, key: str, what: str, text: str, failed: str | None = Non
         failed: the key under which a rank that cannot speak any more says why, see :func:`give_up`.
 
     Raises:
-        RankMismatchError: on every rank, naming the first difference; or a rank did not speak within the process
-            group's timeout.
+        RankMismatchError: on every rank, naming the first difference.
+        TransferError: a rank is gone, or did not speak within the process group's timeout.
         ZeroError: of a rank that gave up.
     """
     group = group.everyone
@@ -77,7 +82,7 @@ def agree(group: Group, key: str, what: str, text: str, failed: str | None = Non
     for rank in range(1, group.world):
         if texts[rank] != texts[0]:
             found = first_difference(texts[0], texts[rank], group.name_of(0), group.name_of(rank))
-            raise RankMismatchError(f"ranks disagree about {what}: first difference: {found}")
+            raise mark_known(RankMismatchError(f"ranks disagree about {what}: first difference: {found}"))
 
 
 def raise_together(group: Group, key: str, what: str, problem: ZeroError | None) -> None:
@@ -87,19 +92,20 @@ def raise_together(group: Group, key: str, what: str, problem: ZeroError | None)
         what: what a rank with a problem could not do, for the others.
 
     Raises:
-        RankMismatchError: a rank did not speak within the process group's timeout.
+        TransferError: a rank is gone, or did not speak within the process group's timeout.
     """
     group, texts = group.everyone, []
     try:
         if not group.alone:
             mine = None if problem is None else Failure.of(problem, group.name_of(group.rank), what)
-            texts = show(group, key, _WELL if mine is None else mine.text(), what)
+            asked = f"agreement whether each rank could {what}"
+            texts = show(group, key, _WELL if mine is None else mine.text(), asked)
     finally:
         if problem is not None:
-            raise problem
+            raise mark_known(problem)
     for text in texts:
         if text != _WELL:
-            raise Failure.read(text).error()
+            raise mark_known(Failure.read(text).error())
 
 
 def give_up(group: Group, key: str, what: str, error: BaseException) -> None:
@@ -111,11 +117,15 @@ def give_up(group: Group, key: str, what: str, error: BaseException) -> None:
             store_of(group).set(in_store(group, key), failure.text())
 
 
-def decide(group: Group, key: str, text: str) -> str:
+def decide(group: Group, key: str, text: str, what: str) -> str:
     """Rank 0's ``text``, for all ranks: a choice that may depend on local sizes is made once.
 
+    Args:
+        what: the choice, for messages.
+
     Raises:
-        RankMismatchError: rank 0 did not speak within the process group's timeout.
+        TransferError: rank 0 is gone, or did not speak within the process group's timeout, in which it did not work on
+            that either.
         ZeroError: of a rank that could not compile its part of the call.
     """
     group = group.everyone
@@ -124,11 +134,7 @@ def decide(group: Group, key: str, text: str) -> str:
     if group.rank == 0:
         post_text(group, key, text)
         return text
-    timeout_s = group_timeout_s(group)
-    said = _await_text(group, in_store(group, f"{key}/0"), timeout_s, [notice(group)])
-    if said is None:
-        raise RankMismatchError(f"{key}: rank 0 did not decide within {timeout_s:.0f} s")
-    return said
+    return _await_text(group, 0, key, what, [notice(group)])
 
 
 def show(
@@ -141,44 +147,47 @@ def show(
         failed: as in :func:`agree`.
 
     Raises:
-        RankMismatchError: a rank did not speak within the process group's timeout.
+        TransferError: a rank is gone, or did not speak within the process group's timeout.
         ZeroError: of a rank that could not compile its part of the call.
     """
     post_text(group, key, text)
-    timeout_s = group_timeout_s(group)
-    texts = []
-    for rank in range(group.world):
-        notices = [notice(calls or group), *([] if failed is None else [in_store(group, failed)])]
-        said = _await_text(group, in_store(group, f"{key}/{rank}"), timeout_s, notices)
-        if said is None:
-            raise RankMismatchError(f"{what}: {group.name_of(rank)} did not arrive within {timeout_s:.0f} s")
-        texts.append(said)
-    return texts
+    notices = [notice(calls or group), *([] if failed is None else [in_store(group, failed)])]
+    return [_await_text(group, rank, key, what, notices) for rank in range(group.world)]
 
 
-def _await_text(group: Group, name: str, timeout_s: float, notices: Sequence[str]) -> str | None:
-    """What is posted under ``name``; None where nothing is in time.
+def _await_text(group: Group, rank: int, key: str, what: str, notices: Sequence[str]) -> str:
+    """What ``rank`` has posted under ``key``, or will.
 
     Args:
+        what: the call in which this rank waits for it, for messages.
         notices: where a rank would say that it has failed, whose text may not come then.
 
     Raises:
-        ZeroError: that of such a rank.
+        TransferError: the rank is gone, or did not post it in time.
+        ZeroError: that of a rank that has failed.
     """
-    store, end, pause = store_of(group), time.monotonic() + timeout_s, _FIRST_LOOK_S
-    while True:
-        try:
-            if store.check([name]):
-                return str(store.get(name).decode())
-            text = next((store.get(failed).decode() for failed in notices if store.check([failed])), None)
-            if text is not None and store.check([name]):
-                continue  # both came since: what was said before the failure holds
-        except (RuntimeError, dist.DistStoreError):
-            return None  # the store is gone
-        if text is not None:
-            raise Failure.read(text).error()
-        left = end - time.monotonic()
-        if left <= 0:
-            return None
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _LOOK_S)
+    store, name, pause = store_of(group), in_store(group, f"{key}/{rank}"), _FIRST_LOOK_S
+    timeout_s = group_timeout_s(group)
+    try:
+        if store.check([name]):
+            return str(store.get(name).decode())
+        with Wait(group, rank, what, timeout_s) as wait:
+            while True:
+                # What a rank has said before it failed, or went, holds: so that is looked for last.
+                gone, left_s = wait.gone(), wait.left_s()
+                text = next((store.get(failed).decode() for failed in notices if store.check([failed])), None)
+                if store.check([name]):
+                    return str(store.get(name).decode())
+                if text is not None:
+                    raise Failure.read(text).error()
+                if gone is not None or left_s <= 0:
+                    break
+                time.sleep(min(pause, left_s))
+                pause = min(2 * pause, _LOOK_S)
+    except ZeroError:
+        raise
+    except (RuntimeError, dist.DistStoreError) as error:  # the store is gone, with the process that serves it
+        raise no_store(group, what, error) from error
+    if gone is not None:
+        raise TransferError(f"{what}: {group.name_of(group.rank)} waited for an answer in vain: {gone}")
+    raise late(group, rank, what, timeout_s)

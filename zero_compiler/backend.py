@@ -26,6 +26,7 @@ from .broken import Broken
 from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
 from .compiled import compile_segments
 from .errors import ConfigError, ZeroError
+from .failing import mark_known
 from .fitting import Fitting
 from .frame_state import FrameState
 from .full_weight import FULL, AsParameter
@@ -35,6 +36,7 @@ from .keeping import accumulating
 from .loader import EngineLoader, Loader
 from .lowering import Lowering
 from .one_backward import once_differentiable
+from .peers import working
 from .penalties import watch_outputs
 from .program import Program
 from .report import Frame
@@ -58,7 +60,8 @@ def zero(
     contradicts the shard, or belongs to ``zero.shard``. The other ranks of the call learn of any error.
     """
     try:
-        return _compile(gm, example_inputs, options, mode)
+        with working("the compilation of a call of its model"):
+            return _compile(gm, example_inputs, options, mode)
     except (*exceptions_allowed_to_be_fallback, RestartAnalysis, SkipFrame):
         raise  # Dynamo captures the frame in another way
     except Exception as error:
@@ -69,11 +72,12 @@ def zero(
             return _raiser(ours, broken)
         with _disable_current_modes():
             broken.end_call()
+        mark_known(error)
         if isinstance(ours, ZeroError):
             # Another rank's failure, one that passes, or one of a graph that other sizes find too, in place of those
             # that were compiled for them: the same call may do when it is tried again, so nothing may be left to be
             # found.
-            raise _handed_on(ours, inspect.currentframe()) from None
+            raise _handed_on(mark_known(ours), inspect.currentframe()) from None
         raise
 
 
@@ -108,7 +112,7 @@ def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
         broken.end_call()
         again = kind(*args)
         again.__dict__.update(told)
-        raise again
+        raise mark_known(again)
 
     return call
 

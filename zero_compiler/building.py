@@ -26,14 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
-from . import eager
+from . import eager, peers
 from .agreement import agree, give_up
 from .config import Config
 from .errors import ShardError
 from .group import Group
 from .guards import guard_optimizers, mark_stale
+from .headers import begin, tell, together
 from .layout import Layout, layout_of
-from .mesh import make_group
+from .mesh import make_group, ranks_of
 from .modules import state_of, swap_classes
 from .openings import KEY, Cut, Openings, cut_of, rows_of, storage_uses
 from .placing import ASSUMED_STATE_BYTES
@@ -43,6 +44,7 @@ from .runtime.stores import Nvme
 from .shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
 from .whole import describe_whole, stays_whole
 
+BUILDING, BUILD = "zero.init or zero.module", "build its part of the model"
 # How many constructions there have been over the same ranks, which all make the same ones.
 _numbers: Counter[tuple[int, ...]] = Counter()
 _thread = threading.local()
@@ -431,7 +433,7 @@ class Construction:
     def fail(self, group: Group, error: BaseException) -> None:
         """This rank builds no further: the others would wait for it where they next agree."""
         meetings = self._meetings[group.ranks]
-        give_up(group, f"{meetings.key}/failed", "build its part of the model", error)
+        give_up(group, f"{meetings.key}/failed", BUILD, error)
         # Whoever catches it and goes on does so on all ranks.
         meetings.failed, meetings.met = meetings.failed + 1, 0
 
@@ -449,12 +451,21 @@ class Building:
         self._construction: Construction | None = None
         self._placement: Placement | None = None
         self._outermost = False
+        self._working: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
         construction = current()
         options = self._options
         if construction is not None and not options.given:
             return  # nothing of its own: part of what is being built around it
+        with together(lambda: ranks_of(options.mesh), BUILDING):
+            self._begin(construction, sys._getframe(1))
+        if self._placement is not None:
+            self._working = peers.working(BUILDING)
+            self._working.__enter__()
+
+    def _begin(self, construction: Construction | None, frame: types.FrameType) -> None:
+        options = self._options
         group = make_group(options.mesh, options.device)
         if group.tensor is not None:
             raise ShardError(
@@ -468,8 +479,9 @@ class Building:
         else:
             construction = Construction()
             self._outermost = True
+        begin(group, BUILDING)
         self._construction = construction
-        self._placement = Placement(options.config, group, sys._getframe(1))
+        self._placement = Placement(options.config, group, frame)
         if self._outermost:
             construction.start()
             _thread.construction = construction
@@ -482,15 +494,18 @@ class Building:
         if construction is None or placement is None:
             return
         self._construction = self._placement = None
+        error: BaseException | None = value
         try:
-            if kind is None:
+            if error is None:
                 construction.finish(placement, self._root)
-            else:
-                construction.fail(placement.group, value)
-        except BaseException as error:
-            construction.fail(placement.group, error)
+        except BaseException as failed:
+            error = failed
             raise
         finally:
+            if error is not None:
+                construction.fail(placement.group, error)
+                tell(lambda: placement.group, error, BUILD)
+            self._working.__exit__(type(error) if error is not None else None, error, None)
             construction.placements.remove(placement)
             if self._root is not None:
                 construction.making.pop()

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .building import Building, Options, current
 from .config import Config
 from .errors import ShardError
+from .headers import together
+from .mesh import ranks_of
 from .shard import DEFAULT_STAGE
 
 C = TypeVar("C", bound=type)
@@ -54,7 +56,8 @@ def init(
         ConfigError: unknown or contradictory options.
         RankMismatchError: ranks build different models.
     """
-    return Building(_options(stage, mesh, device, config, fields))
+    with together(lambda: ranks_of(mesh), "zero.init"):
+        return Building(_options(stage, mesh, device, config, fields))
 
 
 @overload

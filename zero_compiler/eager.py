@@ -6,6 +6,7 @@ overlaps, and a gathered weight that autograd saves lives until backward.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,17 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import grads, transforms
+from .failing import noticed
 from .foreach import MANAGED
 from .full_weight import AsParameter, full_parameter, registrable
 from .group import Group, all_gather_flat, first_rank, reduce_scatter_flat
 from .layout import Layout
+from .peer_waits import answered
 
 if TYPE_CHECKING:
     from .policy import Policy
 
+_LOOK_S = 0.5
 _SCATTERED_BYTES = 64 << 20  # of the rows of all ranks, at a time
 
 
@@ -47,7 +51,8 @@ def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype
         return full.view(layout.shape) if layout.cut else full
     chunk = flat_chunk(layout, local).to(device, dtype)
     out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=chunk.device)
-    all_gather_flat(out, chunk, group=group.pg)
+    with answered(group, "gather of a weight"):
+        all_gather_flat(out, chunk, group=group.pg)
     return out[: layout.numel].view(layout.shape)
 
 
@@ -59,15 +64,18 @@ def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch
     if not layout.cut or group.world == 1:
         total = grad.clone(memory_format=torch.contiguous_format)
         if group.world > 1:
-            dist.all_reduce(total, group=group.pg)
+            with answered(group, "reduction of a gradient"):
+                dist.all_reduce(total, group=group.pg)
     else:
         padded = torch.zeros(group.world * layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
         padded[: layout.numel].copy_(grad.reshape(-1))
         out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
-        reduce_scatter_flat(out, padded, group=group.pg)
+        with answered(group, "reduction of a gradient"):
+            reduce_scatter_flat(out, padded, group=group.pg)
         total = out[: layout.rows(group.rank) * layout.row_numel].view(layout.local_shape(group.rank))
     if group.across is not None and total.numel():
-        dist.all_reduce(total, group=group.across.pg)
+        with answered(group, "reduction of a gradient"):
+            dist.all_reduce(total, group=group.across.pg)
     return total.div_(group.data_ranks).to(layout.dtype)
 
 
@@ -90,8 +98,29 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor, away: b
     else:
         chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
     if chunk.numel():
-        dist.broadcast(chunk, first_rank(group.across), group=group.across.pg)
+        sent(group, dist.broadcast(chunk, first_rank(group.across), group=group.across.pg, async_op=True))
     return chunk
+
+
+def sent(group: Group, work: Any) -> None:
+    """Wait until values have been sent between the ranks of a model that is made.
+
+    Raises:
+        TransferError: a rank is gone, or did not come in time.
+        ZeroError: of one that has failed.
+    """
+    with answered(group, "sending of the values of parameters"):
+        while group.device.type == "cpu":
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:  # gloo goes on after this time, until the group's timeout
+                if work.is_completed():
+                    break
+                told = noticed(group)
+                if told is not None:
+                    raise told from None
+        work.wait()
 
 
 def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
@@ -99,7 +128,7 @@ def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return tensor
     tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(tensor, first_rank(group), group=group.pg)
+    sent(group, dist.broadcast(tensor, first_rank(group), group=group.pg, async_op=True))
     return tensor
 
 
@@ -110,7 +139,7 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     if not layout.cut:
         whole = full.to(group.device).clone(memory_format=torch.contiguous_format)
         if whole.numel():
-            dist.broadcast(whole, first, group=group.pg)
+            sent(group, dist.broadcast(whole, first, group=group.pg, async_op=True))
         return whole
     chunk = torch.empty(layout.padded_shape, dtype=full.dtype, device=group.device)
     # Some rows at a time: the first rank's device has its chunk and these of all ranks, and not the whole twice.
@@ -123,7 +152,7 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
                 layout.cut_rows(full, r, begin, begin + rows.shape[0]).to(group.device)
                 for r in range(group.world)
             ]
-        dist.scatter(rows, parts, src=first, group=group.pg)
+        sent(group, dist.scatter(rows, parts, src=first, group=group.pg, async_op=True))
     return chunk
 
 

@@ -7,12 +7,13 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from . import errors
 from .errors import RankMismatchError, ZeroError
 from .group import Group, in_store, store_of
 
+E = TypeVar("E", bound=BaseException)
 COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
 COMPLETE = "complete its part of this call"
 STEP, MAKE = "complete a step of its zero.optimizer", "make its zero.optimizer"
@@ -60,6 +61,17 @@ class Failure:
         return error
 
 
+def mark_known(error: E) -> E:
+    """The same error, of which no rank need be told any more: all raise it, or the others know."""
+    with contextlib.suppress(AttributeError):
+        error._zero_known = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_known(error: BaseException) -> bool:
+    return bool(getattr(error, "_zero_known", False))
+
+
 # Notices -------------------------------------------------------------------------------------------------------
 
 # Calls over each process group that ended because a rank could not make its part. All ranks of a call count it, each
@@ -100,6 +112,20 @@ def ended(group: Group) -> None:
     with contextlib.suppress(RuntimeError):  # the store is gone, or keeps what it has
         store_of(group).delete_key(notice(group))
     passed(group)
+
+
+_begun: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def begun(group: Group) -> str:
+    """Names the next call that ranks begin together: its number since the last failure, which some may have had
+    before they counted it."""
+    pg = group.everyone.pg
+    failures, count = _begun.get(pg, (0, 0))
+    if failures != _ended.get(pg, 0):
+        failures, count = _ended[pg], 0
+    _begun[pg] = failures, count + 1
+    return f"{failures}/{count}"
 
 
 def passed(group: Group) -> None:

@@ -80,7 +80,7 @@ def release_destroyed() -> None:
 
     A mesh holds its groups as long as it lives, that of each parameter and the copies that Dynamo compares it with.
     """
-    left = [pg for pg in _linked if not _registered(pg)]
+    left = [pg for pg in _linked if not is_registered(pg)]
     if not left:
         return
     gc.unfreeze()  # it does not list what a training loop has frozen
@@ -91,7 +91,7 @@ def release_destroyed() -> None:
                 del held[name]
 
 
-def _registered(pg: Any) -> bool:
+def is_registered(pg: Any) -> bool:
     """Whether torch knows a process group, which it does until it is destroyed. Others may hold it for longer, and it
     may go on sending."""
     try:
@@ -148,7 +148,7 @@ class Group:
 
     def _found(self) -> Any:
         pg = None if self.link is None else self.link()
-        return pg if pg is not None and _registered(pg) else None
+        return pg if pg is not None and is_registered(pg) else None
 
     @property
     def everyone(self) -> Group:
@@ -232,6 +232,11 @@ def by_ranks(policies: Iterable[Any]) -> list[Any]:
     policies = sorted(policies, key=lambda p: p.made)
     first = max(policies, key=lambda p: p.group.everyone.world, default=None)
     return sorted(policies, key=lambda p: p is not first)
+
+
+def group_of(policies: Iterable[Any]) -> Group | None:
+    """All ranks of sharded models that belong together; None where there is no model."""
+    return next((p.group.everyone for p in by_ranks(policies)), None)
 
 
 def speaking(policies: Iterable[Any]) -> list[Any]:

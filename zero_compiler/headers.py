@@ -7,6 +7,7 @@ that of a peer whatever call the peer is in, since each begins with it.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,12 +15,27 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .agreement import digest, first_difference
+from . import peers
+from .agreement import agree, digest, first_difference
 from .errors import RankMismatchError, TransferError, ZeroError
-from .failing import BEGIN, COMPLETE, Failure, ended, notice, noticed, passed, warn_others
+from .failing import (
+    BEGIN,
+    COMPLETE,
+    Failure,
+    begun,
+    ended,
+    is_known,
+    mark_known,
+    notice,
+    noticed,
+    passed,
+    warn_others,
+)
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 from .ir import ops
+from .peer_waits import never_came, no_answer
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
@@ -27,6 +43,9 @@ _SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: wh
 # Far from the small tags that people choose for their own messages, and not one of the engine's. One tag for all
 # headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
 _HEADER_TAG = 0x59000000
+_FIRST_LOOK_S, _LOOK_S = 20e-6, 1e-3  # where a rank looks again and again whether its peers have answered
+_TELLING = "what this rank tells others through the store of the process group"
+_ASK_S = 0.5
 _UNMADE = "a call that this rank could not make"
 _FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
 
@@ -53,14 +72,75 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
         ZeroError: of a peer that could not make its part of the call; see :func:`fail`.
     """
     group = group.everyone
+    peers.meets()
     headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
     failed = next((h for h in headers if h.startswith(_FAILED)), None)
     if failed is not None:
         ended(group)
-        raise _told(group, failed)
+        raise mark_known(_told(group, failed))
     if any(h[:_DIGEST_BYTES] != doing for h in headers):
         _explain(group, [h[:_DIGEST_BYTES] for h in headers], text())
     return [h[_DIGEST_BYTES:] for h in headers]
+
+
+def begin(group: Group, what: str) -> None:
+    """Begin a call that all ranks make together, and that is no call of a model: all are in it now.
+
+    From here on ranks notice when one of them goes (`peers.py`); until here those with gloo do.
+
+    Raises:
+        RankMismatchError: on every rank, where one is in another call.
+        TransferError: a rank is gone, or did not come within the timeout of the process group.
+        ZeroError: of a rank that could not begin it.
+    """
+    group = group.everyone
+    if group.alone:
+        return
+    peers.of(group)
+    if _has_gloo(group):
+        with _plain_torch():
+            meet(group, short_digest(what), lambda: what, what)
+        peers.of(group)  # the first rank listens by now
+    else:
+        agree(group, f"begin/{begun(group)}", what, what)
+
+
+@contextlib.contextmanager
+def together(group: Callable[[], Group | None], what: str, works: bool = True) -> Iterator[None]:
+    """A call that all ranks make together: an error on this one is told to the others, unless they know.
+
+    Args:
+        group: who they are, when there is an error; None where there is nobody, or that is not known.
+        what: the call, for messages.
+        works: as in :func:`zero_compiler.peers.working`.
+    """
+    with peers.working(what, works):
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            tell(group, error, f"complete its {what}")
+            raise
+
+
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Tensors that are made inside are in memory, whatever is to be made on meta or as a fake around it."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def tell(group: Callable[[], Group | None], error: BaseException, what: str) -> None:
+    """Have the next call of every peer end with ``error``, unless they know of it."""
+    if is_known(error):
+        return
+    with contextlib.suppress(Exception), _plain_torch():  # the error of this rank says more
+        others = group()
+        if others is not None and not others.alone and not others.destroyed:
+            everyone = others.everyone
+            fail_later(everyone, Failure.of(error, everyone.name_of(everyone.rank), what))
+            mark_known(error)
 
 
 def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
@@ -121,9 +201,32 @@ class _Exchange:
         """
         for peer, work in self._works:
             with _named(self._group, peer, what):
+                if peer is None:
+                    self._until_done(work, what)
                 work.wait()
         with _named(self._group, None, what):
             return [bytes(row) for row in self._got.tolist()]
+
+    def _until_done(self, work: Any, what: str) -> None:
+        """The backend would not notice that a peer is gone.
+
+        Raises:
+            TransferError: one is.
+        """
+        known, pause = peers.of(self._group), _FIRST_LOOK_S
+        asks = time.monotonic() + _ASK_S
+        while known is not None and not work.is_completed():
+            if known.any_gone() is not None:
+                raise no_answer(self._group, None, what, None)
+            if time.monotonic() > asks:
+                peers.of(self._group)  # if it could not be connected before
+                gone, asks = never_came(self._group, known), time.monotonic() + peers.LONGEST_PAUSE_S
+                if gone is not None:
+                    raise TransferError(
+                        f"{what}: {self._group.name_of(self._group.rank)} waited in vain: {gone}"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
 
 
 # What a rank that failed has posted where no peer was waiting for it, and where in the store it has said why.
@@ -139,17 +242,16 @@ def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
         told = noticed(group)
         if told is not None:
             raise told from error
-        who = "its peers" if peer is None else group.name_of(peer)
-        reason = str(error).splitlines()[0]
-        raise TransferError(
-            f"{what}: {group.name_of(group.rank)} got no answer from {who}: {reason}"
-        ) from error
+        if isinstance(error, ZeroError):
+            raise
+        raise no_answer(group, peer, what, error) from error
 
 
 def lay_text(group: Group, text: str, nbytes: int) -> bytes:
     """Lay ``text`` where peers find it (:func:`laid_text`) that are told what is returned, a part of a header."""
     group, name = group.everyone, digest(text)[:nbytes]
-    store_of(group).set(in_store(group, f"call/{name.hex()}"), text)
+    with _named(group, None, _TELLING):
+        store_of(group).set(in_store(group, f"call/{name.hex()}"), text)
     return name
 
 
@@ -172,12 +274,13 @@ def _has_gloo(group: Group) -> bool:
 
 
 def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
-    store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
+    with _named(group, None, _TELLING):
+        store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
     # The same two ranks on every rank, so that all say the same.
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     texts = [laid_text(group, digests[r]) or "a call that it does not describe" for r in (0, other)]
     found = first_difference(texts[0], texts[1], group.name_of(0), group.name_of(other))
-    raise RankMismatchError(f"ranks are in different calls; first difference: {found}")
+    raise mark_known(RankMismatchError(f"ranks are in different calls; first difference: {found}"))
 
 
 def fail(group: Group, failure: Failure, new: bool) -> bool:
@@ -194,7 +297,8 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
     if group.alone:
         return new
     group = group.everyone
-    warn_others(group, failure)
+    with _named(group, None, _TELLING):
+        warn_others(group, failure)
     said = lay_text(group, failure.text(), _SAID_BYTES)
     headers = _exchange(group, _FAILED + bytes([new]) + said, _UNMADE)
     ended(group)
@@ -241,6 +345,7 @@ def broke_off(group: Group, error: BaseException, titles: Sequence[str]) -> None
     """
     group = group.everyone
     failure = Failure.of(error, group.name_of(group.rank), COMPLETE, titles)
+    mark_known(error)
     if _has_gloo(group):
         fail_later(group, failure)
     else:
@@ -251,6 +356,7 @@ def broke_off(group: Group, error: BaseException, titles: Sequence[str]) -> None
 def cannot_begin(group: Group, error: BaseException) -> None:
     """The same for a call of which this rank has the Programs, and that an ``error`` ends before :func:`meet`."""
     failure = Failure.of(error, group.everyone.name_of(group.everyone.rank), BEGIN)
+    mark_known(error)
     with contextlib.suppress(ZeroError):  # a peer is gone: the error that this rank has says more
         fail(group, failure, new=False)
 

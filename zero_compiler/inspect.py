@@ -12,6 +12,7 @@ from torch import nn
 from .budget import memory_of
 from .errors import CaptureError, ShardError, ZeroError
 from .modules import policies_of
+from .peers import working
 from .placing import TRANSFERS
 from .policy import NOTHING_CAPTURED, Policy
 from .report import Frame, Report
@@ -23,6 +24,7 @@ class _Planned(Exception):
     """Ends a capture once the first frame is planned."""
 
 
+@working("zero.inspect")
 def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     """The programs, bytes and peaks of a sharded model.
 

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from . import other_memory
 from .errors import ShardError
+from .group import group_of
 from .guards import mark_stale
-from .modules import ModuleState, state_of
+from .headers import together
+from .modules import ModuleState, policies_of, state_of
 from .runtime import heap
 from .runtime.stores import BLOCK_BYTES, Region, region_of, watch
 from .shard import inherit, sharded_parameter
@@ -54,7 +56,8 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
     buffers on the meta device get storage on the device that the model was sharded for, so a model made under
     ``torch.device("meta")`` and sharded needs no ``to_empty``; buffers that are not in the files
     (``persistent=False``) stay on meta and are the model's to fill. Nothing is written before all names and shapes
-    are checked. No communication: every rank calls it, with the same files.
+    are checked. No communication: every rank calls it, with the same files. An error on one rank is raised by the
+    next call of the others, too.
 
     Args:
         model: a sharded (or plain) module; names are those of ``model.state_dict()``.
@@ -66,6 +69,11 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
         ShardError: a file that is missing or damaged, a shape that differs, or (``strict``) names that differ.
     """
     model = getattr(model, "_orig_mod", model)
+    with together(lambda: group_of(policies_of(model)), "zero.load_safetensors"):
+        return _load_files(model, paths, strict)
+
+
+def _load_files(model: nn.Module, paths: Paths, strict: bool) -> IncompatibleKeys:
     slots = _slots(model)
     with ExitStack() as stack:
         where: dict[str, Any] = {}

@@ -15,6 +15,8 @@ from .runtime.model import ModelRuntime
 from .runtime.pools import joined
 from .runtime.session import Session
 
+_PLANNING = "decision on the plan of the model"
+
 
 class Loader(Protocol):
     """Where Programs go: what runs them, and the table of weights that they keep.
@@ -78,14 +80,14 @@ class EngineLoader:
             return text
         # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
         asked = f"{key}/{policy.attempt}.{ended_calls(group)}"
-        texts = show(group, asked, f"{room_bytes}\n{text}", "memory_budget_bytes")
+        texts = show(group, asked, f"{room_bytes}\n{text}", _PLANNING)
         said = [t.partition("\n") for t in texts]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
     def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
         asked = f"prefetch/{policy.serial}/{key}"
         if room_bytes is None:
-            text = decide(policy.group, f"{asked}/{policy.attempt}", text)
+            text = decide(policy.group, f"{asked}/{policy.attempt}", text, _PLANNING)
         else:
             text = self.tightest(policy, asked, room_bytes, text)
         policy.distances[key] = text

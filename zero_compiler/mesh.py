@@ -91,6 +91,18 @@ def make_group(
     return dataclasses.replace(cut, across=across if across.world > 1 else None)
 
 
+def ranks_of(mesh: DeviceMesh | None) -> Group | None:
+    """All ranks of ``mesh``, by default of the default process group; None where there are no others, or only a
+    collective could say."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if isinstance(mesh, DeviceMesh) and mesh.size() < dist.get_world_size():
+        return _along(mesh, 0, torch.device(mesh.device_type)) if mesh.ndim == 1 else None
+    device = default_device().type
+    device = device if _backend_serves(device) else "cpu"
+    return _along(_default_mesh(device), 0, torch.device(device))
+
+
 def bare_mesh(
     device: str, ranks: torch.Tensor | list[int], names: tuple[str, ...] | None = None, rank: int = 0
 ) -> DeviceMesh:

@@ -331,7 +331,8 @@ def _broadcast_rows(cut: Cut, full: torch.Tensor, rank: int) -> None:
     if rank == group.rank:
         rows.copy_(cut.local)
     if rows.numel():
-        dist.broadcast(rows, dist.get_global_rank(group.pg, rank), group=group.pg)
+        first = dist.get_global_rank(group.pg, rank)
+        eager.sent(group, dist.broadcast(rows, first, group=group.pg, async_op=True))
 
 
 # --- functions that need no full value ---------------------------------------------------------------------------

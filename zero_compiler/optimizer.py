@@ -28,6 +28,7 @@ from .group import Group
 from .headers import meet, short_digest
 from .ir import ops
 from .overlap import Overlap
+from .peers import working
 from .runtime.stores import Store, blocks, region_of
 from .runtime.streaming import Stream
 from .runtime.turns import BUFFERS
@@ -40,6 +41,7 @@ UNIT_BYTES = 32 << 20
 _NORM = "norm of the gradients in a step of zero.optimizer"
 
 
+@working("zero.optimizer")
 def optimizer(
     cls: type[Optimizer],
     model_or_params_or_groups: Any,

@@ -24,6 +24,7 @@ from .grads import HOOKS, goes_to_grad
 from .group import Group
 from .headers import cannot_begin, meet, short_digest
 from .mesh import make_group
+from .peer_waits import answered
 
 log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default
@@ -108,12 +109,14 @@ class PlainModel:
         params = self.params
         mine = [i in self.waiting and p.grad is not None for i, p in enumerate(params)]
         used = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
+        with answered(self.everyone, _DOING):
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
         todo = [p for p, flag in zip(params, used.tolist(), strict=True) if flag]
         for p in todo:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        _average([p.grad for p in todo], self.pg)
+        with answered(self.everyone, _DOING):
+            _average([p.grad for p in todo], self.pg)
         self.waiting.clear()
         self.left.clear()
 
@@ -178,7 +181,8 @@ class PlainModel:
         # Sums of bytes: exact, whatever the order in which a machine adds.
         sums = torch.stack([p.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in params])
         most = torch.cat([sums, -sums])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pg)
+        with answered(self.everyone, _DOING):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pg)
         highest, lowest = most.view(2, -1) * torch.tensor([[1], [-1]], device=most.device)
         differ = (highest != lowest).nonzero().flatten().tolist()
         if differ:

@@ -24,8 +24,9 @@ from .errors import ShardError
 from .foreach import MANAGED
 from .group import Group
 from .guards import STALE, guard_optimizers, held_elsewhere, mark_stale
+from .headers import begin, together
 from .layout import Layout, layout_of
-from .mesh import make_group
+from .mesh import make_group, ranks_of
 from .modules import is_root, state_of, swap_classes
 from .policy import ParamInfo, Places, Policy, local_of
 from .tensor_parallel import TensorPart, part_of, tensor_mesh_of
@@ -76,7 +77,14 @@ def shard(
     """
     if stage is not DEFAULT_STAGE:
         fields["stage"] = stage
-    merged = Config.make(config, fields)
+    with together(lambda: ranks_of(mesh), "zero.shard"):
+        return shard_over(model, *_checked(model, mesh, device, Config.make(config, fields)))
+
+
+def _checked(
+    model: nn.Module, mesh: DeviceMesh | None, device: torch.device | str | None, config: Config
+) -> tuple[Group, Config]:
+    """The group of a plain module that can be sharded."""
     if not isinstance(model, nn.Module):
         raise ShardError(f"zero.shard takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, torch._dynamo.OptimizedModule):
@@ -89,11 +97,12 @@ def shard(
         raise ShardError(
             f"this {type(model).__name__} belongs to a model that is sharded already; shard inner modules first"
         )
-    return shard_over(model, make_group(mesh, device, tensor_mesh_of(model)), merged)
+    return make_group(mesh, device, tensor_mesh_of(model)), config
 
 
 def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
+    begin(group, "zero.shard")
     policy = Policy(group, config)
     targets = collect(model, policy)
     params = {name: param for name, (param, _) in targets.items()}

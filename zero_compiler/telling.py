@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .errors import ZeroError
-from .failing import STEP, Failure
+from .failing import STEP, Failure, is_known, mark_known
 from .group import Group
 from .headers import fail_later
 from .plain import averaged_over
@@ -39,8 +39,9 @@ class Telling:
             what: see :class:`~zero_compiler.failing.Failure`.
         """
         known, self._known = self._known, None
-        if error is known or (isinstance(error, ZeroError) and error.failure is not None):
+        if error is known or is_known(error) or (isinstance(error, ZeroError) and error.failure is not None):
             return
+        mark_known(error)
         for group in self._peers():
             fail_later(group, Failure.of(error, group.name_of(group.rank), what))
 

@@ -189,7 +189,7 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     hosts = 0
     mine: dict[str, Any] = {"pid": os.getpid(), "problem": None}
     try:
-        inside, hosts = _neighbours(group, key, timeout_s)
+        inside, hosts = _neighbours(group, key)
         if hosts == 1 and unplanned is not None:
             raise ValueError(unplanned)
         _check_watching()
@@ -200,9 +200,7 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
             fd = _make(token, nbytes)
             post_text(group, f"{key}/file", json.dumps({"fd": fd, "pid": os.getpid(), "token": token}))
         else:
-            found = read_texts(group, f"{key}/file", timeout_s, ranks=inside[:1])
-            if inside[0] not in found:
-                raise OSError(f"rank {inside[0]} made no memory file")
+            found = read_texts(group, f"{key}/file", _CHOOSING, ranks=inside[:1])
             fd = _open(json.loads(found[inside[0]]), inside[0])
         home = mmap.mmap(fd, max(nbytes, 1), offset=_HOME)
     except (OSError, AttributeError, ValueError) as error:
@@ -213,8 +211,8 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     everyone = group.everyone
     mine |= {"first": first_rank(group), "rank": group.rank, "hosts": hosts}
     post_text(everyone, key, json.dumps(mine))
-    said = {r: json.loads(t) for r, t in read_texts(everyone, key, timeout_s).items()}
-    problem = _first_problem(said, everyone.world)
+    said = {r: json.loads(t) for r, t in read_texts(everyone, key, _CHOOSING).items()}
+    problem = _first_problem(said)
     if problem is not None:
         if fd >= 0:
             os.close(fd)
@@ -245,7 +243,7 @@ def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dis
     return group
 
 
-def _neighbours(group: Group, key: str, timeout_s: float) -> tuple[list[int], int]:
+def _neighbours(group: Group, key: str) -> tuple[list[int], int]:
     """The ranks of this rank's host, and how many hosts there are.
 
     Raises:
@@ -257,10 +255,8 @@ def _neighbours(group: Group, key: str, timeout_s: float) -> tuple[list[int], in
     except OSError:
         host = ""  # peers wait to hear
     post_text(group, f"{key}/host", host)
-    found = read_texts(group, f"{key}/host", timeout_s)
+    found = read_texts(group, f"{key}/host", _CHOOSING)
     for rank in range(group.world):
-        if rank not in found:
-            raise OSError(f"rank {rank} did not say in time on which host it runs")
         if not found[rank]:
             raise OSError(f"rank {rank} cannot tell on which host it runs (it reads /proc)")
     by_host: dict[str, list[int]] = {}
@@ -279,10 +275,8 @@ def _neighbours(group: Group, key: str, timeout_s: float) -> tuple[list[int], in
     return by_host[host], len(by_host)
 
 
-def _first_problem(said: dict[int, dict[str, Any]], world: int) -> str | None:
-    for rank in range(world):
-        if rank not in said:
-            return f"rank {rank}: did not arrive in time"
+def _first_problem(said: dict[int, dict[str, Any]]) -> str | None:
+    for rank in sorted(said):
         if said[rank]["problem"]:
             return f"rank {rank}: {said[rank]['problem']}"
     if len({s["hosts"] for s in said.values()}) > 1:
@@ -290,6 +284,7 @@ def _first_problem(said: dict[int, dict[str, Any]], world: int) -> str | None:
     return None
 
 
+_CHOOSING = "choice of the transport"
 _UNWATCHED = "processes cannot be watched here"
 _PIDFD_OPEN = 434  # Python has no name for it where it was built on an older kernel
 

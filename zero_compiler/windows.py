@@ -14,10 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import eager, grads, plain
-from .errors import GradientError, RankMismatchError, ShardError
+from .errors import GradientError, RankMismatchError, ShardError, ZeroError
+from .failing import Failure, is_known, mark_known
 from .full_weight import FULL
-from .headers import cannot_begin
+from .group import Group, group_of
+from .headers import cannot_begin, fail, together
 from .modules import policies_of
+from .peer_waits import answered
 from .policy import Places, Policy, local_of
 
 
@@ -46,10 +49,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     for s in states:
         s.sync = False
     try:
-        yield
+        with together(lambda: _ranks_of(model), "zero.no_sync", works=False):
+            yield
     finally:
         for s, sync in zip(states, before, strict=True):
             s.sync = sync
+
+
+def _ranks_of(model: nn.Module) -> Group | None:
+    """The ranks that a model, or the part of it that is not sharded, is trained on."""
+    return group_of(policies_of(model)) or next(
+        iter(plain.averaged_over(plain.plain_parameters(model).values())), None
+    )
 
 
 def _check_module(what: str, model: Any) -> None:
@@ -74,18 +85,39 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
     for policy in policies:
         if policy.opened:
             raise ShardError("zero.gathered: this model is gathered already; leave the first one before")
-    opened: list[_Opened] = []
+    with together(lambda: group_of(policies), "zero.gathered", works=False):
+        opened: list[_Opened] = []
+        all_there = True
+        try:
+            for policy in policies:
+                _open(policy, opened)
+            yield
+        except BaseException as error:
+            all_there = not write or _all_fail(policies, error)
+            raise
+        finally:
+            # Shards first, so that the model is whole again whatever the check of the written values says.
+            written = [(o, _close(o)) for o in opened]
+            for policy in policies:
+                policy.opened = False
+            if write and all_there:
+                _write(written)
+
+
+def _all_fail(policies: list[Policy], error: BaseException) -> bool:
+    """Tell the other ranks, which are at the end of a ``zero.gathered(write=True)`` or on their way, that an ``error``
+    has ended it here. Whether that has happened on all of them."""
+    group = group_of(policies)
+    if group is None or group.alone or is_known(error):
+        return True
     try:
-        for policy in policies:
-            _open(policy, opened)
-        yield
+        return fail(
+            group, Failure.of(error, group.name_of(group.rank), "complete its zero.gathered"), new=True
+        )
+    except ZeroError:
+        return False  # a peer is gone: the error of this rank says more
     finally:
-        # Shards first, so that the model is whole again whatever the check of the written values says.
-        written = [(o, _close(o)) for o in opened]
-        for policy in policies:
-            policy.opened = False
-        if write:
-            _write(written)
+        mark_known(error)
 
 
 @dataclass(frozen=True)
@@ -201,7 +233,8 @@ def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
     policy.meet("end of zero.gathered(write=True)", "\n".join(f"writes {name}" for name, _ in fulls))
     everyone = group.everyone
     every = [torch.empty_like(sums) for _ in range(everyone.world)]
-    dist.all_gather(every, sums, group=everyone.pg)
+    with answered(everyone, "zero.gathered(write=True)"):
+        dist.all_gather(every, sums, group=everyone.pg)
     for rank, theirs in enumerate(every):
         first = next(r for r, t in enumerate(every) if torch.equal(t[-1], theirs[-1]))
         differ = (theirs != every[first]).any(dim=1).nonzero().flatten().tolist()

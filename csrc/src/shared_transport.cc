@@ -138,17 +138,15 @@ class Process {
 #endif
     fd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
     if (fd_ < 0) {
-      const bool full = errno == EMFILE;
-      const std::string reason = std::strerror(errno);
+      const int code = errno;
+      if (code == ESRCH) {
+        return Status::error("its process has ended");
+      }
       return Status::error(
-          "process " + std::to_string(pid_) + " cannot be watched: " + reason +
-          (full ? kDescriptors : ""));
+          std::string("its process cannot be watched: ") +
+          std::strerror(code) + (code == EMFILE ? kDescriptors : ""));
     }
     return {};
-  }
-
-  pid_t pid() const {
-    return pid_;
   }
 
   bool dead() const {
@@ -184,9 +182,12 @@ class SharedPeers final : public PeerMemory {
     if (mine().left.load() != 0 || mine().fate.load() != kAlive) {
       return Status::error("this shared segment has been used already");
     }
-    for (const pid_t pid : options_.pids) {
-      auto process = Process::of(pid);
-      ZERO_RETURN_IF_ERROR(process.status());
+    for (size_t rank = 0; rank < options_.pids.size(); ++rank) {
+      auto process = Process::of(options_.pids[rank]);
+      if (!process.ok()) {
+        return Status::error(
+            name(static_cast<int>(rank)) + ": " + process.status().message());
+      }
       processes_.push_back(std::move(process.value()));
     }
     blocks_of_peers_.resize(static_cast<size_t>(world_));
@@ -425,16 +426,14 @@ class SharedPeers final : public PeerMemory {
           break;
       }
       if (deaths && processes_[static_cast<size_t>(rank)]->dead()) {
-        return Status::error(name(rank) + " died before " + label);
+        return Status::error(name(rank) + " is gone: its process has ended before " + label);
       }
     }
     return {};
   }
 
   std::string name(int rank) const {
-    return "rank " + std::to_string(rank) + " of " + std::to_string(world_) +
-        " (process " +
-        std::to_string(processes_[static_cast<size_t>(rank)]->pid()) + ")";
+    return "rank " + std::to_string(rank) + " of " + std::to_string(world_);
   }
 
   const std::shared_ptr<SharedSegment> segment_;

@@ -1,0 +1,546 @@
+"""Which ranks of a process group are still there, and what each one does.
+
+A lookup in the store of a process group does not notice that a rank has gone, and neither does an accelerator's
+backend. So the processes of a group hold connections of their own: each rank one to the first rank. The kernel closes
+them however a process ends; the first rank passes on who has gone. Over the same connections every rank says which
+call of this package it is in, and that it is alive, so that a rank that works for long is told from one that was
+stopped. One thread of a process serves all of its groups, and wakes up about once a second.
+
+Connections are made when a group is first used. A rank that is gone before that is noticed by gloo, in the header with
+which :func:`zero_compiler.headers.begin` starts; without gloo by what the kernel shows of the store's connections, on
+one host (`store_clients.py`), and else when the timeout of the group is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .group import Group, in_store, is_registered, store_of
+
+log = logging.getLogger("zero_compiler")
+
+BEAT_S = 1.0  # how often a rank says that it is alive
+SILENT_S = 5.0  # a rank that was not heard of for so long does not count as one that works
+_RANKS_A_BEAT = 256  # of larger groups the ranks say so less often
+_CONNECT_S = 2.0
+LONGEST_PAUSE_S = 8.0  # between attempts to connect
+_ATTEMPTS = 6
+_MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
+_REASON_CHARACTERS = 300
+
+
+# What this process does ------------------------------------------------------------------------------------------
+
+
+class _Doing:
+    """What this process does, as its peers are told."""
+
+    def __init__(self) -> None:
+        self.text = "before its first call"
+        self.works = False  # inside such a call, and not waiting for another rank there
+
+    def say(self, text: str, works: bool) -> None:
+        if (text, works) != (self.text, self.works):
+            self.text, self.works = text, works
+            _watch.tell_all()
+
+
+_doing = _Doing()
+
+
+@contextlib.contextmanager
+def working(what: str, works: bool = True) -> Iterator[None]:
+    """Peers that ask what became of this rank learn that it was in ``what``, or what came after that.
+
+    They wait for it longer than the timeout of the group while it ``works`` there, and does not wait for others itself.
+    """
+    before = _doing.text, _doing.works
+    _doing.say(f"in {what}", works)
+    after = f"after {what}"
+    try:
+        yield
+    except BaseException as error:
+        reason = next(iter(str(error).strip().splitlines()), "")[:_REASON_CHARACTERS]
+        after = f"after {what} had raised {type(error).__name__}" + (f": {reason}" if reason else "")
+        raise
+    finally:
+        _doing.say(*(before if before[1] else (after, False)))
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Inside, this rank waits for another one."""
+    text, works = _doing.text, _doing.works
+    _doing.say(text, False)
+    try:
+        yield
+    finally:
+        _doing.say(text, works)
+
+
+def meets() -> None:
+    """This rank is in a call of its model, unless it says that it is in another one. Peers hear of the first of several
+    calls alone, since these must be quick."""
+    if not _doing.text.startswith("in "):
+        _doing.say(_IN_CALLS, False)
+
+
+_IN_CALLS = "in or after a call of its model"
+
+
+# What it knows of others -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Peer:
+    """One rank, as this one knows it. ``heard``: when it was last known to be alive; None: never yet. ``gone``: in a
+    sentence, where it is."""
+
+    name: str
+    text: str = "before its first call"
+    works: bool = False
+    heard: float | None = None
+    gone: str | None = None
+
+
+class _Link:
+    """A connection to one other process, with messages of a line of JSON each."""
+
+    def __init__(self, connection: socket.socket, rank: int | None) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.rank = connection, rank
+        self.sure = False  # the other process knows of it too
+        self._out, self._in = bytearray(), bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send it, or keep what does not go now for the next time. What a process that is stopped does not read is
+        dropped after a while."""
+        with self._lock:
+            if len(self._out) < _MOST_BYTES:
+                self._out += json.dumps(message).encode() + b"\n"
+            with contextlib.suppress(OSError):  # a connection that is closed is noticed where it is read
+                while self._out:
+                    del self._out[: self.socket.send(self._out)]
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come.
+
+        Raises:
+            EOFError: and no more will.
+        """
+        try:
+            while data := self.socket.recv(1 << 16):
+                self._in += data
+                if len(self._in) > _MOST_BYTES:
+                    raise EOFError("no message of ours is so long")
+            ended = True
+        except BlockingIOError:
+            ended = False
+        except (ConnectionResetError, BrokenPipeError):
+            raise EOFError from None
+        except OSError as error:
+            raise EOFError(error.strerror or str(error)) from None
+        *lines, rest = self._in.split(b"\n")
+        self._in = bytearray(rest)
+        if ended and not lines:
+            raise EOFError
+        try:
+            return [message for line in lines if isinstance(message := json.loads(line), dict)]
+        except ValueError:
+            raise EOFError("no message of ours") from None
+
+
+class Peers:
+    """What this rank knows of the others of one process group; see :func:`of`.
+
+    Args:
+        group: all ranks of it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._pg = weakref.ref(group.pg)
+        self.rank, self.world = group.rank, group.world
+        self._peers = [_Peer(group.name_of(r)) for r in range(group.world)]
+        self._links: dict[int, _Link] = {}
+        self._server: socket.socket | None = None
+        self._token = ""
+        self._changed: set[int] = set()  # ranks of which the others are to be told
+        self._tried, self._next_try = 0, 0.0
+        self._next_beat = 0.0
+        self._beat_s = BEAT_S * max(1.0, self.world / _RANKS_A_BEAT)
+        if self.rank == 0:
+            self._listen(group)
+        _watch.add(self)
+
+    # --- for those who wait for a rank ---------------------------------------------------------------------------
+
+    def gone(self, rank: int) -> str | None:
+        """A sentence if that rank is gone."""
+        return self._peers[rank].gone
+
+    def any_gone(self, rank: int | None = None, wait_s: float = 0.0) -> str | None:
+        """The same of any rank, or of that one; it may still become known for some seconds."""
+        end = time.monotonic() + wait_s
+        while True:
+            ranks = range(self.world) if rank is None else (rank,)
+            found = next((gone for r in ranks if (gone := self._peers[r].gone) is not None), None)
+            if found is not None or not self._links or time.monotonic() > end:
+                return found
+            time.sleep(0.01)
+
+    def knows(self, rank: int) -> bool:
+        """Whether anything was heard of that rank yet."""
+        return self._peers[rank].heard is not None
+
+    def missing(self) -> str | None:
+        """The rank of which nothing was heard yet, or one of several; None where all have come."""
+        names = [p.name for r, p in enumerate(self._peers) if r != self.rank and p.heard is None]
+        return f"one of {', '.join(names)}" if len(names) > 1 else next(iter(names), None)
+
+    def at_work(self, rank: int) -> float | None:
+        """When that rank was last known to compute something in a call that others may have to wait for; None where it
+        does not, as far as is known. One that waits there itself does so as long as any other rank is at work."""
+        peer = self._peers[rank]
+        if peer.gone is not None:
+            return None
+        if peer.works:
+            return peer.heard
+        if not peer.text.startswith("in ") or peer.text == _IN_CALLS:
+            return None
+        others = (p for r, p in enumerate(self._peers) if r not in (rank, self.rank) and p.works)
+        return max((p.heard for p in others if p.gone is None and p.heard is not None), default=None)
+
+    def last_heard(self, rank: int | None = None) -> str:
+        """What was last heard of that rank, or of the first that is silent: the end of a sentence about it."""
+        now = time.monotonic()
+        for peer in self._peers if rank is None else self._peers[rank : rank + 1]:
+            silent = 0.0 if peer.heard is None else now - peer.heard
+            if silent > self._beat_s + SILENT_S / 2:
+                last = f"before that it was {peer.text}"
+                return f"; nothing was heard of {peer.name} for {silent:.0f} s: its process may be stopped; {last}"
+        if rank is None or self._peers[rank].heard is None:
+            return ""
+        return f"; its process is alive, {self._peers[rank].text}"
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def _listen(self, group: Group) -> None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, backlog=self.world, dualstack_ipv6=both)
+        self._server.setblocking(False)
+        self._token = secrets.token_hex(16)
+        store = store_of(group)
+        where = {
+            "token": self._token,
+            "port": self._server.getsockname()[1],
+            "addresses": _own_addresses(store),
+            "host": _host(),
+        }
+        store.set(in_store(group, _KEY), json.dumps(where))
+
+    def join(self, group: Group) -> None:
+        """Connect to the first rank if it has said where; else that is tried again the next time."""
+        if self.rank == 0 or self._links or self._peers[0].gone is not None or self._tried >= _ATTEMPTS:
+            return
+        now = time.monotonic()
+        store, key = store_of(group), in_store(group, _KEY)
+        if now < self._next_try or not store.check([key]):
+            return
+        where = json.loads(store.get(key))
+        here = ["127.0.0.1", "::1"] if where["host"] == _host() else []
+        problem = "no address is known"
+        for address in [*here, *where["addresses"]]:
+            try:
+                self._connect(address, where)
+                return
+            except (OSError, EOFError, ValueError) as error:
+                problem = f"{address} port {where['port']}: {error}"
+        self._next_try = now + min(2.0**self._tried / 2, LONGEST_PAUSE_S)
+        self._tried += 1
+        if self._tried == _ATTEMPTS:
+            log.warning(
+                "%s cannot connect to %s (%s): a rank that goes is noticed by the process group alone, in places "
+                "after its timeout",
+                self._peers[self.rank].name,
+                self._peers[0].name,
+                problem,
+            )
+
+    def _connect(self, address: str, where: dict[str, Any]) -> None:
+        connection = socket.create_connection((address, where["port"]), timeout=_CONNECT_S)
+        try:
+            hello = {"token": where["token"], "rank": self.rank, "text": _doing.text, "works": _doing.works}
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            first = b""
+            while not first.endswith(b"\n"):
+                data = connection.recv(1 << 16)
+                if not data:
+                    raise EOFError("another process answers there")
+                first += data
+            for line in first.splitlines():
+                self._from_first(json.loads(line))
+        except BaseException:
+            connection.close()
+            raise
+        self._links[0] = link = _Link(connection, 0)
+        _watch.register(connection, lambda: self._read(link))
+        self.tell()  # what has changed meanwhile
+
+    # --- on the thread -------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        if self._server is not None:
+            _watch.register(self._server, self._accept)
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            link = _Link(connection, None)
+            _watch.register(connection, lambda: self._read(link))
+
+    def _read(self, link: _Link) -> None:
+        try:
+            for message in link.receive():
+                if self.rank != 0:
+                    self._from_first(message)
+                elif link.rank is None:
+                    self._greet(link, message)
+                else:
+                    link.sure = True
+                    self._from_other(link.rank, message)
+        except (EOFError, KeyError, TypeError, ValueError, IndexError) as error:
+            _watch.unregister(link.socket)
+            if link.rank is None:
+                return
+            if self._links.get(link.rank) is link:
+                del self._links[link.rank]
+            if link.sure or self.rank != 0:
+                lost = f" (its connection was lost: {error})" if str(error) else ""
+                self._lost(link.rank, f"its process has ended{lost}, {self._peers[link.rank].text}")
+
+    def _greet(self, link: _Link, message: dict[str, Any]) -> None:
+        rank = int(message["rank"])
+        if not secrets.compare_digest(str(message["token"]), self._token) or not 0 < rank < self.world:
+            raise EOFError("another process")
+        link.rank = rank
+        self._links[rank] = link
+        self._from_other(rank, message)
+        known = {r: [p.text, p.works] for r, p in enumerate(self._peers)}
+        known[0] = [_doing.text, _doing.works]
+        gone = {r: p.gone for r, p in enumerate(self._peers) if p.gone is not None}
+        link.send({"ranks": known, "silent": self._silent(), "gone": gone})
+
+    def _from_other(self, rank: int, message: dict[str, Any]) -> None:
+        peer = self._peers[rank]
+        peer.heard = time.monotonic()
+        if "text" in message:
+            peer.text, peer.works = str(message["text"]), bool(message["works"])
+            self._changed.add(rank)
+        if "left" in message:
+            self._lost(rank, str(message["left"]))
+
+    def _from_first(self, message: dict[str, Any]) -> None:
+        for rank, (text, works) in message.get("ranks", {}).items():
+            self._peers[int(rank)].text, self._peers[int(rank)].works = text, works
+        for rank, gone in message.get("gone", {}).items():
+            peer = self._peers[int(rank)]
+            peer.gone = peer.gone or gone
+        if "left" in message:
+            self._lost(0, str(message["left"]))
+        now, silent = time.monotonic(), message.get("silent")
+        self._peers[0].heard = now
+        if silent is not None:
+            for rank, peer in enumerate(self._peers):
+                if rank not in silent:
+                    peer.heard = now
+
+    def _lost(self, rank: int, why: str) -> None:
+        """A rank will say no more. On the first rank the others are told."""
+        peer = self._peers[rank]
+        if peer.gone is not None:
+            return
+        peer.gone = f"{peer.name} is gone: {why}"
+        if self.rank == 0:
+            for link in list(self._links.values()):
+                link.send({"gone": {rank: peer.gone}})
+
+    def _silent(self) -> list[int]:
+        now, most = time.monotonic(), SILENT_S
+        return [
+            r
+            for r, p in enumerate(self._peers)
+            if r > 0 and (p.gone is not None or p.heard is None or now - p.heard > most)
+        ]
+
+    def beat(self, now: float) -> bool:
+        """Say that this rank is alive, where it is time to; whether there still is a process group."""
+        if now < self._next_beat:
+            return True
+        self._next_beat = now + self._beat_s
+        pg = self._pg()
+        if pg is None or not is_registered(pg):
+            self._leave()
+            return False
+        message: dict[str, Any] = {}
+        if self.rank == 0:
+            changed, self._changed = self._changed, set()
+            ranks = {r: [self._peers[r].text, self._peers[r].works] for r in changed}
+            message = {"ranks": ranks, "silent": self._silent()}
+        for link in list(self._links.values()):
+            link.send(message)
+        return True
+
+    def tell(self) -> None:
+        """Others learn at once what this rank does now; those behind the first rank soon."""
+        if self.rank == 0:
+            message: dict[str, Any] = {"ranks": {0: [_doing.text, _doing.works]}}
+        else:
+            message = {"text": _doing.text, "works": _doing.works}
+        for link in list(self._links.values()):
+            link.send(message)
+
+    def _leave(self) -> None:
+        """The process group was destroyed here: no peer will have an answer of this rank any more."""
+        for link in list(self._links.values()):
+            link.send({"left": f"it has destroyed the process group, {_doing.text}"})
+        self.close()
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            _watch.unregister(link.socket)
+        self._links.clear()
+        if self._server is not None:
+            _watch.unregister(self._server)
+            self._server = None
+
+
+_KEY = "peers"
+
+
+def _own_addresses(store: Any) -> list[str]:
+    """Where other hosts may reach this one, best first."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    served = getattr(store, "host", None)  # of a TCPStore, which all ranks have reached
+    found = [served] if served else []
+    for name in (served, socket.gethostname()):
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(name, 1, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as route:
+                    route.connect(address)  # sends nothing, and chooses the interface
+                    found.append(route.getsockname()[0])
+    return list(dict.fromkeys(found))
+
+
+def _host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+# One thread of the process ---------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """The thread that serves the connections of all groups. It ends when there are none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[Peers] = []
+        self._selector: Any = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, peers: Peers) -> None:
+        with self._lock:
+            if self._selector is None:
+                self._selector = selectors.DefaultSelector()
+            self._all.append(peers)
+            peers.attach()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="zero-peers", daemon=True)
+                self._thread.start()
+
+    def register(self, connection: socket.socket, read: Any) -> None:
+        self._selector.register(connection, selectors.EVENT_READ, read)
+
+    def unregister(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def tell_all(self) -> None:
+        for peers in list(self._all):
+            peers.tell()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(BEAT_S):
+                key.data()
+            now = time.monotonic()
+            for peers in list(self._all):
+                if not peers.beat(now):
+                    with self._lock:
+                        self._all.remove(peers)
+            with self._lock:
+                if not self._all:
+                    self._thread = None
+                    return
+
+    def forked(self) -> None:
+        """In a forked child: a connection that it held would outlive the rank."""
+        for peers in self._all:
+            for link in peers._links.values():
+                link.socket.close()
+            if peers._server is not None:
+                peers._server.close()
+        if self._selector is not None:
+            self._selector.close()
+        _known.clear()
+        self.__init__()  # type: ignore[misc]  # no thread of the parent's runs here
+
+
+_watch = _Watch()
+_known: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_watch.forked)
+
+
+def of(group: Group) -> Peers | None:
+    """What this rank knows of the others of a group, with which it is connected now if that can be; None where the
+    group has no other rank.
+
+    Raises:
+        TransferError: the process group has been destroyed.
+    """
+    if group.link is None or group.world == 1:
+        return None
+    pg = group.pg
+    found = _known.get(pg)
+    if found is None:
+        found = _known[pg] = Peers(group)
+    found.join(group)
+    return found
+
+
+def known(group: Group) -> Peers | None:
+    """The same where there are connections already; asks nothing of the store."""
+    pg = None if group.link is None or group.destroyed else group.pg
+    return None if pg is None else _known.get(pg)
