@@ -98,7 +98,8 @@ class _Watch:
             self._look()
 
     def _look(self) -> None:
-        self._most = max(self._most, sum(Resident.now(pid).own for pid in ("self", *_started(os.getpid()))))
+        pids: list[int | str] = ["self", *_started(os.getpid())]
+        self._most = max(self._most, sum(Resident.now(pid).own for pid in pids))
 
     def end(self) -> int:
         self._over.set()
