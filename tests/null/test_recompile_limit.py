@@ -134,9 +134,8 @@ def test_one_graph_serves_all_further_sizes(name, caplog):
     compare(call, plain, model, batch(5))
 
 
-@pytest.mark.parametrize(
-    "name", ["whole", *(pytest.param(n, marks=pytest.mark.slow) for n in ("graph break", "blocks"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["whole", "graph break", "blocks"])
 def test_a_memory_budget_refuses_as_before(name):
     plain, model, call, _ = made(name, memory_budget_bytes=60_000)
     for step in range(STEPS):
