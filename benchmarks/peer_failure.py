@@ -50,36 +50,54 @@ def main() -> None:
     args = parser.parse_args()
     m = common.machine()
     print(common.machine_text(m), flush=True)
-    text, results = common.heading("Ranks that go, and when the others end", m), []
+    results: list[dict[str, Any]] = []
     for job, (world, gone, gloo) in enumerate(JOBS[: args.jobs]):
         places = [p for p in PLACES if args.places in p and (job == 0 or p in SOME)]
         cases = [(world, gone, gloo, place, how) for place in places for how in HOWS]
         with ThreadPoolExecutor(args.at_once) as pool:
             rows = list(pool.map(measure, cases))
         results += rows
-        title = f"{world} ranks, of which rank {gone} goes" + ("" if gloo else ", without gloo")
-        head = [
-            "place",
-            *(f"{how} s" for how in HOWS),
-            "the others say, where it was killed",
-            "where it raised",
-        ]
-        shown = []
-        for place in places:
-            of = {row["how"]: row for row in rows if row["place"] == place}
-            shown.append(
-                [place, *(seconds(of[how]) for how in HOWS), said(of["killed"]), said(of["raising"])]
-            )
-        common.print_table(title, head, shown)
-        text += common.table(title, head, shown) + "\n"
-    slow = measure((2, 0, True, "deciding a plan", "slow"))
-    line = (
-        f"Rank 0 takes {2 * SHORT_S:.0f} s for its part of a plan, and the timeout is {SHORT_S:.0f} s: the other "
-        f"{slow['ranks'][0][1]}."
-    )
-    print(line)
+        common.print_table(*shown(rows))
+    results.append(measure((2, 0, True, "deciding a plan", "slow")))
+    print(slow_line(results[-1]))
     if args.json:
-        common.save(args.json, {"machine": m, "rows": [*results, slow]}, text + line + "\n")
+        common.save(args.json, {"machine": m, "rows": results}, markdown(m, results))
+
+
+def markdown(m: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    text = common.heading("Ranks that go, and when the others end", m)
+    for world, gone, gloo in JOBS:
+        rows = [r for r in results[:-1] if (r["world"], r["gone"], r["gloo"]) == (world, gone, gloo)]
+        if rows:
+            text += common.table(*shown(rows)) + "\n"
+    return text + slow_line(results[-1]) + "\n"
+
+
+def shown(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, head and rows of the table of one kind of job."""
+    from dist.leaving import HOWS
+
+    of = {(row["place"], row["how"]): row for row in rows}
+    title = f"{rows[0]['world']} ranks, of which rank {rows[0]['gone']} goes"
+    head = ["place", *(f"{how} s" for how in HOWS), "the others say, where it was killed", "where it raised"]
+    cells = [
+        [
+            place,
+            *(seconds(of[place, how]) for how in HOWS),
+            said(of[place, "killed"]),
+            said(of[place, "raising"]),
+        ]
+        for place in dict.fromkeys(row["place"] for row in rows)
+    ]
+    return title + ("" if rows[0]["gloo"] else ", without gloo"), head, cells
+
+
+def slow_line(slow: dict[str, Any]) -> str:
+    others = [kind for _, kind, _ in slow["ranks"]]
+    return (
+        f"Rank 0 takes {2 * SHORT_S:.0f} s for its part of a plan, and the timeout is {SHORT_S:.0f} s: all ranks "
+        f"{' and '.join(dict.fromkeys(others))}."
+    )
 
 
 def measure(case: tuple[int, int, bool, str, str]) -> dict[str, Any]:

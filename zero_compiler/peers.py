@@ -32,7 +32,7 @@ from .group import Group, in_store, is_registered, store_of
 log = logging.getLogger("zero_compiler")
 
 BEAT_S = 1.0  # how often a rank says that it is alive
-SILENT_S = 5.0  # a rank that was not heard of for so long does not count as one that works
+SILENT_S = 5.0  # a rank that was not heard of for so long is silent, and may be stopped
 _RANKS_A_BEAT = 256  # of larger groups the ranks say so less often
 _CONNECT_S = 2.0
 LONGEST_PAUSE_S = 8.0  # between attempts to connect

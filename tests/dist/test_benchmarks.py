@@ -28,6 +28,7 @@ CALLS = {
     "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",
     "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",
     "pass_time": "--nodes 1000",
+    "peer_failure": "--places 'before zero.init' --jobs 1",
     "planning": "--model tiny --parts 0.5",
     "predict": "--model tiny --steps 2 --warmup 2 --hardware PRESET",
     "tiers": "DIR --blocks 1 --width 64 --vocab 64 --tokens 8 --steps 2 --seconds 0.1 --compute aten --hardware PRESET"
