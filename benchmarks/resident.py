@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def main() -> None:
     call = common.called()
     if call is not None:
         train(call) if "files" in call else measure(call)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the cgroup is left and removed
     parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=["gpt-12x1024"])
     parser.add_argument("--modes", type=_list, default=["ddp", "fsdp2-compiled", "zero3"])
@@ -97,12 +99,9 @@ def run(model: str, mode: str, steps: int, ranks: int) -> dict[str, Any]:
         }
         env["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "inductor"))  # nothing was compiled before
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        # A process that is born in the cgroup is counted from its first page on.
-        child = subprocess.Popen(
-            [*launch, os.path.abspath(__file__)], env=env, preexec_fn=lambda: group.enter(os.getpid())
-        )
-        if child.wait():
-            raise RuntimeError(f"{mode} of {model} failed: {child.returncode}")
+        code = in_cgroup(group, [*launch, os.path.abspath(__file__)], env)
+        if code:
+            raise RuntimeError(f"{mode} of {model} failed: {code}")
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
     return {
         "phases": found[0]["phases"],
@@ -136,10 +135,7 @@ def trained(call: dict[str, Any], limit: int) -> dict[str, Any]:
             sys.exit(f"nobody counts here: {group.why}")
         env = {**os.environ, common.RANK_CALL: json.dumps({**call, "answer": f"{folder}/answer"})}
         env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor"))}
-        child = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__)], env=env, preexec_fn=lambda: group.enter(os.getpid())
-        )
-        child.wait()
+        in_cgroup(group, [sys.executable, os.path.abspath(__file__)], env)
         answer = Path(folder, "answer")
         found = json.loads(answer.read_text()) if answer.exists() else {}
         return {**found, "peak": group.peak_bytes()}
@@ -216,6 +212,17 @@ def limited_report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
 
 
 # Beside peers -----------------------------------------------------------------------------------------------------
+
+
+def in_cgroup(group: limits.Group, command: list[str], env: dict[str, str]) -> int:
+    """Run a command as a process that is born in the cgroup, so that it is counted from its first page on; its exit
+    status."""
+    child = subprocess.Popen(command, env=env, preexec_fn=lambda: group.enter(os.getpid()))
+    try:
+        return child.wait()
+    finally:
+        child.terminate()  # torchrun ends its ranks
+        child.wait()
 
 
 def measure(call: dict[str, Any]) -> None:

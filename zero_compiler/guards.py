@@ -19,7 +19,8 @@ from .runtime import heap
 from .unscale import take_gradients
 
 _CHECKED = "_zero_checked"
-_FIRST = "_zero_first"  # of an optimizer in its first step, which makes its states
+_FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
+_FIRST_STEPS = 3
 # Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
 STALE = "_zero_stale"
 _installed = False
@@ -37,7 +38,7 @@ def guard_optimizers() -> None:
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)
-        register_optimizer_step_post_hook(_states_made)
+        register_optimizer_step_post_hook(_give_back)
 
 
 def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a closure") -> ShardError:
@@ -86,16 +87,19 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_kind(optimizer)
     _check_managed(optimizer)
     optimizer.__dict__[_CHECKED] = count
-    optimizer.__dict__[_FIRST] = any(hasattr(p, MANAGED) for g in optimizer.param_groups for p in g["params"])
+    if any(hasattr(p, MANAGED) for g in optimizer.param_groups for p in g["params"]):
+        optimizer.__dict__[_FIRST] = _FIRST_STEPS
 
 
-def _states_made(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Behind the first step of sharded parameters, which has made states: give the free pages of the heap back.
+def _give_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind the first steps of sharded parameters give the free pages of the heap back.
 
-    They are what compiling, the model as it was made, and activations before there were states have touched. Steps from
-    here on touch fewer of them again, and the same ones at every step.
+    They are what compiling, the model as it was made, and activations and gradients before there were states have
+    touched. Once states are made and gradients have their storages, a step touches the same pages as the one before.
     """
-    if optimizer.__dict__.pop(_FIRST, False):
+    steps = optimizer.__dict__.get(_FIRST, 0)
+    if steps:
+        optimizer.__dict__[_FIRST] = steps - 1
         heap.give_back()
 
 
