@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from . import grads, transforms
-from .full_weight import FULL
 from .ir import ops
 from .policy import ParamInfo, Policy
+
+# Of a tensor without values, while Dynamo looks: the full weight that code which reads it is given.
+_SEEN = "_zero_seen"
 
 
 # Dynamo follows Python one bytecode at a time, for every parameter of the model: what is in here it only runs.
@@ -23,7 +26,8 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     """
     policy = ops.owner_of(owner)
     info = policy.params[name]
-    if isinstance(param._local_tensor, FakeTensor):
+    # What else runs a forward without values (torch.export) records operators, and is given those that it means.
+    if isinstance(param._local_tensor, FakeTensor) and get_proxy_mode() is None:
         with transforms.below():
             return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
@@ -38,14 +42,14 @@ def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Ten
     AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
     does that, where our errors stay what they are.
     """
-    seen: torch.Tensor | None = param.__dict__.get(FULL)
+    seen: torch.Tensor | None = param.__dict__.get(_SEEN)
     if seen is None:
         stands = _stands(param, info, policy)
         device = policy.computes_on(info.name, param) if stands else policy.group.device
         seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
         seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
         seen._is_param = True
-        setattr(param, FULL, seen)
+        setattr(param, _SEEN, seen)
     return seen
 
 
@@ -58,11 +62,11 @@ def placed(whole: Any, full: torch.Tensor) -> Any:
     """
     if not isinstance(full, FakeTensor):
         return whole
-    seen = full.__dict__.get(FULL)
+    seen = full.__dict__.get(_SEEN)
     if seen is None:
         seen = whole.detach().requires_grad_(whole.requires_grad)
         seen._is_param = True
-        setattr(full, FULL, seen)
+        setattr(full, _SEEN, seen)
     return seen
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from .errors import ShardError
 from .failing import Failure
@@ -153,6 +154,8 @@ def refuse_tracers(name: str) -> None:
     elif getattr(
         torch.fx._symbolic_trace, "_is_fx_tracing_flag", False
     ):  # what compiles or exports is not here
+        if forward_ad._current_level >= 0:
+            return  # torch.func.linearize, of which the result holds for the present weights
         by = "torch.fx (symbolic_trace or make_fx)"
     else:
         return

@@ -167,7 +167,7 @@ class Memory:
     accumulating: int = 0
     apart: int = 0
     elsewhere: bool = False
-    footprint: Footprint | None = None
+    footprint: Footprint | None = field(default=None, compare=False)
 
     @property
     def at_rest(self) -> int:
