@@ -142,6 +142,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     _refuse_assignment(gm)
     gm = _copy(gm)
     _remove_placed(gm)
+    _remove_unused(gm)
     _read_below_transforms(gm)
     writes = take_writes(gm)
     _refuse_writes(gm, writes)
@@ -269,6 +270,13 @@ def _remove_placed(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=placed):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
+
+
+def _remove_unused(gm: fx.GraphModule) -> None:
+    """Take out reads of weights of which only the dtype, the device or the like was asked: Dynamo has answered that."""
+    for node in gm.graph.find_nodes(op="call_function", target=weight):
+        if not node.users:
+            gm.graph.erase_node(node)
 
 
 def _hoist_reads(gm: fx.GraphModule) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from . import grads, transforms
 from .full_weight import FULL
@@ -23,7 +24,7 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     """
     policy = ops.owner_of(owner)
     info = policy.params[name]
-    if isinstance(param._local_tensor, FakeTensor):
+    if isinstance(param._local_tensor, FakeTensor) and get_proxy_mode() is None:
         with transforms.below():
             return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
