@@ -97,6 +97,19 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
                 name = names.get(value.untyped_storage()._cdata)
                 if name is not None:
                     raise CaptureError(grads.written(name))
+            for written in _written_by_list(node):
+                name = names.get(written.untyped_storage()._cdata)
+                if name is not None:
+                    raise CaptureError(grads.written(name))
+
+
+def _written_by_list(node: fx.Node) -> list[FakeTensor]:
+    """What ``torch._foreach_*_`` writes to: nobody has counted that."""
+    called = getattr(node.target, "__name__", "")
+    if node.op != "call_function" or not (called.startswith("_foreach_") and called.endswith("_")):
+        return []
+    values = [n.meta.get("example_value") for n in node.args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    return [v for v in values if isinstance(v, FakeTensor)]
 
 
 def _refuse_assignment(gm: fx.GraphModule) -> None:

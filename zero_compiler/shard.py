@@ -301,6 +301,7 @@ def sharded_parameter(
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
     param = nn.Parameter(dtensor, requires_grad=requires_grad)
     param.__dict__[MANAGED] = True
+    grads.note_storage(param)
     return param
 
 
