@@ -33,6 +33,7 @@ from .errors import ShardError
 from .group import Group
 from .guards import guard_optimizers, mark_stale
 from .headers import begin, tell, together
+from .held import at_rest
 from .layout import Layout, layout_of
 from .mesh import make_group, ranks_of
 from .modules import state_of, swap_classes
@@ -189,7 +190,7 @@ class Construction:
         self._mode.close()
         self._apart.close()
         for root in self._roots:
-            for param in root.parameters():
+            for _, param in at_rest(root):
                 param.__dict__.pop(KEY, None)
 
     # --- what torch tells ------------------------------------------------------------------------------------

@@ -97,6 +97,19 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
                 name = names.get(value.untyped_storage()._cdata)
                 if name is not None:
                     raise CaptureError(grads.written(name))
+            for written in _written_by_list(node):
+                name = names.get(written.untyped_storage()._cdata)
+                if name is not None:
+                    raise CaptureError(grads.written(name))
+
+
+def _written_by_list(node: fx.Node) -> list[FakeTensor]:
+    """What ``torch._foreach_*_`` writes to: nobody has counted that."""
+    called = getattr(node.target, "__name__", "")
+    if node.op != "call_function" or not (called.startswith("_foreach_") and called.endswith("_")):
+        return []
+    values = [n.meta.get("example_value") for n in node.args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    return [v for v in values if isinstance(v, FakeTensor)]
 
 
 def _refuse_assignment(gm: fx.GraphModule) -> None:
@@ -142,6 +155,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     _refuse_assignment(gm)
     gm = _copy(gm)
     _remove_placed(gm)
+    _remove_unused(gm)
     _read_below_transforms(gm)
     writes = take_writes(gm)
     _refuse_writes(gm, writes)
@@ -269,6 +283,13 @@ def _remove_placed(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=placed):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
+
+
+def _remove_unused(gm: fx.GraphModule) -> None:
+    """Take out reads of weights of which only the dtype, the device or the like was asked: Dynamo has answered that."""
+    for node in gm.graph.find_nodes(op="call_function", target=weight):
+        if not node.users:
+            gm.graph.erase_node(node)
 
 
 def _hoist_reads(gm: fx.GraphModule) -> None:

@@ -403,8 +403,8 @@ def mixes(error: BaseException) -> bool:
 def computes_with_shards() -> ShardError:
     """The error of a forward that reads parameters past the attributes of their modules."""
     return ShardError(
-        "this forward computes with shards: inside it parameters(), state_dict() and _parameters hold them, and only "
-        "attributes such as module.weight are whole; read those, or add such terms to the loss outside of the forward, "
+        "this forward computes with shards: inside it state_dict() and _parameters hold them, and attributes such as "
+        "module.weight and parameters() are whole; read those, or add such terms to the loss outside of the forward, "
         'made plain with .full_tensor(grad_placements=[Partial("avg")]), whose gradient is the mean over ranks'
     )
 
@@ -421,9 +421,27 @@ def replaced(name: str) -> NoReturn:
 _address = getattr(torch._C, "_data_address", lambda tensor: 0)
 
 
+_OWN = (
+    "_zero_own_storage"  # of a parameter: its id, which no copy of it has, and the storage that goes with it
+)
+
+
+def note_storage(param: Any) -> None:
+    """From here on :func:`was_dropped` finds a DTensor that is put in the place of ``param`` by ``.data``."""
+    param.__dict__[_OWN] = id(param), param.untyped_storage()._cdata
+
+
 def was_dropped(param: Any) -> bool:
     """Whether ``param.data = value`` has been written, which leaves a DTensor at its old values without a word."""
-    return isinstance(param, DTensor) and _address(param) != 0
+    if not isinstance(param, DTensor):
+        return False
+    if _address(param) != 0:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    # A DTensor's own storage has no bytes, and .data takes over that of the other.
+    whose, storage = param.__dict__.get(_OWN, (0, 0))
+    return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
 
 
 def dropped(name: str) -> NoReturn:

@@ -23,6 +23,7 @@ from .errors import ShardError, ZeroError
 from .full_weight import FULL, forget, known, remember
 from .group import Group
 from .guards import STALE, mark_stale
+from .held import inside, named_members
 from .penalties import watch_outputs
 from .policy import Policy
 from .reading import managed, placed, weight
@@ -146,6 +147,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
         "register_parameter": _register_parameter,
+        "_named_members": named_members,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -492,12 +494,9 @@ def _weight_property(attribute: str, name: str) -> property:
 @torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
 def read_eager(param: Any, name: str, policy: Policy) -> Any:
     """What ``module.attribute``, the parameter ``name``, is outside a compiled region."""
-    # Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients
-    # enabled; hooks on parameters and gradients run there too, without.
-    inside = policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
     if isinstance(param, DTensor) and not policy.opened:
         refuse_tracers(name)
-    if param is None or not inside or policy.opened:
+    if param is None or policy.opened or not inside(policy):
         return param
     if not isinstance(param, DTensor):
         if isinstance(param, nn.Parameter) and not hasattr(param, FULL):

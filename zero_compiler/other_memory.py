@@ -44,6 +44,7 @@ def give(param: Any, made: Any, name: str) -> None:
         # Higher than any count that a graph of before may have noted.
         torch._C._autograd._unsafe_set_version_counter((param,), (version + 1,))
         param.__dict__[grads.EXCHANGED] = version + 1
+        grads.note_storage(param)
 
 
 def _refuse_backwards(param: torch.Tensor, name: str) -> None:

@@ -23,6 +23,7 @@ from .full_weight import FULL
 from .grads import HOOKS, goes_to_grad
 from .group import Group
 from .headers import cannot_begin, meet, short_digest
+from .held import at_rest
 from .mesh import make_group
 from .peer_waits import answered
 
@@ -357,7 +358,7 @@ def watch(example_inputs: Sequence[Any], model: nn.Module | None = None) -> None
     trained = sum(p.requires_grad for p in members.values())
     if trained and not getattr(state, _SAID, False):
         setattr(state, _SAID, True)
-        rest = sum(1 for _ in model.parameters()) - len(members) if model is not None else 0
+        rest = sum(1 for _ in at_rest(model)) - len(members) if model is not None else 0
         if rest:
             what = f"{trained} parameters of this model are not sharded, so they train as stage 0"
         else:
@@ -373,13 +374,13 @@ def watch(example_inputs: Sequence[Any], model: nn.Module | None = None) -> None
 def watch_beside(model: nn.Module) -> None:
     """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
     if torch.is_grad_enabled() and _several_ranks(None):
-        watch([p for p in model.parameters() if _plain(p) and not _known(p)])
+        watch([p for _, p in at_rest(model) if _plain(p) and not _known(p)])
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``model`` that no shard manages, by name."""
     model = getattr(model, "_orig_mod", model)
-    return {n: p for n, p in model.named_parameters() if _plain(p)}
+    return {n: p for n, p in at_rest(model) if _plain(p)}
 
 
 def plain_model(params: Sequence[nn.Parameter]) -> PlainModel:
@@ -407,7 +408,7 @@ def _model_of(params: Sequence[nn.Parameter]) -> nn.Module | None:
     while frame is not None:
         for value in list(frame.f_locals.values()):
             if isinstance(value, nn.Module) and not isinstance(value, torch.fx.GraphModule):
-                if any(id(p) in wanted for p in value.parameters()):
+                if any(id(p) in wanted for _, p in at_rest(value)):
                     found = value
         frame = frame.f_back  # type: ignore[assignment]
     return found

@@ -25,6 +25,7 @@ from .foreach import MANAGED
 from .group import Group
 from .guards import STALE, guard_optimizers, held_elsewhere, mark_stale
 from .headers import begin, together
+from .held import at_rest
 from .layout import Layout, layout_of
 from .mesh import make_group, ranks_of
 from .modules import is_root, state_of, swap_classes
@@ -219,7 +220,7 @@ def _check_held(model: nn.Module, names: dict[int, str]) -> None:
 
 def _stands_in(model: nn.Module, param: weakref.ref[nn.Parameter] | None) -> bool:
     found = None if param is None else param()
-    return found is not None and any(found is p for p in model.parameters())
+    return found is not None and any(found is p for _, p in at_rest(model))
 
 
 def _check_table(prefix: str, module: nn.Module) -> None:
@@ -300,6 +301,7 @@ def sharded_parameter(
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
     param = nn.Parameter(dtensor, requires_grad=requires_grad)
     param.__dict__[MANAGED] = True
+    grads.note_storage(param)
     return param
 
 

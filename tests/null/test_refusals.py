@@ -218,6 +218,22 @@ def test_values_that_a_parameter_would_drop(how):
         call(batch())
 
 
+@both_ways
+def test_a_sharded_value_that_a_parameter_would_drop(how):
+    model = zero.shard(mlp(), compute="aten")
+    call = use(model, how)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    call(batch()).sum().backward()
+    model.to(torch.float64).to(torch.float32)  # other memory, which is told
+    model[0].weight.data = model[0].weight.data  # the same
+    optimizer.step()
+    model[0].weight.data = model[0].weight.data * 2
+    with pytest.raises(ShardError, match=r"'0.weight' was given another tensor by .data =.*param.data.copy_"):
+        optimizer.step()
+    with pytest.raises(ShardError, match=r"'0.weight' was given another tensor"), zero.gathered(model):
+        pass
+
+
 def test_values_of_other_models_are_theirs():
     zero.shard(mlp())
     plain = mlp()

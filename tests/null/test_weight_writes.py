@@ -123,7 +123,18 @@ def _assigned(m):
     m.inner.weight.data = m.inner.weight.data.clamp(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("write", [_after_a_use, _renorm, _assigned])
+@torch.no_grad()
+def _averaged(m):
+    torch._foreach_lerp_([m.inner.weight], [m.inner.weight + 1], 0.1)
+
+
+@torch.no_grad()
+def _all_averaged(m):
+    for p, q in zip(m.inner.parameters(), list(m.last.parameters()), strict=True):
+        p.mul_(0.9).add_(q.sum(), alpha=0.1)
+
+
+@pytest.mark.parametrize("write", [_after_a_use, _renorm, _assigned, _averaged, _all_averaged])
 def test_writes_that_a_graph_cannot_do_before_it_runs(write):
     model = zero.shard(writing(write), device="cpu", compute="aten")
     with pytest.raises(ZeroError, match=r"writes to parameter 'inner\.weight' in place"):

@@ -1,0 +1,62 @@
+"""``parameters()`` and ``named_parameters()`` of a module: full weights inside a forward, as its attributes are.
+
+A forward that adds ``0.0 * sum(p.sum() for p in self.parameters())``, or asks ``next(self.parameters()).dtype``, means
+what it computes with. Outside of a forward, and inside ``zero.gathered``, these methods are those of ``nn.Module``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+
+def inside(policy: Policy) -> bool:
+    """Whether eager code that runs is of a forward of the model.
+
+    Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients enabled;
+    hooks on parameters and gradients run there too, without.
+    """
+    return policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+
+def named_members(
+    self: Any,
+    get_members_fn: Callable[[nn.Module], Any],
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, Any]]:
+    """What ``nn.Module`` makes these methods of, with each sharded parameter as the attribute that it stands at.
+
+    Parameters that are tied are known by the shard, before any is gathered, and none is gathered before
+    it is asked for.
+    """
+    members = type(self)._zero_base._named_members(self, get_members_fn, prefix, recurse, remove_duplicate)
+    state = self._zero
+    if state is None or state.policy.opened or not _inside(state.policy):
+        yield from members
+        return
+    for name, member in members:
+        if isinstance(member, DTensor):
+            path, _, attribute = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
+            owner = self.get_submodule(path)
+            own = owner.__dict__.get("_zero")
+            if own is not None and attribute in own.names:
+                member = getattr(owner, attribute)
+        yield name, member
+
+
+def _inside(policy: Policy) -> bool:
+    return policy.scope.active if torch.compiler.is_compiling() else inside(policy)
+
+
+def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()``, of shards also inside a forward."""
+    return nn.Module._named_members(model, lambda module: module._parameters.items())
