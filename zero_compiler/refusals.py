@@ -9,6 +9,7 @@ peers may not lets them end at their next call with the same reason.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from .errors import ShardError
 from .failing import Failure
@@ -154,8 +154,8 @@ def refuse_tracers(name: str) -> None:
     elif getattr(
         torch.fx._symbolic_trace, "_is_fx_tracing_flag", False
     ):  # what compiles or exports is not here
-        if forward_ad._current_level >= 0:
-            return  # torch.func.linearize, of which the result holds for the present weights
+        if _linearizes():
+            return
         by = "torch.fx (symbolic_trace or make_fx)"
     else:
         return
@@ -163,6 +163,14 @@ def refuse_tracers(name: str) -> None:
         f"{by} follows a forward that reads the sharded parameter {name!r}, and would keep its values as constants: "
         "trace in `with zero.gathered(model):`, which all ranks enter, or the plain model before zero.shard"
     )
+
+
+def _linearizes() -> bool:
+    """Whether what traces is ``torch.func.linearize``, whose result is to keep the weights that it was made with."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.func.linearize.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # Wrappers -----------------------------------------------------------------------------------------------------------
@@ -176,6 +184,8 @@ def refuse_wrappers(is_sharded: Callable[[nn.Module], bool]) -> None:
     """
 
     def registered(wrapper: nn.Module, name: str, module: Any) -> None:
+        if torch.compiler.is_compiling():  # a module that a forward makes; Dynamo follows this function
+            return
         if isinstance(wrapper, _wrappers()) and isinstance(module, nn.Module):
             if any(is_sharded(m) for m in module.modules()):
                 raise ShardError(wrapped(type(wrapper).__name__))
