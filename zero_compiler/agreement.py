@@ -13,7 +13,7 @@ from .errors import RankMismatchError, TransferError, ZeroError
 from .failing import Failure, mark_known, notice
 from .group import Group, group_timeout_s, in_store, store_of
 from .peer_waits import Wait, late, no_store
-from .peers import of
+from .peers import awaiting_text, of
 
 # A rank that waits for another one's text looks for it, and whether that rank has failed or is gone, after the first of
 # these, then after twice as long each time, up to the second. The store's own wait would not notice that it is gone.
@@ -171,7 +171,8 @@ def _await_text(group: Group, rank: int, key: str, what: str, notices: Sequence[
     try:
         if store.check([name]):
             return str(store.get(name).decode())
-        with Wait(group, rank, what, timeout_s) as wait:
+        everywhere = dist.get_global_rank(group.pg, rank)
+        with awaiting_text(name, everywhere, what), Wait(group, rank, what, timeout_s) as wait:
             while True:
                 # What a rank has said before it failed, or went, holds: so that is looked for last.
                 gone, left_s = wait.gone(), wait.left_s()
@@ -180,6 +181,9 @@ def _await_text(group: Group, rank: int, key: str, what: str, notices: Sequence[
                     return str(store.get(name).decode())
                 if text is not None:
                     raise Failure.read(text).error()
+                crossed = wait.crossed()
+                if crossed is not None:
+                    raise crossed
                 if gone is not None or left_s <= 0:
                     break
                 time.sleep(min(pause, left_s))

@@ -172,6 +172,7 @@ class _Exchange:
 
     def __init__(self, group: Group, mine: bytes, what: str) -> None:
         self._group, pg = group, group.pg
+        self._number = peers.enter_header(pg)
         self._works: list[tuple[int | None, Any]] = []
         # Kept until they have been read, whoever looks at the result.
         self._sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -202,7 +203,7 @@ class _Exchange:
             ZeroError: a peer is gone that had said why.
         """
         for peer, work in self._works:
-            with _named(self._group, peer, what):
+            with _named(self._group, peer, what), peers.awaiting_header(self._group.pg, self._number, what):
                 if peer is None:
                     self._until_done(work, what)
                 work.wait()

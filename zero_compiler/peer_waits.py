@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import TransferError, ZeroError
+from .errors import RankMismatchError, TransferError, ZeroError
 from .group import Group, store_of
 from .peers import LONGEST_PAUSE_S, Peers, known, of, waiting
 from .store_clients import clients_of
@@ -19,6 +19,7 @@ log = logging.getLogger("zero_compiler")
 
 _SOON_S = 1.0  # within which a connection is closed that ends with another one of the same process
 _ASK_S = 0.5  # after which a rank that waits for one that has not come asks the kernel for it
+_CROSSED_S = 3.0  # what was heard of the other rank for so long is no longer on its way here
 _LONG_S = 30.0  # after which a rank that waits says so
 
 
@@ -35,6 +36,7 @@ class Wait:
         self._end, self._says = now + timeout_s, now + _LONG_S
         self._pause_s = _ASK_S
         self._asks = now + self._pause_s
+        self._crossed: tuple[str, float] | None = None
 
     def __enter__(self) -> Wait:
         self._around = waiting()
@@ -58,6 +60,24 @@ class Wait:
             heard = peers.last_heard(self._rank) or "; nothing has been heard of that rank yet"
             log.warning("%s: %s has waited for %s for %.0f s%s", self._what, me, other, _LONG_S, heard)
         return peers.gone(self._rank) or self._never_came(peers)
+
+    def crossed(self) -> RankMismatchError | None:
+        """An error if the rank waits for this one in another call: neither of them would ever go on."""
+        peers = known(self._group)
+        other = None if peers is None else peers.waits_for_this(self._rank, store_of(self._group))
+        now = time.monotonic()
+        if other is None or self._crossed is None or self._crossed[0] != other:
+            self._crossed = None if other is None else (other, now + _CROSSED_S)
+            return None
+        if now < self._crossed[1]:
+            return None
+        me, it = self._group.name_of(self._group.rank), self._group.name_of(self._rank)
+        error = RankMismatchError(
+            f"ranks are in different calls, and would wait for each other: {me} for {it} in the {self._what}, {it} for "
+            f"{me} in the {other}; let all ranks make the same calls in the same order"
+        )
+        error.passing = True  # a graph that was about to be compiled may be, when all ranks come
+        return error
 
     def _never_came(self, peers: Peers) -> str | None:
         """A sentence if one of the ranks is gone that this one is not connected with yet; asked less and less often."""

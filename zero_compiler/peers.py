@@ -25,7 +25,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from .group import Group, in_store, is_registered, store_of
 
@@ -50,6 +52,7 @@ class _Doing:
     def __init__(self) -> None:
         self.text = "before its first call"
         self.works = False  # inside such a call, and not waiting for another rank there
+        self.awaits: _Awaits | None = None  # what others must do before this process goes on
 
     def say(self, text: str, works: bool) -> None:
         if (text, works) != (self.text, self.works):
@@ -57,7 +60,30 @@ class _Doing:
             _watch.tell_all()
 
 
+class _Awaits(NamedTuple):
+    """What a process waits for, in the call ``what``: that all ranks of the process group ``of`` enter the header of
+    this ``number``; or that this ``rank`` of the job lays the text of the name ``of`` into the store."""
+
+    what: str
+    of: Any
+    number: int = 0
+    rank: int | None = None
+
+    def told(self) -> list[Any]:
+        return [self.what, self.of if self.rank is not None else _name(self.of), self.number, self.rank]
+
+
+def _name(pg: Any) -> str:
+    """Of a process group, equal on its ranks; "" where it has been destroyed."""
+    try:
+        return f"{getattr(pg, 'group_name', '')}.{dist.get_global_rank(pg, 0)}"
+    except ValueError:
+        return ""
+
+
 _doing = _Doing()
+# How many headers this process has entered, by process group. All of its ranks count alike.
+_headers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -90,6 +116,43 @@ def waiting() -> Iterator[None]:
         _doing.say(text, works)
 
 
+def enter_header(pg: Any) -> int:
+    """This rank enters the next header of its process group, and need not wait for it at once; its number."""
+    number = _headers[pg] = _headers.get(pg, 0) + 1
+    return number
+
+
+@contextlib.contextmanager
+def awaiting_header(pg: Any, number: int, what: str) -> Iterator[None]:
+    """Inside, this rank waits in a header for all others. Peers learn of it where it takes longer than a second."""
+    with _awaiting(_Awaits(what, pg, number)):
+        yield
+
+
+@contextlib.contextmanager
+def awaiting_text(name: str, rank: int, what: str) -> Iterator[None]:
+    """The same of a text that a ``rank`` of the job is to lay into the store under this ``name``."""
+    with _awaiting(_Awaits(what, name, rank=rank)):
+        yield
+
+
+@contextlib.contextmanager
+def _awaiting(awaits: _Awaits) -> Iterator[None]:
+    before, _doing.awaits = _doing.awaits, awaits
+    try:
+        yield
+    finally:
+        _doing.awaits = before
+
+
+def _waits_for_this(awaits: _Awaits, store: Any) -> bool:
+    """Whether a peer waits for what this rank has not done yet."""
+    if awaits.rank is not None:
+        return awaits.rank == dist.get_rank() and not store.check([awaits.of])
+    entered = (n for pg, n in list(_headers.items()) if _name(pg) == awaits.of)
+    return bool(awaits.of) and next(entered, 0) < awaits.number
+
+
 def meets() -> None:
     """This rank is in a call of its model, unless it says that it is in another one. Peers hear of the first of several
     calls alone, since these must be quick."""
@@ -113,6 +176,14 @@ class _Peer:
     works: bool = False
     heard: float | None = None
     gone: str | None = None
+    awaits: _Awaits | None = None
+
+    def take(self, text: Any, works: Any, awaits: Any) -> None:
+        self.text, self.works = str(text), bool(works)
+        self.awaits = None if awaits is None else _Awaits(*awaits)
+
+    def shown(self) -> list[Any]:
+        return [self.text, self.works, None if self.awaits is None else list(self.awaits)]
 
 
 class _Link:
@@ -180,6 +251,7 @@ class Peers:
         self._server: socket.socket | None = None
         self._token = ""
         self._changed: set[int] = set()  # ranks of which the others are to be told
+        self._told: list[Any] | None = None  # what this rank waits for, as the others know it
         self._tried, self._next_try = 0, 0.0
         self._next_beat = 0.0
         self._beat_s = BEAT_S * max(1.0, self.world / _RANKS_A_BEAT)
@@ -224,6 +296,11 @@ class Peers:
             return None
         others = (p for r, p in enumerate(self._peers) if r not in (rank, self.rank) and p.works)
         return max((p.heard for p in others if p.gone is None and p.heard is not None), default=None)
+
+    def waits_for_this(self, rank: int, store: Any) -> str | None:
+        """The call in which that rank waits for something that this one has not done."""
+        awaits = self._peers[rank].awaits
+        return awaits.what if awaits is not None and _waits_for_this(awaits, store) else None
 
     def last_heard(self, rank: int | None = None) -> str:
         """What was last heard of that rank, or of the first that is silent: the end of a sentence about it."""
@@ -285,7 +362,7 @@ class Peers:
     def _connect(self, address: str, where: dict[str, Any]) -> None:
         connection = socket.create_connection((address, where["port"]), timeout=_CONNECT_S)
         try:
-            hello = {"token": where["token"], "rank": self.rank, "text": _doing.text, "works": _doing.works}
+            hello = {"token": where["token"], "rank": self.rank, **self._message()}
             connection.sendall(json.dumps(hello).encode() + b"\n")
             first = b""
             while not first.endswith(b"\n"):
@@ -342,8 +419,8 @@ class Peers:
         link.rank = rank
         self._links[rank] = link
         self._from_other(rank, message)
-        known = {r: [p.text, p.works] for r, p in enumerate(self._peers)}
-        known[0] = [_doing.text, _doing.works]
+        known = {r: p.shown() for r, p in enumerate(self._peers)}
+        known[0] = self._own()
         gone = {r: p.gone for r, p in enumerate(self._peers) if p.gone is not None}
         link.send({"ranks": known, "silent": self._silent(), "gone": gone})
 
@@ -351,14 +428,14 @@ class Peers:
         peer = self._peers[rank]
         peer.heard = time.monotonic()
         if "text" in message:
-            peer.text, peer.works = str(message["text"]), bool(message["works"])
+            peer.take(message["text"], message["works"], message.get("awaits"))
             self._changed.add(rank)
         if "left" in message:
             self._lost(rank, str(message["left"]))
 
     def _from_first(self, message: dict[str, Any]) -> None:
-        for rank, (text, works) in message.get("ranks", {}).items():
-            self._peers[int(rank)].text, self._peers[int(rank)].works = text, works
+        for rank, said in message.get("ranks", {}).items():
+            self._peers[int(rank)].take(*said)
         for rank, gone in message.get("gone", {}).items():
             peer = self._peers[int(rank)]
             peer.gone = peer.gone or gone
@@ -398,23 +475,30 @@ class Peers:
         if pg is None or not is_registered(pg):
             self._leave()
             return False
-        message: dict[str, Any] = {}
+        own, message = self._own(), {}
+        news, self._told = own[2] != self._told, own[2]
         if self.rank == 0:
             changed, self._changed = self._changed, set()
-            ranks = {r: [self._peers[r].text, self._peers[r].works] for r in changed}
+            ranks = {r: self._peers[r].shown() for r in changed} | ({0: own} if news else {})
             message = {"ranks": ranks, "silent": self._silent()}
+        elif news:
+            message = self._message()
         for link in list(self._links.values()):
             link.send(message)
         return True
 
     def tell(self) -> None:
         """Others learn at once what this rank does now; those behind the first rank soon."""
-        if self.rank == 0:
-            message: dict[str, Any] = {"ranks": {0: [_doing.text, _doing.works]}}
-        else:
-            message = {"text": _doing.text, "works": _doing.works}
+        message = {"ranks": {0: self._own()}} if self.rank == 0 else self._message()
         for link in list(self._links.values()):
             link.send(message)
+
+    def _own(self) -> list[Any]:
+        awaits = _doing.awaits
+        return [_doing.text, _doing.works, None if awaits is None else awaits.told()]
+
+    def _message(self) -> dict[str, Any]:
+        return dict(zip(("text", "works", "awaits"), self._own(), strict=True))
 
     def _leave(self) -> None:
         """The process group was destroyed here: no peer will have an answer of this rank any more."""
