@@ -50,7 +50,8 @@ def _with_limit(limit: int, directory: str, **fields) -> str:
     return json.loads(said) if said else "hangs"
 
 
-@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.filterwarnings("ignore:file I/O uses threads")
 def test_too_few_open_files(keep, tmp_path):
     _train(str(tmp_path))  # imports what it needs

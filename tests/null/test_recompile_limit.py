@@ -116,9 +116,8 @@ def told(caplog):
     return [r.message for r in caplog.records if r.name == "zero_compiler" and "recompile_limit" in r.message]
 
 
-@pytest.mark.parametrize(
-    "name", ["whole", *(pytest.param(n, marks=pytest.mark.slow) for n in WAYS if n != "whole")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
 def test_one_graph_serves_all_further_sizes(name, caplog):
     caplog.set_level(logging.WARNING)
     plain, model, call, frames = made(name)

@@ -137,8 +137,15 @@ def test_exporting_and_tracing_of_leaves_work():
     assert torch.equal(torch.fx.symbolic_trace(model)(batch()), want)
 
 
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "inner"),
+    [
+        ("register_forward_hook", True),
+        pytest.param("register_forward_hook", False, marks=pytest.mark.slow),
+        pytest.param("register_forward_pre_hook", False, marks=pytest.mark.slow),
+        pytest.param("register_forward_pre_hook", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_hook_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypatch, hook, inner):
     monkeypatch.setattr(refusals, "_said_late", set())
     model = zero.shard(mlp(), compute="aten")

@@ -49,6 +49,7 @@ def test_what_was_not_measured_is_assumed_or_left_out():
     assert replace(PLAN, footprint=Footprint(had=5 * MIB)).resident == PLAN.resident + 5 * MIB
 
 
+@pytest.mark.slow
 def test_the_report_has_a_line_of_it():
     model = zero.shard(two())
     before = zero.inspect(model)
@@ -67,6 +68,7 @@ def test_the_report_has_a_line_of_it():
     assert said["resident_parts"]["planned_bytes"] == memory.peak
 
 
+@pytest.mark.slow
 def test_a_plan_for_elsewhere_says_that_libraries_are_not_in_it():
     report = planning.report(two(), (batch(),), world=2)
     assert report.memory.footprint is None

@@ -88,8 +88,11 @@ def equal(found: Any, want: Any) -> None:
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", EAGER)
+# At the stages between, transforms meet nothing else than at these.
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
+@pytest.mark.parametrize(
+    "name", [n if n != "linearize" else pytest.param(n, marks=pytest.mark.slow) for n in EAGER]
+)
 def test_a_transform_with_respect_to_inputs(name, stage):
     model = zero.shard(tied(), stage=stage, device="cpu")
     equal(EAGER[name](model), EAGER[name](tied()))

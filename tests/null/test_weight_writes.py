@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from null.small import both_ways, use
+from null.small import use
 from torch import nn
 
 import zero_compiler as zero
@@ -103,8 +103,17 @@ def differences(write, how, stage, rank=0, world=1, **fields):
     return out
 
 
-@both_ways
-@pytest.mark.parametrize("write", WRITES)
+QUICK = {("eager", w) for w in WRITES} | {("compiled", "_data_clamp")}
+
+
+@pytest.mark.parametrize(
+    ("how", "write"),
+    [
+        pytest.param(how, w, marks=() if (how, w) in QUICK else pytest.mark.slow)
+        for how in ("eager", "compiled")
+        for w in WRITES
+    ],
+)
 def test_elementwise_writes_have_the_values_of_plain(how, write):
     assert differences(WRITES[write], how, 3) == []
 
@@ -134,7 +143,16 @@ def _all_averaged(m):
         p.mul_(0.9).add_(q.sum(), alpha=0.1)
 
 
-@pytest.mark.parametrize("write", [_after_a_use, _renorm, _assigned, _averaged, _all_averaged])
+@pytest.mark.parametrize(
+    "write",
+    [
+        _renorm,
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in (_after_a_use, _assigned, _averaged, _all_averaged)
+        ),
+    ],
+)
 def test_writes_that_a_graph_cannot_do_before_it_runs(write):
     model = zero.shard(writing(write), device="cpu", compute="aten")
     with pytest.raises(ZeroError, match=r"writes to parameter 'inner\.weight' in place"):

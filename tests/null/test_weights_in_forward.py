@@ -60,7 +60,7 @@ def test_eager(name, tied):
     check(name, "eager", tied, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["all_of_a_list", "copied_behind_a_graph_break"])
+@pytest.mark.parametrize("name", ["all_of_a_list"])
 def test_compiled(name):
     check(name, "compiled", tied=True)
 
@@ -87,6 +87,7 @@ def test_what_a_weight_is_in_an_eager_forward():
     called(Weights(form, tied=True))(X).sum().backward()
 
 
+@pytest.mark.slow
 @both_ways
 def test_a_frozen_weight_is_a_parameter_without_gradient(how):
     def form(m, x):
@@ -131,6 +132,7 @@ def test_a_weight_that_was_written_to_is_read_anew():
     called(Weights(form), param_dtype=torch.float64)(X)
 
 
+@pytest.mark.slow
 @both_ways
 def test_a_weight_in_the_place_of_another_parameter_is_refused(how):
     def form(m, x):
@@ -143,6 +145,7 @@ def test_a_weight_in_the_place_of_another_parameter_is_refused(how):
         called(Weights(form), how)(X)
 
 
+@pytest.mark.slow
 @both_ways
 def test_another_name_is_none_of_the_model(how):
     model = Weights(FORMS["another_name"])
