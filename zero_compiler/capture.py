@@ -108,7 +108,7 @@ def _written_by_list(node: fx.Node) -> list[FakeTensor]:
     called = getattr(node.target, "__name__", "")
     if node.op != "call_function" or not (called.startswith("_foreach_") and called.endswith("_")):
         return []
-    values = [n.meta.get("example_value") for n in node.args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    values = [n.meta.get("example_value") for n in node.args[0] if isinstance(n, fx.Node)]
     return [v for v in values if isinstance(v, FakeTensor)]
 
 
