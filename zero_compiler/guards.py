@@ -15,6 +15,7 @@ from .fused import take_shards
 from .grads import check_reduced, dropped, was_dropped
 from .ir import ops
 from .plain import check_averaged
+from .random_rows import watch_draws
 from .runtime import heap
 from .unscale import take_gradients
 
@@ -35,6 +36,7 @@ def guard_optimizers() -> None:
         take_shards()
         take_gradients()
         count_writes()
+        watch_draws()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_take_back)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import Twin
 from dist.cases import Cases
 from null.small import mlp
 from torch import nn
@@ -143,6 +145,57 @@ def a_penalty_outside_of_the_forward(rank):
         model.zero_grad()
         call(torch.randn(2, 4)).sum().backward()
     return out
+
+
+class Penalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        penalty = sum(p.square().sum() for n, p in self.named_parameters() if "weight" in n)
+        return self.a(x) + penalty + 0.0 * sum(p.sum() for p in self.b.parameters())
+
+
+@cases.add
+def a_penalty_inside_of_the_forward(rank):
+    out = []
+    for compiled in (False, True):
+        twin = Twin(Penalised(), partial(_called, compiled), partial(torch.optim.SGD, lr=0.01))
+        for step in range(2):
+            x = torch.linspace(-1, 1, 10).view(2, 5) + rank + step
+            twin.backward(lambda m, x=x: m(x).square().mean())
+            twin.check_gradients()
+            twin.step()
+        out += twin.errors
+    return out
+
+
+def _called(compiled, model):
+    model = zero.shard(model, device="cpu", compute="aten")
+    return torch.compile(model, backend="zero") if compiled else model
+
+
+@cases.add
+def random_numbers_of_rows(rank):
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    model = sharded()
+    logger = logging.getLogger("zero_compiler")
+    logger.addHandler(handler)
+    try:
+        with zero.init():
+            nn.init.normal_(model[0].weight)
+        before = list(said)
+        for _ in range(2):
+            nn.init.kaiming_uniform_(model[0].weight)
+            model[0].reset_parameters()
+    finally:
+        logger.removeHandler(handler)
+    told = len(said) == 1 and "do it inside `with zero.init():`" in said[0]
+    return [] if told and not before else [f"said: {said}"]
 
 
 @pytest.mark.parametrize("name", cases.names)
