@@ -249,7 +249,7 @@ class Peers:
         where = {
             "token": self._token,
             "port": self._server.getsockname()[1],
-            "addresses": _own_addresses(store),
+            "addresses": _own_addresses(store.store),
             "host": _host(),
         }
         store.set(in_store(group, _KEY), json.dumps(where))

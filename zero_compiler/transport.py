@@ -223,9 +223,8 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     segment = Segment(fd, home, place, [pids[r] for r in inside], timeout_s)
     if hosts == 1:
         return Transport("shared", f"{group.world} CPU ranks of one host", segment)
-    across = _gloo(
-        store_of(group), f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside), hosts, timeout_s
-    )
+    name, host = f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside)
+    across = store_of(group).ask(lambda store: _gloo(store, name, host, hosts, timeout_s))
     reason = f"{hosts} hosts with {len(inside)} CPU ranks each"
     return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts, group.pg))
 
