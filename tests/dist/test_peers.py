@@ -18,10 +18,11 @@ from dist.leaving import LONG_S, PLACES, leave
 from dist.spawn import run_ranks
 from marks import slow
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler import agreement, headers, peers
-from zero_compiler.errors import ShardError, TransferError
+from zero_compiler.errors import ShardError, TransferError, ZeroError
 from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -218,3 +219,25 @@ def refused(*_: Any) -> None:
 
 def test_ranks_that_cannot_be_connected():
     assert run_ranks(cannot_connect, 2, timeout=60.0) == [[(4, 4)]] * 2
+
+
+def goes_from_a_part(rank: int, world: int) -> str:
+    """Rank 3 goes before the ranks of a mesh of two dimensions, which rank 4 is none of, make their process group."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    text = ""
+    if rank < 3:
+        with pytest.raises(ZeroError) as error:
+            zero.shard(nn.Linear(4, 4), device="cpu", mesh=mesh)
+        text = str(error.value)
+    assert time.monotonic() - start < SOON_S
+    return text
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_before_a_mesh_over_part_of_the_job_has_its_group():
+    said = run_ranks(goes_from_a_part, 5, timeout=60.0, group_timeout=LONG_S, may_die=(3,))
+    assert all(" is gone: its process has ended" in text for text in said[:3]), said
