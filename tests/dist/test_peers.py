@@ -110,6 +110,29 @@ def test_for_a_rank_that_is_stopped_the_timeout_counts(place):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        "before zero.shard",
+        "in zero.shard",
+        "in zero.init",
+        "deciding a plan",
+        "compiling",
+        "making a zero.optimizer",
+        "in zero.gathered(write=True)",
+        "in a backward",
+    ],
+)
+@pytest.mark.parametrize("gloo", [True, False])
+def test_for_a_rank_that_is_stopped_and_serves_the_store_the_timeout_counts(place, gloo):
+    """No request to the store is answered any more, of no thread."""
+    timeout_s = 6.0
+    ends = leave(place, "stopped", world=3, gone=0, group_timeout_s=timeout_s, gloo=gloo)
+    check(ends, soon_s=timeout_s + SOON_S)
+    assert any("rank 0 of 3" in text for _, _, text in ends.values()), ends
+
+
+@pytest.mark.slow
 def test_a_rank_that_plans_for_long_is_waited_for():
     ends = leave("deciding a plan", "slow", gone=0, group_timeout_s=5.0, slow_s=12.0)
     assert [kind for _, kind, _ in ends.values()] == ["ended well"]
