@@ -91,8 +91,6 @@ def no_answer(group: Group, rank: int | None, what: str, error: BaseException | 
     Args:
         error: of the backend, which does not say whom it waited for.
     """
-    if isinstance(error, Unanswered):
-        return no_store(group, what, error)
     who = "its peers" if rank is None else group.name_of(rank)
     reason = "" if error is None else next(iter(str(error).strip().splitlines()), type(error).__name__)
     return explained(group, what, error, rank) or TransferError(
@@ -127,6 +125,8 @@ def explained(
         within_s: seconds in which it may still become known, where there is no error.
     """
     group = group.everyone
+    if isinstance(error, Unanswered):
+        return no_store(group, what, error)
     peers = known(group)
     me = group.name_of(group.rank)
     reason = "" if error is None else str(error)
