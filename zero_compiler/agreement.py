@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from .errors import RankMismatchError, TransferError, ZeroError
-from .failing import Failure, mark_known, notice
+from .failing import SOON_S, Failure, mark_known, notice
 from .group import Group, group_timeout_s, in_store, store_of
 from .peer_waits import Wait, late, no_store
 from .peers import awaiting_text, of
@@ -114,7 +114,7 @@ def give_up(group: Group, key: str, what: str, error: BaseException) -> None:
     if not group.alone:
         failure = Failure.of(error, group.name_of(group.rank), what)
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are they
-            store_of(group).set(in_store(group, key), failure.text())
+            store_of(group, SOON_S).set(in_store(group, key), failure.text())
 
 
 def decide(group: Group, key: str, text: str, what: str) -> str:

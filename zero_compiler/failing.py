@@ -14,6 +14,7 @@ from .errors import RankMismatchError, ZeroError
 from .group import Group, in_store, store_of
 
 E = TypeVar("E", bound=BaseException)
+SOON_S = 3.0  # within which the store is to answer a rank that has an error already
 COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
 COMPLETE = "complete its part of this call"
 STEP, MAKE = "complete a step of its zero.optimizer", "make its zero.optimizer"
@@ -94,15 +95,16 @@ def ended_calls(group: Group) -> int:
 def warn_others(group: Group, failure: Failure) -> None:
     """Let ranks that wait for a text of this rank know that none will come."""
     if not group.alone:
-        store_of(group).set(notice(group), failure.text())
+        store_of(group, SOON_S).set(notice(group), failure.text())
 
 
 def noticed(group: Group) -> ZeroError | None:
     """The error of another rank that has failed and is gone since, where it could still say so."""
     group = group.everyone
     with contextlib.suppress(RuntimeError):  # the store is gone as well
-        if store_of(group).check([notice(group)]):
-            failure = Failure.read(store_of(group).get(notice(group)).decode())
+        store, name = store_of(group, SOON_S), notice(group)
+        if store.check([name]):
+            failure = Failure.read(store.get(name).decode())
             return failure.error() if failure.who != group.name_of(group.rank) else None
     return None
 
@@ -110,7 +112,7 @@ def noticed(group: Group) -> ZeroError | None:
 def ended(group: Group) -> None:
     """A call has ended on all ranks because one could not make its part: none looks for its notice any more."""
     with contextlib.suppress(RuntimeError):  # the store is gone, or keeps what it has
-        store_of(group).delete_key(notice(group))
+        store_of(group, SOON_S).delete_key(notice(group))
     passed(group)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import weakref
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .errors import ShardError, TransferError
+from .store_requests import StoreRequests
 
 # torch 2.13 renamed both and warns of the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -302,8 +304,11 @@ def _text(placement: Any) -> str:
     return f"Shard({placement.dim})"
 
 
-def store_of(group: Group) -> Any:
-    """The store that the group's ranks share.
+def store_of(group: Group, within_s: float = math.inf) -> StoreRequests:
+    """The store that the group's ranks share, for requests that end when its timeout is over.
+
+    Args:
+        within_s: seconds after which they end, if those are fewer.
 
     Raises:
         TransferError: the process group has been destroyed. There may be a new one, with another store.
@@ -312,7 +317,7 @@ def store_of(group: Group) -> Any:
 
     if group.link is not None and group.pg is None:
         raise TransferError(DESTROYED)
-    return _get_default_store()
+    return StoreRequests(_get_default_store(), min(within_s, group_timeout_s(group)))
 
 
 def in_store(group: Group, key: str) -> str:

@@ -23,6 +23,7 @@ from .errors import RankMismatchError, TransferError, ZeroError
 from .failing import (
     BEGIN,
     COMPLETE,
+    SOON_S,
     Failure,
     begun,
     ended,
@@ -36,6 +37,7 @@ from .failing import (
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 from .ir import ops
 from .peer_waits import never_came, no_answer
+from .store_requests import Unanswered
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
@@ -98,13 +100,18 @@ def begin(group: Group, what: str) -> None:
         return
     gloo = _has_gloo(group)
     if group.rank == 0 or not gloo:
-        peers.of(group)  # the others connect when all are here
+        _connect(group, what)  # the others connect when all are here
     if gloo:
         with _plain_torch():
             meet(group, short_digest(what), lambda: what, what)
-        peers.of(group)  # the first rank listens by now
+        _connect(group, what)  # the first rank listens by now
     else:
         agree(group, f"begin/{begun(group)}", what, what)
+
+
+def _connect(group: Group, what: str) -> None:
+    with _named(group, None, what):
+        peers.of(group)
 
 
 @contextlib.contextmanager
@@ -152,7 +159,7 @@ def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
         exchange, told_at = owed
         exchange.wait(_UNMADE)
         with contextlib.suppress(RuntimeError):  # all have met, so nobody looks there any more
-            store_of(group).delete_key(told_at)
+            store_of(group, SOON_S).delete_key(told_at)
     return _Exchange(group, mine, what).wait(what)
 
 
@@ -243,7 +250,8 @@ def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # Where the time is over the process that serves the store may be the one that is stopped, and would not answer.
-        told = None if "imed out" in str(error) else noticed(group)
+        silent = isinstance(error, Unanswered) or "imed out" in str(error)
+        told = None if silent else noticed(group)
         if told is not None:
             raise told from error
         if isinstance(error, ZeroError):
@@ -332,7 +340,7 @@ def _met(group: Group) -> bool:
     told to nobody."""
     exchange, told_at = _owed[group.pg]
     try:
-        if store_of(group).check([told_at]):
+        if store_of(group, SOON_S).check([told_at]):
             return False
         headers = exchange.wait(_UNMADE)  # whoever has deleted it had the headers of all
     except RuntimeError:  # a peer is gone, or the store

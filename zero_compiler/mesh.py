@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ShardError
+from .failing import Failure
 from .group import Group, group_timeout_s, link_to
+from .headers import begin, fail_later
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 
@@ -184,10 +186,31 @@ def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
     ranks = sorted(mesh.mesh.flatten().tolist())
     pg: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
+        _meet(mesh, device)
         pg = _group_over(ranks, group_timeout_s(_along(mesh, 0, device)))
     return Group(mesh, link_to(pg), ranks.index(dist.get_rank()), len(ranks), device)
 
 
+def _meet(mesh: DeviceMesh, device: torch.device) -> None:
+    """All ranks of a mesh are here, and about to make a process group, which would wait for one that is gone.
+
+    Those along each dimension meet in turn; who has missed one there tells those along the next.
+
+    Raises:
+        TransferError: a rank is gone, or did not come within the timeout of the process group.
+        RankMismatchError: a rank is in another call, or has missed one.
+    """
+    along = [_along(mesh, dim, device) for dim in range(mesh.ndim)]
+    for dim, group in enumerate(along):
+        try:
+            begin(group, _MAKES)
+        except BaseException as error:
+            for other in along[dim + 1 :]:
+                fail_later(other, Failure.of(error, other.name_of(other.rank), f"begin the {_MAKES}"))
+            raise
+
+
+_MAKES = "making of the process group of a mesh"
 # Process groups over some ranks of the job that were made here, and how many there have been over the same ranks.
 _groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 _count: Counter[tuple[int, ...]] = Counter()

@@ -14,6 +14,7 @@ from .errors import RankMismatchError, TransferError, ZeroError
 from .group import Group, store_of
 from .peers import LONGEST_PAUSE_S, Peers, known, of, waiting
 from .store_clients import clients_of
+from .store_requests import Unanswered
 
 log = logging.getLogger("zero_compiler")
 
@@ -98,7 +99,7 @@ def never_came(group: Group, peers: Peers) -> str | None:
     missing, job = peers.missing(), dist.get_world_size()
     if missing is None or group.world < job:  # others of the job may have ended, and rightly so
         return None
-    there = clients_of(store_of(group))
+    there = clients_of(store_of(group).store)
     if there is None or there >= job:
         return None
     return f"{missing} is gone: its process has ended before its first call of zero_compiler"
@@ -119,6 +120,14 @@ def no_answer(group: Group, rank: int | None, what: str, error: BaseException | 
 
 def no_store(group: Group, what: str, error: BaseException) -> TransferError:
     """The error of a rank that the store of the process group does not answer, in ``what``."""
+    if isinstance(error, Unanswered):
+        peers = known(group.everyone)
+        heard = "" if peers is None else peers.last_heard()
+        return TransferError(
+            f"{what}: the store of the process group has not answered {group.name_of(group.rank)} for "
+            f"{error.seconds:.0f} s, the timeout of the process group"
+            + (heard or "; the process that serves it, rank 0 of the job or its launcher, may be stopped")
+        )
     found = explained(group, what, None, within_s=_SOON_S)
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return found or TransferError(
@@ -136,6 +145,8 @@ def explained(
         within_s: seconds in which it may still become known, where there is no error.
     """
     group = group.everyone
+    if isinstance(error, Unanswered):
+        return no_store(group, what, error)
     peers = known(group)
     me = group.name_of(group.rank)
     reason = "" if error is None else str(error)

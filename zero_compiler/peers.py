@@ -18,9 +18,7 @@ import json
 import logging
 import os
 import secrets
-import selectors
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -30,16 +28,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .group import Group, in_store, is_registered, store_of
+from .peer_links import BEAT_S, Link, Watch, host_name, own_addresses
 
 log = logging.getLogger("zero_compiler")
 
-BEAT_S = 1.0  # how often a rank says that it is alive
 SILENT_S = 5.0  # a rank that was not heard of for so long is silent, and may be stopped
 _RANKS_A_BEAT = 256  # of larger groups the ranks say so less often
 _CONNECT_S = 2.0
 LONGEST_PAUSE_S = 8.0  # between attempts to connect
 _ATTEMPTS = 6
-_MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
 _REASON_CHARACTERS = 300
 
 
@@ -186,56 +183,6 @@ class _Peer:
         return [self.text, self.works, None if self.awaits is None else list(self.awaits)]
 
 
-class _Link:
-    """A connection to one other process, with messages of a line of JSON each."""
-
-    def __init__(self, connection: socket.socket, rank: int | None) -> None:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.rank = connection, rank
-        self.sure = False  # the other process knows of it too
-        self._out, self._in = bytearray(), bytearray()
-        self._lock = threading.Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send it, or keep what does not go now for the next time. What a process that is stopped does not read is
-        dropped after a while."""
-        with self._lock:
-            if len(self._out) < _MOST_BYTES:
-                self._out += json.dumps(message).encode() + b"\n"
-            with contextlib.suppress(OSError):  # a connection that is closed is noticed where it is read
-                while self._out:
-                    del self._out[: self.socket.send(self._out)]
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come.
-
-        Raises:
-            EOFError: and no more will.
-        """
-        try:
-            while data := self.socket.recv(1 << 16):
-                self._in += data
-                if len(self._in) > _MOST_BYTES:
-                    raise EOFError("no message of ours is so long")
-            ended = True
-        except BlockingIOError:
-            ended = False
-        except (ConnectionResetError, BrokenPipeError):
-            raise EOFError from None
-        except OSError as error:
-            raise EOFError(error.strerror or str(error)) from None
-        *lines, rest = self._in.split(b"\n")
-        self._in = bytearray(rest)
-        if ended and not lines:
-            raise EOFError
-        try:
-            return [message for line in lines if isinstance(message := json.loads(line), dict)]
-        except ValueError:
-            raise EOFError("no message of ours") from None
-
-
 class Peers:
     """What this rank knows of the others of one process group; see :func:`of`.
 
@@ -247,7 +194,7 @@ class Peers:
         self._pg = weakref.ref(group.pg)
         self.rank, self.world = group.rank, group.world
         self._peers = [_Peer(group.name_of(r)) for r in range(group.world)]
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._server: socket.socket | None = None
         self._token = ""
         self._changed: set[int] = set()  # ranks of which the others are to be told
@@ -326,8 +273,8 @@ class Peers:
         where = {
             "token": self._token,
             "port": self._server.getsockname()[1],
-            "addresses": _own_addresses(store),
-            "host": _host(),
+            "addresses": own_addresses(store.store),
+            "host": host_name(),
         }
         store.set(in_store(group, _KEY), json.dumps(where))
 
@@ -340,7 +287,7 @@ class Peers:
         if now < self._next_try or not store.check([key]):
             return
         where = json.loads(store.get(key))
-        here = ["127.0.0.1", "::1"] if where["host"] == _host() else []
+        here = ["127.0.0.1", "::1"] if where["host"] == host_name() else []
         problem = "no address is known"
         for address in [*here, *where["addresses"]]:
             try:
@@ -375,7 +322,7 @@ class Peers:
         except BaseException:
             connection.close()
             raise
-        self._links[0] = link = _Link(connection, 0)
+        self._links[0] = link = Link(connection, 0)
         _watch.register(connection, lambda: self._read(link))
         self.tell()  # what has changed meanwhile
 
@@ -389,10 +336,10 @@ class Peers:
         assert self._server is not None
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
-            link = _Link(connection, None)
+            link = Link(connection, None)
             _watch.register(connection, lambda: self._read(link))
 
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: Link) -> None:
         try:
             for message in link.receive():
                 if self.rank != 0:
@@ -412,7 +359,7 @@ class Peers:
                 lost = f" (its connection was lost: {error})" if str(error) else ""
                 self._lost(link.rank, f"its process has ended{lost}, {self._peers[link.rank].text}")
 
-    def _greet(self, link: _Link, message: dict[str, Any]) -> None:
+    def _greet(self, link: Link, message: dict[str, Any]) -> None:
         rank = int(message["rank"])
         if not secrets.compare_digest(str(message["token"]), self._token) or not 0 < rank < self.world:
             raise EOFError("another process")
@@ -506,6 +453,10 @@ class Peers:
             link.send({"left": f"it has destroyed the process group, {_doing.text}"})
         self.close()
 
+    def sockets(self) -> list[socket.socket]:
+        server = [] if self._server is None else [self._server]
+        return [link.socket for link in list(self._links.values())] + server
+
     def close(self) -> None:
         for link in list(self._links.values()):
             _watch.unregister(link.socket)
@@ -518,93 +469,16 @@ class Peers:
 _KEY = "peers"
 
 
-def _own_addresses(store: Any) -> list[str]:
-    """Where other hosts may reach this one, best first."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    served = getattr(store, "host", None)  # of a TCPStore, which all ranks have reached
-    found = [served] if served else []
-    for name in (served, socket.gethostname()):
-        with contextlib.suppress(OSError):
-            for family, kind, _, _, address in socket.getaddrinfo(name, 1, type=socket.SOCK_DGRAM):
-                with contextlib.suppress(OSError), socket.socket(family, kind) as route:
-                    route.connect(address)  # sends nothing, and chooses the interface
-                    found.append(route.getsockname()[0])
-    return list(dict.fromkeys(found))
-
-
-def _host() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            return f.read().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-# One thread of the process ---------------------------------------------------------------------------------------
-
-
-class _Watch:
-    """The thread that serves the connections of all groups. It ends when there are none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._all: list[Peers] = []
-        self._selector: Any = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, peers: Peers) -> None:
-        with self._lock:
-            if self._selector is None:
-                self._selector = selectors.DefaultSelector()
-            self._all.append(peers)
-            peers.attach()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="zero-peers", daemon=True)
-                self._thread.start()
-
-    def register(self, connection: socket.socket, read: Any) -> None:
-        self._selector.register(connection, selectors.EVENT_READ, read)
-
-    def unregister(self, connection: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection)
-        connection.close()
-
-    def tell_all(self) -> None:
-        for peers in list(self._all):
-            peers.tell()
-
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(BEAT_S):
-                key.data()
-            now = time.monotonic()
-            for peers in list(self._all):
-                if not peers.beat(now):
-                    with self._lock:
-                        self._all.remove(peers)
-            with self._lock:
-                if not self._all:
-                    self._thread = None
-                    return
-
-    def forked(self) -> None:
-        """In a forked child: a connection that it held would outlive the rank."""
-        for peers in self._all:
-            for link in peers._links.values():
-                link.socket.close()
-            if peers._server is not None:
-                peers._server.close()
-        if self._selector is not None:
-            self._selector.close()
-        _known.clear()
-        self.__init__()  # type: ignore[misc]  # no thread of the parent's runs here
-
-
-_watch = _Watch()
+_watch = Watch()  # the thread of all groups
 _known: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
-os.register_at_fork(after_in_child=_watch.forked)
+
+
+def _forked() -> None:
+    _watch.forked()
+    _known.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def of(group: Group) -> Peers | None:

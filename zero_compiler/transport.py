@@ -29,6 +29,7 @@ from .arena import aligned
 from .errors import ShardError, TransferError
 from .group import DESTROYED, Group, first_rank, group_timeout_s, store_of
 from .layout import Layout
+from .peer_waits import answered
 
 log = logging.getLogger("zero_compiler")
 
@@ -223,9 +224,9 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     segment = Segment(fd, home, place, [pids[r] for r in inside], timeout_s)
     if hosts == 1:
         return Transport("shared", f"{group.world} CPU ranks of one host", segment)
-    across = _gloo(
-        store_of(group), f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside), hosts, timeout_s
-    )
+    name, host = f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside)
+    with answered(group, _CHOOSING):
+        across = store_of(group).ask(lambda store: _gloo(store, name, host, hosts, timeout_s))
     reason = f"{hosts} hosts with {len(inside)} CPU ranks each"
     return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts, group.pg))
 

@@ -18,10 +18,11 @@ from dist.leaving import LONG_S, PLACES, leave
 from dist.spawn import run_ranks
 from marks import slow
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler import agreement, headers, peers
-from zero_compiler.errors import ShardError, TransferError
+from zero_compiler.errors import ShardError, TransferError, ZeroError
 from zero_compiler.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -106,6 +107,29 @@ def test_for_a_rank_that_is_stopped_the_timeout_counts(place):
     ends = leave(place, "stopped", group_timeout_s=timeout_s)
     check(ends, "rank 1 of 2", soon_s=timeout_s + SOON_S)
     assert all(seconds > timeout_s - 2.0 for seconds, _, _ in ends.values()), ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        "before zero.shard",
+        "in zero.shard",
+        "in zero.init",
+        "deciding a plan",
+        "compiling",
+        "making a zero.optimizer",
+        "in zero.gathered(write=True)",
+        "in a backward",
+    ],
+)
+@pytest.mark.parametrize("gloo", [True, False])
+def test_for_a_rank_that_is_stopped_and_serves_the_store_the_timeout_counts(place, gloo):
+    """No request to the store is answered any more, of no thread."""
+    timeout_s = 6.0
+    ends = leave(place, "stopped", world=3, gone=0, group_timeout_s=timeout_s, gloo=gloo)
+    check(ends, soon_s=timeout_s + SOON_S)
+    assert any("rank 0 of 3" in text for _, _, text in ends.values()), ends
 
 
 @pytest.mark.slow
@@ -218,3 +242,25 @@ def refused(*_: Any) -> None:
 
 def test_ranks_that_cannot_be_connected():
     assert run_ranks(cannot_connect, 2, timeout=60.0) == [[(4, 4)]] * 2
+
+
+def goes_from_a_part(rank: int, world: int) -> str:
+    """Rank 3 goes before the ranks of a mesh of two dimensions, which rank 4 is none of, make their process group."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    text = ""
+    if rank < 3:
+        with pytest.raises(ZeroError) as error:
+            zero.shard(nn.Linear(4, 4), device="cpu", mesh=mesh)
+        text = str(error.value)
+    assert time.monotonic() - start < SOON_S
+    return text
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_before_a_mesh_over_part_of_the_job_has_its_group():
+    said = run_ranks(goes_from_a_part, 5, timeout=60.0, group_timeout=LONG_S, may_die=(3,))
+    assert all(" is gone: its process has ended" in text for text in said[:3]), said
