@@ -96,8 +96,10 @@ def begin(group: Group, what: str) -> None:
     group = group.everyone
     if group.alone:
         return
-    peers.of(group)
-    if _has_gloo(group):
+    gloo = _has_gloo(group)
+    if group.rank == 0 or not gloo:
+        peers.of(group)  # the others connect when all are here
+    if gloo:
         with _plain_torch():
             meet(group, short_digest(what), lambda: what, what)
         peers.of(group)  # the first rank listens by now
@@ -240,7 +242,8 @@ def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = noticed(group)
+        # Where the time is over the process that serves the store may be the one that is stopped, and would not answer.
+        told = None if "imed out" in str(error) else noticed(group)
         if told is not None:
             raise told from error
         if isinstance(error, ZeroError):
