@@ -14,6 +14,7 @@ from .failing import Failure, mark_known, notice
 from .group import Group, group_timeout_s, in_store, store_of
 from .peer_waits import Wait, late, no_store
 from .peers import awaiting_text, of
+from .store_requests import StoreTimeoutError
 
 # A rank that waits for another one's text looks for it, and whether that rank has failed or is gone, after the first of
 # these, then after twice as long each time, up to the second. The store's own wait would not notice that it is gone.
@@ -31,6 +32,8 @@ def post_text(group: Group, key: str, text: str) -> None:
     try:
         of(group)  # who may wait for another rank's, or for whom others may, is connected with them
         store_of(group).set(in_store(group, f"{key}/{group.rank}"), text)
+    except StoreTimeoutError as error:
+        raise no_store(group, "agreement of ranks", error) from None
     except ZeroError:
         raise
     except RuntimeError as error:
@@ -188,6 +191,8 @@ def _await_text(group: Group, rank: int, key: str, what: str, notices: Sequence[
                     break
                 time.sleep(min(pause, left_s))
                 pause = min(2 * pause, _LOOK_S)
+    except StoreTimeoutError as error:
+        raise no_store(group, what, error) from None
     except ZeroError:
         raise
     except (RuntimeError, dist.DistStoreError) as error:  # the store is gone, with the process that serves it

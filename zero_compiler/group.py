@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .errors import ShardError, TransferError
+from .store_requests import Requests
 
 # torch 2.13 renamed both and warns of the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -302,11 +303,20 @@ def _text(placement: Any) -> str:
     return f"Shard({placement.dim})"
 
 
-def store_of(group: Group) -> Any:
+def store_of(group: Group) -> Requests:
     """The store that the group's ranks share.
 
     Raises:
         TransferError: the process group has been destroyed. There may be a new one, with another store.
+    """
+    return Requests(torchs_store_of(group), group_timeout_s(group))
+
+
+def torchs_store_of(group: Group) -> Any:
+    """The same as torch's own object, which may wait without end.
+
+    Raises:
+        TransferError: as above.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 

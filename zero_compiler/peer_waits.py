@@ -11,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import RankMismatchError, TransferError, ZeroError
-from .group import Group, store_of
+from .group import Group, group_timeout_s, store_of, torchs_store_of
 from .peers import LONGEST_PAUSE_S, Peers, known, of, waiting
 from .store_clients import clients_of
+from .store_requests import StoreTimeoutError
 
 log = logging.getLogger("zero_compiler")
 
@@ -98,7 +99,7 @@ def never_came(group: Group, peers: Peers) -> str | None:
     missing, job = peers.missing(), dist.get_world_size()
     if missing is None or group.world < job:  # others of the job may have ended, and rightly so
         return None
-    there = clients_of(store_of(group))
+    there = clients_of(torchs_store_of(group))
     if there is None or there >= job:
         return None
     return f"{missing} is gone: its process has ended before its first call of zero_compiler"
@@ -119,6 +120,8 @@ def no_answer(group: Group, rank: int | None, what: str, error: BaseException | 
 
 def no_store(group: Group, what: str, error: BaseException) -> TransferError:
     """The error of a rank that the store of the process group does not answer, in ``what``."""
+    if isinstance(error, StoreTimeoutError):
+        return late(group, None, what, group_timeout_s(group))
     found = explained(group, what, None, within_s=_SOON_S)
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return found or TransferError(

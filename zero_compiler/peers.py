@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from .group import Group, in_store, is_registered, store_of
+from .group import Group, in_store, is_registered, store_of, torchs_store_of
 
 log = logging.getLogger("zero_compiler")
 
@@ -326,7 +326,7 @@ class Peers:
         where = {
             "token": self._token,
             "port": self._server.getsockname()[1],
-            "addresses": _own_addresses(store),
+            "addresses": _own_addresses(torchs_store_of(group)),
             "host": _host(),
         }
         store.set(in_store(group, _KEY), json.dumps(where))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from .agreement import post_text, read_texts
 from .arena import aligned
 from .errors import ShardError, TransferError
-from .group import DESTROYED, Group, first_rank, group_timeout_s, store_of
+from .group import DESTROYED, Group, first_rank, group_timeout_s, torchs_store_of
 from .layout import Layout
 
 log = logging.getLogger("zero_compiler")
@@ -224,7 +224,11 @@ def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transpo
     if hosts == 1:
         return Transport("shared", f"{group.world} CPU ranks of one host", segment)
     across = _gloo(
-        store_of(group), f"zero/{key}/{first_rank(group)}/{place}", inside[0] // len(inside), hosts, timeout_s
+        torchs_store_of(group),
+        f"zero/{key}/{first_rank(group)}/{place}",
+        inside[0] // len(inside),
+        hosts,
+        timeout_s,
     )
     reason = f"{hosts} hosts with {len(inside)} CPU ranks each"
     return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts, group.pg))

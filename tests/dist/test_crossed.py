@@ -54,7 +54,8 @@ def crosses(rank: int, world: int, odd: int, before: bool) -> tuple[float, str, 
 
 
 @pytest.mark.parametrize(
-    ("world", "odd", "before"), [(2, 1, True), *slow((2, 0, True), (2, 1, False), (3, 1, True), (3, 2, False))]
+    ("world", "odd", "before"),
+    [(2, 1, True), *slow((2, 0, True), (2, 1, False), (3, 1, True), (3, 2, False))],
 )
 def test_a_rank_evaluates_while_others_train_under_a_budget(world, odd, before):
     for seconds, text, _ in run_ranks(crosses, world, odd, before, timeout=90.0, group_timeout=LONG_S):

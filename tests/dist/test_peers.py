@@ -109,6 +109,15 @@ def test_for_a_rank_that_is_stopped_the_timeout_counts(place):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "place", ["before zero.shard", "in zero.shard", "in zero.init", "deciding a plan", "in zero.gathered"]
+)
+def test_a_rank_may_be_stopped_that_serves_the_store(place):
+    timeout_s = 6.0
+    check(leave(place, "stopped", gone=0, group_timeout_s=timeout_s), soon_s=timeout_s + SOON_S)
+
+
+@pytest.mark.slow
 def test_a_rank_that_plans_for_long_is_waited_for():
     ends = leave("deciding a plan", "slow", gone=0, group_timeout_s=5.0, slow_s=12.0)
     assert [kind for _, kind, _ in ends.values()] == ["ended well"]

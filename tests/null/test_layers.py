@@ -43,6 +43,7 @@ RANKS = {
     "peers": 3,
     "peer_waits": 3,
     "store_clients": 0,
+    "store_requests": 1,
     "headers": 3,
     "mesh": 3,
     "telling": 4,
