@@ -204,10 +204,14 @@ class Store:
         try:
             return Mapping(self.fd, self.nbytes)
         except OSError as error:
-            what = of_open_files(error.errno) or "give another nvme_dir"
+            what = of_open_files(error.errno)
+            problem = (
+                f"nvme_dir={self.directory!r} takes files that cannot be mapped into memory, which {self.label} need"
+                if what is None
+                else f"the file of {self.label} in nvme_dir={self.directory!r} could not be mapped into memory"
+            )
             raise StorageError(
-                f"nvme_dir={self.directory!r} takes files that cannot be mapped into memory, which {self.label} need: "
-                f"{error.strerror}; {what}",
+                f"{problem}: {error.strerror}; {what or 'give another nvme_dir'}",
                 errno=error.errno or 0,
                 path=self.directory,
                 label=self.label,

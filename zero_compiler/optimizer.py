@@ -24,8 +24,8 @@ from .errors import GradientError, OptimizerError
 from .failing import MAKE
 from .files import OF_BUDGET
 from .grads import AppliedGrad, check_reduced, used_up
-from .group import Group
-from .headers import meet, short_digest
+from .group import Group, group_of
+from .headers import meet, short_digest, tell
 from .ir import ops
 from .overlap import Overlap
 from .peers import working
@@ -68,6 +68,16 @@ def optimizer(
         OptimizerError: ``cls`` couples the elements of a tensor, or an argument does not fit.
         StorageError: there is no room for the states in ``nvme_dir``.
     """
+    try:
+        return _made(cls, model_or_params_or_groups, overlap, max_grad_norm, kw)
+    except BaseException as error:
+        tell(lambda: group_of(_policies_of(model_or_params_or_groups)), error, MAKE)
+        raise
+
+
+def _made(
+    cls: type[Optimizer], given: Any, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
+) -> StreamedOptimizer:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, numbers.Real) and max_grad_norm > 0):
@@ -79,10 +89,21 @@ def optimizer(
             "differentiable=True keeps a graph through the step, which zero.optimizer does not; leave it out"
         )
     declared(cls)
-    given: Any = model_or_params_or_groups
     return StreamedOptimizer(
         cls, given.parameters() if isinstance(given, nn.Module) else given, overlap, max_grad_norm, kw
     )
+
+
+def _policies_of(given: Any) -> list[Any]:
+    """The sharded models of the parameters that an optimizer was to have, as far as they can still be read."""
+    if isinstance(given, nn.Module):
+        given = given.parameters()
+    elif not isinstance(given, (list, tuple)):
+        return []  # an iterator that was used up
+    owners = _owners()
+    groups = [g if isinstance(g, dict) else {"params": [g]} for g in given]
+    found = (owners.get(id(p)) for g in groups for p in g.get("params", ()))
+    return list(dict.fromkeys(f[0] for f in found if f is not None))
 
 
 @dataclass

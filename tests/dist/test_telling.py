@@ -190,6 +190,27 @@ def test_no_room_for_the_states_of_one_rank(later, tmp_path):
     assert first == f"rank 1 of 2 could not make its zero.optimizer: {second}"
 
 
+def given_wrong(rank: int, world: int, folder: str, parts: bool) -> str:
+    """What zero.optimizer is given does not fit on rank 1, which is found before anything of it is made."""
+    model = made(folder)
+    call = called(model, compiled=False)
+    params = [{"params": list(model.parameters())}] if parts else model
+    if rank == 1:
+        text = raised(OptimizerError, lambda: zero.optimizer(torch.optim.LBFGS, params))
+    else:
+        zero.optimizer(AdamW, params)
+        text = raised(OptimizerError, lambda: call(batch(0)))
+    train(call, zero.optimizer(AdamW, params), rank)  # all go on from here
+    return text
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_what_is_given_on_one_rank_does_not_fit(parts, tmp_path):
+    first, second = ranks(given_wrong, 2, str(tmp_path), parts)
+    assert "LBFGS" in second
+    assert first == f"rank 1 of 2 could not make its zero.optimizer: {second}"
+
+
 def fails_and_leaves(rank: int, world: int, folder: str) -> str:
     model = made(folder)
     optimizer, call = zero.optimizer(AdamW, model), called(model)
