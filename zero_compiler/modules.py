@@ -271,12 +271,14 @@ def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) ->
     return (made.dtype, made.device) != (local.dtype, local.device)
 
 
+@torch._dynamo.disable(reason="a sharded module is copied")
 def _rebuild(base: type, names: dict[str, str], recurrent: bool, group: Group) -> nn.Module:
     cls = sharded_class(base, names, recurrent)
     made: nn.Module = object.__new__(cls)
     return made
 
 
+@torch._dynamo.disable(reason="a sharded module is copied")
 def _reduce_ex(self: _Sharded, protocol: Any) -> Any:
     cls: Any = type(self)
     state = self._zero
@@ -413,6 +415,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     return out
 
 
+@torch._dynamo.disable(reason="a forward that runs in parts has ended")
 def _check_plain(out: Any, group: Group) -> None:
     """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one.
 
@@ -522,7 +525,8 @@ def lent(value: Any, name: str, policy: Policy) -> Any:
     """A plain tensor where a sharded parameter was, for one call, by ``torch.func.functional_call``: one of the
     parameter's dtype is cast as that is. (A plain parameter, which ``nn.Module`` asks of what is to stay, is refused.)
     """
-    if transforms.follows(value):
+    # Dynamo, which would end its graph at the question, asks it of nothing that it was given itself.
+    if not torch.compiler.is_compiling() and transforms.follows(value):
         raise transforms.of_shards(name)
     info = policy.params[name]
     if isinstance(value, torch.Tensor) and value.dtype == info.layout.dtype:

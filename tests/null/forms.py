@@ -134,6 +134,12 @@ def a_copied_layer(m, x):
 
 
 @form
+def a_copied_model(m, x):
+    other = copy.copy(m)
+    return through(x, [other.own, *other.list])
+
+
+@form
 def a_copied_list(m, x):
     return through(x, copy.copy(m.list))
 

@@ -60,7 +60,7 @@ def test_eager(name, tied):
     check(name, "eager", tied, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["all_of_a_list"])
+@pytest.mark.parametrize("name", ["all_of_a_list", pytest.param("a_copied_model", marks=pytest.mark.slow)])
 def test_compiled(name):
     check(name, "compiled", tied=True)
 
@@ -130,6 +130,25 @@ def test_a_weight_that_was_written_to_is_read_anew():
         return x @ m.own
 
     called(Weights(form), param_dtype=torch.float64)(X)
+
+
+def test_what_is_lent_to_a_layer_ends_no_graph():
+    def form(m, x):
+        return torch.func.functional_call(m.a, {"weight": m.own * 2}, (x,))
+
+    model = zero.shard(Weights(form))
+    torch._dynamo.reset()
+    torch.compile(model, backend="zero", options=ATEN, fullgraph=True)(X).sum().backward()
+    assert model.own.grad is not None
+    assert model.a.weight.grad is None
+
+
+def test_what_is_done_behind_a_forward_in_parts_is_not_compiled():
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    called(Weights(FORMS["across_a_graph_break"]), "compiled")(X).sum().backward()
+    breaks = [reason for reason in counters["graph_break"] if "grad_fn" in reason]
+    assert not breaks
 
 
 @pytest.mark.slow
