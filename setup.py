@@ -1,4 +1,4 @@
-"""Builds the engine, ``zero_compiler.runtime._C``, and file I/O, ``zero_compiler.runtime._aio``, from csrc/. The rest
+"""Builds the engine, ``zero_compiler.runtime._C``, and file I/O, ``zero_compiler.storage._aio``, from csrc/. The rest
 is declared in pyproject.toml.
 
 One build serves CPU and accelerator machines alike: the engine uses c10's generic streams and events and
@@ -53,7 +53,7 @@ engine.include_dirs = [os.path.abspath("csrc/include")]  # ninja runs in another
 
 uring = has_liburing()
 aio = Extension(
-    "zero_compiler.runtime._aio",
+    "zero_compiler.storage._aio",
     sources_of("csrc/src/aio", "csrc/aio_bindings.cc"),
     extra_compile_args=[*flags, "-isystem", pybind11.get_include()],
     include_dirs=[os.path.abspath("csrc/include")],

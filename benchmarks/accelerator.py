@@ -439,7 +439,7 @@ class Layer(torch.nn.Module):
 
 def layer(width: int, budgeted: bool) -> dict[str, Any]:
     import zero_compiler as zero
-    from zero_compiler.hardware import load
+    from zero_compiler.cost.hardware import load
 
     meter()
     forget()
@@ -531,7 +531,7 @@ def built(blocks: int, args: argparse.Namespace) -> Any:
 def look(way: str, args: argparse.Namespace) -> int:
     """The most blocks that a plan is found for; 0: none."""
     from zero_compiler.errors import ZeroError
-    from zero_compiler.planning import report
+    from zero_compiler.tools.planning import report
 
     if way in args.blocks or (way == WAYS[1] and device().type == "cpu"):
         return args.blocks.get(way, 0)

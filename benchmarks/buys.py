@@ -179,7 +179,7 @@ def plans(way: str) -> Callable[[str, int, str, int], bool]:
         import torch
 
         from zero_compiler.errors import MemoryBudgetError
-        from zero_compiler.planning import plan
+        from zero_compiler.tools.planning import plan
 
         spec = spec_of(axis, size)
         with torch.device("meta"):
@@ -201,7 +201,8 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     rank, _ = common.init_group()
     spec = spec_of(call["axis"], call["size"])
     from zero_compiler.errors import MemoryBudgetError
-    from zero_compiler.runtime import _C, aio
+    from zero_compiler.runtime import _C
+    from zero_compiler.storage import aio
 
     _C.meter_install()
     import torch

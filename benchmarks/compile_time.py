@@ -90,14 +90,14 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
 
 def clocked() -> dict[str, float]:
     """Seconds spent in parts of a frame's compilation, from now on."""
-    from zero_compiler import backend, fitting
+    from zero_compiler.compile import backend, budget_search
 
     parts = {
         "partition": backend._FrameCompiler,
         "_phase": backend._FrameCompiler,
         "compile_segments": backend,
         "_inductor_joint_passes": backend,
-        "min_cut_rematerialization_partition": fitting,
+        "min_cut_rematerialization_partition": budget_search,
     }
     spent = dict.fromkeys(parts, 0.0)
 

@@ -23,7 +23,7 @@ import deepspeed
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from zero_compiler.runtime import aio
+from zero_compiler.storage import aio
 
 SIZES = (256 << 10, 1 << 20, 4 << 20)
 

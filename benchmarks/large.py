@@ -205,8 +205,8 @@ class Disk:
     NBYTES = 2 << 30
 
     def __init__(self, directory: Path, seconds: float) -> None:
-        from zero_compiler import io_bench
-        from zero_compiler.runtime import aio
+        from zero_compiler.storage import aio
+        from zero_compiler.tools import io_bench
 
         self.bench, self.seconds = io_bench, seconds
         self.path = directory / f"large-{os.getpid()}.bench"
@@ -311,8 +311,8 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
     """Of the Programs of forward and backward, and of the update: bytes that they read from files, and their predicted
     timelines. Updates that overlap backward are in its timeline."""
     import zero_compiler as zero
-    from zero_compiler.program import Fetch
-    from zero_compiler.simulate import READ
+    from zero_compiler.cost.simulate import READ
+    from zero_compiler.ir.program import Fetch
 
     told = zero.inspect(model)
     (frame,) = told.frames
@@ -326,7 +326,7 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
 
 
 def _predicted(time_: Any, read_bytes: int) -> dict[str, float]:
-    from zero_compiler.simulate import COMPUTE, READ, WRITE
+    from zero_compiler.cost.simulate import COMPUTE, READ, WRITE
 
     return {
         "read_bytes": read_bytes,

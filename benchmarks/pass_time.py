@@ -59,9 +59,10 @@ def measure(wanted: int) -> dict[str, Any]:
     from null.graphs import lower
     from null.test_compile_time import joint, layered
 
-    from zero_compiler import hardware, prefetch, schedule
+    from zero_compiler.cost import hardware, prefetch
+    from zero_compiler.cost.simulate import simulate
     from zero_compiler.passes import JOINT, run_passes
-    from zero_compiler.simulate import simulate
+    from zero_compiler.plan import schedule
 
     seconds = dict.fromkeys(PARTS, 0.0)
     layers = wanted // 25

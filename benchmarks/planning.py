@@ -16,9 +16,10 @@ import common
 import models
 import torch
 
-from zero_compiler import fitting, planning
+from zero_compiler.compile import budget_search
+from zero_compiler.compile.phase_lowering import Lowering
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.lowering import Lowering
+from zero_compiler.tools import planning
 
 RANKS = 2
 
@@ -38,7 +39,7 @@ def main() -> None:
     print(common.machine_text(m), flush=True)
     seen: list[str] = []
     counted(Lowering, "_lowered", seen)
-    counted(fitting, "min_cut_rematerialization_partition", seen)
+    counted(budget_search, "min_cut_rematerialization_partition", seen)
     spec = models.MODELS[args.model]
     with torch.device("meta"):
         model = spec.make()

@@ -102,7 +102,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     import zero_compiler as zero
-    from zero_compiler import hardware
+    from zero_compiler.cost import hardware
     from zero_compiler.runtime import _C
 
     rank, _ = common.init_group()

@@ -171,7 +171,7 @@ def train(call: dict[str, Any]) -> None:
         if i == 0:
             memory = zero.inspect(model).memory
             said = zero.inspect(model).to_dict()["memory"]["resident_parts"] | {"expected": memory.resident}
-            from zero_compiler.runtime.resident import Resident
+            from zero_compiler.storage.resident_memory import Resident
 
             print(said, Resident.now(), flush=True)
     common.answer(call, {**said, "steps": call["steps"]})

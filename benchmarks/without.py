@@ -356,7 +356,7 @@ def run(args: Any, name: str, case: Case, way: str, rows: dict[str, dict[str, An
 def least(case: Case, fields: dict[str, Any], compute: str) -> int:
     """Fewest bytes of activations with which a plan can be made."""
     from zero_compiler.errors import MemoryBudgetError
-    from zero_compiler.planning import plan
+    from zero_compiler.tools.planning import plan
 
     with torch.device("meta"):
         model = case.model()
@@ -372,7 +372,8 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     import zero_compiler as zero
-    from zero_compiler.runtime import _C, aio
+    from zero_compiler.runtime import _C
+    from zero_compiler.storage import aio
 
     rank, _ = common.init_group()
     case = cases(SIZES[call["size"]], call["dir"])[call["case"]]

@@ -1,5 +1,5 @@
-// Python bindings of file I/O: zero_compiler.runtime._aio. Addresses and sizes
-// only: runtime/aio.py knows tensors, keeps them alive, and makes exceptions out
+// Python bindings of file I/O: zero_compiler.storage._aio. Addresses and sizes
+// only: zero_compiler/storage/aio.py knows tensors, keeps them alive, and makes exceptions out
 // of failures.
 
 #include <pybind11/pybind11.h>
@@ -107,7 +107,7 @@ char* at(uintptr_t address) {
 }  // namespace
 
 PYBIND11_MODULE(_aio, module) {
-  module.doc() = "File I/O of zero_compiler: see zero_compiler.runtime.aio.";
+  module.doc() = "File I/O of zero_compiler: see zero_compiler.storage.aio.";
   module.attr("ALIGN") = zero::aio::kAlign;
   module.attr("DEFAULT_BLOCK_BYTES") = zero::aio::Options().block_bytes;
   module.attr("DEFAULT_DEPTH") = zero::aio::Options().depth;

@@ -9,7 +9,7 @@ from .base import Context, ParamPlan, Pass, SplitPass, Trace, run_passes, run_sp
 from .bucket_transfers import BucketTransfers
 from .choose_saved import ChooseSaved
 from .clone_escapes import CloneEscapes
-from .expand_tiles import ExpandTiles, finer, read_by_tiles, set_tiles, tiles_in
+from .fsdp_units import assign_units, gathered_in_backward, order_of_use
 from .keep_old_values import KeepOldValues
 from .land_products import LandProducts
 from .lower_markers import LowerMarkers
@@ -20,10 +20,10 @@ from .pick_kernels import PickKernels
 from .place_offloads import PlaceOffloads
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
-from .tile_loss import TileLoss
-from .tile_mlp import TileMlp
-from .tile_operators import TileOperators
-from .units import assign_units, gathered_in_backward, order_of_use
+from .tiling.expand_tiles import ExpandTiles, finer, read_by_tiles, set_tiles, tiles_in
+from .tiling.tile_loss import TileLoss
+from .tiling.tile_mlp import TileMlp
+from .tiling.tile_operators import TileOperators
 
 # (pass, level of lowering that the verifier proves after it)
 JOINT: list[tuple[Pass, str]] = [

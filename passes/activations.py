@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zero_compiler.cost import CostModel, at_hints, hints
+from zero_compiler.cost.cost import CostModel, at_hints, hints
 from zero_compiler.ir import dump, facts, ops
 
 from .repeats import stand_ins

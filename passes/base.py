@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from zero_compiler.hardware import HardwareSpec
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import dump, spec
 from zero_compiler.ir.facts import ParamRef, Tile
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zero_compiler.cost import CostModel
+from zero_compiler.cost.cost import CostModel
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir import facts
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from zero_compiler.cost import CostModel, at_hints, hints
-from zero_compiler.hardware import HardwareSpec
+from zero_compiler.cost.cost import CostModel, at_hints, hints
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import dump, facts, ops
-from zero_compiler.runtime.stores import BLOCK_BYTES, blocks
+from zero_compiler.storage.stores import BLOCK_BYTES, blocks
 
 from .activations import storages
 from .base import Context

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zero_compiler.cost import CostModel, hints
+from zero_compiler.cost.cost import CostModel, hints
 from zero_compiler.ir import facts, ops
 
 from .base import Context

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zero_compiler.cost import CostModel, hints
+from zero_compiler.cost.cost import CostModel, hints
 from zero_compiler.ir import facts, ops
 
 from .base import Context
+from .fsdp_units import unit_of
 from .offload_activations import latest_starts, node_us
-from .units import unit_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _READS = frozenset({ops.restore, ops.bring, ops.restored})

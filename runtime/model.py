@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from zero_compiler import eager
 from zero_compiler.errors import ShardError
+from zero_compiler.params import eager
 from zero_compiler.runtime import _C
 
-from .aio import buffer
-from .hops import Aside
-from .moves import Copies, Files, Moves, Staged
-from .parcels import Parcels
+from ..storage.activation_store import Parcels
+from ..storage.aio import buffer
+from ..storage.stores import Region, region_of
+from .activation_offload import Copies, Files, Moves, Staged
 from .pools import Pools
-from .stores import Region, region_of
+from .tier_copies import Aside
 
 GONE = "the sharded model of this call no longer exists"
 

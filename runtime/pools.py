@@ -13,11 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zero_compiler.errors import ShardError
-from zero_compiler.program import Program
+from zero_compiler.ir.program import Program
 from zero_compiler.runtime import _C
 
-from .aio import buffer
-from .hops import Aside
+from ..storage.aio import buffer
+from .tier_copies import Aside
 
 T = TypeVar("T")
 # Far longer than one call takes.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from zero_compiler import grads
 from zero_compiler.errors import TransferError
+from zero_compiler.ir.program import Compute, Program, Reduce, ReduceDesc
 from zero_compiler.layout import tiled_rows
-from zero_compiler.program import Compute, Program, Reduce, ReduceDesc
+from zero_compiler.params import grads
 
-from . import watch
+from . import peer_watchdog
 from .model import ModelRuntime
 
 
@@ -93,7 +93,7 @@ class Reductions:
         """Gradients that are kept go to no hook of the user's before they are reduced.
 
         Raises:
-            ZeroError: see :func:`zero_compiler.grads.check_unhooked`.
+            ZeroError: see :func:`zero_compiler.params.grads.check_unhooked`.
         """
         for runtime, keep in self._keeps:
             for name in keep.names:
@@ -159,7 +159,7 @@ class Reductions:
         for s in self._summing:
             try:
                 if s.work is not None:
-                    watch.wait(s.work, self._all[s.which].runtime.policy.group)
+                    peer_watchdog.wait(s.work, self._all[s.which].runtime.policy.group)
             except RuntimeError as error:
                 raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
             out_dtype = getattr(torch, self._all[s.which].desc.out_dtype)

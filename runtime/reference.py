@@ -16,8 +16,7 @@ import torch
 
 from zero_compiler.errors import TransferError
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.layout import Layout, tiled_rows
-from zero_compiler.program import (
+from zero_compiler.ir.program import (
     Bring,
     Compute,
     Discard,
@@ -40,6 +39,7 @@ from zero_compiler.program import (
     Write,
     outputs_of,
 )
+from zero_compiler.layout import Layout, tiled_rows
 
 _PATIENCE_S = 120.0  # for the ranks of one process to meet
 # All bits set: NaN in every floating dtype, and no likely value in the others.

@@ -11,16 +11,9 @@ from typing import Any
 
 import torch
 
-from zero_compiler import accumulation
-from zero_compiler.beside import frames_of, related, saved_before
-from zero_compiler.ends import Ends, ends_by_owner
+from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import MemoryBudgetError, ShardError, StorageError, TransferError, ZeroError
-from zero_compiler.failing import noticed
-from zero_compiler.group import Group
-from zero_compiler.headers import broke_off, cannot_begin, laid_text, lay_text, meet, short_digest
-from zero_compiler.keeping import accumulating
-from zero_compiler.peer_waits import explained
-from zero_compiler.program import (
+from zero_compiler.ir.program import (
     Compute,
     Fetch,
     Gather,
@@ -35,13 +28,27 @@ from zero_compiler.program import (
     last_reads,
     outputs_of,
 )
-from zero_compiler.verify import verify_accumulating
+from zero_compiler.memory.arena_extents import Ends, ends_by_owner
+from zero_compiler.memory.verify import verify_accumulating
+from zero_compiler.plan import call_admission
+from zero_compiler.plan.cross_frame_memory import frames_of, related, saved_before
+from zero_compiler.ranks.call_handshake import (
+    broke_off,
+    cannot_begin,
+    laid_text,
+    lay_text,
+    meet,
+    short_digest,
+)
+from zero_compiler.ranks.failing import noticed
+from zero_compiler.ranks.group import Group
+from zero_compiler.ranks.peer_waits import explained
 
-from . import moves, watch
-from .hops import Hops
+from . import activation_offload, peer_watchdog
 from .model import ModelRuntime
 from .pools import forsake, in_turn, join
 from .reductions import Reductions, load
+from .tier_copies import Hops
 
 _GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE = range(6)
 _READ_HOME, _FETCH, _WAIT_FETCH, _MOVE, _KEEP, _STORE = range(6, 12)
@@ -217,7 +224,7 @@ class Session:
             return (_WAIT_FETCH, instr.index, instr.hop, None, None)
         if isinstance(instr, Store):
             return (_STORE, instr.index, None, None, None)
-        if isinstance(instr, moves.INSTRUCTIONS):
+        if isinstance(instr, activation_offload.INSTRUCTIONS):
             assert self._moves is not None
             return (_MOVE, self._moves.step(instr), None, None, None)
         if isinstance(instr, Gather):
@@ -248,7 +255,7 @@ class Session:
 
     # Agreement ---------------------------------------------------------------------------------------------
 
-    def _agree(self, need: accumulation.Need) -> None:
+    def _agree(self, need: call_admission.Need) -> None:
         """Before the first collective of a call: every rank is about to run the same sequence.
 
         What may differ is which kept weights a rank found changed: then all gather anew. And what it needs of memory,
@@ -331,7 +338,11 @@ class Session:
     def _run(self, inputs: list[Any]) -> list[Any]:
         env = inputs + self._empty
         inputs.clear()
-        call = watch.Call(self._group, [r.engine for r in self.runtimes.values()]) if self._talks else None
+        call = (
+            peer_watchdog.Call(self._group, [r.engine for r in self.runtimes.values()])
+            if self._talks
+            else None
+        )
         try:
             need = self._begin(env)
         except Exception:
@@ -342,7 +353,7 @@ class Session:
             raise
         try:  # with nothing before it where Ctrl-C could come, and peers would not be told
             if call is not None:
-                watch.begin(call)
+                peer_watchdog.begin(call)
             engines = self._beside()
             for engine in engines:
                 engine.trim(need.idle_bytes // len(engines))  # of -1 that is -1
@@ -360,7 +371,7 @@ class Session:
             raise
         finally:
             if call is not None:
-                watch.end(call)
+                peer_watchdog.end(call)
         return outputs_of(self.program, env.__getitem__)
 
     def _told(self, error: BaseException) -> ZeroError | None:
@@ -391,7 +402,7 @@ class Session:
         if self._talks:
             forsake(self.runtimes.values())
 
-    def _begin(self, env: Sequence[Any]) -> accumulation.Need:
+    def _begin(self, env: Sequence[Any]) -> call_admission.Need:
         """What this call takes, with which all ranks begin."""
         with self._together():
             if any(r.pools.recorded() for r in self._devices):
@@ -421,10 +432,10 @@ class Session:
         if self._talks:
             cannot_begin(self._group, error)
 
-    def _need(self, env: Sequence[Any]) -> accumulation.Need:
+    def _need(self, env: Sequence[Any]) -> call_admission.Need:
         """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
         if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
-            return accumulation.Need(0, self.program.idle_bytes)
+            return call_admission.Need(0, self.program.idle_bytes)
         policies = [r.policy for r in self.runtimes.values()]
         planned, sized = self._planned(policies), getattr(self.frame, "sized", None)
         at, phase = None, self.program.phase
@@ -437,10 +448,10 @@ class Session:
         who = everyone.name_of(everyone.rank)
         if phase == "forward" and sized is not None and self.frame.config.activation_budget_bytes is not None:
             more, sizes = sized.more_saved(env)
-            refused = accumulation.saves_too_much(self.frame, more, sizes, who)
+            refused = call_admission.saves_too_much(self.frame, more, sizes, who)
             if refused is not None:
                 return refused
-        return accumulation.need_of(self.program, policies, planned, who, at)
+        return call_admission.need_of(self.program, policies, planned, who, at)
 
     def _beside(self) -> list[Any]:
         """The engines of all that the models of this call are parts of: what waits there waits beside it."""
@@ -451,13 +462,13 @@ class Session:
             self._around = now, [p.runtime for p in relatives if p.runtime is not None]
         return [r.engine for r in self._around[1]]
 
-    def _planned(self, policies: Sequence[Any]) -> accumulation.Planned | None:
+    def _planned(self, policies: Sequence[Any]) -> call_admission.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         assert self.first is not None
         state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)
         if self.first.planned is None or self.first.planned[0] != state:
-            self.first.planned = (state, accumulation.planned_for(policies))
-        known: accumulation.Planned | None = self.first.planned[1]
+            self.first.planned = (state, call_admission.planned_for(policies))
+        known: call_admission.Planned | None = self.first.planned[1]
         return known
 
     def _leave(self) -> None:

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zero_compiler.backend import compile_frame
+from zero_compiler.compile.backend import compile_frame
+from zero_compiler.compile.loader import PlanLoader
 from zero_compiler.config import PLACEMENT_FIELDS, Config
+from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.keeping import accumulating
-from zero_compiler.loader import PlanLoader
-from zero_compiler.modules import policies_of
-from zero_compiler.planning import planned_group
-from zero_compiler.program import Program
-from zero_compiler.report import Frame
+from zero_compiler.ir.program import Program
+from zero_compiler.params.modules import policies_of
+from zero_compiler.params.shard import shard_over
+from zero_compiler.report.report import Frame
 from zero_compiler.runtime.reference import Lockstep, Rank, Reference
-from zero_compiler.shard import shard_over
+from zero_compiler.tools.planning import planned_group
 
 
 class SimulatedModel(PlanLoader):

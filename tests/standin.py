@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from zero_compiler.policy import Policy
+from zero_compiler.params.policy import Policy
 from zero_compiler.runtime import model
-from zero_compiler.runtime.hops import Aside
+from zero_compiler.runtime.tier_copies import Aside
 
 
 class _Copy:

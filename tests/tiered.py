@@ -14,7 +14,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.config import PLACED_FIELDS
 from zero_compiler.errors import StorageError
-from zero_compiler.runtime.stores import Store
+from zero_compiler.storage.stores import Store
 
 ALL = ("nvme",) * 3  # parameters, gradients and states in files
 

@@ -5,12 +5,12 @@ from zero_compiler import _tree
 _tree.install()
 
 from .config import Config
-from .construct import init, module
-from .inspect import inspect
-from .load import load_safetensors
-from .optimizer import optimizer
-from .shard import shard
-from .windows import gathered, no_sync
+from .construct.construct import init, module
+from .optim.optimizer import optimizer
+from .params.contexts import gathered, no_sync
+from .params.load import load_safetensors
+from .params.shard import shard
+from .tools.inspect import inspect
 
 __all__ = [
     "Config",

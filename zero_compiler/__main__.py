@@ -1,5 +1,5 @@
 """``python -m zero_compiler``."""
 
-from .cli import main
+from .tools.cli import main
 
 main()

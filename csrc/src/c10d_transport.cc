@@ -41,7 +41,7 @@ Work reduce_scatter_flat(Group& group, at::Tensor& out, at::Tensor& in) {
   }
 }
 
-// As in zero_compiler/group.py.
+// As in zero_compiler/ranks/group.py.
 constexpr const char* kDestroyed =
     "the process group over which the model was sharded has been destroyed; "
     "call torch.distributed.destroy_process_group after the last use of the "

@@ -122,7 +122,7 @@ def before_init(job: Job) -> None:
 
 
 def in_shard(job: Job) -> None:
-    from zero_compiler.policy import Policy
+    from zero_compiler.params.policy import Policy
 
     job.fails_in(Policy, "choose_transport")
     job.sharded()
@@ -136,7 +136,7 @@ def in_shard_early(job: Job) -> None:
 
 def in_shard_values(job: Job) -> None:
     """As rank 0 sends its values."""
-    from zero_compiler import eager
+    from zero_compiler.params import eager
 
     job.fails_in(eager, "scatter_from_first")
     job.sharded()
@@ -150,7 +150,7 @@ def in_init(job: Job) -> None:
 
 
 def in_init_end(job: Job) -> None:
-    from zero_compiler.policy import Policy
+    from zero_compiler.params.policy import Policy
 
     job.fails_in(Policy, "check_settled")
     with zero.init(device="cpu", transport=job.transport):
@@ -160,7 +160,7 @@ def in_init_end(job: Job) -> None:
 
 
 def deciding(job: Job) -> None:
-    from zero_compiler.loader import EngineLoader
+    from zero_compiler.compile.loader import EngineLoader
 
     job.transport = "c10d"  # on two cores, or with what ranks read where it rests, there is nothing to decide
     hardware = Path(job.folder) / f"hardware.{job.rank}.json"
@@ -171,7 +171,7 @@ def deciding(job: Job) -> None:
 
 
 def compiling(job: Job) -> None:
-    from zero_compiler import backend
+    from zero_compiler.compile import backend
 
     job.sharded()
     job.fails_in(backend, "compile_segments")
@@ -179,7 +179,7 @@ def compiling(job: Job) -> None:
 
 
 def making_optimizer(job: Job) -> None:
-    from zero_compiler.optimizer import StreamedOptimizer
+    from zero_compiler.optim.optimizer import StreamedOptimizer
 
     job.sharded()
     job.step()
@@ -221,10 +221,10 @@ def torch_step(job: Job) -> None:
 
 
 def entering_gathered(job: Job) -> None:
-    from zero_compiler import windows
+    from zero_compiler.params import contexts
 
     job.trained()
-    job.fails_in(windows, "_open")
+    job.fails_in(contexts, "_open")
     with zero.gathered(job.model):
         pass
     job.go_on()
@@ -245,10 +245,10 @@ def in_gathered_write(job: Job) -> None:
 
 
 def leaving_gathered_write(job: Job) -> None:
-    from zero_compiler import windows
+    from zero_compiler.params import contexts
 
     job.trained()
-    job.fails_in(windows, "_check_equal")
+    job.fails_in(contexts, "_check_equal")
     with zero.gathered(job.model, write=True):
         pass
     job.go_on()
@@ -272,7 +272,7 @@ def inspecting(job: Job) -> None:
 def loading_safetensors(job: Job) -> None:
     from safetensors.torch import save_file
 
-    from zero_compiler import load
+    from zero_compiler.params import load
 
     job.trained()
     path = os.path.join(job.folder, f"weights.{job.rank}.safetensors")
@@ -468,9 +468,9 @@ def _rank_main(
     timeout = datetime.timedelta(seconds=group_timeout_s)
     dist.init_process_group("gloo", timeout=timeout)
     if not gloo:
-        from zero_compiler import headers
+        from zero_compiler.ranks import call_handshake
 
-        headers._has_gloo = lambda _: False
+        call_handshake._has_gloo = lambda _: False
     dist.barrier()
 
     def fail() -> None:
@@ -507,7 +507,7 @@ def _rank_main(
 
 def _slow(fail: Fail, seconds: float) -> None:
     """This rank takes long to decide its first plan."""
-    from zero_compiler.loader import EngineLoader
+    from zero_compiler.compile.loader import EngineLoader
 
     real, pending = EngineLoader.decide, [seconds]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 
 def sharded(model: nn.Module, stage: int = 3, **fields: Any) -> nn.Module:

@@ -47,7 +47,7 @@ _PRELOADED = [
     "torch.export._trace",
     *(f"transformers.models.{m}.modeling_{m}" for m in ("gpt2", "llama", "bert", "t5", "vit", "mixtral")),
     "zero_compiler",
-    "zero_compiler.backend",
+    "zero_compiler.compile.backend",
     "zero_compiler.runtime._C",
 ]
 

@@ -13,9 +13,9 @@ from machines import machine
 from standin import accelerator
 
 import zero_compiler as zero
+from zero_compiler.cost.simulate import HOST, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.runtime import _C
-from zero_compiler.simulate import HOST, READ, WRITE
 
 pytestmark = pytest.mark.dist
 WIDTH, LAYERS, ROWS = 64, 4, 512

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, ShardError, StorageError, TransferError
-from zero_compiler.failing import STEP, Failure
-from zero_compiler.headers import fail_later
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime import pools, watch
-from zero_compiler.runtime.stores import Store
+from zero_compiler.params.modules import policies_of
+from zero_compiler.ranks.call_handshake import fail_later
+from zero_compiler.ranks.failing import STEP, Failure
+from zero_compiler.runtime import peer_watchdog, pools
+from zero_compiler.storage.stores import Store
 
 pytestmark = pytest.mark.dist
 _fails: set[str] = set()
@@ -165,7 +165,7 @@ def fails_after_a_call(rank: int, world: int) -> str:
         group = policies_of(model)[0].group
         fail_later(group, Failure(group.name_of(rank), "ValueError", "out of luck", STEP))
         return ""
-    _slow.append(3 * watch.LOOK_S)
+    _slow.append(3 * peer_watchdog.LOOK_S)
     loss = call(torch.ones(4, 16))
     return raised(RankMismatchError, loss.backward)
 

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_compiler import hardware, io_bench
-from zero_compiler.calibrate import calibrate, threads_of
+from zero_compiler.cost import hardware
+from zero_compiler.cost.hardware import HardwareSpec, PythonTime
 from zero_compiler.errors import ConfigError
-from zero_compiler.hardware import HardwareSpec, PythonTime
-from zero_compiler.measure_links import _files, files_rank
-from zero_compiler.runtime import aio
+from zero_compiler.storage import aio
+from zero_compiler.tools import io_bench
+from zero_compiler.tools.calibrate import calibrate, threads_of
+from zero_compiler.tools.measure_links import _files, files_rank
 
-measured = sys.modules["zero_compiler.calibrate"]
+measured = sys.modules["zero_compiler.tools.calibrate"]
 
 pytestmark = pytest.mark.alone
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, StorageError
+from zero_compiler.ranks.transport import Segment
 from zero_compiler.runtime import _C
-from zero_compiler.runtime.stores import Nvme
-from zero_compiler.transport import Segment
+from zero_compiler.storage.stores import Nvme
 
 pytestmark = pytest.mark.dist
 
@@ -229,7 +229,7 @@ class Outer(nn.Module):
 
 
 def decorated(rank, world):
-    from zero_compiler.modules import policies_of
+    from zero_compiler.params.modules import policies_of
 
     torch.manual_seed(rank * 0 + 5)
     model = Outer()

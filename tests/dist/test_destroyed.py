@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
-from zero_compiler import transport
 from zero_compiler.errors import TransferError
-from zero_compiler.group import release_destroyed
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.ranks import transport
+from zero_compiler.ranks.group import release_destroyed
 from zero_compiler.runtime import _C
 
 pytestmark = pytest.mark.dist

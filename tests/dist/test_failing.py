@@ -22,9 +22,9 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.compile.budget_search import Fitting
 from zero_compiler.errors import MemoryBudgetError, RankMismatchError, ShardError
-from zero_compiler.fitting import Fitting
-from zero_compiler.planning import report
+from zero_compiler.tools.planning import report
 
 pytestmark = pytest.mark.dist
 WIDTH, FEW, MANY = 256, 32, 4096

@@ -14,8 +14,8 @@ from models import MLP
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import headers
 from zero_compiler.errors import RankMismatchError, TransferError
+from zero_compiler.ranks import call_handshake
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -43,14 +43,14 @@ def losses(call: nn.Module, model: nn.Module, rank: int) -> list[float]:
 def hide_gloo() -> list[str]:
     """From here on this rank sees no gloo; the list grows by one entry for every all-gather of headers."""
     seen: list[str] = []
-    gather = headers.all_gather_flat
+    gather = call_handshake.all_gather_flat
 
     def counted(out: torch.Tensor, given: torch.Tensor, **kw: object) -> object:
         seen.append(f"{given.dtype} {given.numel()}")
         return gather(out, given, **kw)
 
-    headers._has_gloo = lambda _: False
-    headers.all_gather_flat = counted
+    call_handshake._has_gloo = lambda _: False
+    call_handshake.all_gather_flat = counted
     return seen
 
 
@@ -60,7 +60,7 @@ def no_gloo(rank: int, world: int) -> None:
     seen = hide_gloo()
     model, call = make()
     compiled = losses(call, model, rank)
-    assert seen == [f"torch.uint8 {headers.HEADER_BYTES}"] * 6  # each of three steps has two calls
+    assert seen == [f"torch.uint8 {call_handshake.HEADER_BYTES}"] * 6  # each of three steps has two calls
     assert [compiled, losses(model, model, rank)] == by_messages
     assert len(seen) > 12  # without compile each weight has headers of its own
     begun = len(seen)

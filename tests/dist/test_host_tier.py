@@ -9,8 +9,8 @@ from tiered import assert_same, compiled, made, train
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
-from zero_compiler.simulate import HOST, LINK, READ, WRITE
+from zero_compiler.cost.simulate import HOST, LINK, READ, WRITE
+from zero_compiler.params.modules import policies_of
 
 O = torch.optim
 CHAINS = [("host", None, None), ("host", "nvme", None), ("nvme", None, None), ("nvme", "nvme", "nvme")]

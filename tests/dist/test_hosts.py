@@ -19,10 +19,10 @@ from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import transport
 from zero_compiler.errors import ShardError, TransferError
-from zero_compiler.modules import policies_of
-from zero_compiler.scratch import scratch_bytes
+from zero_compiler.memory.transport_workspace import scratch_bytes
+from zero_compiler.params.modules import policies_of
+from zero_compiler.ranks import transport
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 

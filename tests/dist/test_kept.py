@@ -9,7 +9,7 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 from zero_compiler.runtime import _C
 
 pytestmark = pytest.mark.dist

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

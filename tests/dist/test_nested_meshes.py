@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
-from zero_compiler.group import speaking
+from zero_compiler.ranks.group import speaking
 
 pytestmark = pytest.mark.dist
 

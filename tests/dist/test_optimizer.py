@@ -12,8 +12,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, OptimizerError, RankMismatchError, ShardError, StorageError
-from zero_compiler.runtime.stores import region_of
-from zero_compiler.updates import Done, Entry, Piece, Unit
+from zero_compiler.optim.updates import Done, Entry, Piece, Unit
+from zero_compiler.storage.stores import region_of
 
 pytestmark = pytest.mark.usefixtures("small_units")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, OptimizerError, StorageError
-from zero_compiler.runtime import stores
+from zero_compiler.storage import stores
 
 O = torch.optim
 

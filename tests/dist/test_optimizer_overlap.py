@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, OptimizerError
-from zero_compiler.grads import AppliedGrad
-from zero_compiler.runtime import streaming
-from zero_compiler.runtime.stores import region_of
+from zero_compiler.params.grads import AppliedGrad
+from zero_compiler.storage import streaming
+from zero_compiler.storage.stores import region_of
 
 pytestmark = pytest.mark.usefixtures("small_units")
 

@@ -5,7 +5,8 @@ from dist.measured import train
 from dist.spawn import run_ranks
 
 import zero_compiler as zero
-from zero_compiler.runtime import _C, aio
+from zero_compiler.runtime import _C
+from zero_compiler.storage import aio
 
 pytestmark = pytest.mark.dist
 NET, ROWS = {"width": 512, "layers": 3}, 64

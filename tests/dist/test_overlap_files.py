@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, StorageError
-from zero_compiler.runtime.landing import Landing
+from zero_compiler.storage.writeback_buffers import Landing
 
 pytestmark = pytest.mark.usefixtures("small_units")
 FILES = {f"offload_{what}": "nvme" for what in ("params", "grads", "optimizer")}

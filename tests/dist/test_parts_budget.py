@@ -10,7 +10,8 @@ from dist.spawn import RankFailed, run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.runtime import _C, aio
+from zero_compiler.runtime import _C
+from zero_compiler.storage import aio
 
 pytestmark = pytest.mark.dist
 DIMS, ROWS = (1024, 512, 448, 384, 320, 256, 192, 128), 16

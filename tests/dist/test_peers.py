@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
-from zero_compiler import agreement, headers, peers
 from zero_compiler.errors import ShardError, TransferError, ZeroError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.ranks import agreement, call_handshake, peer_connections
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 SOON_S = 15.0
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_shard_and_stays(gloo):
 
 
 def fails_without_gloo(rank: int, world: int) -> str:
-    headers._has_gloo = lambda _: False
+    call_handshake._has_gloo = lambda _: False
     return fails_and_stays(rank, world)
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_leaves_a_forked_child():
 def cannot_connect(rank: int, world: int) -> list[Any]:
     """Where no connection can be made, ranks agree as before."""
     if rank == 1:
-        peers.Peers._connect = refused  # type: ignore[method-assign]
+        peer_connections.Peers._connect = refused  # type: ignore[method-assign]
     model = zero.shard(nn.Linear(4, 4), device="cpu")
     with zero.gathered(model):
         return [tuple(model.weight.shape)]

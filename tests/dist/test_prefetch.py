@@ -11,7 +11,7 @@ from machines import machine
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 pytestmark = pytest.mark.dist
 

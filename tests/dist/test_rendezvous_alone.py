@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
-from zero_compiler import transport
 from zero_compiler.errors import RankMismatchError, StorageError
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime.stores import Region
+from zero_compiler.params.modules import policies_of
+from zero_compiler.ranks import transport
+from zero_compiler.storage.stores import Region
 
 pytestmark = pytest.mark.dist
 

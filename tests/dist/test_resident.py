@@ -18,7 +18,14 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt-6x512", "tiny", "tiny-moe"])
 def test_it_lives_on_what_the_report_expects(model, tmp_path):
     out = tmp_path / "out.json"
-    command = [sys.executable, str(SCRIPTS / "resident.py"), "--limit", str(tmp_path), "--model", model]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "resident_memory.py"),
+        "--limit",
+        str(tmp_path),
+        "--model",
+        model,
+    ]
     command += ["--steps", "12", "--compute", "aten", "--hardware", PRESET, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     if "nobody counts here" in done.stderr:

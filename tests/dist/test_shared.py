@@ -15,7 +15,7 @@ from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]

@@ -15,9 +15,10 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import hardware, transport
+from zero_compiler.cost import hardware
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.ranks import transport
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 

@@ -14,7 +14,7 @@ from dist.sharing import batch, loss_of, make, train
 from dist.spawn import run_ranks
 
 from zero_compiler.errors import RankMismatchError, TransferError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 

@@ -18,9 +18,9 @@ from dist.soon import raised, ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import headers
 from zero_compiler.errors import OptimizerError, RankMismatchError, StorageError, ZeroError
-from zero_compiler.runtime.stores import Nvme, Store
+from zero_compiler.ranks import call_handshake
+from zero_compiler.storage.stores import Nvme, Store
 
 pytestmark = pytest.mark.dist
 AdamW = torch.optim.AdamW
@@ -264,7 +264,7 @@ def test_a_second_failure_is_told_once_the_first_is_met(world, tmp_path):
 def all_fail(rank: int, world: int, folder: str, gloo: bool) -> None:
     """Nobody is told what happens to all; a group may end with what nobody has read."""
     if not gloo:  # as on an accelerator, whose own backend has no tags
-        headers._has_gloo = lambda _: False
+        call_handshake._has_gloo = lambda _: False
     model = made(folder)
     optimizer, call = zero.optimizer(AdamW, model), called(model)
     hook = Hook(optimizer, False)

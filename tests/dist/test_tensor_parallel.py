@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zero_compiler as zero
 from zero_compiler.errors import CaptureError, ConfigError, RankMismatchError, ShardError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

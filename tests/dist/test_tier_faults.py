@@ -15,9 +15,9 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, StorageError
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime import landing
-from zero_compiler.runtime.stores import region_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.storage import writeback_buffers
+from zero_compiler.storage.stores import region_of
 
 O = torch.optim
 
@@ -209,8 +209,8 @@ def test_an_error_that_is_dropped_in_a_later_backward_takes_no_gradient_with_it(
         raise StorageError("write of a gradient")
 
     with monkeypatch.context() as until_waited_for:
-        until_waited_for.setattr(landing._Write, "done", lambda write: False)
-        until_waited_for.setattr(landing.Landing, "_finish", broken)
+        until_waited_for.setattr(writeback_buffers._Write, "done", lambda write: False)
+        until_waited_for.setattr(writeback_buffers.Landing, "_finish", broken)
         try:
             model(torch.ones(2, 64)).sum().backward()  # fails at its end
         except StorageError as error:

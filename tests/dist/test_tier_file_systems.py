@@ -14,8 +14,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import StorageError
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime.stores import Nvme, Store
+from zero_compiler.params.modules import policies_of
+from zero_compiler.storage.stores import Nvme, Store
 
 O = torch.optim
 

@@ -19,9 +19,9 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.config import PLACED_FIELDS
 from zero_compiler.errors import OptimizerError
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime import aio, guarded
-from zero_compiler.runtime.stores import region_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.storage import aio, interruptible_io
+from zero_compiler.storage.stores import region_of
 
 O = torch.optim
 
@@ -109,7 +109,7 @@ _KILLED = """
 import os, signal, sys, torch
 import zero_compiler as zero
 from torch import nn
-from zero_compiler.runtime.stores import Store
+from zero_compiler.storage.stores import Store
 
 folder, checkpoint, kill_at, overlap = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
 write = Store.write
@@ -171,13 +171,13 @@ def test_killed_in_a_step_and_started_again(overlap, tmp_path):
 
 
 _FILES = (
-    "zero_compiler/optimizer.py",
-    "zero_compiler/updates.py",
-    "runtime/streaming.py",
-    "runtime/guarded.py",
-    "runtime/turns.py",
-    "runtime/stores.py",
-    "runtime/aio.py",
+    "zero_compiler/optim/optimizer.py",
+    "zero_compiler/optim/updates.py",
+    "zero_compiler/storage/streaming.py",
+    "zero_compiler/storage/interruptible_io.py",
+    "zero_compiler/storage/double_buffer.py",
+    "zero_compiler/storage/stores.py",
+    "zero_compiler/storage/aio.py",
 )
 
 
@@ -222,19 +222,19 @@ def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
     back()
     count = (1 << 40) - lines.left
     assert count > 300
-    real, outcomes = guarded.settle, set()
+    real, outcomes = interruptible_io.settle, set()
 
     def impatient(engines):  # Ctrl-C again, while what is under way is waited for
         real(engines)
-        monkeypatch.setattr(guarded, "settle", real)
+        monkeypatch.setattr(interruptible_io, "settle", real)
         raise KeyboardInterrupt
 
     for k in range(40):
         if k % 3 == 2:
-            monkeypatch.setattr(guarded, "settle", impatient)
+            monkeypatch.setattr(interruptible_io, "settle", impatient)
         with contextlib.suppress(KeyboardInterrupt):
             step(Interrupt(1 + k * (count - 1) // 39, _FILES))
-        monkeypatch.setattr(guarded, "settle", real)
+        monkeypatch.setattr(interruptible_io, "settle", real)
         assert engine.counters()["in_flight"] == 0, k
         assert len(engine._live) == 0 or all(request.done() for request in engine._live)
         optimizer.zero_grad()

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime.stores import region_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.storage.stores import region_of
 
 O = torch.optim
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import StorageError
-from zero_compiler.files import Files
-from zero_compiler.modules import policies_of
-from zero_compiler.runtime.stores import region_of
+from zero_compiler.params.files import Files
+from zero_compiler.params.modules import policies_of
+from zero_compiler.storage.stores import region_of
 
 O = torch.optim
 TIERS = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")

@@ -15,8 +15,8 @@ from null.offloaded import fields_in
 from standin import accelerator
 from torch import nn
 
-import zero_compiler.backend  # noqa: F401 (registers a hook of torch's, see no_trace_left)
-from zero_compiler.runtime import aio
+import zero_compiler.compile.backend  # noqa: F401 (registers a hook of torch's, see no_trace_left)
+from zero_compiler.storage import aio
 
 
 @pytest.fixture

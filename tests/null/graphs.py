@@ -11,14 +11,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from zero_compiler.emit import emit
+from zero_compiler.emit.emit import emit
+from zero_compiler.emit.segments import _aten
 from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.ir.program import Program
 from zero_compiler.layout import Layout
 from zero_compiler.passes import PHASE, Context, ParamPlan, assign_units, order_of_use, run_passes
-from zero_compiler.program import Program
 from zero_compiler.runtime.reference import Rank, Reference
-from zero_compiler.segments import _aten
 
 aten = torch.ops.aten
 OWNER = "m"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zero_compiler.planning import report
-from zero_compiler.program import Program
+from zero_compiler.ir.program import Program
+from zero_compiler.tools.planning import report
 
 
 def deep(depth=4, width=16, bias=True):

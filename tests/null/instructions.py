@@ -6,8 +6,8 @@ import dataclasses
 
 from machines import machine
 
-from zero_compiler.hardware import HardwareSpec, Link
-from zero_compiler.program import GatherDesc, Program, ReduceDesc
+from zero_compiler.cost.hardware import HardwareSpec, Link
+from zero_compiler.ir.program import GatherDesc, Program, ReduceDesc
 
 
 def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0, **fields) -> HardwareSpec:

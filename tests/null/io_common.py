@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from zero_compiler.runtime import aio
+from zero_compiler.storage import aio
 
 BACKENDS = ["threads", *(["uring"] if aio.uring_refusal() is None else [])]
 

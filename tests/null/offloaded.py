@@ -17,12 +17,12 @@ from null.graphs import Build, aten, find, lower, two_products
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import facts
+from zero_compiler.ir.program import Compute
 from zero_compiler.passes import OffloadActivations, run_split
-from zero_compiler.planning import report
-from zero_compiler.program import Compute
+from zero_compiler.tools.planning import report
 
 FAST = {"latency_us": 1e-6, "bytes_per_us": 1e9}
 SLOW = {"latency_us": 1e-6, "bytes_per_us": 1.0}

@@ -20,17 +20,17 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import zero_compiler as zero
-from zero_compiler import saving
 from zero_compiler.config import Config
-from zero_compiler.cost import CostModel
+from zero_compiler.cost.cost import CostModel
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import ConfigError, MemoryBudgetError
-from zero_compiler.hardware import HardwareSpec
+from zero_compiler.ir.program import Gather
 from zero_compiler.passes import JOINT, activations, run_passes
 from zero_compiler.passes.activations import Activations
 from zero_compiler.passes.choose_saved import choose
 from zero_compiler.passes.repeats import stand_ins
-from zero_compiler.planning import plan, report
-from zero_compiler.program import Gather
+from zero_compiler.plan import activation_search
+from zero_compiler.tools.planning import plan, report
 
 SPEC = HardwareSpec.from_dict(machine())
 ROW = TOKENS * 4
@@ -230,12 +230,14 @@ def test_a_budget_that_the_joint_graph_tells_wrong_is_met_in_small_steps():
     def held(graphs):
         return graphs
 
-    assert 90 <= saving.within_activations(cut, 150, 100, held) <= 100
+    assert 90 <= activation_search.within_activations(cut, 150, 100, held) <= 100
     assert len(tried) <= 4
-    assert saving.within_activations(cut, 150, 46, held) <= 46  # the least is found where steps go below it
+    assert (
+        activation_search.within_activations(cut, 150, 46, held) <= 46
+    )  # the least is found where steps go below it
     with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=42 is .* bytes too small"):
-        saving.within_activations(cut, 150, 42, held)
-    assert 80 <= saving.within_memory(cut, 150, lambda held: held - 100, held) <= 100
+        activation_search.within_activations(cut, 150, 42, held)
+    assert 80 <= activation_search.within_memory(cut, 150, lambda held: held - 100, held) <= 100
 
 
 @pytest.mark.slow

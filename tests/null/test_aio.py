@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from null.io_common import BACKENDS, descriptors_now, filled
 
 from zero_compiler.errors import ConfigError, StorageError
-from zero_compiler.runtime import aio
+from zero_compiler.storage import aio
 
 # --- right bytes ---
 

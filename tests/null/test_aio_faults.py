@@ -15,7 +15,7 @@ from faults import mounted, run_with_faults, small_disk, small_tmpfs, takes_o_di
 from null.io_common import filled
 
 from zero_compiler.errors import StorageError
-from zero_compiler.runtime import aio
+from zero_compiler.storage import aio
 
 MiB = 1 << 20
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from null.io_common import BACKENDS, descriptors_now, settles, threads_now
 
-from zero_compiler.runtime import aio
+from zero_compiler.storage import aio
 
 # --- nothing is left behind ---
 

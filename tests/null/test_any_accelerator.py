@@ -13,10 +13,16 @@ NAMED = re.compile(r"cuda|cudnn|cublas|nvtx|nvcc", re.IGNORECASE)
 
 # What may name one, each with its reason.
 ALLOWED = {
-    ("zero_compiler/openings.py", "cuda"): "Tensor.cuda is among the calls of users that convert a tensor",
-    ("zero_compiler/workspaces.py", "cudnn"): "one of torch's operators of attention",
-    ("zero_compiler/segments.py", "triton.cudagraphs"): "an option of Inductor, which is off",
-    ("zero_compiler/mesh.py", 'device must be one of torch, such as "cpu" or "cuda", not '): "an example",
+    (
+        "zero_compiler/construct/unsharded_mode.py",
+        "cuda",
+    ): "Tensor.cuda is among the calls of users that convert a tensor",
+    ("zero_compiler/memory/workspaces.py", "cudnn"): "one of torch's operators of attention",
+    ("zero_compiler/emit/segments.py", "triton.cudagraphs"): "an option of Inductor, which is off",
+    (
+        "zero_compiler/ranks/mesh.py",
+        'device must be one of torch, such as "cpu" or "cuda", not ',
+    ): "an example",
 }
 
 

@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_compiler.arena import ALIGN, Slot, aligned, check, pack
+from zero_compiler.memory.arena import ALIGN, Slot, aligned, check, pack
 
 slots_ = st.lists(
     st.builds(

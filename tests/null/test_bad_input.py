@@ -10,11 +10,11 @@ from null.small import batch, mlp, use
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import policy
 from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.planning import planned_group
-from zero_compiler.shard import shard_over
+from zero_compiler.params import policy
+from zero_compiler.params.shard import shard_over
+from zero_compiler.tools.planning import planned_group
 
 # --- what zero.shard takes ---------------------------------------------------------------------------------------
 

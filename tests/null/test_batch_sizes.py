@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_compiler.planning import plan
+from zero_compiler.tools.planning import plan
 
 
 class Attention(nn.Module):

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.budget import memory_of, peak_at
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.planning import plan
-from zero_compiler.report import Frame, Memory
+from zero_compiler.plan.budget import memory_of, peak_at
+from zero_compiler.report.report import Frame, Memory
+from zero_compiler.tools.planning import plan
 
 pytestmark = pytest.mark.slow
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_compiler.budget import Candidate, check, choose
 from zero_compiler.config import Config
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.modules import policies_of
-from zero_compiler.planning import planned_group, report
-from zero_compiler.report import Memory
-from zero_compiler.shard import shard_over
+from zero_compiler.params.modules import policies_of
+from zero_compiler.params.shard import shard_over
+from zero_compiler.plan.budget import Candidate, check, choose
+from zero_compiler.report.report import Memory
+from zero_compiler.tools.planning import planned_group, report
 
 candidates = st.lists(
     st.builds(lambda b, t: (b, t), st.integers(1, 5000), st.integers(0, 1000)), min_size=0, max_size=9

@@ -9,7 +9,7 @@ import pytest
 from null.graphs import Build, aten, lower
 from torch import fx
 
-from zero_compiler import prefetch
+from zero_compiler.cost import prefetch
 from zero_compiler.passes import JOINT, run_passes
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zero_compiler as zero
-from zero_compiler import cli, planning
 from zero_compiler.errors import ConfigError, MemoryBudgetError
+from zero_compiler.tools import cli, planning
 
 
 def every_field(folder):

@@ -18,14 +18,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler import files
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.live import moments
-from zero_compiler.planning import plan, report
-from zero_compiler.program import Gather, Program, Reduce, Release, WaitGather, WaitReduce
-from zero_compiler.report import Frame
-from zero_compiler.runtime import _C, aio
-from zero_compiler.transport import Transport
+from zero_compiler.ir.program import Gather, Program, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.memory.live import moments
+from zero_compiler.params import files
+from zero_compiler.ranks.transport import Transport
+from zero_compiler.report.report import Frame
+from zero_compiler.runtime import _C
+from zero_compiler.storage import aio
+from zero_compiler.tools.planning import plan, report
 
 WIDTH, TOKENS, LAYERS = 32, 16, 4  # from four layers on as much is under way as ever will be
 LAYER = (2 * WIDTH * WIDTH + 3 * WIDTH) * 4 + 2 * WIDTH * WIDTH * 4  # bytes of a block's parameters

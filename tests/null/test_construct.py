@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
-from zero_compiler.modules import is_root, policies_of, state_of
+from zero_compiler.params.modules import is_root, policies_of, state_of
 
 pytestmark = pytest.mark.usefixtures("no_trace_left")
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zero_compiler import hardware
-from zero_compiler.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets, tile_rows
+from zero_compiler.cost import hardware
+from zero_compiler.cost.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets, tile_rows
 
 aten = torch.ops.aten
 SPEC = dataclasses.replace(

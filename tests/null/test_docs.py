@@ -13,8 +13,8 @@ import pytest
 import typer
 
 import zero_compiler as zero
-from zero_compiler import cli
 from zero_compiler.passes import PHASE
+from zero_compiler.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

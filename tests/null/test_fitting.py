@@ -14,17 +14,17 @@ from null.test_tile_mlp import Net as Mlps
 from null.test_tile_mlp import x
 from torch import fx, nn
 
-from zero_compiler import fitting as fitting_module
-from zero_compiler import lowering as lowering_module
 from zero_compiler import passes
-from zero_compiler.cost import smaller_buckets
+from zero_compiler.compile import budget_search as fitting_module
+from zero_compiler.compile import phase_lowering as lowering_module
+from zero_compiler.compile.budget_search import _PLANNED, Fitting
+from zero_compiler.compile.phase_lowering import Lowering
+from zero_compiler.cost.cost import smaller_buckets
+from zero_compiler.cost.hardware import load
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.fitting import _PLANNED, Fitting
-from zero_compiler.hardware import load
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.lowering import Lowering
-from zero_compiler.planning import report
-from zero_compiler.saving import Phases
+from zero_compiler.plan.activation_search import Phases
+from zero_compiler.tools.planning import report
 
 WIDTH = 256
 

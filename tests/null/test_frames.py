@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 ATEN = {"compute": "aten"}
 COUNT = 3

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_compiler as zero
-from zero_compiler import fused
-from zero_compiler.mesh import bare_mesh
+from zero_compiler.ranks.mesh import bare_mesh
+from zero_compiler.tensors import fused
 
 OPTIMIZERS = [
     (torch.optim.Adam, {"amsgrad": True}),

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import zero_compiler as zero
-from zero_compiler import generated, inside
-from zero_compiler.cut import SegmentGraph
+from zero_compiler.emit.segmentation import SegmentGraph
+from zero_compiler.emit.segments import SegmentCompiler, alike_one_by_one
 from zero_compiler.ir import facts
+from zero_compiler.memory import generated_code, segment_peak
 from zero_compiler.runtime import _C
-from zero_compiler.segments import SegmentCompiler, alike_one_by_one
 
 HEAD = """
 class Runner:
@@ -65,7 +65,7 @@ def test_buffers_live_as_long_as_a_name_for_them():
         "return (buf2, buf3, )",
     )
     inputs = three((8, 4), (7,), (3,))
-    held = generated.read(text, empty(), inputs)
+    held = generated_code.read(text, empty(), inputs)
     # What nobody else holds: 128 at in_0 until its deletion, 12 at in_2, which is never deleted.
     assert held.most(inputs, [False, False, False]) == max(128 + 200, 200 + 104)
     assert held.most(inputs, [True, False, True]) == max(12 + 128 + 128, 12 + 128 + 200, 12 + 200 + 104)
@@ -87,7 +87,7 @@ def test_code_for_a_device_sets_it_and_calls_no_operator_by_that():
         "return (buf1, )",
     )
     inputs = three((8, 4), (7,), (3,))
-    held = generated.read(text, empty(), inputs)
+    held = generated_code.read(text, empty(), inputs)
     assert held.operators == {"mm", "_mm_plus_mm"}
     assert held.most(inputs, [False] * 3) == 128 + 32
 
@@ -107,7 +107,7 @@ def test_results_of_operators_have_their_size_from_the_check_behind_them():
         "return (buf1, buf2, )",
     )
     inputs = three((4, 8), (1,), (1,))
-    held = generated.read(text, g, inputs)
+    held = generated_code.read(text, g, inputs)
     assert held.most(inputs, [False] * 3) == 8 * 2 + 8 * 8
     assert held.most(inputs, [False] * 3, beside={"topk": 1000}) == 80 + 1000
 
@@ -126,7 +126,7 @@ def test_the_one_result_of_an_operator_is_checked_under_its_second_name():
         "return (buf2, buf3, )",
     )
     inputs = three((1,), (1,), (1,))
-    assert generated.read(text, g, inputs).most(inputs, [False] * 3) == max(40 + 20, 20 + 80)
+    assert generated_code.read(text, g, inputs).most(inputs, [False] * 3) == max(40 + 20, 20 + 80)
 
 
 def test_a_list_holds_what_was_taken_from_it():
@@ -147,7 +147,7 @@ def test_a_list_holds_what_was_taken_from_it():
     )
     inputs = three((1,), (1,), (1,))
     # All three until the list goes, the second too, which nothing takes; then what was taken and still has a name.
-    assert generated.read(text, g, inputs).most(inputs, [False] * 3) == max(60 + 100, 10 + 100 + 150) * 4
+    assert generated_code.read(text, g, inputs).most(inputs, [False] * 3) == max(60 + 100, 10 + 100 + 150) * 4
 
 
 def test_results_that_are_given_have_their_names_already():
@@ -161,7 +161,7 @@ def test_results_that_are_given_have_their_names_already():
         "return (buf1, buf2, )",
     )
     inputs = three((1,), (1,), (1,))
-    assert generated.read(text, g, inputs).most(inputs, [False] * 3) == 16 + 32
+    assert generated_code.read(text, g, inputs).most(inputs, [False] * 3) == 16 + 32
 
 
 def test_sizes_may_be_symbols_that_an_input_gives():
@@ -176,7 +176,7 @@ def test_sizes_may_be_symbols_that_an_input_gives():
         "return (buf0, )",
     )
     inputs = [*three((1,), (1,)), 3]
-    held = generated.read(text, empty(), inputs)
+    held = generated_code.read(text, empty(), inputs)
     assert held.most(inputs, [False] * 3) == 3 * 6 * 4
     assert held.most([*inputs[:2], 5], [False] * 3) == 5 * 10 * 4
 
@@ -195,7 +195,7 @@ def test_sizes_may_be_symbols_that_an_input_gives():
     ],
 )
 def test_what_cannot_be_followed_is_not_known(line):
-    assert generated.read(code(line), empty(), three((1,), (1,), (1,))) is None
+    assert generated_code.read(code(line), empty(), three((1,), (1,), (1,))) is None
 
 
 def test_numbers_that_no_size_is_made_of_are_passed_over():
@@ -205,13 +205,13 @@ def test_numbers_that_no_size_is_made_of_are_passed_over():
         free = env.create_unbacked_symfloat()
     text = code("zf0 = in_2", "buf0 = empty_strided_cpu((3, ), (1, ), torch.float32)", "return (buf0, )")
     inputs = [*three((1,), (1,)), free]
-    assert generated.read(text, empty(), inputs).most(inputs, [False] * 3) == 12
+    assert generated_code.read(text, empty(), inputs).most(inputs, [False] * 3) == 12
     assert not env.guards
 
 
 def test_code_of_another_form_is_not_known():
-    assert generated.read("", empty(), []) is None
-    assert generated.read("def call(self, args): pass\ndef call(self, args): pass", empty(), []) is None
+    assert generated_code.read("", empty(), []) is None
+    assert generated_code.read("def call(self, args): pass\ndef call(self, args): pass", empty(), []) is None
 
 
 # Beside the meter -------------------------------------------------------------------------------------------
@@ -283,8 +283,8 @@ def counted(name: str) -> tuple[int, int, int]:
     seg = graph_of(function, *make())
     code = SegmentCompiler("inductor").compile(seg, True, False).generated
     dying = [True] * len(seg.inputs)
-    alone = inside.peak_inside(seg, dying)
-    both = inside.peak_inside(SegmentGraph(seg.root, seg.graph, seg.inputs, code), dying)
+    alone = segment_peak.peak_inside(seg, dying)
+    both = segment_peak.peak_inside(SegmentGraph(seg.root, seg.graph, seg.inputs, code), dying)
     return alone, code.most(seg.inputs, dying), both
 
 
@@ -297,7 +297,7 @@ def test_a_segment_counts_as_its_code_does():
 
 
 def test_code_that_calls_what_is_not_known_counts_at_least_as_its_operators(monkeypatch):
-    monkeypatch.setattr(inside, "workspaces", lambda graph, sizes: {})
+    monkeypatch.setattr(segment_peak, "workspaces", lambda graph, sizes: {})
     alone, code, both = counted("fused")
     assert both == alone > code
 

@@ -16,13 +16,13 @@ from null.graphs import Build, aten, lower
 from null.test_partition_activations import Graphs
 from torch import fx, nn
 
-from zero_compiler.emit import emit
+from zero_compiler.compile.phase_lowering import Lowering
+from zero_compiler.cost.hardware import HardwareSpec
+from zero_compiler.emit.emit import emit
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
-from zero_compiler.lowering import Lowering
 from zero_compiler.passes import JOINT, PHASE, TileMlp, run_passes
-from zero_compiler.planning import report
+from zero_compiler.tools.planning import report
 
 
 def calls(run: Callable[[], Any]) -> int:

@@ -17,12 +17,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zero_compiler as zero
-from zero_compiler import calibrate, hardware, measure_links, measuring
-from zero_compiler.cli import app
 from zero_compiler.config import Config
+from zero_compiler.cost import hardware
+from zero_compiler.cost.hardware import HardwareSpec, Link, PythonTime
 from zero_compiler.errors import ConfigError
-from zero_compiler.hardware import HardwareSpec, Link, PythonTime
-from zero_compiler.planning import report
+from zero_compiler.tools import calibrate, measure_links, measuring
+from zero_compiler.tools.cli import app
+from zero_compiler.tools.planning import report
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 

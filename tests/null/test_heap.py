@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from zero_compiler.runtime import heap
+from zero_compiler.storage import heap
 
 GLIBC = "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
 

@@ -16,11 +16,11 @@ from standin import accelerator
 from tiered import Net
 
 import zero_compiler as zero
+from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import ConfigError, MemoryBudgetError, VerifyError
-from zero_compiler.keeping import accumulating
-from zero_compiler.program import Fetch, Gather, Program, Reduce, Store, WaitFetch, WaitReduce
-from zero_compiler.recount import recount
-from zero_compiler.verify import verify_accumulating, verify_program
+from zero_compiler.ir.program import Fetch, Gather, Program, Reduce, Store, WaitFetch, WaitReduce
+from zero_compiler.memory.peak_check import recount
+from zero_compiler.memory.verify import verify_accumulating, verify_program
 
 pytestmark = pytest.mark.usefixtures("on_accelerator")
 

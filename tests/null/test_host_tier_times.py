@@ -14,10 +14,11 @@ from machines import machine
 from null.hosted import TIERS, deep, on, planned, programs
 from torch import nn
 
-from zero_compiler import hardware, schedule
-from zero_compiler.prefetch import phase_us
-from zero_compiler.program import Fetch, Gather
-from zero_compiler.simulate import COMPUTE, HOST, LINK, READ, simulate
+from zero_compiler.cost import hardware
+from zero_compiler.cost.prefetch import phase_us
+from zero_compiler.cost.simulate import COMPUTE, HOST, LINK, READ, simulate
+from zero_compiler.ir.program import Fetch, Gather
+from zero_compiler.plan import schedule
 
 pytestmark = pytest.mark.usefixtures("on_accelerator")
 

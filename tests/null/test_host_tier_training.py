@@ -16,12 +16,12 @@ from torch import nn, optim
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
 from zero_compiler.layout import layout_of
-from zero_compiler.modules import policies_of
-from zero_compiler.planning import planned_group
-from zero_compiler.policy import Policy
-from zero_compiler.runtime.hops import Aside
-from zero_compiler.runtime.stores import region_of
-from zero_compiler.shard import sharded_parameter
+from zero_compiler.params.modules import policies_of
+from zero_compiler.params.policy import Policy
+from zero_compiler.params.shard import sharded_parameter
+from zero_compiler.runtime.tier_copies import Aside
+from zero_compiler.storage.stores import region_of
+from zero_compiler.tools.planning import planned_group
 
 pytestmark = pytest.mark.usefixtures("on_accelerator")
 

@@ -99,7 +99,7 @@ def test_inspect_after_calls_lists_every_frame_and_goes_through_json(tmp_path):
     with open(tmp_path / "plan.json") as f:
         again = json.load(f)
     assert again == json.loads(json.dumps(data))
-    from zero_compiler.program import Program
+    from zero_compiler.ir.program import Program
 
     for frame in again["frames"]:
         for phase, program in frame["programs"].items():

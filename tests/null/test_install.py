@@ -148,7 +148,7 @@ def test_the_backend_is_found_and_packages_and_engine_import(python, cwd):
             from zero_compiler import _tree, passes
             assert passes.__name__ == "zero_compiler.passes", passes.__name__
             assert engine.__name__ == "zero_compiler.runtime._C", engine.__name__
-            assert _aio.__name__ == "zero_compiler.runtime._aio", _aio.__name__
+            assert _aio.__name__ == "zero_compiler.storage._aio", _aio.__name__
             aio.Engine().close()
         """),
         cwd=cwd,

@@ -9,8 +9,8 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from zero_compiler import cli, io_bench
 from zero_compiler.errors import ConfigError
+from zero_compiler.tools import cli, io_bench
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from null.test_tile_operators import Layers, ids
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.cost.hardware import HardwareSpec
+from zero_compiler.cost.simulate import COMPUTE, LINK, simulate
+from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import VerifyError
-from zero_compiler.hardware import HardwareSpec
-from zero_compiler.keeping import accumulating
-from zero_compiler.program import Keep, Program, Reduce, WaitReduce
-from zero_compiler.recount import recount
-from zero_compiler.simulate import COMPUTE, LINK, simulate
-from zero_compiler.verify import verify_accumulating, verify_program
+from zero_compiler.ir.program import Keep, Program, Reduce, WaitReduce
+from zero_compiler.memory.peak_check import recount
+from zero_compiler.memory.verify import verify_accumulating, verify_program
 
 WORLDS = {OWNER: 2}
 

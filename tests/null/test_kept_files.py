@@ -13,9 +13,9 @@ from null.small import mlp
 from typer.testing import CliRunner
 
 import zero_compiler as zero
-from zero_compiler.cli import app
 from zero_compiler.errors import ConfigError
-from zero_compiler.kept_files import kept_files
+from zero_compiler.tools.cli import app
+from zero_compiler.tools.kept_files import kept_files
 
 LEAVES = """
 import os, sys, torch

@@ -15,8 +15,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.ir import ops
-from zero_compiler.program import Reduce
-from zero_compiler.runtime import aio, landing
+from zero_compiler.ir.program import Reduce
+from zero_compiler.storage import aio, writeback_buffers
 
 SIDE = 512  # a square of float32 is 1 MiB, the least that lands so
 
@@ -172,9 +172,11 @@ def test_trains_as_plain_pytorch_does(fields, tmp_path, monkeypatch):
     """Bit by bit, with gradients of one backward, of two that are added, and that were kept for later. In tiles the
     gradient of the activations between both layers is summed tile by tile, in another order."""
     tolerance = {"rtol": 1e-4, "atol": 1e-6} if "tile_bytes" in fields else {}
-    landed, write = [], landing.Landing.write
+    landed, write = [], writeback_buffers.Landing.write
     monkeypatch.setattr(
-        landing.Landing, "write", lambda self, *a: (landed.append(self.made_here(a[1])), write(self, *a))[1]
+        writeback_buffers.Landing,
+        "write",
+        lambda self, *a: (landed.append(self.made_here(a[1])), write(self, *a))[1],
     )
     plain, ours = model_in_files(tmp_path, **fields)
     run = torch.compile(ours, backend="zero", options={"compute": "aten"})
@@ -247,9 +249,11 @@ def test_memory_is_used_again_and_within_the_plan(tmp_path):
 
 def test_a_gradient_larger_than_may_be_under_way_goes_in_parts(tmp_path, monkeypatch):
     """A budget leaves less for what is on its way than one gradient takes."""
-    landed, write = [], landing.Landing.write
+    landed, write = [], writeback_buffers.Landing.write
     monkeypatch.setattr(
-        landing.Landing, "write", lambda self, *a: (landed.append(self.made_here(a[1])), write(self, *a))[1]
+        writeback_buffers.Landing,
+        "write",
+        lambda self, *a: (landed.append(self.made_here(a[1])), write(self, *a))[1],
     )
     plain, ours = model_in_files(tmp_path, memory_budget_bytes=14 << 20, offload_optimizer="nvme")
     policy = ops.owners()[-1]

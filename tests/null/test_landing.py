@@ -10,8 +10,8 @@ import torch
 from faults import Interrupt
 
 from zero_compiler.errors import StorageError
-from zero_compiler.runtime import aio, stores
-from zero_compiler.runtime.landing import Landing
+from zero_compiler.storage import aio, stores
+from zero_compiler.storage.writeback_buffers import Landing
 
 K = 1024
 
@@ -207,7 +207,7 @@ def test_results_outlive_it(nvme):
     assert aio.live_bytes() == before - 4 * K
 
 
-_FILES = ("runtime/landing.py", "runtime/guarded.py")
+_FILES = ("zero_compiler/storage/writeback_buffers.py", "zero_compiler/storage/interruptible_io.py")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where a block comes back

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.config import Config
-from zero_compiler.planning import planned_group
-from zero_compiler.shard import shard_over
+from zero_compiler.params.shard import shard_over
+from zero_compiler.tools.planning import planned_group
 
 # Inductor compiles C++: the tests that need it are left out of the quick tier.
 COMPUTE = ["aten", *slow("inductor")]

@@ -16,12 +16,10 @@ from null.test_programs import planned
 from torch import fx, nn
 
 import zero_compiler as zero
-from zero_compiler.cut import SegmentGraph
-from zero_compiler.inside import peak_inside
+from zero_compiler.emit.no_sync_program import most_accumulating
+from zero_compiler.emit.segmentation import SegmentGraph
 from zero_compiler.ir import facts, ops
-from zero_compiler.keeping import most_accumulating
-from zero_compiler.live import idle_bytes, moments, most, waiting_of
-from zero_compiler.program import (
+from zero_compiler.ir.program import (
     Compute,
     Gather,
     GatherDesc,
@@ -32,7 +30,9 @@ from zero_compiler.program import (
     WaitGather,
     WaitReduce,
 )
-from zero_compiler.recount import recount
+from zero_compiler.memory.live import idle_bytes, moments, most, waiting_of
+from zero_compiler.memory.peak_check import recount
+from zero_compiler.memory.segment_peak import peak_inside
 from zero_compiler.runtime import _C
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
+from zero_compiler.cost.hardware import HardwareSpec
+from zero_compiler.cost.simulate import transfers
 from zero_compiler.errors import ShardError, TransferError
-from zero_compiler.hardware import HardwareSpec
-from zero_compiler.mesh import bare_mesh, find_again, roles_of
-from zero_compiler.program import Reduce, WaitReduce
-from zero_compiler.recount import recount
+from zero_compiler.ir.program import Reduce, WaitReduce
+from zero_compiler.memory.peak_check import recount
+from zero_compiler.ranks.mesh import bare_mesh, find_again, roles_of
 from zero_compiler.runtime.reference import Reference
-from zero_compiler.simulate import transfers
 
 
 def mesh(*names: str, shape: tuple[int, ...] = (2, 2)) -> DeviceMesh:

@@ -12,12 +12,12 @@ from harness import SimulatedModel
 from null.graphs import Build, aten
 from torch import nn
 
-from zero_compiler.frame_state import FrameState
+from zero_compiler.compile.frame_state import FrameState
 from zero_compiler.ir import ops
-from zero_compiler.passes.expand_tiles import tiles_of
-from zero_compiler.passes.mlp import chains
-from zero_compiler.passes.tile_mlp import TileMlp
-from zero_compiler.planning import plan
+from zero_compiler.passes.tiling.expand_tiles import tiles_of
+from zero_compiler.passes.tiling.mlp import chains
+from zero_compiler.passes.tiling.tile_mlp import TileMlp
+from zero_compiler.tools.planning import plan
 
 WIDTH, TOKENS = 16, 96
 

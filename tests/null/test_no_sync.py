@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 from zero_compiler.runtime import session
 
 # The Programs of a frame that is trained.

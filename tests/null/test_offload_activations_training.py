@@ -20,8 +20,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, MemoryBudgetError, StorageError
-from zero_compiler.policy import Policy
-from zero_compiler.program import Compute, Restore
+from zero_compiler.ir.program import Compute, Restore
+from zero_compiler.params.policy import Policy
 
 pytestmark = pytest.mark.slow
 ANYWHERE = [*thorough("cpu"), "accelerator"]  # the way from there is longer by the host

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.program import Constant, Program
+from zero_compiler.ir.program import Constant, Program
+from zero_compiler.memory.verify import verify_program
 from zero_compiler.runtime.reference import Rank, Reference
-from zero_compiler.verify import verify_program
 
 WIDTH = 8
 

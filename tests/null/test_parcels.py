@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from zero_compiler.errors import StorageError
-from zero_compiler.program import OffloadDesc
+from zero_compiler.ir.program import OffloadDesc
+from zero_compiler.runtime.activation_offload import Files
 from zero_compiler.runtime.model import ModelRuntime
-from zero_compiler.runtime.moves import Files
-from zero_compiler.runtime.parcels import Parcels
 from zero_compiler.runtime.pools import Pools
+from zero_compiler.storage.activation_store import Parcels
 
 
 def test_each_frame_finds_the_place_that_was_made_for_it():

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import ConfigError
-from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import dump, facts, ops
 from zero_compiler.passes import Context, OffloadActivations, PartitionActivations, offloaded, run_split
 from zero_compiler.passes.partition_activations import common

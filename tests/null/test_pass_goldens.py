@@ -20,14 +20,7 @@ from null.test_pick_kernels import three_products
 
 from zero_compiler import passes
 from zero_compiler.ir import dump, ops
-from zero_compiler.passes import (
-    JOINT,
-    PHASE,
-    SPLIT,
-    KeepOldValues,
-    TagRecompute,
-    run_passes,
-)
+from zero_compiler.passes import JOINT, PHASE, SPLIT, KeepOldValues, TagRecompute, run_passes
 
 
 class Goldens(TestCase):

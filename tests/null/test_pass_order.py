@@ -19,11 +19,7 @@ from null.graphs import (
 
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.passes import (
-    assign_units,
-    gathered_in_backward,
-    order_of_use,
-)
+from zero_compiler.passes import assign_units, gathered_in_backward, order_of_use
 
 
 def test_waits_of_the_first_unit_come_after_all_of_its_starts():

@@ -19,15 +19,7 @@ from null.graphs import (
 from zero_compiler import passes
 from zero_compiler.errors import PassRefused, VerifyError
 from zero_compiler.ir import facts, spec
-from zero_compiler.passes import (
-    INFERENCE,
-    JOINT,
-    PHASE,
-    SPLIT,
-    MergeMarkers,
-    run_passes,
-    run_split,
-)
+from zero_compiler.passes import INFERENCE, JOINT, PHASE, SPLIT, MergeMarkers, run_passes, run_split
 
 
 def test_every_pass_stands_on_the_screen():

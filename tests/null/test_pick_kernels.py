@@ -11,8 +11,8 @@ from null.graphs import Build, aten, check_numbers, lower, names_of
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import hardware
-from zero_compiler.cost import CostModel
+from zero_compiler.cost import hardware
+from zero_compiler.cost.cost import CostModel
 from zero_compiler.ir import ops
 
 # Launches take as long as the BLAS takes for 1,000 operations, so products below 2,000 stay with it.

@@ -8,7 +8,7 @@ import torch
 from machines import machine
 from torch import nn
 
-from zero_compiler.planning import report
+from zero_compiler.tools.planning import report
 
 
 class Named(nn.Module):

@@ -13,15 +13,24 @@ from standin import accelerator
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import hardware
-from zero_compiler.building import Placement
 from zero_compiler.config import Config
+from zero_compiler.construct.lazy_construction import Placement
+from zero_compiler.cost import hardware
+from zero_compiler.cost.tier_placement import (
+    TRANSFERS,
+    Given,
+    Resting,
+    Together,
+    _of,
+    cost_us,
+    place,
+    tiers_of,
+)
 from zero_compiler.errors import ConfigError, MemoryBudgetError
 from zero_compiler.layout import Layout
-from zero_compiler.modules import policies_of
-from zero_compiler.placing import TRANSFERS, Given, Resting, Together, _of, cost_us, place, tiers_of
-from zero_compiler.planning import report
-from zero_compiler.runtime.stores import region_of
+from zero_compiler.params.modules import policies_of
+from zero_compiler.storage.stores import region_of
+from zero_compiler.tools.planning import report
 
 SPEC = hardware.load("laptop")
 EVERYWHERE = ("none", "host", "nvme")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import loader
+from zero_compiler.compile import loader
 from zero_compiler.errors import ShardError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 from zero_compiler.runtime import pools as turns
 from zero_compiler.runtime.pools import Pools, in_turn
 

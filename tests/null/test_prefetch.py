@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_compiler.prefetch import MAX_DISTANCE, Phase, distances, in_flight, phase_us
+from zero_compiler.cost.prefetch import MAX_DISTANCE, Phase, distances, in_flight, phase_us
 
 
 def _ends(phase: Phase, distance: list[int]) -> float:

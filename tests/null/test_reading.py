@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
-from zero_compiler.reading import weight
+from zero_compiler.params.weight_op import weight
 
 
 def seen_by_dynamo(model, x):

@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.modules import policies_of
+from zero_compiler.params.modules import policies_of
 
 LIMIT, STEPS = 2, 4
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import Partial
 
 import zero_compiler as zero
-from zero_compiler import refusals
 from zero_compiler.errors import GradientError, ShardError
+from zero_compiler.params import refusals
 
 # --- wrappers ------------------------------------------------------------------------------------------------------
 

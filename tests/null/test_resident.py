@@ -9,11 +9,11 @@ import torch
 from null.small import batch, two, use
 
 import zero_compiler as zero
-from zero_compiler import planning
-from zero_compiler.guards import guard_optimizers
-from zero_compiler.report import Memory
-from zero_compiler.runtime import heap
-from zero_compiler.runtime.resident import Footprint, Resident
+from zero_compiler.params.optimizer_guards import guard_optimizers
+from zero_compiler.report.report import Memory
+from zero_compiler.storage import heap
+from zero_compiler.storage.resident_memory import Footprint, Resident
+from zero_compiler.tools import planning
 
 MIB = 1 << 20
 PLAN = Memory(

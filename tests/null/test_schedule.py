@@ -13,22 +13,13 @@ from machines import machine
 from null.instructions import gather_of, program_of, reduce_of, spec_of
 from torch import nn
 
-from zero_compiler import schedule
-from zero_compiler.files import write_buffers
-from zero_compiler.hardware import PythonTime, load
-from zero_compiler.planning import plan, report
-from zero_compiler.prefetch import phase_us
-from zero_compiler.program import (
-    Compute,
-    Fetch,
-    Gather,
-    Hop,
-    Reduce,
-    WaitFetch,
-    WaitGather,
-    WaitReduce,
-)
-from zero_compiler.simulate import COMPUTE, LINK, PYTHON, READ, WRITE, simulate
+from zero_compiler.cost.hardware import PythonTime, load
+from zero_compiler.cost.prefetch import phase_us
+from zero_compiler.cost.simulate import COMPUTE, LINK, PYTHON, READ, WRITE, simulate
+from zero_compiler.ir.program import Compute, Fetch, Gather, Hop, Reduce, WaitFetch, WaitGather, WaitReduce
+from zero_compiler.params.files import write_buffers
+from zero_compiler.plan import schedule
+from zero_compiler.tools.planning import plan, report
 
 LAYERS = 8
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.modules import policies_of
-from zero_compiler.segments import SegmentCompiler
+from zero_compiler.emit.segments import SegmentCompiler
+from zero_compiler.params.modules import policies_of
 
 
 class Pooled(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.keeping import accumulating
 from zero_compiler.runtime import _C
 
 WIDTH, LAYERS = 32, 3

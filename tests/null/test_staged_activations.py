@@ -34,10 +34,10 @@ from standin import accelerator
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.cost.simulate import HOST, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
 from zero_compiler.ir import dump
-from zero_compiler.passes.offload_activations import Saved, hidden
-from zero_compiler.program import (
+from zero_compiler.ir.program import (
     Bring,
     Compute,
     Discard,
@@ -48,12 +48,12 @@ from zero_compiler.program import (
     WaitRestore,
     Write,
 )
-from zero_compiler.recount import recount
-from zero_compiler.runtime.hops import Aside
-from zero_compiler.runtime.moves import Staged
-from zero_compiler.runtime.parcels import Parcels
-from zero_compiler.simulate import HOST, READ, WRITE
-from zero_compiler.verify import verify_program
+from zero_compiler.memory.peak_check import recount
+from zero_compiler.memory.verify import verify_program
+from zero_compiler.passes.offload_activations import Saved, hidden
+from zero_compiler.runtime.activation_offload import Staged
+from zero_compiler.runtime.tier_copies import Aside
+from zero_compiler.storage.activation_store import Parcels
 
 pytestmark = pytest.mark.slow
 

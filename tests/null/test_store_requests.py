@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from zero_compiler.store_requests import StoreRequests, Unanswered
+from zero_compiler.ranks.store_requests import StoreRequests, Unanswered
 
 
 class Stopped:

@@ -12,14 +12,14 @@ from marks import slow
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler import hardware
+from zero_compiler.cost import hardware
+from zero_compiler.cost.simulate import COMPUTE, READ, WRITE, simulate
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
-from zero_compiler.planning import report
-from zero_compiler.program import Fetch, Hop, Program, WaitFetch
-from zero_compiler.runtime import stores
-from zero_compiler.runtime.aio import Engine
-from zero_compiler.simulate import COMPUTE, READ, WRITE, simulate
-from zero_compiler.verify import verify_program
+from zero_compiler.ir.program import Fetch, Hop, Program, WaitFetch
+from zero_compiler.memory.verify import verify_program
+from zero_compiler.storage import stores
+from zero_compiler.storage.aio import Engine
+from zero_compiler.tools.planning import report
 
 
 def deep(depth=4, width=16):

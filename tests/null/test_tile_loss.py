@@ -16,7 +16,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.passes import JOINT, run_passes
-from zero_compiler.passes.expand_tiles import tiles_of
+from zero_compiler.passes.tiling.expand_tiles import tiles_of
 
 ROW = VOCAB * 4  # bytes of the logits of a token
 TILE = (

@@ -16,11 +16,11 @@ from null.graphs import Build, aten, lower
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_compiler.compile.frame_state import FrameState
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.frame_state import FrameState
 from zero_compiler.ir import dump, ops
 from zero_compiler.passes import JOINT, run_passes
-from zero_compiler.planning import report
+from zero_compiler.tools.planning import report
 
 WIDTH, TOKENS = 16, 96
 ROW = 4 * WIDTH * 4  # bytes of what an MLP makes of a token

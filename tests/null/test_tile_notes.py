@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.planning import report
+from zero_compiler.tools.planning import report
 
 TOKENS, WIDTH, WIDE, VOCABULARY = 256, 32, 512, 1024
 BATCH = (torch.zeros(TOKENS, WIDTH), torch.zeros(TOKENS, dtype=torch.long))

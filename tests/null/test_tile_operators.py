@@ -16,8 +16,8 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import VerifyError
 from zero_compiler.layout import Layout, tiled_rows
-from zero_compiler.tiling import tile_rows
-from zero_compiler.verify import verify_program
+from zero_compiler.memory.verify import verify_program
+from zero_compiler.plan.tiling import tile_rows
 
 
 @pytest.mark.parametrize("form", ["linear", "mm", "conv1d"])

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_compiler import tiling
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.planning import report
+from zero_compiler.plan import tiling
+from zero_compiler.tools.planning import report
 
 ROW = 1 << 10
 

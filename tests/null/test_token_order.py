@@ -16,7 +16,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.ir import dump
-from zero_compiler.passes.token_order import columns_last
+from zero_compiler.passes.tiling.token_order import columns_last
 
 ROW = VOCAB * 4
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_compiler.optimizer import batches_of
-from zero_compiler.updates import Entry
+from zero_compiler.optim.optimizer import batches_of
+from zero_compiler.optim.updates import Entry
 
 shapes = st.tuples(st.integers(1, 300), st.sampled_from([1, 3, 64, 96, 1024]))
 

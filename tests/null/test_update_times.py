@@ -8,10 +8,10 @@ from null.instructions import gather_of, program_of, reduce_of, spec_of
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.planning import report
-from zero_compiler.program import Compute, Gather, Reduce, WaitGather, WaitReduce
-from zero_compiler.runtime.turns import BUFFERS
-from zero_compiler.simulate import COMPUTE, HOST, READ, WRITE, Turn, simulate
+from zero_compiler.cost.simulate import COMPUTE, HOST, READ, WRITE, Turn, simulate
+from zero_compiler.ir.program import Compute, Gather, Reduce, WaitGather, WaitReduce
+from zero_compiler.storage.double_buffer import BUFFERS
+from zero_compiler.tools.planning import report
 
 # Read in 5 + 20 us, updated in 3 us and written in 10 + 25 us.
 TURN = Turn("update of w0", frozenset({("m", "w0")}), 3.0, 1000, 500)

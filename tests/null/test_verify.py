@@ -18,12 +18,11 @@ from null.graphs import (
     two_products,
 )
 
-from zero_compiler import arena, emit, slots
+from zero_compiler.cost.hardware import HardwareSpec
+from zero_compiler.emit import emit, transfer_allocation
 from zero_compiler.errors import VerifyError
-from zero_compiler.hardware import HardwareSpec
 from zero_compiler.ir import facts
-from zero_compiler.passes import OffloadActivations
-from zero_compiler.program import (
+from zero_compiler.ir.program import (
     Bring,
     Compute,
     Gather,
@@ -36,8 +35,10 @@ from zero_compiler.program import (
     WaitRestore,
     Write,
 )
-from zero_compiler.recount import recount
-from zero_compiler.verify import verify_program
+from zero_compiler.memory import arena
+from zero_compiler.memory.peak_check import recount
+from zero_compiler.memory.verify import verify_program
+from zero_compiler.passes import OffloadActivations
 
 
 def program(phase: str = "forward", **kw) -> Program:
@@ -308,7 +309,7 @@ def test_a_planner_that_overlaps_is_caught(monkeypatch):
 
     b = two_layers()
     lower(b, "forward")
-    monkeypatch.setattr(slots, "pack", everything_at_zero)
+    monkeypatch.setattr(transfer_allocation, "pack", everything_at_zero)
     with pytest.raises(VerifyError, match="planned memory"):
         b.program(b.graph, "forward")
 

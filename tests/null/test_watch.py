@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_compiler.runtime import watch
+from zero_compiler.runtime import peer_watchdog
 
 GROUP = SimpleNamespace(device=torch.device("cpu"))
 
@@ -32,9 +32,9 @@ class Late:
 
 
 def test_a_collective_that_ends_with_its_slice_has_not_failed():
-    watch.wait(Late(), GROUP)
+    peer_watchdog.wait(Late(), GROUP)
 
 
 def test_one_that_has_failed_says_its_own_reason():
     with pytest.raises(RuntimeError, match="the peer is gone"):
-        watch.wait(Late("the peer is gone"), GROUP)
+        peer_watchdog.wait(Late("the peer is gone"), GROUP)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler import capture
+from zero_compiler.compile import capture
 from zero_compiler.errors import ShardError
 
 X = torch.linspace(-1, 1, 12).view(3, 4)

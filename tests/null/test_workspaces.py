@@ -9,8 +9,8 @@ import torch
 from marks import thorough
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zero_compiler.memory.workspaces import workspaces
 from zero_compiler.runtime import _C
-from zero_compiler.workspaces import workspaces
 
 
 @pytest.mark.slow

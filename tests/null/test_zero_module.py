@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.modules import is_root, policies_of
+from zero_compiler.params.modules import is_root, policies_of
 
 pytestmark = pytest.mark.usefixtures("no_trace_left")
 

@@ -1,0 +1,85 @@
+"""The link between autograd and a compiled frame: parameters in, local rows out, gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zero_compiler.params import grads
+from zero_compiler.tensors.foreach import MANAGED
+
+
+class LocalRows(torch.autograd.Function):
+    """Plain aliases of the local rows of sharded parameters; backward turns their gradients into DTensors.
+
+    One node for all parameters of a frame. The aliases share storage with the parameters, and autograd sees
+    the parameters themselves: hooks, ``autograd.grad`` and ``backward(inputs=)`` mean what they always do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, names: Sequence[str], owners: Sequence[Any], frame: Any, *params: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """``names`` and ``owners`` of each of ``params``."""
+        ctx.params, ctx.names, ctx.owners = params, names, owners
+        ctx.due = frame.opened()
+        # One owner's names may be another's too: then an update waits for longer than it needs to.
+        ctx.calls = [grads.opened(owner, names) for owner in {id(o): o for o in owners}.values()]
+        for param in params:  # a copy of a parameter, or one that was assigned, has no such mark
+            param.__dict__[MANAGED] = True
+        ctx.versions = [p._version for p in params]
+        ctx.set_materialize_grads(False)
+        rows = tuple(p._local_tensor.detach() for p in params)
+        ctx.mark_non_differentiable(*(r for r, p in zip(rows, params, strict=True) if not p.requires_grad))
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
+            return _through_autograd(ctx, *given)
+        ctx.calls = ctx.due = None
+        _unmodified(ctx, given)
+        # Of each tensor among the inputs, in order, what accumulates its gradient.
+        nodes = [node for node, _ in ctx.next_functions]
+        out: list[Any] = [None, None, None]
+        for param, grad, runs in zip(ctx.params, given, grads.will_run(nodes, given), strict=True):
+            # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
+            direct = runs and param.requires_grad and not grads.hooked(param)
+            if grad is not None and not (direct and grads.added(param, grad)):
+                out.append(grads.as_dtensor(param, grad))
+            else:
+                out.append(None)
+        return tuple(out)
+
+
+def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
+    ctx.calls = ctx.due = None
+    _unmodified(ctx, given)
+    grown = (None if g is None else _Rows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
+    return (None, None, None, *grown)
+
+
+class _Rows(torch.autograd.Function):
+    """A gradient of local rows as the DTensor that it is a part of. It is not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, param: Any) -> Any:
+        return grads.as_dtensor(param, grad.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise grads.differentiated_twice()
+
+
+def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
+    for name, owner, param, version, grad in zip(
+        ctx.names, ctx.owners, ctx.params, ctx.versions, given, strict=True
+    ):
+        if grad is None:
+            continue
+        grads.check_unmodified(param, name, version)
+        # Backward gathers what stands in the module.
+        if all(m._parameters.get(a) is not param for m, a in owner.places[name]):
+            grads.exchanged(name)

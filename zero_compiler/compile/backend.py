@@ -1,0 +1,361 @@
+"""The ``torch.compile`` entry: wires the stages of the compiler together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import (
+    RestartAnalysis,
+    ShortenTraceback,
+    SkipFrame,
+    exceptions_allowed_to_be_fallback,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..cost.simulate import Timeline, simulate
+from ..emit.no_sync_program import accumulating
+from ..emit.segments import SegmentCompiler
+from ..errors import ConfigError, ZeroError
+from ..ir import ops
+from ..ir.program import Program
+from ..memory.verify import verify_accumulating
+from ..params import ddp_fallback, eager, grads, recompile_limit
+from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
+from ..params.penalties import watch_outputs
+from ..plan import dynamic_shape_memory, tiling
+from ..ranks.broken import Broken
+from ..ranks.failing import mark_known
+from ..ranks.peer_connections import working
+from ..report.report import Frame
+from ..runtime.autograd_bridge import LocalRows
+from ..tensors.full_weight import FULL, AsParameter
+from .budget_search import Fitting
+from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
+from .frame_state import FrameState
+from .loader import EngineLoader, Loader
+from .phase_lowering import Lowering
+from .segment_codegen import compile_segments
+from .single_backward import once_differentiable
+
+
+def zero(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: Any = None
+) -> Callable[..., Any]:
+    """Backend ``"zero"`` of ``torch.compile``.
+
+    Args:
+        gm, example_inputs: a captured frame and its inputs, as Dynamo gives them.
+        options: compile fields of :class:`~zero_compiler.Config`; ``torch.compile(options=...)``.
+
+    An error of ours is raised by the call of the frame and not in here, where Dynamo would wrap it in one of
+    its own: the user meets a :class:`~zero_compiler.errors.ConfigError` as such, when an option is unknown,
+    contradicts the shard, or belongs to ``zero.shard``. The other ranks of the call learn of any error.
+    """
+    try:
+        with working("the compilation of a call of its model"):
+            return _compile(gm, example_inputs, options, mode)
+    except (*exceptions_allowed_to_be_fallback, RestartAnalysis, SkipFrame):
+        raise  # Dynamo captures the frame in another way
+    except Exception as error:
+        ours = grads.computes_with_shards() if grads.mixes(error) else error
+        broken = Broken(owners_in(gm), ours)
+        of_any_size = any(isinstance(given, torch.SymInt) for given in example_inputs)
+        if isinstance(ours, ZeroError) and not (ours.failure or ours.passing or of_any_size):
+            return _raiser(ours, broken)
+        with _disable_current_modes():
+            broken.end_call()
+        mark_known(error)
+        if isinstance(ours, ZeroError):
+            # Another rank's failure, one that passes, or one of a graph that other sizes find too, in place of those
+            # that were compiled for them: the same call may do when it is tried again, so nothing may be left to be
+            # found.
+            raise _handed_on(mark_known(ours), inspect.currentframe()) from None
+        raise
+
+
+ddp_fallback.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
+
+
+def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
+    """The same error, of a class that Dynamo does not wrap in one of its own.
+
+    Args:
+        frame: the first one that its traceback is to show.
+    """
+    kind, text = type(error), str(error)
+    named = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__init__": ShortenTraceback.__init__,
+        "__str__": lambda _: text,  # without the advice that Dynamo adds to what fails in it
+    }
+    handed_on = type(kind.__name__, (kind, ShortenTraceback), named)
+    again: ZeroError = handed_on(*error.args, first_useful_frame=frame)
+    again.__dict__.update(vars(error))
+    return again
+
+
+def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
+    # Not the error itself, whose traceback holds the graph.
+    kind, args, told = type(error), error.args, vars(error)
+
+    @torch._dynamo.disable(reason="a frame that did not compile")
+    def call(*_: Any) -> Any:
+        broken.end_call()
+        again = kind(*args)
+        again.__dict__.update(told)
+        raise mark_known(again)
+
+    return call
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, mode: Any
+) -> Callable[..., Any]:
+    if mode is not None:
+        raise ConfigError(
+            f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
+        )
+    guard_optimizers()
+    call = compile_with(gm, example_inputs, options, EngineLoader())
+    _watch_limit(gm, options)
+    return call
+
+
+def compile_with(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
+) -> Callable[..., Any]:
+    """The callable that Dynamo is given for a frame whose Programs go to ``loader``."""
+    for p in example_inputs:
+        if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
+            raise held_elsewhere(*p.__dict__[STALE])
+    plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
+    for policy in ops.owners() if plain_ones else ():
+        policy.check_not_replaced(plain_ones)
+    owners = map(ops.owner_of, owners_in(gm))
+    measured = next((p.footprint for p in owners if p.footprint is not None), None)
+    with contextlib.nullcontext() if measured is None else measured.compiles():
+        compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    if captured.shards or captured.weights or captured.writes:
+        compiled = _entry(compiled, captured, frame)
+    # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
+    return ddp_fallback.watched(compiled, example_inputs)
+
+
+def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
+    """What is compiled here may pass Dynamo's ``recompile_limit`` later on."""
+    compiles_again = functools.partial(torch.compile, backend=zero, options=options, dynamic=True)
+    context = torch._guards.TracingContext.try_get()
+    for owner in owners_in(gm):
+        scope = ops.owner_of(owner).scope
+        scope.compile = compiles_again
+        recompile_limit.watch(getattr(context, "traced_code", None), scope)
+
+
+def compile_frame(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
+) -> tuple[Callable[..., Any], Captured, Frame]:
+    """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
+    captured, inputs = lower_parameters(gm, example_inputs)
+    compiler = _FrameCompiler(captured, options, loader)
+    with _backward_ahead():
+        compiled = aot_autograd(
+            fw_compiler=compiler.forward,
+            bw_compiler=compiler.backward,
+            inference_compiler=compiler.inference,
+            partition_fn=compiler.partition,
+            decompositions=compiler.decompositions(),
+            keep_inference_input_mutations=True,
+        )(captured.gm, inputs)
+    compiler.fitting.check_budget()
+    compiler.fitting.lend_gradients()
+    compiler.state.report()
+    return once_differentiable(compiled), captured, compiler.state.frame
+
+
+def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
+    """Compile the backward with the forward: its plan is known before step 1."""
+    config = torch._functorch.config
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        return config.patch(force_non_lazy_backward_lowering=True)
+    return contextlib.nullcontext()  # older torch does so by itself
+
+
+def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., Any]:
+    """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
+    shards, keep = captured.shards, captured.keep
+    names = [s.ref.name for s in shards]
+    owners = [s.ref.owner for s in shards]
+    shard_args = [s.arg for s in shards]
+    # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
+    sources: list[tuple[bool, int]] = []
+    at = {s.at: k for k, s in enumerate(shards)}
+    rest = iter(keep)
+    for i in range(len(shards) + len(keep)):
+        sources.append((True, at[i]) if i in at else (False, next(rest)))
+
+    @torch._dynamo.disable(reason="entry of a compiled frame")
+    def call(*args: Any) -> Any:
+        for write in captured.writes:
+            policy = ops.owner_of(write.owner)
+            write.run(args, policy.params[write.name].layout, policy.group.rank)
+        params = [args[i] for i in shard_args]
+        if params and torch.is_grad_enabled():
+            # The graph of autograd keeps the models that its backward needs.
+            models = {key: ops.owner_of(key) for key in owners}
+            rows = LocalRows.apply(names, [models[key] for key in owners], frame, *params)
+        else:
+            rows = [p._local_tensor for p in params]
+        outputs = compiled(*[rows[k] if shard else args[k] for shard, k in sources])
+        if params and torch.is_grad_enabled():
+            watch_outputs(outputs, models[owners[0]].group)
+        return outputs
+
+    return _with_weights(call, captured.weights) if captured.weights else call
+
+
+def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., Any]:
+    """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
+
+    @torch._dynamo.disable(reason="entry of a compiled frame")
+    def call(*args: Any) -> Any:
+        out = list(frame(*args))
+        for w in weights:
+            if w.taken:
+                out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
+            else:
+                out[w.at] = AsParameter.apply(out[w.at])
+        return out
+
+    return call
+
+
+class _FrameCompiler:
+    """Compiles the phases of one frame; AOTAutograd calls its methods."""
+
+    def __init__(self, captured: Captured, options: Any, loader: Loader) -> None:
+        self.captured = captured
+        self.state = state = FrameState(captured, options, loader)
+        self.lowering = Lowering(state)
+        self.segments = self._segment_compiler()
+        self.fitting = Fitting(state, self.lowering, self.segments)
+
+    def _segment_compiler(self) -> SegmentCompiler:
+        state = self.state
+        if state.first is None:
+            return SegmentCompiler(state.config.compute)
+        # Frames of one model share artifacts: a graph break or another phase does not compile a layer again.
+        known = state.first.compilers
+        return known.setdefault(state.config.compute, SegmentCompiler(state.config.compute))
+
+    def decompositions(self) -> Any:
+        state = self.state
+        if not state.fused:
+            return None
+        from torch._inductor.decomposition import select_decomp_table
+
+        table = select_decomp_table()
+        if state.config.memory_budget_bytes is not None or any(p.tile_rows for p in state.params.values()):
+            # Whether an operator with a weight is one may not depend on the sizes of its other operands.
+            return {op: rule for op, rule in table.items() if op not in tiling.WHOLE}
+        return table
+
+    def partition(
+        self, gm: fx.GraphModule, inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Rewrite the joint graph and cut it into forward and backward."""
+        check_outputs(self.captured.gm)
+        check_gradients(gm.graph, self.captured.differentiated)
+        if self.state.fused:
+            _inductor_joint_passes(gm, inputs)
+        graphs = self.fitting.partition(gm, inputs, **kwargs)
+        return graphs["forward"], graphs["backward"]
+
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._phase(gm, "forward")
+
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _nothing_donated()
+        return self._phase(gm, "backward")
+
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        state = self.state
+        if state.fused:
+            _inductor_joint_passes(gm, inputs)
+        return self._phase(self.fitting.inference(gm), "inference")
+
+    def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
+        state = self.state
+        emitted = self.lowering.phase(gm, phase).emitted
+        program = emitted.program
+        state.frame.planned_sizes.update(dynamic_shape_memory.planned_sizes(emitted.graph))
+        fns = compile_segments(emitted, self.segments, phase, state)
+        if state.frame.sized is not None:
+            state.frame.sized.add(emitted)
+        timeline = self._simulated(program)
+        state.frame.add(program, state.kept_bytes(), timeline, state.choices[phase])
+        self._dump(program, phase, "program.txt")
+        if program.reduces:
+            self._accumulating(program)
+        return _boxed(state.loader.load(program, fns, state.frame))
+
+    def _simulated(self, program: Program) -> Timeline:
+        state = self.state
+        sums, params = state.config.nvme_checksums, len(state.params)
+        budget = None if state.first is None else state.first.files_budget
+        return simulate(
+            program, state.machine, state.world, checksums=sums, params=params, files_budget=budget
+        )
+
+    def _accumulating(self, program: Program) -> None:
+        """Show what a backward does under ``zero.no_sync``."""
+        state = self.state
+        owners = {r.owner for r in program.reduces}
+        kept = accumulating(program, owners)
+        verify_accumulating(kept, program, owners, {ref.owner: p.world for ref, p in state.params.items()})
+        state.frame.accumulating = kept, self._simulated(kept)
+        self._dump(kept, program.phase, "program_no_sync.txt")
+
+    def _dump(self, program: Program, folder: str, name: str) -> None:
+        directory = self.state.dump_dir()
+        if directory:
+            with open(os.path.join(directory, folder, name), "w") as f:
+                f.write(program.text() + "\n")
+
+
+def _nothing_donated() -> None:
+    # AOTAutograd lists inputs of the whole backward that its compiler may overwrite. Inductor would take the
+    # numbers for those of a segment's inputs, where they name gathered weights and what later segments read.
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    device = next(
+        (t.device for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)), None
+    )
+    # Its patterns of random operators make fake values.
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+        joint_graph_passes(gm, device)
+
+
+def _boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def run(args: list[Any]) -> Any:
+        return fn(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

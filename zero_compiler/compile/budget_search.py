@@ -1,0 +1,624 @@
+"""Forward and backward within their budgets: what is saved, how weights are tiled, what stays gathered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from .. import passes
+from ..cost.cost import CostModel
+from ..emit.segments import SegmentCompiler
+from ..errors import ConfigError, MemoryBudgetError
+from ..ir import facts, ops, spec
+from ..ir.facts import ParamRef
+from ..memory import live
+from ..memory.verify import verify_program
+from ..passes import Context, run_passes, run_split
+from ..plan import budget, cross_frame_memory, schedule, tiling
+from ..plan.activation_search import Cut, Phases, check_held, within_activations, within_memory
+from .frame_state import FrameState
+from .phase_lowering import Lowering
+
+_SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
+# Of the state of a frame, what phases that are planned anew change.
+_PLANNED = (
+    "bucket_bytes",
+    "order",
+    "units",
+    "tile_mlp",
+    "mlp_bytes",
+    "tile_heads",
+    "away",
+    "backward_params",
+    "reduced",
+)
+
+
+# And what a cut tells it.
+_CUT = ("order", "away", "backward_params", "reduced")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Phases that were cut, all that they follow from beside the joint graph, and what the state was told of them."""
+
+    asked: tuple[int, Context]
+    graphs: Phases
+    tiles: dict[str, list[int]]
+    state: dict[str, Any]
+
+
+class Fitting:
+    """Cuts a frame's joint graph so that it fits what the user gave."""
+
+    def __init__(self, state: FrameState, lowering: Lowering, segments: SegmentCompiler) -> None:
+        self.state = state
+        self.lowering = lowering
+        self.segments = segments
+        self._cuts: dict[float, frozenset[str]] = {}  # what a smaller cut saves, as found before
+        self._known: list[_Known] = []
+
+    def _joint(self, gm: fx.GraphModule, outputs: int, activation_bytes: int | None) -> None:
+        state = self.state
+        context = replace(
+            state.context("joint"),
+            forward_outputs=outputs,
+            activation_bytes=activation_bytes,
+            cuts=self._cuts,
+        )
+        run_passes(gm.graph, passes.JOINT, context, state.trace, state.dump_dir())
+        state.order_weights(gm.graph)
+
+    def partition(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Phases:
+        """Rewrite the joint graph and cut it into forward and backward, within the budgets."""
+        state = self.state
+        activations, memory = state.config.activation_budget_bytes, state.config.memory_budget_bytes
+        # Where no budget chooses, what waits elsewhere is chosen once, and what ranks save alike is in parts by then.
+        parts_first = state.config.partition_activations and activations is None and memory is None
+
+        def cut(nbytes: int | None) -> Phases:
+            """Forward and backward whose activations take at most so many bytes."""
+            return cut_anew(nbytes) if nbytes is not None else self._cut_once(gm.graph, cut_anew)
+
+        def cut_anew(nbytes: int | None = None) -> Phases:
+            joint = gm if activations is None and memory is None else facts.copy_module(gm)
+            self._joint(joint, kwargs["num_fwd_outputs"], nbytes)
+            state.backward_params = passes.gathered_in_backward(
+                joint.graph, state.params, state.bucket_bytes, state.recompute
+            )
+            state.reduced = spec.reduced_by(joint.graph)
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+            spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"], backward.graph)
+            if not parts_first:
+                self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
+            facts.set_returned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+            return {"forward": forward, "backward": backward}
+
+        def planned() -> Phases:
+            graphs = cut(None)
+            return graphs if activations is None else self._within_activations(cut, graphs, activations)
+
+        self._check_rest()
+        graphs = cut(None)
+        if self._decided("mlp-activations") or self._decided("mlp-memory"):
+            self._tile_mlps(True)
+            graphs = cut(None)
+        if self._decided("heads"):
+            self._tile_heads(True)
+            graphs = cut(None)
+        if activations is not None:
+            graphs = self._within_activations(cut, graphs, activations)
+        if memory is not None and state.policies:
+            self._count_compiled(graphs, memory)
+            graphs = self._fit_buckets("buckets", planned, graphs, memory)
+            over = self._over_in_small_tiles(graphs, memory) > 0
+            if not state.recompute and self._agreed("recompute", over):
+                state.recompute = True
+                self._cuts.clear()
+                graphs = cut(None)  # backward gathers more weights now
+            graphs = self._within_memory(cut, graphs, memory)
+            over_by = functools.partial(self._over_in_small_tiles, budget_bytes=memory)
+            if state.away is not None and over_by(graphs) > 0:
+                # On a CPU what files are read to is memory too: it may take more than they free.
+                state.away = None
+                self._cuts.clear()
+                graphs = min(graphs, within_memory(cut, cut(None), over_by, self._held_bytes), key=over_by)
+            graphs = self._within_heads(cut, graphs, memory)
+            if activations is not None:
+                check_held(self._held_bytes(graphs), activations)
+        if state.config.partition_activations:
+            self._partition_activations(graphs, kwargs["num_fwd_outputs"])
+        if parts_first:
+            self._offload(graphs["forward"], graphs["backward"], kwargs["num_fwd_outputs"], None)
+        facts.set_returned(graphs["forward"].graph, graphs["backward"].graph, kwargs["num_fwd_outputs"])
+        if memory is not None and state.policies:
+            self._spend_budget(graphs, memory)
+        self._known.clear()
+        state.frame.held_bytes = self._held_bytes(graphs)
+        state.frame.saved_bytes = facts.saved_bytes(graphs["backward"].graph)
+        state.frame.offloaded = passes.offloaded(graphs["backward"].graph)
+        state.frame.remade = passes.remade(graphs["backward"].graph, CostModel(state.machine), state.fused)
+        return graphs
+
+    def inference(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite the graph of a forward without gradients, within the budget of memory where that can be."""
+        state = self.state
+        budget_bytes = state.config.memory_budget_bytes
+        if budget_bytes is None or not state.policies:
+            return self._inferred(gm)
+        self._check_rest()
+
+        def planned() -> Phases:
+            return {"inference": self._inferred(facts.copy_module(gm))}
+
+        first = planned()
+        if self._decided("heads"):
+            self._tile_heads(True)
+            first = planned()
+        self._count_compiled(first, budget_bytes)
+        fitted = self._fit_buckets("buckets-inference", planned, first, budget_bytes)
+        if self._over_in_small_tiles(fitted, budget_bytes) <= 0:
+            return fitted["inference"]
+        state.tile_mlp = True  # what is gathered stays the same: no other rank need know of it
+        tiled = self._inferred(gm)
+        self._over_in_small_tiles({"inference": tiled}, budget_bytes)
+        return tiled
+
+    def _inferred(self, gm: fx.GraphModule) -> fx.GraphModule:
+        state = self.state
+        run_passes(gm.graph, passes.INFERENCE, state.context("joint"), state.trace, state.dump_dir())
+        state.order_weights(gm.graph)
+        return gm
+
+    def _cut_once(self, joint: fx.Graph, anew: Callable[[], Phases]) -> Phases:
+        """Phases without a limit, cut ``anew`` unless they were: buckets of another size change only what is sent
+        together, as long as the same weights are smaller than a bucket."""
+        state = self.state
+        marks = joint.find_nodes(op="call_function", target=ops.unshard)
+        small = sum(facts.bytes_of(facts.value(m)) < state.bucket_bytes for m in marks)
+        asked = small, replace(state.context("joint"), bucket_bytes=0, units={})
+        for known in self._known:
+            if known.asked == asked:
+                vars(state).update(known.state)
+                for phase, gm in known.graphs.items():
+                    passes.set_tiles(gm.graph, known.tiles[phase])
+                state.plan_again()  # units follow the size of buckets
+                return known.graphs
+        graphs = anew()
+        tiles = {phase: passes.tiles_in(gm.graph) for phase, gm in graphs.items()}
+        self._known.append(_Known(asked, graphs, tiles, {name: getattr(state, name) for name in _CUT}))
+        return graphs
+
+    def _offload(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        num_outputs: int,
+        activation_bytes: int | None,
+    ) -> None:
+        """What waits on another tier between the two; and, where nothing binds, what costs no time there."""
+        state = self.state
+        if state.away is None:
+            return
+        context = replace(state.context("joint"), activation_bytes=activation_bytes)
+        offload = passes.OffloadActivations(tuple(self._fetched_us(tier) for tier in state.tiers))
+        graphs = forward.graph, backward.graph
+        run_split(offload, *graphs, num_outputs, context, state.trace, state.dump_dir())
+        if activation_bytes is None:
+            state.away = frozenset(a.name for a in passes.offloaded(backward.graph))
+
+    def _fetched_us(self, tier: str) -> float:
+        """Time in which the lane of a tier brings the parameters that rest behind it."""
+        link, _ = self.state.machine.links(tier)
+        far = [p for p in self.state.params.values() if tier in p.path]
+        return sum(link.us(p.gather_bytes // p.world) for p in far)
+
+    def _held_bytes(self, graphs: Phases) -> int:
+        """Most bytes that backward holds at once of what forward made, or of what it makes again.
+
+        With what is read from files before it is wanted: where that begins stands in the schedule.
+        """
+        backward = graphs["backward"]
+        if passes.offloaded(backward.graph):
+            backward = self.lowering.scheduled(backward, "backward")
+        return passes.held_bytes(backward.graph)
+
+    def _fit_buckets(
+        self, what: str, planned: Callable[[], Phases], graphs: Phases, budget_bytes: int
+    ) -> Phases:
+        """Phases with buckets as large as the budget allows, at most as large as suits the link; where none fit, with
+        those of the least peak.
+
+        This comes behind tiles of logits and before what costs more. A bucket in two costs one latency, at most as long
+        as its bytes take; what is made again costs its operators, weights in tiles a latency for every tile, MLPs in
+        tiles the reading of their weights for each. Where smaller buckets are not enough, those find what is left.
+        Decided once, by rank 0 for all.
+
+        Args:
+            planned: phases in buckets of the size that the state has.
+        """
+        state = self.state
+        sizes = state.smaller_buckets()
+        if not sizes:
+            return graphs
+        first, key = state.bucket_bytes, self._key(what)
+        text = state.first.distances.get(key)
+        if text is None:
+            best, least = first, self._over_in_small_tiles(graphs, budget_bytes)
+            for size in sizes:
+                if least <= 0:
+                    break
+                try:
+                    graphs = self._in_buckets(size, planned)
+                except MemoryBudgetError:
+                    continue  # in these more must be saved than activation_budget_bytes allows
+                over = self._over_in_small_tiles(graphs, budget_bytes)
+                if over < least:
+                    best, least = size, over
+            text = state.loader.decide(state.first, key, str(best))
+        size = int(text)
+        if size != state.bucket_bytes:
+            graphs = self._in_buckets(size, planned)
+        if size != first:
+            state.take_buckets(
+                size, f"the memory budget asks for less than {first:,}, which suits the link best"
+            )
+        return graphs
+
+    def _in_buckets(self, nbytes: int, planned: Callable[[], Phases]) -> Phases:
+        """Phases in buckets of so many bytes.
+
+        Raises:
+            MemoryBudgetError: there are none; the state is that of the phases before.
+        """
+        before = self._planned()
+        self.state.bucket_bytes = nbytes
+        self._cuts.clear()
+        try:
+            return planned()
+        except MemoryBudgetError:
+            self._take(before)
+            raise
+
+    def _planned(self) -> dict[str, Any]:
+        return {name: getattr(self.state, name) for name in _PLANNED}
+
+    def _take(self, planned: dict[str, Any]) -> None:
+        """Go on from the state of phases that were planned before, or tried."""
+        self._cuts.clear()
+        vars(self.state).update(planned)
+
+    def _check_rest(self) -> None:
+        """What rests fits the budget of memory: else nothing need be tried.
+
+        Raises:
+            MemoryBudgetError: it does not.
+        """
+        state = self.state
+        budget_bytes = state.config.memory_budget_bytes
+        if budget_bytes is not None and state.policies:
+            budget.check_rest(state.memory([]), budget_bytes, state.relatives)
+
+    def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
+        """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes.
+
+        The smallest tiles take the least: where they do not fit none do, and else what just fits lies between.
+        """
+        over, every = self._over(graphs, budget_bytes), [gm.graph for gm in graphs.values()]
+        if over <= 0:
+            return over
+        sizes = [[passes.tiles_in(graph) for graph in every]]
+        while passes.finer(every):
+            sizes.append([passes.tiles_in(graph) for graph in every])
+
+        def over_in(size: int) -> int:
+            for graph, tiles in zip(every, sizes[size], strict=True):
+                passes.set_tiles(graph, tiles)
+            return self._over(graphs, budget_bytes)
+
+        large, small = 0, len(sizes) - 1
+        if small == 0 or (over := over_in(small)) > 0:
+            return over
+        while small - large > 1:
+            middle = (large + small) // 2
+            large, small = (large, middle) if over_in(middle) <= 0 else (middle, small)
+        return over_in(small)
+
+    def _count_compiled(self, graphs: Phases, budget_bytes: int) -> None:
+        """Compile phases that a budget asks less of than their operators take one by one, where their code may fit.
+
+        What fits so is left as it is. What is tried instead is counted by operators, as it is not compiled.
+        """
+        if self.state.fused and self._over(graphs, budget_bytes) > 0:
+            if self.lowering.least_peak(graphs) <= budget_bytes and not self._held_over(graphs):
+                self.lowering.count_compiled(graphs, self.segments)
+
+    def _over(self, graphs: Phases, budget_bytes: int) -> int:
+        """By how many bytes a plan passes the budget of memory, or that of activations where both are given."""
+        return max(self.lowering.trial_peak(graphs) - budget_bytes, self._held_over(graphs))
+
+    def _held_over(self, graphs: Phases) -> int:
+        """By how many bytes backward passes the budget of activations; 0 where there is none."""
+        allowed = self.state.config.activation_budget_bytes
+        if allowed is None or "backward" not in graphs:
+            return 0
+        return max(0, self._held_bytes(graphs) - allowed)
+
+    def _within_activations(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+        """Phases whose activations fit; with MLPs in tiles where rank 0 finds no others.
+
+        Raises:
+            MemoryBudgetError: there are none.
+        """
+        refused: MemoryBudgetError | None = None
+        if not self.state.tile_mlp:
+            try:
+                graphs = within_activations(cut, graphs, budget_bytes, self._held_bytes)
+            except MemoryBudgetError as error:
+                refused = error
+            if not self._agreed("mlp-activations", refused is not None):
+                if refused is not None:
+                    raise refused
+                return graphs
+        # Bytes of a tile; in the end as few as can be, and without files: what is read from them in time is held, too.
+        for nbytes, files in ((budget_bytes // _SHARE, True), (0, True), (0, False)):
+            self._tile_mlps(True, nbytes)
+            if not files:
+                self.state.away = None
+            try:
+                return within_activations(cut, cut(None), budget_bytes, self._held_bytes)
+            except MemoryBudgetError as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
+    def _within_memory(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+        """Phases that fit, or those that come nearest; with MLPs in tiles where that serves rank 0 best.
+
+        Tiles of weights come later, and MLPs in tiles of tokens exclude them: so what those would bring is tried.
+        """
+        state = self.state
+        over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
+        whole = within_memory(cut, graphs, over, self._held_bytes)
+        if state.tile_mlp:
+            return whole
+        if self._decided("mlp-memory") is None and self._over(whole, budget_bytes) > 0:
+            least, before = self._least_peak(whole, budget_bytes), self._planned()
+            self._tile_mlps(True)
+            tiled = within_memory(cut, cut(None), over, self._held_bytes)
+            wanted = self._over(tiled, budget_bytes) <= 0 or (
+                not self._held_over(tiled) and budget_bytes < least > self._least_peak(tiled, budget_bytes)
+            )
+            tried = self._planned()
+            self._take(before)  # ranks that try nothing ask from here
+            if not self._agreed("mlp-memory", wanted):
+                return whole
+            self._take(tried)
+            return tiled
+        if not self._agreed("mlp-memory", False):
+            return whole
+        self._tile_mlps(True)
+        return within_memory(cut, cut(None), over, self._held_bytes)
+
+    def _within_heads(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+        """Phases in which weights of heads can be gathered in tiles, where rank 0 finds that nothing else fits.
+
+        Backward then makes logits again, where forward makes their gradient otherwise.
+        """
+        state = self.state
+        if state.tile_heads or state.config.tile_bytes is not None:
+            return graphs
+        over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
+        tiled, wanted = None, False
+        before = tried = self._planned()
+        if (
+            self._decided("heads") is None
+            and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes
+        ):
+            self._tile_heads(True)
+            tiled = within_memory(cut, cut(None), over, self._held_bytes)
+            wanted = not self._held_over(tiled) and self._least_peak(tiled, budget_bytes) < least
+            tried = self._planned()
+            self._take(before)  # ranks that try nothing ask from here
+        if not self._agreed("heads", wanted):
+            return graphs
+        if tiled is not None:
+            self._take(tried)
+            return tiled
+        self._tile_heads(True)
+        return within_memory(cut, cut(None), over, self._held_bytes)
+
+    def _tile_heads(self, tiled: bool) -> None:
+        self.state.tile_heads = tiled
+        self._cuts = {}
+
+    def _tile_mlps(self, tiled: bool, nbytes: int | None = None) -> None:
+        self.state.tile_mlp, self.state.mlp_bytes = tiled, nbytes
+        self._cuts = {}
+
+    def _least_peak(self, graphs: Phases, budget_bytes: int) -> int:
+        """Predicted peak with weights in tiles, as small as the budget asks for."""
+        undecided = self._undecided(graphs)
+        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
+        tiling.forget(self.state.policies, undecided)
+        self.state.plan_again()
+        return peak
+
+    def _decided(self, what: str) -> bool | None:
+        """What was decided for all ranks before, if anything was."""
+        first = self.state.first
+        text = first.distances.get(self._key(what)) if first is not None else None
+        return None if text is None else text == str(True)
+
+    def _agreed(self, what: str, wanted: bool) -> bool:
+        """What was decided for all ranks, now by rank 0 or before."""
+        state = self.state
+        if state.first is None:
+            return wanted
+        before = self._decided(what)
+        if before is not None:
+            return before
+        return bool(state.loader.decide(state.first, self._key(what), str(wanted)) == str(True))
+
+    def _key(self, what: str) -> str:
+        """By weights and not by units, which change when weights are tiled: what was decided before that is found by a
+        rank that compiles again, alone."""
+        return schedule.key_of(what, [f"{ref.owner}:{ref.name}" for ref in self.state.order])
+
+    def _partition_activations(self, graphs: Phases, num_outputs: int) -> None:
+        """Once for what budgets have chosen: how often they choose again may differ between ranks."""
+        state = self.state
+        policy = next((p for p in state.policies.values() if p.group.tensor is not None), None)
+        if policy is None:
+            raise ConfigError(
+                "partition_activations=True needs tensor-parallel ranks, which save the same activations: give "
+                'zero.shard a mesh with a dimension called "tp" and call parallelize_module before it, or leave it out'
+            )
+        peers, show = policy.group.tensor, functools.partial(state.loader.show, policy)
+        cut = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
+        both = graphs["forward"].graph, graphs["backward"].graph
+        run_split(cut, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())
+        self.lowering.forget(graphs)
+
+    def _spend_budget(self, graphs: Phases, budget_bytes: int) -> None:
+        """Plan both phases with every weight released, and keep what fits in the room that is left.
+
+        What does not fit even so is tried again with the largest weights in tiles. Prefetch comes next: its buffers
+        serve one unit after the other, in both phases, where the bytes of a kept weight save one gather. Between graph
+        breaks no weight is kept: the room may be needed by frames that are not known yet.
+        """
+        state = self.state
+        if state.config.tile_bytes is None:
+            self._tile_weights(graphs, budget_bytes)
+        lowered = self.lowering.settled(graphs)
+        programs = [low.emitted.program for low in lowered.values()]
+        state.planned = {p.phase: p for p in programs}
+        policies = list(state.policies.values())
+        memory = state.memory(programs)
+        if (
+            not state.fused
+        ):  # what is compiled may take less than its operators one by one: its code decides then
+            where = budget.peak_at([*programs, *state.waiting], memory.gradients)
+            budget.check(memory, budget_bytes, where, policies)
+        # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
+        gradients = max(
+            memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
+        )
+        room = max(0, budget_bytes - max(gradients, state.peak(programs))) if state.alone else 0
+
+        def over_bytes() -> int:
+            tables = state.loader.kept_offsets()
+            before = {key: dict(table) for key, table in tables.items()}
+            state.plan_again()
+            over = self.lowering.trial_peak(graphs) - budget_bytes
+            for key, table in tables.items():  # it was only tried: nothing has a place yet
+                table.clear()
+                table.update(before.get(key, {}))
+            return over
+
+        gathered = state.backward_params or ()
+        budget.keep(policies, state.params, gathered, room, state.loader.tightest, over_bytes)
+        state.plan_again()
+
+    def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
+        """Gather the largest weights in tiles of half the bytes, and again, until the plan fits; then as few tiles as
+        the budget needs.
+
+        Decided once for a weight, for all ranks by the one with the least room. Weights of MLPs that are done in tiles
+        of tokens stay whole. Between graph breaks tiles stay small: the room may be needed by frames that are not known
+        yet.
+        """
+        state = self.state
+        every, undecided = tiling.undecided(state.policies, state.params), self._undecided(graphs)
+        tiling.note(state.policies, [ref for ref in every if ref not in undecided], None)
+        if not undecided:
+            return
+        room = budget_bytes - self.lowering.trial_peak(graphs)
+        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
+        first = undecided[0]
+        limit = state.policies[first.owner].tile_bytes.get(first.name)  # one for all so far
+        if limit is not None and peak <= budget_bytes and state.alone:
+
+            def fits() -> bool:
+                state.plan_again()
+                return self.lowering.trial_peak(graphs) <= budget_bytes
+
+            with self._forgotten_on_error(undecided):
+                tiling.coarsen(state.policies, {ref: state.params[ref] for ref in undecided}, limit, fits)
+        tiling.settle(state.policies, undecided, room, state.loader.tightest)
+        state.plan_again()
+
+    def _undecided(self, graphs: Phases) -> list[ParamRef]:
+        """Weights of which tiles may be made for a budget."""
+        state = self.state
+        if state.config.tile_bytes is not None:
+            return []
+        tiled = [passes.read_by_tiles(gm.graph) for gm in graphs.values()] if state.tile_mlp else []
+        whole = frozenset().union(*tiled)
+        return [ref for ref in tiling.undecided(state.policies, state.params) if ref not in whole]
+
+    def _shrink_tiles(self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int) -> int:
+        """Make tiles of weights as small as the budget asks for; the peak that is left."""
+        state = self.state
+        with self._forgotten_on_error(undecided):
+            while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
+                limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
+                before = state.params
+                if limit < tiling.LEAST_BYTES:
+                    break
+                tiling.note(state.policies, undecided, limit)
+                state.plan_again()
+                if state.params == before:
+                    break
+        return peak
+
+    @contextmanager
+    def _forgotten_on_error(self, undecided: Sequence[ParamRef]) -> Iterator[None]:
+        """What was noted of tiles was only tried: no other rank knows of it."""
+        try:
+            yield
+        except BaseException:
+            tiling.forget(self.state.policies, undecided)
+            raise
+
+    def lend_gradients(self) -> None:
+        """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""
+        state = self.state
+        mine = list(state.frame.programs.values())
+        policies = state.relatives
+        if not policies or not mine:
+            return
+        others = [p for policy in policies for f in policy.frames for p in f.programs.values()]
+        gradients = budget.memory_of(policies, mine, 0).gradients
+        most = max(live.most(p, gradients) for p in (*mine, *others))
+        idle = live.idle_bytes(mine, gradients, most)
+        for program in mine:
+            if program.phase != "backward":
+                program.idle_bytes = idle
+
+    def check_budget(self) -> None:
+        """What was compiled fits the budget, by the plan and by the verifier's own count; and so does it together with
+        frames before it, which may find more there than was known of them.
+
+        Raises:
+            MemoryBudgetError: it does not.
+        """
+        state = self.state
+        cross_frame_memory.settle(state.frame, state.others, state.due.values())
+        budget_bytes = state.config.memory_budget_bytes
+        if budget_bytes is None or not state.policies:
+            return
+        policies, programs = state.relatives, list(state.frame.programs.values())
+        every = [*programs, *state.waiting]
+        memory = budget.memory_of(policies, every, state.frame.kept_bytes)
+        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies)
+        worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
+        room = budget_bytes - memory.at_rest + memory.gradients
+        for program in programs:
+            verify_program(program, worlds, room - program.beside_bytes, memory.gradients)

@@ -1,0 +1,65 @@
+"""What autograd may ask of a compiled frame: one backward, of one gradient at a time, and no forward mode.
+
+AOTAutograd's node takes no more, and says so in words that name neither the model nor a way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from ..errors import GradientError
+from ..params import grads
+from ..tensors import transforms
+
+
+def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, a frame that AOTAutograd has made, which says what it cannot do when it is asked for it."""
+
+    def call(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            raise GradientError(
+                "a compiled model was given an input with a tangent, and forward-mode AD goes through no compiled "
+                f"frame: {grads.UNCOMPILED}"
+            )
+        out = compiled(*args)
+        if torch.is_grad_enabled() and (node := _node_of(out)) is not None:
+            node.register_prehook(_before)
+        return out
+
+    return call
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _node_of(out: Any) -> Any:
+    """The node of the frame: that of an output, or of the one whose view an output is."""
+    for value in out if isinstance(out, (list, tuple)) else (out,):
+        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        while node is not None:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+            node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _before(given: Any) -> None:
+    if any(map(transforms.batched, given)):
+        raise grads.takes_one_gradient("a compiled model")
+    if torch.is_grad_enabled():  # create_graph=True
+        torch._C._current_autograd_node().register_hook(_after)
+
+
+def _after(made: Any, given: Any) -> None:
+    for grad in made:
+        if grad is not None and grad.grad_fn is not None:
+            grad.grad_fn.register_prehook(_refuse)
+
+
+def _refuse(given: Any) -> NoReturn:
+    raise grads.differentiated_twice()

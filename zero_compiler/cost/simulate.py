@@ -1,0 +1,660 @@
+"""Discrete-event simulation of a Program: when each instruction would run, and what bounds the step.
+
+The host walks the instructions in order. A start puts a transfer on its lane, which serves one at a time in
+order; a wait blocks the host until the transfer is done. Lanes that share a core or a disk (``HardwareSpec.shared``)
+slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed. Files have a lane of reads and one of
+writes, as the engine has: those of one kind begin in order, and while both wait they take turns on the disk.
+
+An optimizer that streams its states goes through them in turns (`zero_compiler/storage/streaming.py`), each of which is read,
+computed and written back on the same lanes: behind backward, or in it, as soon as gradients are final.
+
+Around the Program stands what Python does for each parameter: local rows go in before a forward, gradients become
+``.grad`` after a backward. Where compute shares cores with transfers it is the CPU that computes, and this adds to the
+step; an accelerator computes meanwhile, and the step is longer only where Python takes longer than all of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..ir.program import (
+    Bring,
+    Compute,
+    Fetch,
+    Gather,
+    Keep,
+    KeepDesc,
+    Offload,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Restore,
+    Store,
+    WaitFetch,
+    WaitGather,
+    WaitOffload,
+    WaitReduce,
+    WaitRestore,
+    Write,
+    last_reads,
+)
+from ..params.files import write_buffers
+from ..storage.double_buffer import BUFFERS, Turns
+from .hardware import LANES, HardwareSpec
+
+COMPUTE, LINK, READ, WRITE, HOST = LANES
+PYTHON = "python"  # no transfers: the host's time around a Program
+AROUND = "Python around the Program"
+_SHOWN = 4  # transfers that the step waits for, in the report
+
+
+def duration(us: float) -> str:
+    """A time for the report."""
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1e3:.2f} ms"
+
+
+@dataclass(frozen=True)
+class Span:
+    """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move.
+
+    ``stalled_us`` is the time for which the host waited for this transfer while nothing was computed; what it waits
+    for behind other transfers in the queue is counted here too. ``slowed_us`` is by how much it made compute take
+    longer, where both share cores. Alone on the machine it would take ``alone_us``.
+    """
+
+    lane: str
+    start_us: float
+    end_us: float
+    label: str
+    nbytes: int = 0
+    stalled_us: float = 0.0
+    slowed_us: float = 0.0
+    alone_us: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The part of a transfer's own time that the step does not take longer for, from 0 to 1."""
+        return _hidden(self.stalled_us + self.slowed_us, self.alone_us)
+
+
+@dataclass
+class Timeline:
+    """Result of a simulation.
+
+    ``stalls`` is how long the host waited for each lane, and computed nothing; ``slowed`` is by how much each lane made
+    compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
+    ``reached_us`` is when the host was done with each instruction of the Program. ``python_us`` is by how much the step
+    takes longer for what Python does around it. ``away_us`` is, of each tensor that waits on another tier, by name, how
+    much longer the step takes for its transfers, and for what the host sums up of them.
+    """
+
+    total_us: float
+    stalls: dict[str, float]
+    spans: list[Span] = field(default_factory=list)
+    reached_us: list[float] = field(default_factory=list)
+    slowed: dict[str, float] = field(default_factory=dict)
+    python_us: float = 0.0
+    away_us: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def stalled_us(self) -> float:
+        return sum(self.stalls.values())
+
+    def exposed_us(self, lane: str) -> float:
+        """How much longer the step takes for a lane's transfers."""
+        return self.stalls.get(lane, 0.0) + self.slowed.get(lane, 0.0)
+
+    def alone_us(self, lane: str) -> float:
+        """What a lane has to do, in the time that it takes with its cores to itself."""
+        return sum(s.alone_us for s in self.spans if s.lane == lane)
+
+    def busy_us(self, *lanes: str) -> float:
+        """For how long one of ``lanes`` at least has something under way."""
+        busy, until = 0.0, 0.0
+        for s in sorted((s for s in self.spans if s.lane in lanes), key=lambda s: s.start_us):
+            busy += max(0.0, s.end_us - max(s.start_us, until))
+            until = max(until, s.end_us)
+        return busy
+
+    def nbytes(self, lane: str) -> int:
+        return sum(s.nbytes for s in self.spans if s.lane == lane)
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step: compute, a lane or Python, whichever has most to do. No schedule makes it shorter than
+        that (a roofline: Williams et al. 2009)."""
+        return max((COMPUTE, LINK, READ, WRITE, HOST, PYTHON), key=self.alone_us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "total_us": self.total_us,
+            "stalled_us": self.stalled_us,
+            "python_us": self.python_us,
+            "bound": self.bound,
+            "spans": [asdict(s) for s in self.spans],
+        }
+
+    def waited_for(self) -> list[Span]:
+        """Transfers that the host waited for, longest wait first."""
+        return sorted((s for s in self.spans if s.stalled_us > 0), key=lambda s: -s.stalled_us)
+
+    def lines(self) -> list[str]:
+        """For the report: what the time is spent on, and which transfers are not hidden. Times of lanes are those that
+        they take alone; where they share cores, less of them is hidden."""
+        parts = [f"compute {self.alone_us(COMPUTE) / 1e3:.2f} ms"]
+        if us := self.alone_us(PYTHON):
+            parts.append(f"Python {us / 1e3:.2f} ms")
+        for lane, what in (
+            (LINK, "transfers"),
+            (READ, "reads of files"),
+            (WRITE, "writes of files"),
+            (HOST, "copies"),
+        ):
+            us = self.alone_us(lane)
+            hidden = _hidden(self.exposed_us(lane), us) if us else 0.0
+            if us or lane == LINK:
+                parts.append(
+                    f"{what} {us / 1e3:.2f} ms for {self.nbytes(lane):,} bytes, {hidden:.0%} of them hidden"
+                )
+                if lane != LINK and self.total_us:
+                    parts[-1] += f", busy for {self.busy_us(lane) / self.total_us:.0%} of the time"
+        rows = [f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"]
+        waits = self.waited_for()
+        for s in waits[:_SHOWN]:
+            rows.append(
+                f"waits {duration(s.stalled_us)} for the {s.label}: {s.hidden:.0%} of "
+                f"{duration(s.alone_us)} hidden"
+            )
+        if len(waits) > _SHOWN:
+            rest = sum(s.stalled_us for s in waits[_SHOWN:])
+            rows.append(f"waits {duration(rest)} for {len(waits) - _SHOWN} more")
+        return rows
+
+
+def _hidden(exposed_us: float, alone_us: float) -> float:
+    """The part of a time that the step does not take longer for."""
+    return max(0.0, 1 - exposed_us / alone_us) if alone_us else 1.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an optimizer updates at once: a unit of it (`updates.py`).
+
+    Args:
+        names: owner and name of the parameters; all of their gradients must be there.
+        us: time of the update itself.
+        read_bytes, written_bytes: of files, through a buffer.
+        copied_bytes: of states on an accelerator's host, which are copied to it and back.
+        filed: of ``names``, those whose gradients go to files first.
+    """
+
+    label: str
+    names: frozenset[tuple[str, str]]
+    us: float
+    read_bytes: int = 0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+    filed: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def buffered(self) -> bool:
+        """Whether it needs a buffer."""
+        return bool(self.read_bytes or self.written_bytes)
+
+
+@dataclass
+class _Task:
+    lane: str
+    label: str
+    alone_us: float
+    left_us: float
+    nbytes: int
+    start_us: float = 0.0
+    slowed_us: float = 0.0  # by so much compute takes longer for it
+    wanted_us: float | None = None  # since when the host waits for it
+    stalled_us: float = 0.0  # for so long it did, and computed nothing
+    done: bool = False
+
+
+def share_cores(spec: HardwareSpec) -> bool:
+    """Whether compute and collectives slow each other down: what overlaps then takes as long as one after the other."""
+    return any(COMPUTE in group and LINK in group for group in spec.shared)
+
+
+def transfers(
+    program: Program, spec: HardwareSpec, world: int
+) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """Time on the lane and bytes of full tensors of each gather, and of each reduction.
+
+    Nothing is moved by a gather in place, nor by one of the backward of a weight that is kept: the forward has
+    fetched it.
+
+    Raises:
+        ConfigError: the spec lacks a collective that the Program uses.
+    """
+    gathers, reduces = [], []
+    for g in program.gathers:
+        if world == 1 or g.home or (g.kept and program.phase == "backward"):
+            gathers.append((0.0, 0))
+            continue
+        nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
+        gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))
+    for r in program.reduces:
+        kind = "all_reduce" if r.replicated else "reduce_scatter"
+        part = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
+        us, nbytes = 0.0, 0
+        if world > 1:
+            nbytes = part * (1 if r.replicated else world)
+            us = spec.collective(kind, world, r.shared).us(nbytes)
+        if r.copies > 1:
+            # As if one went right behind the other; between replicas there is no shared memory.
+            us, nbytes = us + spec.collective("all_reduce", r.copies).us(part), nbytes + part
+        reduces.append((us, nbytes))
+    return gathers, reduces
+
+
+def fetch_us(program: Program, fetch: Fetch, spec: HardwareSpec) -> float:
+    """Time on its lane of one hop of a gather's chunks."""
+    g = program.gathers[fetch.index]
+    return spec.links(g.hops[fetch.hop].tier)[0].us(g.chunk_bytes)
+
+
+def lane_of(tier: str, out: bool) -> str:
+    """The lane between a tier and the one above it: from there, or ``out`` to it."""
+    return HOST if tier == "host" else WRITE if out else READ
+
+
+def offload_us(
+    program: Program, instr: Offload | Write | Restore | Bring, spec: HardwareSpec
+) -> tuple[str, float]:
+    """Lane and time of one step of an offloaded tensor, out or back."""
+    o, out = program.offloads[instr.index], isinstance(instr, (Offload, Write))
+    tier = o.tiers[0] if isinstance(instr, (Offload, Bring)) else o.tiers[-1]
+    return lane_of(tier, out), spec.links(tier)[out].us(o.nbytes)
+
+
+def simulate(
+    program: Program,
+    spec: HardwareSpec,
+    world: int,
+    fetches: bool = True,
+    checksums: bool = False,
+    params: int | None = None,
+    turns: Sequence[Turn] = (),
+    files_budget: int | None = None,
+) -> Timeline:
+    """Timeline of one run of ``program`` on ``world`` ranks of a machine.
+
+    Args:
+        fetches: whether chunks at rest on other tiers take time to come.
+        checksums: whether the host sums up what is read from files and written to them (``Config.nvme_checksums``).
+        params: number of parameters that the frame takes; None: the Program alone, without Python around it.
+        turns: of an optimizer, which begin as soon as nothing of the Program reads their weights, and at its end. The
+            gradients that it reduces for them go nowhere else.
+        files_budget: the memory budget, if any, of which the buffers of gradients on their way to files are a part.
+
+    Raises:
+        ConfigError: the spec lacks a collective that the Program uses.
+    """
+    sim = _Simulator(spec)
+    updates = _Updates(turns, program)
+    files = _Files(sim, program, spec, checksums, updates.taken, files_budget)
+    stream = _Stream(sim, files, spec)
+    python_us = 0.0 if params is None else _python_us(program, spec, params)
+    if program.phase != "backward":
+        sim.python(python_us)
+    gather_costs, reduce_costs = transfers(program, spec, world)
+    fetched: dict[tuple[int, int], _Task | None] = {}
+    gathers: dict[int, _Task | None] = {}
+    reduces: dict[int, _Task | None] = {}
+    offloads: dict[int, _Task | None] = {}
+    moved: list[tuple[str, _Task]] = []
+    away_us = {o.name: 0.0 for o in program.offloads}
+    reached: list[float] = []
+    for at, instr in enumerate(program.instrs):
+        if isinstance(instr, Compute):
+            of = program.modules[instr.segment] if program.modules else ""
+            label = f"segment {instr.segment}{': ' if of else ''}{of}"
+            sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
+        elif isinstance(instr, Fetch):
+            g = program.gathers[instr.index]
+            hop = g.hops[instr.hop]
+            us = fetch_us(program, instr, spec) if fetches else 0.0
+            label = f"{hop.what} of the {g.label}"
+            fetched[instr.index, instr.hop] = sim.start(lane_of(hop.tier, False), label, us, g.chunk_bytes)
+        elif isinstance(instr, WaitFetch):
+            task = fetched[instr.index, instr.hop]
+            sim.wait(task)
+            files.check(task)
+        elif isinstance(instr, Gather):
+            label = program.gathers[instr.index].label
+            gathers[instr.index] = sim.start(LINK, label, *gather_costs[instr.index])
+        elif isinstance(instr, Reduce):
+            label = program.reduces[instr.index].label
+            reduces[instr.index] = sim.start(LINK, label, *reduce_costs[instr.index])
+        elif isinstance(instr, Keep):
+            keep = program.keeps[instr.index]
+            sim.compute(keep.label, _sum_us(keep, spec))
+        elif isinstance(instr, WaitGather):
+            sim.wait(gathers[instr.index])
+        elif isinstance(instr, (Offload, Write, Restore, Bring)):
+            o = program.offloads[instr.index]
+            if isinstance(instr, (Write, Bring)):
+                sim.wait(offloads[instr.index])
+                away_us[o.name] += files.check(offloads[instr.index])
+            lane, us = offload_us(program, instr, spec)
+            label = f"{'copy' if lane == HOST else 'file'} of the {o.label}"
+            if lane == WRITE:
+                away_us[o.name] += files.sum_up(label, o.nbytes)
+            offloads[instr.index] = task = sim.start(lane, label, us, o.nbytes)
+            if task is not None:
+                moved.append((o.name, task))
+        elif isinstance(instr, (WaitOffload, WaitRestore)):
+            sim.wait(offloads[instr.index])
+            if isinstance(instr, WaitRestore):
+                away_us[program.offloads[instr.index].name] += files.check(offloads[instr.index])
+        elif isinstance(instr, Store):
+            sim.wait(reduces[instr.index])
+            r = program.reduces[instr.index]
+            us = spec.links("host")[1].us(r.result_bytes)
+            reduces[instr.index] = sim.start(HOST, f"copy of the {r.label}", us, r.result_bytes)
+        elif isinstance(instr, WaitReduce):
+            sim.wait(reduces[instr.index])
+            r = program.reduces[instr.index]
+            if r.tiers[-1:] == ("nvme",):
+                files.land(r)
+            for turn in updates.landed(r, at):
+                stream.feed(turn)
+                stream.admit()
+        reached.append(sim.now)
+    if program.phase == "backward":
+        sim.python(python_us)
+    for turn in updates.left:
+        stream.feed(turn)
+    stream.drain()
+    sim.drain()
+    total_us = max(sim.now, python_us)
+    exposed_us = python_us if share_cores(spec) else total_us - sim.now
+    for name, task in moved:
+        away_us[name] += task.stalled_us + task.slowed_us
+    return Timeline(total_us, sim.stalled, sim.spans, reached, sim.slowed, exposed_us, away_us)
+
+
+def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
+    """Time of the host around a phase of a frame with ``params`` parameters; a backward's counts by its gradients."""
+    if program.phase != "backward":
+        return spec.forward_python.us(params)
+    descs: list[ReduceDesc | KeepDesc] = [*program.reduces, *program.keeps]
+    made = {(d.owner, name) for d in descs for name in d.names}
+    return spec.backward_python.us(len(made))
+
+
+def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
+    """Time to add gradients to what waits: they are read, and the sums are read and written."""
+    numel = sum(map(math.prod, keep.shapes))
+    item = getattr(torch, keep.grad_dtype).itemsize + 2 * getattr(torch, keep.dtype).itemsize
+    return numel * item / spec.memory_bytes_per_us + len(keep.names) * spec.kernel_us
+
+
+class _Files:
+    """What the host does itself for transfers of files: sums of bytes, and gradients that go by way of buffers.
+
+    Of a gradient that is not made in a block that can be written, each part is copied to one (`writeback_buffers.py`). Only so
+    much is under way at a time, so a disk that is slower than backward makes gradients holds it up.
+    """
+
+    def __init__(
+        self,
+        sim: _Simulator,
+        program: Program,
+        spec: HardwareSpec,
+        checksums: bool,
+        taken: Collection[tuple[str, str]],
+        budget: int | None,
+    ) -> None:
+        self._sim, self._spec, self._checksums, self._taken = sim, spec, checksums, taken
+        nbytes: dict[tuple[str, str], int] = {}  # of each gradient: one in tiles lands in parts
+        for r in program.reduces:
+            for name, part in self._results(r) if r.tiers[-1:] == ("nvme",) else ():
+                nbytes[r.owner, name] = nbytes.get((r.owner, name), 0) + part
+        largest: dict[str, int] = {}
+        for (owner, _), size in nbytes.items():
+            largest[owner] = max(largest.get(owner, 0), size)
+        self._buffers = {owner: write_buffers(size, budget) for owner, size in largest.items()}
+        self._writing: dict[str, deque[_Task]] = {owner: deque() for owner in largest}
+
+    def sum_up(self, label: str, nbytes: int) -> float:
+        """How long the host computes for it."""
+        if not self._checksums or not nbytes:
+            return 0.0
+        us = nbytes / self._spec.checksum_bytes_per_us
+        self._sim.compute(f"checksums of the {label}", us)
+        return us
+
+    def check(self, task: _Task | None) -> float:
+        """The same of what was read, which is compared with the sums of what was written."""
+        if task is None or task.lane != READ:
+            return 0.0
+        return self.sum_up(task.label, task.nbytes)
+
+    def land(self, r: ReduceDesc) -> None:
+        """A reduction whose results go to files has been waited for."""
+        results = self._results(r)
+        if not results:
+            return
+        sim, writing, (size, count) = self._sim, self._writing[r.owner], self._buffers[r.owner]
+        link, label = self._spec.nvme_write, f"file of the {r.label}"
+        first = True
+        for name, nbytes in results:
+            direct = name in r.direct and nbytes <= size * count
+            copied = not r.copied and not direct
+            for at in range(0, nbytes, size):
+                part = min(size, nbytes - at)
+                while len(writing) >= count or (writing and writing[0].done):
+                    sim.wait(writing.popleft())
+                if copied:  # what comes from a device is copied on its host, while the device computes
+                    sim.compute(f"buffer of the {r.label}", 2 * part / self._spec.memory_bytes_per_us)
+                self.sum_up(label, part)
+                # The requests of one landing are in the engine's queue together: it begins but once.
+                us = link.us(part) if first else part / link.bytes_per_us
+                task = sim.start(WRITE, label, us, part)
+                if task is not None:
+                    writing.append(task)
+                first = False
+
+    def _results(self, r: ReduceDesc) -> list[tuple[str, int]]:
+        """Bytes of this rank's part of each result of a reduction, but for those that an update takes at once."""
+        item = getattr(torch, r.out_dtype).itemsize
+        return [
+            (name, numel * item)
+            for name, numel in zip(r.names, r.chunk_numels, strict=True)
+            if (r.owner, name) not in self._taken
+        ]
+
+
+class _Updates:
+    """Which turns of an optimizer may begin when, in one Program (see `overlap.py`)."""
+
+    def __init__(self, turns: Sequence[Turn], program: Program) -> None:
+        self._turns = turns
+        self._missing = [set(turn.names) for turn in turns]  # gradients that are not final yet
+        self._of: dict[tuple[str, str], list[int]] = {}
+        for i, turn in enumerate(turns):
+            for key in turn.names:
+                self._of.setdefault(key, []).append(i)
+        self._read = last_reads(program) if turns else {}
+        self._filed = frozenset[tuple[str, str]]().union(*(turn.filed for turn in turns))
+
+    @property
+    def taken(self) -> Collection[tuple[str, str]]:
+        """Gradients that go to an update, and nowhere else."""
+        return self._of.keys() - self._filed
+
+    @property
+    def left(self) -> list[Turn]:
+        """Those that nothing has let begin so far."""
+        return [turn for turn, missing in zip(self._turns, self._missing, strict=True) if missing]
+
+    def landed(self, r: ReduceDesc, at: int) -> list[Turn]:
+        """Those that the reduction ``r`` was the last to hold up; it is waited for by instruction ``at``."""
+        ready = []
+        if r.tile is None or r.tile.last:
+            final = [(r.owner, n) for n in r.names if self._read.get((r.owner, n), -1) < at]
+            for i in sorted({i for key in final for i in self._of.get(key, ())}):
+                if self._missing[i]:
+                    self._missing[i].difference_update(final)
+                    if not self._missing[i]:
+                        ready.append(self._turns[i])
+        return ready
+
+
+@dataclass
+class _Moving:
+    """A turn with the transfer of it that is under way, if any."""
+
+    sim: _Simulator
+    turn: Turn
+    task: _Task | None
+
+    def done(self) -> bool:
+        return self.task is None or self.task.done
+
+    def wait(self) -> None:
+        self.sim.wait(self.task)
+
+
+class _Stream(Turns[Turn, _Moving]):
+    """What `zero_compiler/storage/streaming.py` does, with the time that it takes."""
+
+    def __init__(self, sim: _Simulator, files: _Files, spec: HardwareSpec) -> None:
+        super().__init__()
+        self._sim, self._files, self._spec, self._free = sim, files, spec, BUFFERS
+
+    def _has_buffer(self, job: Turn) -> bool:
+        return not job.buffered or self._free > 0
+
+    def _read(self, job: Turn) -> None:
+        self._free -= job.buffered
+        read = self._move(READ, f"file of the {job.label}", job.read_bytes)
+        self._reading.append(_Moving(self._sim, job, read))
+
+    def _compute(self, turn: _Moving) -> None:
+        job, files = turn.turn, self._files
+        files.check(turn.task)
+        copy, file = f"copy of the {job.label}", f"file of the {job.label}"
+        self._sim.wait(self._move(HOST, copy, job.copied_bytes))
+        self._sim.compute(job.label, job.us)
+        self._sim.wait(self._move(HOST, copy, job.copied_bytes))
+        files.sum_up(file, job.written_bytes)
+        turn.task = self._move(WRITE, file, job.written_bytes)
+
+    def _give_back(self, turn: _Moving) -> None:
+        self._free += turn.turn.buffered
+
+    def _move(self, lane: str, label: str, nbytes: int) -> _Task | None:
+        if not nbytes:
+            return None
+        read, write = self._spec.links("host" if lane == HOST else "nvme")
+        return self._sim.start(lane, label, (write if lane == WRITE else read).us(nbytes), nbytes)
+
+
+class _Simulator:
+    """The host, which computes and waits, and one queue a lane."""
+
+    def __init__(self, spec: HardwareSpec) -> None:
+        self.shared = spec.shared
+        self.on_cpu = share_cores(spec)
+        self.now = 0.0
+        self.stalled: dict[str, float] = {}
+        self.slowed: dict[str, float] = {}
+        self.queues: dict[str, deque[_Task]] = {}
+        self.spans: list[Span] = []
+
+    def start(self, lane: str, label: str, us: float, nbytes: int) -> _Task | None:
+        if us == 0:
+            return None  # nothing moves
+        task = _Task(lane, label, us, us, nbytes, self.now)
+        self.queues.setdefault(lane, deque()).append(task)
+        return task
+
+    def python(self, us: float) -> None:
+        """The host's time around a Program: an accelerator computes what is before and behind it meanwhile."""
+        if us and self.on_cpu:
+            self.compute(AROUND, us, PYTHON)
+        elif us:
+            self.spans.append(Span(PYTHON, 0.0, us, AROUND, alone_us=us))
+
+    def compute(self, label: str, us: float, lane: str = COMPUTE) -> None:
+        begin, left_us = self.now, us
+        while left_us > 1e-9:
+            rates = self._rates(computing=True)
+            step = min([left_us / rates[COMPUTE], *(q[0].left_us / rates[lane] for lane, q in self._busy())])
+            left_us -= step * rates[COMPUTE]
+            self._note_slowed(step * (1 - rates[COMPUTE]))
+            self._advance(step, rates)
+        self.spans.append(Span(lane, begin, self.now, label, alone_us=us))
+
+    def wait(self, task: _Task | None) -> None:
+        if task is None:
+            return
+        begin = task.wanted_us = self.now
+        while not task.done:
+            rates = self._rates(computing=False)
+            self._advance(min(q[0].left_us / rates[lane] for lane, q in self._busy()), rates)
+        self.stalled[task.lane] = self.stalled.get(task.lane, 0.0) + self.now - begin
+
+    def drain(self) -> None:
+        for queue in self.queues.values():
+            while queue:
+                self.wait(queue[-1])
+
+    def _busy(self) -> list[tuple[str, deque[_Task]]]:
+        return [(lane, q) for lane, q in self.queues.items() if q]
+
+    def _rates(self, computing: bool) -> dict[str, float]:
+        """The speed of every busy lane: its part of the cores or the disk that it shares."""
+        busy = [*([COMPUTE] if computing else []), *(lane for lane, _ in self._busy())]
+        groups = [set(busy).intersection(group) for group in self.shared]
+        return {lane: 1.0 / max((len(g) for g in groups if lane in g), default=1) for lane in busy}
+
+    def _note_slowed(self, us: float) -> None:
+        """Compute takes longer for the transfers that share its cores, as much for the one as for the other."""
+        heads = [
+            queue[0]
+            for lane, queue in self._busy()
+            if any(COMPUTE in group and lane in group for group in self.shared)
+        ]
+        for head in heads:
+            head.slowed_us += us / len(heads)
+            self.slowed[head.lane] = self.slowed.get(head.lane, 0.0) + us / len(heads)
+
+    def _advance(self, us: float, rates: dict[str, float]) -> None:
+        self.now += us
+        for lane, queue in self._busy():
+            head = queue[0]
+            head.left_us -= us * rates[lane]
+            if head.left_us <= 1e-9:
+                queue.popleft()
+                head.done = True
+                head.stalled_us = 0.0 if head.wanted_us is None else self.now - head.wanted_us
+                self.spans.append(
+                    Span(
+                        lane,
+                        head.start_us,
+                        self.now,
+                        head.label,
+                        head.nbytes,
+                        head.stalled_us,
+                        head.slowed_us,
+                        head.alone_us,
+                    )
+                )
+                if queue:
+                    queue[0].start_us = max(queue[0].start_us, self.now)

@@ -1,0 +1,151 @@
+"""A scheduled graph cut at its transfers: runs of compute nodes, each as a graph of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import facts, ops
+from ..memory.generated_code import Generated
+
+
+@dataclass
+class SegmentGraph:
+    """A compute segment as a graph of its own, with the fake values of its inputs.
+
+    Args:
+        root: has the constants that the graph names.
+        generated: what the code that it was compiled to does with memory; None: it was not, or that is not known.
+    """
+
+    root: torch.nn.Module
+    graph: fx.Graph
+    inputs: list[Any]
+    generated: Generated | None = None
+
+    @functools.cached_property
+    def gm(self) -> fx.GraphModule:
+        """The graph as a module. Code is written for it, so that what only counts bytes does without."""
+        return fx.GraphModule(self.root, self.graph)
+
+
+def steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:
+    """Maximal runs of compute nodes, and the transfers between them, in order."""
+    steps: list[list[fx.Node] | fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or facts.is_element(node):
+            continue
+        if node.target in ops.BORDERS:
+            steps.append(node)
+        elif steps and isinstance(steps[-1], list):
+            steps[-1].append(node)
+        else:
+            steps.append([node])
+    return steps
+
+
+def impure(node: fx.Node) -> bool:
+    return node.is_impure() or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
+
+
+def _remade(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> bool:
+    """True for what a segment makes again rather than takes: views of weights, constants, symbolic arithmetic."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function" or facts.is_element(node):
+        return False
+    if isinstance(facts.value(node), torch.Tensor):
+        return node not in roots[node] and all(facts.is_weight(r) for r in roots[node])
+    # Arithmetic on sizes alone: as cheap as passing the result.
+    return not any(isinstance(facts.value(i), torch.Tensor) for i in node.all_input_nodes) and isinstance(
+        facts.value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+    )
+
+
+def segment(
+    gm: fx.GraphModule,
+    nodes: list[fx.Node],
+    index: int,
+    step_of: dict[fx.Node, int],
+    roots: dict[fx.Node, frozenset[fx.Node]],
+    returned: set[fx.Node],
+    given: Mapping[Any, fx.Node],
+) -> tuple[SegmentGraph, list[fx.Node], list[fx.Node]]:
+    """Run number ``index`` of ``gm``'s compute nodes as a graph, with the nodes that it takes and those it gives.
+
+    Args:
+        step_of: run of each compute node.
+        roots: see :func:`facts.alias_roots`.
+        returned: nodes that the whole graph returns.
+        given: see :func:`symbols_given`.
+    """
+    inside = set(nodes)
+    pulled: dict[fx.Node, None] = {}
+    ins: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in inside or node in pulled or node in ins:
+            return
+        if _remade(node, roots):
+            for i in node.all_input_nodes:
+                need(i)
+            pulled[node] = None
+        else:
+            ins[node] = None
+
+    for node in nodes:
+        for used in node.all_input_nodes:
+            need(used)
+    symbols: set[Any] = set()
+    for node in (*nodes, *ins, *pulled):
+        symbols |= facts.symbols_of(facts.value(node))
+    known = {v.node.expr for n in ins if isinstance(v := facts.value(n), torch.SymInt)}
+    for node in sorted(given[s] for s in symbols - known if s in given):
+        ins[node] = None
+    outs = [
+        n
+        for n in nodes
+        if n.op != "get_attr"
+        and (
+            n in returned
+            or any(
+                u.op != "output"
+                and step_of.get(u, -1) != index
+                and (not _remade(n, roots) or not facts.is_compute(u))
+                for u in n.users
+            )
+        )
+    ]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(ins):
+        env[node] = graph.placeholder(f"in_{i}")
+        _copy_meta(node, env[node])
+    for node in (*pulled, *nodes):
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    out_node = graph.output(tuple(env[n] for n in outs))
+    out_node.meta["val"] = tuple(facts.value(n) for n in outs)
+    return SegmentGraph(gm, graph, [facts.value(n) for n in ins]), list(ins), outs
+
+
+def _copy_meta(src: fx.Node, dst: fx.Node) -> None:
+    for key in ("val", "tensor_meta"):
+        if key in src.meta:
+            dst.meta[key] = src.meta[key]
+
+
+def symbols_given(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """The input of the graph that defines each symbolic size."""
+    out: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        val = facts.value(node)
+        if isinstance(val, torch.SymInt):
+            out.setdefault(val.node.expr, node)
+    return out

@@ -1,0 +1,320 @@
+"""Bytes live after each instruction of a Program, and what of them is gradients at rest."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..emit.segmentation import SegmentGraph
+from ..ir import facts, ops
+from ..ir.program import (
+    Bring,
+    Compute,
+    Discard,
+    Instr,
+    Offload,
+    Program,
+    Reduce,
+    ReduceDesc,
+    Restore,
+    Store,
+    WaitOffload,
+    WaitReduce,
+    Write,
+)
+from .segment_peak import peak_inside
+
+_CALLER = -1  # holds what forward has returned; no value has this number
+# What comes back lies in the pool, or is counted where it begins to.
+_BROUGHT = frozenset({ops.restore, ops.bring})
+
+
+def live_bytes(
+    program: Program,
+    graph: fx.Graph,
+    numbers: Mapping[fx.Node, int],
+    segments: Sequence[SegmentGraph],
+    sizes: facts.Sizes | None = None,
+) -> tuple[list[int], list[int]]:
+    """Bytes live after each instruction, or inside it where that is more: the arena, values that the Program
+    made, what forward saved for backward, and segments' internals.
+
+    The batch, buffers and shards are the caller's. Of each segment, what it holds at most beyond what is live before
+    it (see `segment_peak.py`).
+
+    Args:
+        sizes: at which symbolic ones are counted; None: as the capture saw them.
+    """
+    node_of = {i: n for n, i in numbers.items()}
+    roots = facts.alias_roots(graph)
+    made: dict[fx.Node, int] = {}
+    live, rows = 0, []
+    beyond: list[int] = []
+    holders: dict[fx.Node, set[int]] = {}
+    in_flight: dict[int, tuple[int, ...]] = {}
+    leaving: dict[int, tuple[int, ...]] = {}  # for the host, and still being copied
+    summing = 0  # what the sum between ranks with the same rows takes, until the next reduction is waited for
+    if program.phase == "backward":
+        owner, made = facts.saved_storages(graph, sizes)
+        live = sum(made.values())
+        for node, first in owner.items():
+            holders.setdefault(first, set()).add(numbers[node])
+            if facts.is_returned(node):
+                holders[first].add(_CALLER)
+        roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in roots.items()}
+    for instr in program.instrs:
+        inside = live
+        if isinstance(instr, Compute):
+            ins = [node_of[i] for i in instr.ins]
+            # Given up to the segment, and nobody else's: the segment frees them at their last use.
+            dying = [
+                all(r in made and holders[r] <= set(instr.free) for r in roots[n])
+                if i in instr.free
+                else False
+                for i, n in zip(instr.ins, ins, strict=True)
+            ]
+            given: dict[
+                fx.Node, int
+            ] = {}  # with what the segment's inputs have of it; the rest waits for its end
+            for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
+                for r in roots[n]:
+                    given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n), sizes)
+            beyond.append(
+                peak_inside(segments[instr.segment], dying, sizes)
+                - sum(min(made[r], n) for r, n in given.items())
+            )
+            inside = live + beyond[-1]
+            for o in instr.outs:
+                for r in roots[node_of[o]]:
+                    if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target in _BROUGHT:
+                        continue
+                    made[r] = facts.bytes_of(facts.value(r), sizes)
+                    live += made[r]
+                for r in roots[node_of[o]]:
+                    holders.setdefault(r, set()).add(o)
+        free = getattr(instr, "free", ())
+        if isinstance(instr, Reduce) and read_in_place(program.reduces[instr.index]):
+            in_flight[instr.index], free = free, ()
+        if isinstance(instr, Reduce) and _written_there(program, program.reduces[instr.index]):
+            live += sums_of(program.reduces[instr.index])
+        if isinstance(instr, Offload) and program.offloads[instr.index].copied:
+            leaving[instr.index], free = free, ()
+        if isinstance(instr, (Write, WaitOffload)):
+            free = leaving.pop(instr.index, free)
+        copied = isinstance(instr, WaitReduce) and program.reduces[instr.index].copied
+        if (
+            isinstance(instr, (Store, WaitReduce)) and not copied
+        ):  # the store of what is copied has waited for it
+            free = in_flight.pop(instr.index, ())
+            live -= summing
+            summing = sums_of(program.reduces[instr.index])
+            if not _written_there(program, program.reduces[instr.index]):
+                live += summing
+        gone = 0
+        for o in free:
+            for r in roots[node_of[o]]:
+                held = holders.get(r)
+                if held is not None:
+                    held.discard(o)
+                    if not held and r in made:
+                        gone += made.pop(r)
+        if isinstance(instr, (Restore, Bring, Discard)) and (moved := program.offloads[instr.index]).copied:
+            if isinstance(instr, Discard):
+                gone += moved.nbytes
+            elif isinstance(instr, Bring) == moved.staged:
+                live += moved.nbytes
+        live += results_of(program, instr)
+        before, after = passing_of(program, instr)
+        live, gone = live + before, gone + after
+        if (
+            isinstance(instr, (Store, WaitReduce))
+            and program.slots_ranks == 1
+            and program.reduces[instr.index].copies == 1
+        ):
+            live, gone = live - gone + after, after  # of one rank the gradient itself is the result
+        rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
+        live -= gone
+    return rows, beyond
+
+
+def results_of(program: Program, instr: Instr) -> int:
+    """Bytes of the reduced gradients that come to be at an instruction, and rest in memory.
+
+    Padded chunks: a plan is the same on every rank, whichever rows it has. Over c10d a lone result of the right
+    dtype is where the transport writes to, and there from the start. The first tile of a gradient that lands brings
+    the place of all of them.
+    """
+    if not isinstance(instr, (Reduce, WaitReduce)):
+        return 0
+    r = program.reduces[instr.index]
+    if r.tiers:
+        return 0
+    if r.tile is not None:
+        first = isinstance(instr, WaitReduce) and r.tile.index == 0
+        return r.tile.numel * getattr(torch, r.out_dtype).itemsize if first else 0
+    return r.result_bytes if _early(program, r) == isinstance(instr, Reduce) else 0
+
+
+def _early(program: Program, r: ReduceDesc) -> bool:
+    """Whether the result is where the transport writes to."""
+    return len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
+
+
+def passing_of(program: Program, instr: Instr) -> tuple[int, int]:
+    """Bytes of results that do not stay in memory as they are: those that come to be at an instruction, and those that
+    are gone behind it."""
+    if not isinstance(instr, (Reduce, Store, WaitReduce)) or not program.reduces[instr.index].passes:
+        return 0, 0
+    r = program.reduces[instr.index]
+    lands = Reduce if _early(program, r) else Store if r.copied else WaitReduce
+    gone = r.result_bytes if isinstance(instr, WaitReduce) else 0
+    return (r.result_bytes if isinstance(instr, lands) else 0), gone
+
+
+def sums_of(r: ReduceDesc) -> int:
+    """Bytes beside the results of a reduction while it is summed between ranks with the same rows.
+
+    A process group sums several tensors in a copy, in which they lie one after the other; it is gone before anything
+    is cast. What is summed in another dtype than that of the result lives until that is made. A result that does not
+    stay goes on only then.
+    """
+    if r.copies == 1:
+        return 0
+    numel = sum(r.chunk_numels)
+    summed = numel * getattr(torch, r.dtype).itemsize
+    copied = summed if len(r.names) > 1 else 0
+    passing = r.result_bytes if r.passes and not r.copied else 0
+    if r.dtype == r.out_dtype:
+        return copied + passing
+    return max(summed + copied - numel * getattr(torch, r.out_dtype).itemsize, summed) + passing
+
+
+def _written_there(program: Program, r: ReduceDesc) -> bool:
+    """Whether the transport writes, from the start on, what ranks with the same rows sum and cast then."""
+    lone = len(r.names) == 1 and not r.shared and program.slots_ranks > 1
+    return r.copies > 1 and lone and r.dtype != r.out_dtype
+
+
+@dataclass(frozen=True)
+class Moment:
+    """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, of the ``full`` ones
+    that these came from, and of all ``others`` beside them and the arenas: what other frames and the caller hold is
+    among them, and memory of results that pass which waits for others."""
+
+    others: int
+    gradients: int
+    full: int = 0
+
+
+def waiting_of(program: Program) -> list[int]:
+    """During each instruction, bytes of memory that waits for results that pass.
+
+    A storage of one that has gone is used again by another of its size, or given back before one is made of another
+    size (``passing_`` in csrc/include/zero/engine.h). So at each moment they take, of each owner, what those took that
+    were there at once at some moment before, and no more.
+    """
+    now: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    summing: Counter[str] = Counter()  # until the next reduction is waited for
+    held = taken = 0
+    rows = []
+    for instr in program.instrs:
+        gone: Counter[str] = Counter()
+        if isinstance(instr, (Reduce, Store, WaitReduce)):
+            r = program.reduces[instr.index]
+            nbytes = _passing_storage(program, r)
+            waited = isinstance(instr, Store if r.copied else WaitReduce)
+            if waited:
+                now -= summing
+                held -= summing.total()
+                summing.clear()
+            early = _early(program, r) or _written_there(program, r)
+            if isinstance(instr, Reduce) if early else waited:
+                held += nbytes
+                now[r.owner] += nbytes
+                more = max(0, now[r.owner] - most[r.owner])
+                most[r.owner] += more
+                taken += more
+            if isinstance(instr, WaitReduce):
+                (summing if waited and r.copies > 1 else gone)[r.owner] += nbytes
+        rows.append(taken - held)
+        now -= gone
+        held -= gone.total()
+    return rows
+
+
+def _passing_storage(program: Program, r: ReduceDesc) -> int:
+    """Bytes of the engine's that results of a reduction lie in and leave again."""
+    if r.cast_last:
+        return sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
+    if not r.passes:
+        return 0
+    itself = program.slots_ranks == 1 and r.copies == 1 and (r.grad_dtype or r.dtype) == r.out_dtype
+    return 0 if itself else r.result_bytes  # of one rank the gradient itself is the result
+
+
+def moments(program: Program, waiting: bool = True) -> list[Moment]:
+    """What lives when, of what a Program makes; with or without what :func:`waiting_of` counts."""
+    out = []
+    gradients = full = 0
+    beside, arenas = program.beside_bytes, program.buffer_bytes
+    tiles: dict[tuple[str, str], int] = {}
+    waits = waiting_of(program) if waiting else [0] * len(program.instrs)
+    for instr, live, wait in zip(program.instrs, program.live, waits, strict=True):
+        gradients += results_of(program, instr)
+        out.append(Moment(live - arenas - gradients + beside + wait, gradients, full))
+        if isinstance(instr, WaitReduce):
+            r = program.reduces[instr.index]
+            key = (r.owner, r.names[0])
+            nbytes = tiles.pop(key, 0) + sum(map(math.prod, r.shapes)) * getattr(torch, r.dtype).itemsize
+            if r.tile is None or r.tile.last:
+                full += nbytes
+            else:
+                tiles[key] = nbytes  # the whole of it waits for its last tile
+    return out
+
+
+def most(program: Program, gradients: int) -> int:
+    """Most bytes that a Program holds beside its arenas, the gradients that it has made among them.
+
+    Args:
+        gradients: bytes of all gradients of the model. Those that another Program makes count during the whole
+            backward.
+    """
+    rows = moments(program)
+    rest = max(0, gradients - rows[-1].gradients) if program.phase == "backward" and rows else 0
+    return max((m.others + min(gradients, m.gradients + rest) for m in rows), default=0)
+
+
+def idle_bytes(programs: Iterable[Program], gradients: int, most_bytes: int) -> int:
+    """Of the storages of gradients, how many bytes may wait for the next backward without raising a peak.
+
+    A storage that is kept need not be allocated, and its pages not be touched for the first time, in every step.
+    Between two backwards its bytes serve nothing else: where activations make the peak, gradients are to be born in
+    memory that these have left.
+
+    Args:
+        most_bytes: that may be held at any moment, as :func:`most` counts.
+    """
+    idle = gradients
+    for program in programs:
+        rows = moments(program)
+        rest = max(0, gradients - rows[-1].gradients) if program.phase == "backward" and rows else 0
+        for m in rows:
+            if m.others + gradients > most_bytes:
+                idle = min(idle, most_bytes - m.others - m.gradients - rest)
+    return max(0, idle)
+
+
+def read_in_place(r: ReduceDesc) -> bool:
+    """Whether a gradient lives until its reduction ends: it may be reduced from where it lies."""
+    if r.shared:
+        return False
+    return len(r.names) == 1 or all(
+        c >= math.prod(shape) for c, shape in zip(r.chunk_numels, r.shapes, strict=True)
+    )

@@ -1,0 +1,60 @@
+"""Memory that a transport keeps for itself, beside the arenas, to carry out a Program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.program import GatherDesc, Program, Reduce, ReduceDesc, WaitReduce
+
+
+def scratch_bytes(program: Program, policies: Sequence[Any]) -> dict[str, int]:
+    """Bytes on one rank, at most, of each model's transport, by the model's key; the same on every rank."""
+    between = {p.key: p for p in policies if p.transport.hosts is not None}
+    exchanged = {
+        p.key: p
+        for p in policies
+        if p.transport.name == "c10d" and p.group.device.type == "cpu" and p.group.world > 2
+    }
+    out = _between_hosts(program, between) if between else {}
+    return out | (_exchanged(program, exchanged) if exchanged else {})
+
+
+def _between_hosts(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
+    """One transfer at a time, in room for the largest (csrc/src/hosts_transport.cc)."""
+    laid: Counter[str] = Counter()
+    summed: Counter[str] = Counter()
+    for g in program.gathers:
+        if g.owner in policies:
+            hosts = policies[g.owner].transport.hosts.hosts
+            laid[g.owner] = max(laid[g.owner], hosts * _chunk_bytes(g))
+    for r in program.reduces:
+        if r.owner in policies:
+            policy, chunk = policies[r.owner], _chunk_bytes(r)
+            world, hosts = policy.group.world, policy.transport.hosts.hosts
+            laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
+            summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
+    return {key: laid[key] + summed[key] for key in policies}
+
+
+def _exchanged(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
+    """Of each reduction under way, the rows that come from all ranks but two (csrc/src/c10d_transport.cc)."""
+    under_way: Counter[str] = Counter()
+    most: dict[str, int] = dict.fromkeys(policies, 0)
+    for instr in program.instrs:
+        if not isinstance(instr, (Reduce, WaitReduce)):
+            continue
+        r = program.reduces[instr.index]
+        if r.replicated or r.owner not in policies:
+            continue
+        nbytes = (policies[r.owner].group.world - 2) * _chunk_bytes(r)
+        under_way[r.owner] += nbytes if isinstance(instr, Reduce) else -nbytes
+        most[r.owner] = max(most[r.owner], under_way[r.owner])
+    return most
+
+
+def _chunk_bytes(moved: GatherDesc | ReduceDesc) -> int:
+    return sum(moved.chunk_numels) * getattr(torch, moved.dtype).itemsize

@@ -1,0 +1,70 @@
+"""Errors of a rank as it makes or steps its optimizer: no peer waits for it there, so the next call of each is told."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ..errors import ZeroError
+from ..params.ddp_fallback import averaged_over
+from ..params.policy import Policy
+from ..ranks.call_handshake import fail_later
+from ..ranks.failing import STEP, Failure, is_known, mark_known
+from ..ranks.group import Group
+
+
+def groups_of(policies: Iterable[Policy], params: Iterable[Any] = ()) -> list[Group]:
+    """All ranks that train the models of ``policies``, and those that average plain ``params``; no group twice, and in
+    one order on all ranks."""
+    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.made)]
+    found += [group.everyone for group in averaged_over(params)]
+    return list({id(group.pg): group for group in found if not (group.alone or group.destroyed)}.values())
+
+
+class Telling:
+    """What an optimizer tells other ranks of its errors."""
+
+    _known: BaseException | None = None
+
+    def _peers(self) -> list[Group]:
+        """Groups of the ranks that are told."""
+        raise NotImplementedError
+
+    def tell(self, error: BaseException, what: str) -> None:
+        """Let peers know that this rank could not do ``what``, unless they do.
+
+        Args:
+            what: see :class:`~zero_compiler.ranks.failing.Failure`.
+        """
+        known, self._known = self._known, None
+        if error is known or is_known(error) or (isinstance(error, ZeroError) and error.failure is not None):
+            return
+        mark_known(error)
+        for group in self._peers():
+            fail_later(group, Failure.of(error, group.name_of(group.rank), what))
+
+    @contextlib.contextmanager
+    def _known_to_peers(self) -> Iterator[None]:
+        """What fails in here need not be told: the peers are in it too, or it is not ours."""
+        try:
+            yield
+        except BaseException as error:
+            self._known = error
+            raise
+
+
+def tells(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` of a :class:`Telling` optimizer, with the hooks around it: what breaks it off on one rank is told."""
+
+    @functools.wraps(step)
+    def call(self: Telling, *args: Any, **kw: Any) -> Any:
+        try:
+            return step(self, *args, **kw)
+        except BaseException as error:
+            self.tell(error, STEP)
+            raise
+
+    call.hooked = True  # type: ignore[attr-defined]  # torch would put a user's hooks outside
+    return call

@@ -1,0 +1,245 @@
+"""Context managers of a sharded model: accumulation that sends no gradient, and full weights for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import GradientError, RankMismatchError, ShardError, ZeroError
+from ..ranks.call_handshake import cannot_begin, fail, together
+from ..ranks.failing import Failure, is_known, mark_known
+from ..ranks.group import Group, group_of
+from ..ranks.peer_waits import answered
+from ..tensors.full_weight import FULL
+from . import ddp_fallback, eager, grads
+from .modules import policies_of
+from .policy import Places, Policy, local_of
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards begun inside accumulate full gradients locally, in ``reduce_dtype``: no gradient is sent.
+
+    The next backward outside reduces the total. ``model`` may be plain, sharded or compiled, before or after
+    its first call. Stepping or clipping while gradients wait is an error.
+
+    Raises:
+        ShardError: ``model`` is no module.
+        GradientError: a ``zero.optimizer(overlap=True)`` uses its gradients up.
+    """
+    _check_module("zero.no_sync", model)
+    states: list[Any] = [*policies_of(model)]
+    unsharded = ddp_fallback.plain_parameters(model)
+    if unsharded:
+        states.append(ddp_fallback.plain_model(list(unsharded.values())))
+    if any(sink.uses_up for s in states for sink in getattr(s, "sinks", {}).values()):
+        raise GradientError(
+            "zero.no_sync accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
+            "overlap out"
+        )
+    before = [s.sync for s in states]
+    for s in states:
+        s.sync = False
+    try:
+        with together(lambda: _ranks_of(model), "zero.no_sync", works=False):
+            yield
+    finally:
+        for s, sync in zip(states, before, strict=True):
+            s.sync = sync
+
+
+def _ranks_of(model: nn.Module) -> Group | None:
+    """The ranks that a model, or the part of it that is not sharded, is trained on."""
+    return group_of(policies_of(model)) or next(
+        iter(ddp_fallback.averaged_over(ddp_fallback.plain_parameters(model).values())), None
+    )
+
+
+def _check_module(what: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"{what} takes an nn.Module, plain or compiled, not {type(model).__name__}")
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
+    """Full weights for a while: generation, surgery, export. Collective: every rank enters and leaves.
+
+    Inside, every managed parameter of ``model`` is a plain full tensor (``state_dict`` too), without gradient.
+    With ``write=True`` every rank must write equal values, which are cut again at exit, also after an
+    exception; names and identities of the parameters stay.
+
+    Raises:
+        RankMismatchError: ranks wrote different values; the shards are then left as they were.
+        ShardError: a parameter has another shape at exit, or the model is gathered already.
+    """
+    _check_module("zero.gathered", model)
+    policies = policies_of(model)
+    for policy in policies:
+        if policy.opened:
+            raise ShardError("zero.gathered: this model is gathered already; leave the first one before")
+    with together(lambda: group_of(policies), "zero.gathered", works=False):
+        opened: list[_Opened] = []
+        all_there = True
+        try:
+            for policy in policies:
+                _open(policy, opened)
+            yield
+        except BaseException as error:
+            all_there = not write or _all_fail(policies, error)
+            raise
+        finally:
+            # Shards first, so that the model is whole again whatever the check of the written values says.
+            written = [(o, _close(o)) for o in opened]
+            for policy in policies:
+                policy.opened = False
+            if write and all_there:
+                _write(written)
+
+
+def _all_fail(policies: list[Policy], error: BaseException) -> bool:
+    """Tell the other ranks, which are at the end of a ``zero.gathered(write=True)`` or on their way, that an ``error``
+    has ended it here. Whether that has happened on all of them."""
+    group = group_of(policies)
+    if group is None or group.alone or is_known(error):
+        return True
+    try:
+        return fail(
+            group, Failure.of(error, group.name_of(group.rank), "complete its zero.gathered"), new=True
+        )
+    except ZeroError:
+        return False  # a peer is gone: the error of this rank says more
+    finally:
+        mark_known(error)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A parameter whose full tensor ``whole`` stands, for a while, wherever its shard ``original`` stood."""
+
+    policy: Policy
+    name: str
+    original: Any
+    whole: nn.Parameter
+    places: Places
+
+
+def _open(policy: Policy, opened: list[_Opened]) -> None:
+    # What is gathered is known, and nothing stands in the way of it, before ranks meet.
+    try:
+        found = _standing(policy)
+        for name, (param, _) in found.items():
+            if grads.was_dropped(param):
+                grads.dropped(name)
+    except ShardError as error:
+        cannot_begin(policy.group, error)
+        raise
+    policy.meet("zero.gathered", "\n".join(f"gathers {name}" for name in found))
+    for name, (param, at) in found.items():
+        info = policy.params[name]
+        # What was tied after zero.shard stays tied.
+        whole = next((o.whole for o in opened if o.original is param), None)
+        if whole is None:
+            full = eager.gather(policy.group, info.layout, param._local_tensor, info.layout.dtype)
+            if policy.group.world == 1 or not info.layout.cut:
+                full = full.clone()  # nothing that is written inside reaches the shard by itself
+            whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)
+            setattr(whole, FULL, True)
+        opened.append(_Opened(policy, name, param, whole, at))
+        for module, attribute in at:
+            module._parameters[attribute] = whole
+    policy.opened = True
+
+
+def _standing(policy: Policy) -> dict[str, tuple[Any, Places]]:
+    """The sharded parameters of a model, by name, and where they stand; but for what was deleted, or set to None.
+
+    Raises:
+        ShardError: another one stands in the place of one of them.
+    """
+    found: dict[str, tuple[Any, Places]] = {}
+    for name in policy.params:
+        at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
+        if at:
+            found[name] = policy.param(name), at
+    return found
+
+
+def _close(o: _Opened) -> torch.Tensor:
+    """Put the shard back; what was written: into the full tensor, or by putting another one in its place."""
+    standing = [m._parameters.get(a) for m, a in o.places]
+    for module, attribute in o.places:
+        module._parameters[attribute] = o.original
+    return next((p for p in standing if p is not None and p is not o.whole), o.whole)
+
+
+def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
+    for policy in {id(o.policy): o.policy for o, _ in written}.values():
+        theirs = [(o, full) for o, full in written if o.policy is policy]
+        try:
+            for o, full in theirs:
+                _check_form(o, full)
+        except ShardError as error:
+            cannot_begin(policy.group, error)  # the others are about to compare values
+            raise
+        _check_equal(policy, [(o.name, full) for o, full in theirs])
+    with torch.no_grad():
+        for o, full in written:
+            layout = o.policy.params[o.name].layout
+            rank = o.policy.group.rank
+            full = local_of(full)
+            rows = full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.cut else full
+            local = o.original._local_tensor
+            rows = rows.to(local.device, local.dtype)  # it may rest on the host of the device
+            if not torch.equal(local, rows):
+                local.copy_(rows)
+                torch.autograd.graph.increment_version(o.original)  # a backward of an earlier forward is told
+
+
+def _check_form(o: _Opened, full: torch.Tensor) -> None:
+    shape = o.policy.params[o.name].shape
+    if isinstance(o.whole, DTensor) and not isinstance(full, DTensor):
+        raise ShardError(
+            f"zero.gathered(write=True): a plain tensor stands at exit where parameter {o.name!r} was a DTensor over "
+            "the tensor-parallel dimension; write into that one"
+        )
+    if tuple(full.shape) != shape:
+        raise ShardError(
+            f"zero.gathered(write=True): parameter {o.name!r} has shape {tuple(full.shape)} at exit, expected {shape}; "
+            "a shape can only change before zero.shard"
+        )
+
+
+def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
+    group = policy.group
+    if group.alone:
+        return
+    # Ranks of one place in the tensor-parallel dimension hold the same values; that place comes last.
+    sums = torch.zeros(len(fulls) + 1, 16, dtype=torch.uint8)
+    sums[-1, 0] = group.tensor.rank if group.tensor is not None else 0
+    for i, (_, full) in enumerate(fulls):
+        raw = local_of(full).to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+        sums[i] = torch.frombuffer(
+            bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
+        )
+    sums = sums.to(group.device)
+    policy.meet("end of zero.gathered(write=True)", "\n".join(f"writes {name}" for name, _ in fulls))
+    everyone = group.everyone
+    every = [torch.empty_like(sums) for _ in range(everyone.world)]
+    with answered(everyone, "zero.gathered(write=True)"):
+        dist.all_gather(every, sums, group=everyone.pg)
+    for rank, theirs in enumerate(every):
+        first = next(r for r, t in enumerate(every) if torch.equal(t[-1], theirs[-1]))
+        differ = (theirs != every[first]).any(dim=1).nonzero().flatten().tolist()
+        if differ:
+            raise RankMismatchError(
+                f"zero.gathered(write=True): ranks {first} and {rank} wrote different values to "
+                f"{fulls[differ[0]][0]!r}; every rank must write the same; nothing was written"
+            )

@@ -1,0 +1,523 @@
+"""Gradients at rest: publishing ``p.grad``, and full gradients that wait for their reduction.
+
+Under ``zero.no_sync`` a backward adds its full local gradient to ``p.grad`` as a :class:`PendingGrad`. That
+object *is* the state: setting ``p.grad`` to None drops it, as it drops any gradient, and an optimizer or a
+clipping function that touches it is told what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..errors import GradientError, ShardError
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+
+class PendingGrad(torch.Tensor):
+    """Gradient of a sharded parameter that holds contributions not reduced over the ranks yet.
+
+    ``full`` is the sum of the local full gradients (in ``reduce_dtype``); ``base`` is the gradient that had
+    been reduced before them, or None.
+    """
+
+    full: torch.Tensor
+    base: Any
+    # Whether this process has made one: where it has not, no gradient needs to be looked at.
+    ever_made = False
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, full: torch.Tensor, base: DTensor | None) -> PendingGrad:
+        PendingGrad.ever_made = True
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        self.full, self.base = full, base
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PendingGrad(shape={tuple(self.shape)}, not reduced yet)"
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        raise _not_reduced()
+
+    to_local = redistribute = full_tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        own = bool(args) and isinstance(args[0], PendingGrad)
+        if name in ("__get__", "__set__") or (own and name in _HARMLESS):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name == "_foreach_zero_":
+            for grad in args[0]:
+                grad.zero_()
+            return None
+        raise _not_reduced()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, PendingGrad):
+            if func is torch.ops.aten.detach.default or func is torch.ops.aten.detach_.default:
+                return first
+            if func is torch.ops.aten.zero_.default:
+                # zero_grad(set_to_none=False): the contributions are dropped, the buffer is kept.
+                first.full.zero_()
+                first.base = None
+                return first
+            if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and isinstance(
+                args[1], DTensor
+            ):
+                # autograd adds a gradient that did not pass through a gathered weight: it is reduced already.
+                first.base = args[1] if first.base is None else first.base + args[1]
+                return first
+        raise _not_reduced()
+
+
+# What zero_grad and autograd do to any gradient, and what only asks for its form.
+_HARMLESS = frozenset(
+    "__repr__ __hash__ detach detach_ requires_grad_ zero_ add add_ size stride dim numel storage_offset "
+    "is_floating_point is_complex is_contiguous is_conj is_neg is_inference _is_view _is_zerotensor "
+    "untyped_storage".split()
+)
+
+
+class AppliedGrad(torch.Tensor):
+    """Stands as ``.grad`` from the update of a parameter in mid-backward to ``step()``: its gradient is used up.
+
+    It has no values. What would read it or add to it, clipping among them, is an error instead of a silent nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> AppliedGrad:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AppliedGrad(shape={tuple(self.shape)}, used up by overlap=True)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__") or (name in _HARMLESS and name not in ("add", "add_", "zero_")):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise used_up()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
+            return args[0]
+        raise used_up()
+
+
+def used_up(again: bool = False) -> GradientError:
+    """The error of everything that needs gradients which updates have used up already.
+
+    Args:
+        again: it is another backward. A region that is made again with reentry runs one of its own, whose end nobody
+            can tell from that of the step.
+    """
+    more = (
+        "; to torch.utils.checkpoint give use_reentrant=False: with True, each region is a backward"
+        if again
+        else ""
+    )
+    return GradientError(
+        "zero.optimizer(overlap=True) has updated parameters with these gradients in the backward: there is nothing "
+        "to clip, unscale, add to or drop; give max_grad_norm=... to clip, call step() after every backward, read "
+        "parameters in the model's forward alone, or leave overlap out" + more
+    )
+
+
+def check_reduced(params: Iterable[Any]) -> None:
+    """Raise where a gradient of ``params`` waits for its reduction.
+
+    Raises:
+        GradientError: before any of them was touched.
+    """
+    if PendingGrad.ever_made and any(type(param.grad) is PendingGrad for param in params):
+        raise _not_reduced()
+
+
+def _not_reduced() -> GradientError:
+    return GradientError(
+        "these gradients are not reduced yet: they were accumulated under zero.no_sync; run a backward outside "
+        "it before clipping, stepping or reading .grad"
+    )
+
+
+def as_dtensor(param: Any, local: torch.Tensor) -> DTensor:
+    """``local`` rows as a DTensor with the placement of ``param``; no communication, no check."""
+    # Without __init__, which does nothing and costs as much as the rest.
+    return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
+
+
+def keep_pending(param: Any, full: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add a full local gradient to what waits for the next synchronising backward, in ``dtype``."""
+    grad = param.grad
+    if isinstance(grad, PendingGrad):
+        grad.full.add_(full.to(dtype))
+    else:
+        # A private copy, and only one: the caller's gradient may lie in a buffer that is used again.
+        param.grad = PendingGrad(param, full.detach().to(dtype, copy=True), grad)
+
+
+def check_unhooked(param: Any, name: str) -> None:
+    """Raise where a hook would have to see a gradient that is not reduced: it has the form of the parameter.
+
+    Raises:
+        GradientError: naming the parameter.
+    """
+    if hooked(param):
+        raise GradientError(
+            f"parameter {name!r} has a hook for its gradient, and zero.no_sync has none to show before it is reduced: "
+            "remove the hook, or run this backward outside zero.no_sync"
+        )
+
+
+def keeps_no_graph(name: str) -> GradientError:
+    """The error of ``create_graph=True`` under ``zero.no_sync``."""
+    return GradientError(
+        f"backward(create_graph=True) under zero.no_sync: the gradient of parameter {name!r} is not reduced yet, and "
+        "nothing that waits for its reduction can be differentiated; run this backward outside zero.no_sync"
+    )
+
+
+UNCOMPILED = (
+    "call the model that was given to torch.compile, and not what that returned (of a model with model.compile(): call "
+    'it within torch.compiler.set_stance("force_eager"))'
+)
+
+
+def differentiated_twice() -> GradientError:
+    """The error of a second derivative through a compiled frame."""
+    return GradientError(
+        "this backward differentiates the backward of a compiled model (a penalty on gradients, a Hessian), which "
+        f"torch.compile does not do: for this part of the loss {UNCOMPILED}; its gradients are averaged as any"
+    )
+
+
+def takes_one_gradient(who: str) -> GradientError:
+    """The error of a backward of several gradients at once."""
+    return GradientError(
+        f"the backward of {who} was given several gradients at once (is_grads_batched=True, vectorize=True, or "
+        "torch.vmap over torch.autograd.grad), and takes one at a time: leave that out, or use torch.func.jacrev and "
+        "torch.func.vmap with respect to inputs of the uncompiled model"
+    )
+
+
+def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
+    """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
+    grad = param.grad
+    if not isinstance(grad, PendingGrad):
+        return full
+    param.grad = grad.base
+    return grad.full.add_(full)
+
+
+def keep_pending_rows(param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]]) -> None:
+    """:func:`keep_pending` of some rows: pairs of those of the full gradient and those of ``part``."""
+    if not isinstance(param.grad, PendingGrad):
+        full = torch.zeros(param.shape, dtype=part.dtype, device=part.device)
+        param.grad = PendingGrad(param, full, param.grad)
+    for theirs, ours in rows:
+        param.grad.full[theirs].add_(part[ours])
+
+
+def take_pending_rows(
+    param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]], last: bool
+) -> torch.Tensor:
+    """:func:`take_pending` of some rows; ``last`` drops what waited."""
+    out, grad = part.clone(), param.grad
+    for theirs, ours in rows:
+        out[ours].add_(grad.full[theirs])
+    if last:
+        param.grad = grad.base
+    return out
+
+
+def publish(param: Any, local: torch.Tensor) -> None:
+    """Add this rank's reduced rows to ``param.grad``, as autograd's accumulation would."""
+    grad = param.grad
+    if grad is None:
+        param.grad = as_dtensor(param, local)
+    elif isinstance(grad, DTensor):
+        grad._local_tensor.add_(local)
+    else:
+        raise ShardError(
+            f"the gradient of a sharded parameter must be a DTensor, not {type(grad).__name__}; "
+            "set p.grad to None or to a DTensor with the placement of p"
+        )
+
+
+def added(param: Any, local: torch.Tensor) -> bool:
+    """Add this rank's reduced rows to ``param.grad`` without autograd, whose accumulation detaches a DTensor by way of
+    Python's dispatch; False where what stands there is for autograd to add to."""
+    grad = param.grad
+    if grad is None:
+        param.grad = as_dtensor(param, local)
+    elif type(grad) is DTensor and grad._spec is param._spec and not grad.requires_grad:
+        grad._local_tensor.add_(local)
+    else:
+        return False
+    return True
+
+
+class Sink(Protocol):
+    """Who takes the gradient of a parameter as soon as it is reduced.
+
+    ``uses_up``: there is no gradient afterwards.
+    """
+
+    uses_up: bool
+
+    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
+        """This rank's rows of the gradient, in a backward that runs.
+
+        Args:
+            final: nothing of this backward reads the weight any more, and no other part of it adds to the gradient.
+
+        Returns whether it was taken; else autograd goes on with it.
+        """
+
+    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
+        """A tile of this rank's rows, from element ``begin`` on; returns whether it was taken. ``final`` is said of the
+        whole gradient, with the last tile."""
+
+
+def goes_to_grad(param: torch.Tensor) -> bool:
+    """Whether the backward that runs adds to ``.grad``; ``torch.autograd.grad`` and ``inputs=`` may not."""
+    return param.requires_grad and will_run([torch.autograd.graph.get_gradient_edge(param).node], [param])[0]
+
+
+def will_run(nodes: Sequence[Any], given: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Whether the backward that runs comes to each of ``nodes``, which add to a ``.grad``; only asked where ``given``
+    has something for it."""
+    asked = torch._C._will_engine_execute_node
+    try:
+        return [g is not None and asked(n) for n, g in zip(nodes, given, strict=True)]
+    except RuntimeError:  # torch does not say so within torch.autograd.grad, which adds to none
+        return [False] * len(nodes)
+
+
+HOOKS = "_zero_hooks"  # of a parameter: ids of hooks that are not the user's
+
+
+def hooked(param: Any, ours: Collection[int] = ()) -> bool:
+    """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
+    other = param.__dict__.get(HOOKS, ())
+    both = (param._backward_hooks, param._post_accumulate_grad_hooks)
+    return any(k not in ours and k not in other for hooks in both if hooks for k in hooks)
+
+
+class Call:
+    """A forward whose backward has yet to run: it may read ``names`` once more. Lives as long as its graph."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+
+def opened(policy: Policy, names: Iterable[str]) -> Call | None:
+    """Note a forward, where somebody wants to know."""
+    if not policy.sinks:
+        return None
+    call = Call(names)
+    policy.calls.add(call)
+    return call
+
+
+def alone(policy: Policy, name: str) -> bool:
+    """Whether only one forward has yet to run backward through the weight ``name``: the one that does now."""
+    return sum(name in call.names for call in policy.calls) == 1
+
+
+def flush_at_end(policy: Policy) -> None:
+    """When the running backward ends, reduce what still waits: weights that it did not use."""
+    if not PendingGrad.ever_made:
+        return
+    if getattr(policy, "_flush_queued", None) == torch._C._current_graph_task_id():
+        return
+    policy._flush_queued = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+
+    def flush() -> None:
+        from . import eager
+
+        policy._flush_queued = None  # type: ignore[attr-defined]
+        for name, info in policy.params.items():
+            param = policy.find(name)
+            grad = getattr(param, "grad", None)
+            if isinstance(grad, PendingGrad):
+                policy.meet(f"eager reduction of the gradient of {name}")
+                param.grad = grad.base
+                rows = eager.reduce(policy.group, info.layout, grad.full, info.reduce_dtype)
+                publish(param, rows.to(param._local_tensor.device))
+
+    torch.autograd.Variable._execution_engine.queue_callback(flush)
+
+
+class _AtEnd:
+    """See :func:`at_end`."""
+
+    def __init__(self, end: Callable[[], None], broke_off: Callable[[], None]) -> None:
+        self._end, self._broke_off, self._over = end, broke_off, False
+
+    def __call__(self) -> None:
+        try:
+            self._over = True
+            self._end()
+        except BaseException:
+            # Not when this is dropped: the traceback of the error holds it, maybe until a later backward runs.
+            self._broke_off()
+            raise
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._broke_off()
+
+
+def at_end(end: Callable[[], None], broke_off: Callable[[], None]) -> None:
+    """Call ``end`` when the backward that runs is over, or ``broke_off`` where that ends with an error or Ctrl-C, of
+    whomever: autograd calls nobody then, and drops what it was to call. It does so before ``backward()`` raises; in a
+    thread of its own, which an accelerator has, at that moment."""
+    torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(end, broke_off))
+
+
+def mixes(error: BaseException) -> bool:
+    """Whether torch refused to compute with a shard and a plain tensor."""
+    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def computes_with_shards() -> ShardError:
+    """The error of a forward that reads parameters past the attributes of their modules."""
+    return ShardError(
+        "this forward computes with shards: inside it state_dict() and _parameters hold them, and attributes such as "
+        "module.weight and parameters() are whole; read those, or add such terms to the loss outside of the forward, "
+        'made plain with .full_tensor(grad_placements=[Partial("avg")]), whose gradient is the mean over ranks'
+    )
+
+
+def replaced(name: str) -> NoReturn:
+    """Raise: a plain tensor stands where a sharded parameter was."""
+    raise ShardError(
+        f"parameter {name!r} was replaced by a plain tensor after zero.shard; write new "
+        "values inside zero.gathered(model, write=True), or shard a model that holds them"
+    )
+
+
+# 0 of a DTensor, which has no storage of its own; torch of another version may not tell.
+_address = getattr(torch._C, "_data_address", lambda tensor: 0)
+
+
+_OWN = (
+    "_zero_own_storage"  # of a parameter: its id, which no copy of it has, and the storage that goes with it
+)
+
+
+def note_storage(param: Any) -> None:
+    """From here on :func:`was_dropped` finds a DTensor that is put in the place of ``param`` by ``.data``."""
+    param.__dict__[_OWN] = id(param), param.untyped_storage()._cdata
+
+
+def was_dropped(param: Any) -> bool:
+    """Whether ``param.data = value`` has been written, which leaves a DTensor at its old values without a word."""
+    if not isinstance(param, DTensor):
+        return False
+    if _address(param) != 0:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    # A DTensor's own storage has no bytes, and .data takes over that of the other.
+    whose, storage = param.__dict__.get(_OWN, (0, 0))
+    return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
+
+
+def dropped(name: str) -> NoReturn:
+    """Raise: :func:`was_dropped` of the parameter ``name``."""
+    raise ShardError(
+        f"parameter {name!r} was given another tensor by .data = (torch.nn.utils.vector_to_parameters does so), and a "
+        "DTensor keeps its old values then: write param.data.copy_(value) under torch.no_grad(), with the rows of this "
+        "rank, or do it in zero.gathered(model, write=True); make the model anew"
+    )
+
+
+def written(name: str) -> str:
+    """What is wrong with a forward that writes to a weight."""
+    return (
+        f"this forward writes to parameter {name!r} in place, and inside a forward a sharded parameter is a gathered "
+        "copy: write outside of it, to model.parameters() or in zero.gathered(model, write=True)"
+    )
+
+
+EXCHANGED = "_zero_exchanged"  # of a parameter: the count of its writes when it was given other memory
+
+
+def check_unmodified(param: torch.Tensor, name: str, version: int) -> None:
+    """Raise where a weight is not what the forward of this backward used: its count of writes is not ``version``."""
+    if param._version == version:
+        return
+    if version < param.__dict__.get(EXCHANGED, 0):
+        exchanged(name)
+    raise ShardError(
+        f"parameter {name!r} was modified in place between forward and backward; step the optimizer after backward"
+    )
+
+
+def exchanged(name: str) -> NoReturn:
+    """Raise: a weight is another parameter than the forward of this backward used, or has other memory."""
+    raise ShardError(
+        f"parameter {name!r} was replaced between forward and backward (load_state_dict(assign=True), .to(), or an "
+        "assignment to the module); do that after backward"
+    )
+
+
+def missing(name: str, opened: bool) -> NoReturn:
+    """Raise: a call needs a sharded parameter that does not stand in its module."""
+    if opened:
+        raise ShardError(
+            f"parameter {name!r} is whole inside zero.gathered: run the backward of a forward that came before it "
+            "outside of it"
+        )
+    raise ShardError(
+        f"parameter {name!r} was deleted or replaced by a plain tensor after zero.shard; write new values inside "
+        "zero.gathered(model, write=True), or shard a model that holds them"
+    )
+
+
+def untied(name: str) -> NoReturn:
+    """Raise: different sharded parameters stand where one stood in several places. Code that is compiled knows one."""
+    raise ShardError(
+        f"parameter {name!r} was tied to several attributes at zero.shard, and different parameters stand there now, "
+        "as after load_state_dict(assign=True): assign one of them to the others, or untie them before zero.shard"
+    )
+
+
+def moved(name: str, info: Any, param: torch.Tensor, device: torch.device) -> NoReturn:
+    """Raise: ``.to()``, ``.half()`` or the like changed a sharded parameter, or another one was put in its place."""
+    if tuple(param.shape) != info.shape:
+        raise ShardError(
+            f"parameter {name!r} was sharded with shape {list(info.shape)}, and a sharded parameter of shape "
+            f"{list(param.shape)} stands in its place now; a shape can only change before zero.shard"
+        )
+    if param.is_meta:
+        raise ShardError(
+            f"parameter {name!r} was sharded as {info.layout.dtype} on {device}, and is {param.dtype} on meta now: it "
+            "has no values; call .to() before zero.shard, and give a model that was built on meta its values with "
+            "zero.load_safetensors, or with to_empty() and its initialisers inside zero.init()"
+        )
+    raise ShardError(
+        f"parameter {name!r} was sharded as {info.layout.dtype} on {device}, and is {param.dtype} on {param.device} "
+        "now: call .to() before zero.shard, or give zero.shard a device or param_dtype"
+    )

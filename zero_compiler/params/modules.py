@@ -1,0 +1,535 @@
+"""Modules of a sharded model: the subclass whose properties turn a shard into a weight inside a forward.
+
+Each module gets a subclass of its own class with one property per managed parameter; nothing else of the
+module changes, and nothing of torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from ..errors import ShardError, ZeroError
+from ..ranks.group import Group
+from ..tensors import transforms
+from ..tensors.full_weight import FULL, forget, known, remember
+from ..tensors.whole_parameters import stays_whole
+from . import ddp_fallback, eager, grads, parameter_memory, recompile_limit
+from .held import inside, named_members
+from .optimizer_guards import STALE, mark_stale
+from .penalties import watch_outputs
+from .policy import Policy
+from .refusals import refuse_tracers, refuse_wrappers, refusing
+from .weight_op import managed, placed, weight
+from .write_detector import Copies, may_write
+
+
+@dataclass
+class ModuleState:
+    """What a module of a sharded model knows: its policy and the qualified names of its own parameters.
+
+    ``full``: Dynamo has compiled something that it calls for the last time (see `recompile_limit.py`).
+    """
+
+    policy: Policy
+    names: dict[str, str]
+    root: bool
+    full: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"full": False}  # a copy has code of its own
+
+
+class _Sharded(nn.Module):
+    """For types alone: a module whose class :func:`swap_classes` has swapped."""
+
+    _zero: ModuleState
+    _zero_base: type[nn.Module]
+    _zero_outermost: Callable[..., Any]
+    _zero_entered: Callable[..., Any]
+
+
+def is_root(module: nn.Module) -> bool:
+    state = state_of(module)
+    return state is not None and state.root
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    return module.__dict__.get("_zero")
+
+
+refuse_wrappers(lambda module: state_of(module) is not None)
+
+
+def policies_of(model: nn.Module) -> list[Policy]:
+    """Policies of a plain, sharded or compiled module, outermost first, without repeats."""
+    model = getattr(model, "_orig_mod", model)
+    out: dict[int, Policy] = {}
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            out.setdefault(id(state.policy), state.policy)
+    return list(out.values())
+
+
+def swap_classes(model: nn.Module, policy: Policy) -> None:
+    """Give every module of the model its subclass; inner shards join the outer model's scope."""
+    owned: dict[int, dict[str, str]] = {}
+    names_by_id = {id(policy.param(name)): name for name in policy.places}
+    classes: set[Any] = {type(module) for module in model.modules()}
+    policy.writes = any(may_write(cls) for cls in classes)
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            state.policy.belong(policy.scope)
+            continue
+        own = module._parameters.items()
+        names = {a: names_by_id[id(p)] for a, p in own if p is not None and not stays_whole(p)}
+        owned[id(module)] = names
+        module.__dict__["_zero"] = ModuleState(policy, names, module is model)
+        if isinstance(module, nn.RNNBase):
+            module.__dict__.pop("_flat_weights", None)  # a list of the whole weights; see sharded_class
+        if names:
+            module.register_load_state_dict_pre_hook(_lay_out)
+        # A property is found before nn.Module.__getattr__, so the instance keeps its parameters where they were.
+        module.__class__ = sharded_class(type(module), names, isinstance(module, nn.RNNBase))
+
+
+def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before ``load_state_dict``: of a whole value for a sharded parameter, as a plain checkpoint has it, take this
+    rank's rows. What has another shape is left for torch to refuse."""
+    state = state_of(module)
+    assert state is not None
+    for attribute, name in state.names.items():
+        value, param = state_dict.get(prefix + attribute), module._parameters.get(attribute)
+        if (
+            not isinstance(param, DTensor)
+            or not isinstance(value, torch.Tensor)
+            or isinstance(value, DTensor)
+        ):
+            continue
+        info, rank = state.policy.params[name], state.policy.group.rank
+        layout = info.layout
+        if value.shape != info.shape:
+            continue
+        rows = value.detach() if info.part is None else info.part.take(value.detach(), layout.shape)
+        if layout.cut:
+            rows = rows[layout.start(rank) : layout.start(rank) + layout.rows(rank)]
+            # What becomes the shard may not hold the whole value, of which it would be a view.
+            assigned = rest[0].get("assign_to_params_buffers", False)
+            rows = rows.clone(memory_format=torch.contiguous_format) if assigned else rows.contiguous()
+        state_dict[prefix + attribute] = grads.as_dtensor(param, rows)
+
+
+def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) -> type:
+    """A subclass of ``base``, for one module, whose ``names`` are full weights inside a forward.
+
+    Args:
+        names: qualified name of the parameter at each attribute.
+    """
+    body: dict[str, Any] = refusing(base)
+    body |= {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
+    if recurrent:
+        # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
+        body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    body |= {
+        "__call__": _own_code(_call(base)),
+        "_zero_outermost": _own_code(_outermost),
+        "_zero_entered": _own_code(_entered),
+        "compile": _compile,
+        "_apply": _apply(base),
+        "_load_from_state_dict": _load(base),
+        "register_parameter": _register_parameter,
+        "_named_members": named_members,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce_ex,
+        "__init_subclass__": classmethod(_derived),
+        "_zero_base": base,
+        "_zero": None,  # of what a method of the module makes by its class, as slices and copies of containers are
+    }
+    for name in ("forward", "_call_impl"):
+        method = inspect.getattr_static(base, name)
+        if isinstance(method, types.FunctionType):
+            body[name] = _own_code(method)
+    return type(base.__name__, (base,), body)
+
+
+def _derived(cls: type, **_: Any) -> None:
+    """Called where a class is derived from that of a sharded module: by who swaps the module's class once more."""
+    raise ShardError(
+        f"the class of a sharded {cls.__mro__[1].__name__} cannot be swapped again, as {cls.__name__} would: call "
+        "torch.nn.utils.parametrize.register_parametrization and the like before zero.shard"
+    )
+
+
+def _own_code(fn: Any) -> types.FunctionType:
+    """``fn`` with a code object of its own.
+
+    Dynamo compiles the code of a frame anew for values that its guards have not met, a few times at most
+    (``torch._dynamo.config.recompile_limit``), and runs it eagerly then. Getters of weights are such values: layers
+    that share the code of their class would use up what one of them may need.
+    """
+    own = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    for attribute in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
+        setattr(own, attribute, getattr(fn, attribute))
+    own.__dict__.update(fn.__dict__)
+    return own
+
+
+def _apply(base: Any) -> Callable[..., Any]:
+    """What ``.to()``, ``.half()``, ``.to_empty()`` and the like call: a sharded parameter stays the object that it is,
+    whoever refers to it, and is given other memory where that changes its dtype or device."""
+
+    def apply(self: _Sharded, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        whole = self._parameters
+        self._parameters = {name: param for name, param in whole.items() if not isinstance(param, DTensor)}
+        try:
+            base._apply(self, fn, recurse)
+        finally:
+            self._parameters = {name: self._parameters.get(name, param) for name, param in whole.items()}
+        for attribute, param in whole.items():
+            if isinstance(param, DTensor) and _changes(param._local_tensor, fn):
+                name, grad = self._zero.names.get(attribute, attribute), param.grad
+                with torch.no_grad():
+                    made, made_grad = fn(param), None if grad is None else fn(grad)
+                parameter_memory.give(param, made, name)
+                param.grad = made_grad
+        return self
+
+    return apply
+
+
+def _load(base: Any) -> Callable[..., None]:
+    """What ``load_state_dict`` calls: with ``assign=True`` it puts other parameters in place of those that stand there.
+    A sharded one stays the object that it is, with the other's memory: what was tied stays tied, and an optimizer goes
+    on with it."""
+
+    def load(self: _Sharded, *args: Any) -> None:
+        before = dict(self._parameters)
+        base._load_from_state_dict(self, *args)
+        names = self._zero.names
+        for attribute, old in before.items():
+            now: Any = self._parameters.get(attribute)
+            if old is None or now is None or now is old:
+                continue
+            name = names.get(attribute, attribute)
+            if isinstance(old, DTensor) and isinstance(now, DTensor):
+                rows: Any = now.detach()
+                if rows.placements != old.placements:
+                    rows = rows.redistribute(placements=old.placements)
+                parameter_memory.give(old, rows, name)
+                self._parameters[attribute] = old
+            else:
+                now.__dict__.pop(STALE, None)  # one that an earlier call has replaced may stand here again
+                mark_stale(old, name, "load_state_dict(assign=True)")
+
+    return load
+
+
+def _register_parameter(self: _Sharded, name: str, param: Any) -> None:
+    """What assigning a parameter to an attribute calls."""
+    if self._zero is None:
+        type(self)._zero_base.register_parameter(self, name, param)
+    else:
+        _register(self, name, param)
+
+
+@torch._dynamo.disable(reason="a parameter is assigned to a sharded module")
+def _register(module: _Sharded, name: str, param: Any) -> None:
+    """A forward that gives a weight a second name finds it there until it ends: the parameters of the model stay those
+    that were sharded.
+
+    Raises:
+        ShardError: another sharded parameter stands there.
+    """
+    state = module._zero
+    if state.policy.opened or not hasattr(param, FULL):
+        type(module)._zero_base.register_parameter(module, name, param)
+    elif name in state.names:
+        raise ShardError(
+            f"this forward assigns a full weight to parameter {state.names[name]!r}: tie parameters before zero.shard, "
+            "or give the weight to torch.func.functional_call"
+        )
+    else:
+        object.__setattr__(module, name, param)
+
+
+def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    with torch.no_grad():
+        made = fn(local.new_empty(0))
+    return (made.dtype, made.device) != (local.dtype, local.device)
+
+
+@torch._dynamo.disable(reason="a sharded module is copied")
+def _rebuild(base: type, names: dict[str, str], recurrent: bool, group: Group) -> nn.Module:
+    cls = sharded_class(base, names, recurrent)
+    made: nn.Module = object.__new__(cls)
+    return made
+
+
+@torch._dynamo.disable(reason="a sharded module is copied")
+def _reduce_ex(self: _Sharded, protocol: Any) -> Any:
+    cls: Any = type(self)
+    state = self._zero
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
+    # The group comes first: where it is not found again, nothing else is worth reading.
+    made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.policy.group)
+    return (_rebuild, made, *reduced[2:])
+
+
+def _flat_weights(self: Any) -> list[torch.Tensor]:
+    return [getattr(self, name) for name in self._flat_weights_names]
+
+
+def _call(base: type) -> Any:
+    """``__call__`` of a module whose class was ``base``."""
+    call: Any = base.__call__
+    if call is nn.Module.__call__:
+        return _call_module
+    if isinstance(call, types.FunctionType):
+        call = _own_code(call)
+
+    def __call__(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, call, args, kwargs)
+
+    return __call__
+
+
+def _call_module(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
+    # That of nearly all modules. By its global name, which Dynamo guards once for a model; what a function closes over
+    # it guards for each.
+    return _called(self, nn.Module.__call__, args, kwargs)
+
+
+def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+    state = self._zero
+    if state is None:
+        return call(self, *args, **kwargs)
+    scope = state.policy.scope
+    # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them. Dynamo guards the
+    # options once for a model, and `root` for each module.
+    if state.policy.config.param_dtype is not None and state.root and not state.policy.opened:
+        args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
+    if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
+        return _past_limit(self, call, args, kwargs)
+    if scope.active:
+        if torch.compiler.is_compiling():
+            return call(self, *args, **kwargs)
+        kept = len(scope.read)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            if len(scope.read) > kept:
+                forget(scope.read, kept)
+    return self._zero_outermost(call, args, kwargs)
+
+
+# Inlined, and where a frame breaks no frame of its own: its code is that of all modules, see `_own_code`.
+torch._dynamo.eval_frame.skip_code(_called.__code__)
+
+
+@torch._dynamo.disable(reason="compiled once more, past recompile_limit")
+def _again(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+    return recompile_limit.compiled_again(self, call, args, kwargs, lambda: _own_code(_outermost))
+
+
+def _past_limit(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+    """A call from code that Dynamo does not compile for new values any more."""
+    scope = self._zero.policy.scope
+    if scope.compile is not None:
+        return _again(self, call, args, kwargs)
+    with recompile_limit.eagerly(self, args, kwargs):
+        return call(self, *args, **kwargs) if scope.active else self._zero_outermost(call, args, kwargs)
+
+
+def _compile(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``nn.Module.compile``: what it compiles begins where a call past Dynamo's limit is noticed."""
+    self._compiled_call_impl = torch.compile(self._zero_entered, *args, **kwargs)
+
+
+def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``_call_impl`` of a module for itself compiled."""
+    state = self._zero
+    scope = state.policy.scope
+    if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
+        return _past_limit(self, type(self)._call_impl, args, kwargs)
+    if state.full:
+        return _again(self, type(self)._call_impl, args, kwargs)
+    scope.entered = state
+    return self._call_impl(*args, **kwargs)
+
+
+def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> Any:
+    """A call that comes from outside of the model: its weights are whole until it returns.
+
+    Args:
+        again: it is compiled once more, past Dynamo's limit; also for a part of the model.
+    """
+    state = self._zero
+    scope = state.policy.scope
+    if again:
+        if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
+            with recompile_limit.eagerly(self, args, kwargs):
+                return _outermost(self, call, args, kwargs, again)
+        if scope.active:
+            return call(self, *args, **kwargs)
+    elif state.full:
+        return _again(self, call, args, kwargs)
+    scope.entered = state if torch.compiler.is_compiling() or recompile_limit.compiling() else None
+    if not torch.compiler.is_compiling():
+        scope.begun = state, getattr(type(self).forward, "__code__", None)
+        ddp_fallback.watch_beside(self)
+        scope.copies = Copies()
+    scope.active = True
+    scope.read = {}
+    try:
+        out = call(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            scope.copies.check()
+    except RuntimeError as error:
+        if grads.mixes(error):
+            raise grads.computes_with_shards() from error
+        if not torch.compiler.is_compiling() and not isinstance(error, ZeroError):
+            scope.copies.check()  # autograd may have refused what was written to, in words of its own
+        raise
+    finally:
+        scope.active = False
+        scope.read = {}
+        scope.entered = None
+        if not torch.compiler.is_compiling():
+            scope.copies = None
+            scope.begun = None, None
+    if not torch.compiler.is_compiling():
+        _check_plain(out, state.policy.group)
+    return out
+
+
+@torch._dynamo.disable(reason="a forward that runs in parts has ended")
+def _check_plain(out: Any, group: Group) -> None:
+    """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one.
+
+    One over the tensor-parallel ranks alone is what tensor parallelism makes.
+    """
+    leaves = pytree.tree_leaves(out)
+    if torch.is_grad_enabled():
+        watch_outputs(leaves, group)
+    for leaf in leaves:
+        if isinstance(leaf, DTensor) and leaf.grad_fn is not None and leaf.device_mesh == group.mesh:
+            raise grads.computes_with_shards()
+
+
+def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return pytree.tree_map(cast, (args, kwargs))
+
+
+def _get(self: _Sharded) -> Any:
+    """What ``module.attribute`` is; of each attribute with its own names, see :func:`_getter`."""
+    attribute = "ATTRIBUTE"
+    name = "NAME"
+    try:
+        param = self._parameters[attribute]
+    except KeyError:
+        if attribute in self.__dict__:
+            return self.__dict__[attribute]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
+    state = self._zero
+    if state is None:
+        return param
+    policy = state.policy
+    if torch.compiler.is_compiling():
+        if param is None or not policy.scope.active:
+            return param
+        if policy.opened:
+            return param
+        if not isinstance(param, DTensor):
+            return lent(param, name, policy)  # what is to stay there is refused by the backend
+        full = weight(param, policy.key, name)
+        if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
+            return full
+        part = policy.params[name].part
+        return full if part is None else placed(part.of(full), full)
+    if recompile_limit.passed() and policy.scope.active and not policy.scope.eager:
+        recompile_limit.runs_eagerly(policy, f"code that reads {name}")
+    return read_eager(param, name, policy)
+
+
+def _getter(attribute: str, name: str) -> types.FunctionType:
+    """:func:`_get` for one attribute, with its names as constants of the code.
+
+    Dynamo guards what a function closes over and what it looks up, of every parameter at every call, and no constants.
+    """
+    constants = {"ATTRIBUTE": attribute, "NAME": name}
+    code = _get.__code__
+    own = tuple(constants.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
+    get = types.FunctionType(code.replace(co_consts=own), _get.__globals__, "get")
+    # Inlined where a frame reads the weight, and never a frame of its own, which would be compiled per parameter.
+    torch._dynamo.eval_frame.skip_code(get.__code__)
+    return get
+
+
+def _weight_property(attribute: str, name: str) -> property:
+    def set_(self: nn.Module, value: Any) -> None:
+        # nn.Module.__setattr__ has taken parameters and None already; this is a plain value after `del`.
+        self.__dict__[attribute] = value
+
+    def del_(self: nn.Module) -> None:
+        # nn.Module.__delattr__ has taken parameters already.
+        if self.__dict__.pop(attribute, self) is self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
+
+    return property(_getter(attribute, name), set_, del_)
+
+
+@torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
+def read_eager(param: Any, name: str, policy: Policy) -> Any:
+    """What ``module.attribute``, the parameter ``name``, is outside a compiled region."""
+    if isinstance(param, DTensor) and not policy.opened:
+        refuse_tracers(name)
+    if param is None or policy.opened or not inside(policy):
+        return param
+    if not isinstance(param, DTensor):
+        if isinstance(param, nn.Parameter) and not hasattr(param, FULL):
+            grads.replaced(name)
+        return lent(param, name, policy)
+    policy.group.check_still_valid()
+    recompile_limit.outside_budget(policy, name)
+    info = managed(param, name, policy)
+    scope = policy.scope
+    with transforms.below():
+        full = known(scope.read, param) if scope.active else None
+        if full is None:
+            full = eager.read(param, policy, name)
+            if scope.copies is not None:
+                local = full._local_tensor if isinstance(full, DTensor) else full
+                scope.copies.add(info, param, local, policy.group.rank, policy.writes)
+            if scope.active:
+                remember(scope.read, param, full)
+        return full
+
+
+def lent(value: Any, name: str, policy: Policy) -> Any:
+    """A plain tensor where a sharded parameter was, for one call, by ``torch.func.functional_call``: one of the
+    parameter's dtype is cast as that is. (A plain parameter, which ``nn.Module`` asks of what is to stay, is refused.)
+    """
+    # Dynamo, which would end its graph at the question, asks it of nothing that it was given itself.
+    if not torch.compiler.is_compiling() and transforms.follows(value):
+        raise transforms.of_shards(name)
+    info = policy.params[name]
+    if isinstance(value, torch.Tensor) and value.dtype == info.layout.dtype:
+        return value.to(info.gather_dtype)
+    return value

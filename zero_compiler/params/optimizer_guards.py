@@ -1,0 +1,189 @@
+"""What stands between an optimizer and sharded parameters: checks before its steps, and help for Adafactor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..errors import ShardError
+from ..ir import ops
+from ..storage import heap
+from ..tensors.foreach import MANAGED, count_writes
+from ..tensors.fused import take_shards
+from ..tensors.random_rows import watch_draws
+from ..tensors.unscale import take_gradients
+from .ddp_fallback import check_averaged
+from .grads import check_reduced, dropped, was_dropped
+
+_CHECKED = "_zero_checked"
+_FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
+_FIRST_STEPS = 3
+# Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
+STALE = "_zero_stale"
+_installed = False
+
+
+def guard_optimizers() -> None:
+    """Have torch call :func:`check` before steps, fused kernels and loss scalers take shards, and kernels over lists
+    count as writes; once a process. Optimizers of other models cost one look."""
+    global _installed
+    if not _installed:
+        _installed = True
+        take_shards()
+        take_gradients()
+        count_writes()
+        watch_draws()
+        register_optimizer_step_pre_hook(check)
+        register_optimizer_step_pre_hook(_lend_norms)
+        register_optimizer_step_post_hook(_take_back)
+        register_optimizer_step_post_hook(_give_back)
+
+
+def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a closure") -> ShardError:
+    """The error of a model that keeps a parameter past the attributes of its modules."""
+    return ShardError(
+        f"the model keeps parameter {name!r} in {where}, and {by} puts another tensor in its place: the one that is "
+        "kept would not be trained; keep its name there, and read it as an attribute of its module"
+    )
+
+
+def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
+    """The call ``by`` has put another parameter in place of ``old``: an optimizer that holds that says so at its next
+    step."""
+    guard_optimizers()
+    old.__dict__[STALE] = name, by
+
+
+def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise at a step whose gradients wait for their reduction, and at one of an optimizer whose parameters are not
+    those of the sharded model. An optimizer is judged by its parameters of sharded models alone.
+
+    Raises:
+        ShardError: naming the first stale parameter.
+        GradientError: before anything was written.
+    """
+    for group in optimizer.param_groups:
+        check_reduced(group["params"])
+        check_averaged(group["params"])
+        # At every step: a model may be sharded between two steps of an optimizer.
+        for param in group["params"]:
+            stale = getattr(param, STALE, None)
+            if stale is not None:
+                name, by = stale
+                raise ShardError(
+                    f"{type(optimizer).__name__} was made before {by} and holds the parameter {name!r} that it "
+                    f"replaced; make the optimizer after {by}, from model.parameters()"
+                )
+            if was_dropped(param) and (found := _name_of(param)) is not None:
+                dropped(found)
+    # Dynamo traces this, with the step of an optimizer that is compiled.
+    if not any(hasattr(param, MANAGED) for group in optimizer.param_groups for param in group["params"]):
+        return
+    count = sum(len(g["params"]) for g in optimizer.param_groups)
+    if optimizer.__dict__.get(_CHECKED) == count:
+        return
+    _check_kind(optimizer)
+    _check_managed(optimizer)
+    optimizer.__dict__[_CHECKED] = count
+    if any(hasattr(p, MANAGED) for g in optimizer.param_groups for p in g["params"]):
+        optimizer.__dict__[_FIRST] = _FIRST_STEPS
+
+
+def _give_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind the first steps of sharded parameters give the free pages of the heap back.
+
+    They are what compiling, the model as it was made, and activations and gradients before there were states have
+    touched. Once states are made and gradients have their storages, a step touches the same pages as the one before.
+    """
+    steps = optimizer.__dict__.get(_FIRST, 0)
+    if steps:
+        optimizer.__dict__[_FIRST] = steps - 1
+        heap.give_back()
+
+
+def _name_of(param: Any) -> str | None:
+    """What a parameter of a sharded model is called there; None of those of others."""
+    return next((n for policy in ops.owners() for n in policy.places if policy.find(n) is param), None)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers whose arithmetic torch cannot do on rows of a parameter, or on a DTensor at all."""
+    if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.Rprop)):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if hasattr(param, MANAGED) and param.device_mesh.size() > 1 and not _whole(param):
+                raise ShardError(
+                    f"{type(optimizer).__name__} needs parameters that are whole on every rank: use stage 0 or another "
+                    "optimizer"
+                )
+
+
+def _whole(param: DTensor) -> bool:
+    return all(p.is_replicate() for p in param.placements)
+
+
+def _check_managed(optimizer: torch.optim.Optimizer) -> None:
+    """States of parameters of sharded models rest where they were to rest, which is beside the parameters where a plain
+    optimizer makes them."""
+    streams = getattr(optimizer, "streams", False)
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for policy in ops.owners():
+        for name in policy.places:
+            param = policy.find(name)
+            if param is None or id(param) not in given:
+                continue
+            tier = policy.placed.tier("optimizer", name)
+            beside = tier == "host" and policy.path("params", name)
+            frozen = policy.placed.was_frozen(name) and not param.requires_grad
+            if tier != "none" and not beside and not streams and not frozen:
+                cls = type(optimizer).__name__
+                raise ShardError(
+                    f"{cls} would keep the states of {name!r} on the device of the parameter, and by the options of "
+                    f"zero.shard they rest on {tier!r}; make it as zero.optimizer({cls}, model, ...)"
+                )
+
+
+class _WholeNorms(DTensor):
+    """A DTensor whose norms are summed over the ranks at once, as those of what is computed from it.
+
+    Adafactor squares a norm in place, and reads others with ``.item()``. DTensor refuses the first where the sum is
+    still in parts, and gives each rank its own part for the second (torch 2.13).
+    """
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            if type(out) is DTensor:
+                if getattr(func, "__name__", "") == "norm" and any(p.is_partial() for p in out.placements):
+                    out = out.redistribute(placements=[Replicate()] * len(out.placements))
+                out.__class__ = cls
+            return out
+
+
+def _adafactor_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(optimizer, torch.optim.Adafactor):
+        for group in optimizer.param_groups:
+            for param in (p for p in group["params"] if hasattr(p, MANAGED)):
+                for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
+                    if isinstance(tensor, DTensor):
+                        yield tensor
+
+
+def _lend_norms(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for tensor in list(_adafactor_tensors(optimizer)):
+        if type(tensor) is DTensor:
+            tensor.__class__ = _WholeNorms
+
+
+def _take_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for tensor in list(_adafactor_tensors(optimizer)):
+        if type(tensor) is _WholeNorms:
+            tensor.__class__ = DTensor  # type: ignore[assignment]

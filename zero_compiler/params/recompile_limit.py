@@ -1,0 +1,203 @@
+"""Calls for which Dynamo compiles nothing more: past its ``recompile_limit`` it runs a function eagerly.
+
+Eager code keeps none of what was planned: it is outside of a memory budget, and issues other collectives than the
+Programs that peers are in. So such a call is compiled after all, once for all sizes (symbolic, where ``dynamic=False``
+made a graph for each), as code that Dynamo has not met: one Program more, of the collectives of the others, in their
+order. Only what even that does not compile runs eagerly, and says so; under a memory budget it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils import _pytree as pytree
+
+from ..errors import MemoryBudgetError
+from ..ranks.call_handshake import cannot_begin
+
+if TYPE_CHECKING:
+    from .policy import Policy, Scope
+
+log = logging.getLogger("zero_compiler")
+ENTERED = "_entered"  # name of the code at which a module begins that is compiled by its own method
+_BEGINS = ("__call__", "_zero_entered")  # where what is compiled of a module begins
+_OWN_CODE = (*_BEGINS, "_zero_outermost", "forward", "_call_impl")
+
+
+def compiling() -> bool:
+    """Whether what runs now was called from code that Dynamo compiles, and is compiled itself if it can be."""
+    callback = get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+def passed() -> bool:
+    """Whether what runs now was called from code that Dynamo is to compile, and does not at values that it has not met:
+    such code uses what is compiled already, and so does all that it calls."""
+    return get_eval_frame_callback() is False
+
+
+def _stance() -> str:
+    return str(getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default"))
+
+
+def _why() -> str:
+    """Why Dynamo compiles no more, in words."""
+    if _stance() != "default":
+        return f"torch.compiler.set_stance({_stance()!r}) is in force"
+    return f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) was met"
+
+
+def _advice(scope: Scope) -> str:
+    if _stance() != "default":
+        return "call it under the default stance"
+    if scope.compile is None:
+        return (
+            "nothing of this model was compiled, since Dynamo has compiled the same function for others too often: "
+            "call torch._dynamo.reset() before, or derive a class of your own from the model's, if that is torch's"
+        )
+    return (
+        "leave dynamic=False out of torch.compile, or give it dynamic=True (or torch._dynamo.mark_dynamic the "
+        "dimensions that change); or set torch._dynamo.config.recompile_limit to as many graphs as there are to be"
+    )
+
+
+def sizes_of(args: Any, kwargs: Any) -> str:
+    """The inputs of a call that Dynamo compiles for, in words: sizes of tensors, and numbers."""
+    found = []
+    for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        name = pytree.keystr(path[1:]).strip("[]'")
+        where = f"argument {name}" if path[0] == pytree.SequenceKey(0) else name
+        if isinstance(leaf, torch.Tensor):
+            found.append(f"{where} of {list(leaf.shape)}")
+        elif isinstance(leaf, (bool, int, float)):
+            found.append(f"{where} = {leaf}")
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any) -> str:
+    base = getattr(type(module), "_zero_base", type(module))
+    given = sizes_of(args, kwargs)
+    return f"a call of {base.__name__}" + (f" with {given}" if given else "")
+
+
+def compiled_again(
+    module: Any, call: Any, args: Any, kwargs: Any, outermost: Callable[[], types.FunctionType]
+) -> Any:
+    """Make a call past Dynamo's limit, compiled once more.
+
+    Args:
+        call: what ``__call__`` of the module was before it was sharded.
+        outermost: makes what calls it, as code that Dynamo has not met.
+    """
+    policy = module._zero.policy
+    scope: Scope = policy.scope
+    compiled = scope.again.get(module)
+    if compiled is None:
+        assert scope.compile is not None
+        if not scope.said:
+            log.warning(
+                "%s: %s, past which calls at other sizes would run eagerly; from here on one more graph, for sizes "
+                "that may change, takes their place; %s",
+                _call(module, args, kwargs),
+                _why(),
+                _advice(scope),
+            )
+        scope.said = f"since {_why()}, compiled once more for sizes that may change; {_advice(scope)}"
+        renew(module)
+        compiled = scope.again[module] = scope.compile(outermost())
+    return compiled(module, call, args, kwargs, True)
+
+
+def renew(module: nn.Module) -> None:
+    """Give what a call of a module calls code that Dynamo has not met, and compiles. Where the call itself begins,
+    Dynamo has met its limit for good."""
+    for part in module.modules():
+        for name in _OWN_CODE if "_zero" in part.__dict__ else ():
+            fn = type(part).__dict__.get(name)
+            if isinstance(fn, types.FunctionType) and not (part is module and name in _BEGINS):
+                fn.__code__ = fn.__code__.replace()
+
+
+@contextlib.contextmanager
+def eagerly(module: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """A call that is not compiled, though it was to be.
+
+    Raises:
+        MemoryBudgetError: under a memory budget, on all ranks.
+    """
+    scope: Scope = module._zero.policy.scope
+    runs_eagerly(module._zero.policy, _call(module, args, kwargs))
+    scope.eager = True
+    try:
+        yield
+    finally:
+        scope.eager = False
+
+
+def runs_eagerly(policy: Policy, what: str) -> None:
+    """``what`` runs eagerly, since Dynamo compiles it for no further values: say so, once.
+
+    Raises:
+        MemoryBudgetError: under a memory budget, on all ranks.
+    """
+    scope = policy.scope
+    said, advice = f"{what} runs eagerly, since {_why()}", _advice(scope)
+    if any(_budgeted(p) for p in scope.members):
+        error = MemoryBudgetError(
+            f"{said}, and memory_budget_bytes holds for what is compiled alone: {advice}"
+        )
+        if not policy.group.alone:
+            cannot_begin(policy.group, error)
+        raise error
+    if not scope.eager_said:
+        scope.eager_said = True
+        log.warning("%s: slower, and with more memory than its plan says; %s", said, advice)
+    scope.said = f"{said}: {advice}"
+
+
+def outside_budget(policy: Policy, name: str) -> None:
+    """The weight ``name`` is gathered by code that runs eagerly: say, once, that a memory budget does not count it."""
+    scope = policy.scope
+    if scope.outside_said or policy.group.rank != 0 or not any(_budgeted(p) for p in scope.members):
+        return
+    scope.outside_said = True
+    log.warning(
+        "weight %s is read by code that runs eagerly, since it is not compiled or stands where a graph breaks "
+        "(TORCH_LOGS=graph_breaks says where): memory_budget_bytes does not count what such code allocates",
+        name,
+    )
+
+
+def _budgeted(policy: Policy) -> bool:
+    configs = [policy.config, *(frame.config for frame in policy.frames)]
+    return any(config.memory_budget_bytes is not None for config in configs)
+
+
+def watch(codes: Any, scope: Scope) -> None:
+    """Look whether Dynamo has compiled a function of the model for the last time, where that is called behind a graph
+    break: its next call could not be compiled once more as a whole. The next call of the model is, therefore.
+
+    Args:
+        codes: that a frame was compiled of, its own first; None where Dynamo does not say.
+        scope: of the model.
+    """
+    entries: Callable[[Any], list[Any]] | None
+    entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    if not (codes and entries and scope.active):
+        return
+    state, forward = scope.begun
+    if scope.entered is not None:
+        state = (
+            scope.entered if codes[0].co_name != ENTERED else None
+        )  # which is noticed when it is past the limit
+    elif codes[0] is not forward:
+        state = None  # a block that is compiled alone
+    if state is not None and len(entries(codes[0])) + 1 >= torch._dynamo.config.recompile_limit:
+        state.full = True

@@ -1,0 +1,253 @@
+"""What others' libraries would do to a sharded model, refused in one sentence each before they begin.
+
+A library reaches a sharded model by a method of it, by an attribute that the library sets on it, by a hook, or by
+making it a part of a wrapper. Those are the places where the refusals stand; nothing of torch or of the library is
+changed. Each is a :class:`~zero_compiler.errors.ShardError` that says what to write. A rank that meets one where its
+peers may not lets them end at their next call with the same reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..errors import ShardError
+from ..ranks.call_handshake import fail_later
+from ..ranks.failing import Failure
+
+log = logging.getLogger("zero_compiler")
+
+_SAVE = (
+    "the parameters of a sharded model are rows of this rank: write `with zero.gathered(model):` around {call}, which "
+    "all ranks enter, and call it there (on one rank or on all); torch.distributed.checkpoint saves the shards as they "
+    "are"
+)
+_MERGE = (
+    "a merge computes with whole weights, and the parameters of a sharded model are rows of this rank: write `with "
+    "zero.gathered(model, write=True):` around {call}, which all ranks enter"
+)
+_SHAPES = "the shape of a sharded parameter cannot change: call {call} before zero.shard, and make the optimizer behind"
+# Methods of models and layers of libraries that read or write whole parameters. Inside zero.gathered they work.
+_METHODS = {
+    "save_pretrained": _SAVE,
+    "push_to_hub": _SAVE,
+    "merge": _MERGE,
+    "unmerge": _MERGE,
+    "merge_adapter": _MERGE,
+    "unmerge_adapter": _MERGE,
+    "merge_and_unload": _MERGE,
+    "resize_token_embeddings": _SHAPES,
+}
+# Of these other classes have methods of another meaning: only those of adapters are meant.
+_OF_ADAPTERS = frozenset({"merge", "unmerge"})
+
+
+def refuse(module: Any, call: str, reason: str) -> NoReturn:
+    """Raise, and let the next call of every other rank end with this: it may be that this rank alone is here."""
+    error = ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
+    group = module._zero.policy.group.everyone
+    fail_later(group, Failure.of(error, group.name_of(group.rank), f"go on behind {call}"))
+    raise error
+
+
+def refusing(base: type) -> dict[str, Any]:
+    """Members of the class of a sharded module whose class was ``base``: they stand before those of ``base``."""
+    body: dict[str, Any] = {name: _hook_registration(name) for name in _HOOKS}
+    body["_is_fsdp_managed_module"] = _refused_attribute("_is_fsdp_managed_module", _refuse_fsdp)
+    body |= _left_alone()
+    body["qconfig"] = _refused_attribute("qconfig", _refuse_quantization)
+    body["__prepare_scriptable__"] = _refuse_scripting
+    for name, reason in _METHODS.items():
+        method = getattr(base, name, None)
+        if method is None or (name in _OF_ADAPTERS and not hasattr(base, "get_delta_weight")):
+            continue
+        body[name] = _refused_method(name, method, reason)
+    return body
+
+
+def _refused_method(name: str, method: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._zero.policy.opened and not _changes_nothing(self, name, args, kwargs):
+            refuse(self, name + "()", reason)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _changes_nothing(module: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether token embeddings are asked for with the number of rows that they have."""
+    if name != "resize_token_embeddings" or len(args) > 1 or kwargs.get("pad_to_multiple_of") is not None:
+        return False
+    wanted = args[0] if args else kwargs.get("new_num_tokens")
+    return wanted is None or wanted == module.get_input_embeddings().weight.shape[0]
+
+
+# Attributes by which a library says that it takes a module ------------------------------------------------------
+
+
+def _refused_attribute(name: str, refuse_it: Callable[[Any], NoReturn]) -> property:
+    def get(self: Any) -> Any:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def set_(self: Any, value: Any) -> None:
+        refuse_it(self)
+
+    return property(get, set_)
+
+
+def wrapped(by: str) -> str:
+    """What is wrong with another way to train in parallel, around a sharded model."""
+    return (
+        f"{by} around a sharded model: zero.shard has partitioned its parameters and reduces its gradients already; "
+        f"leave {by} out and train the model itself, or leave zero.shard out"
+    )
+
+
+def _left_alone() -> dict[str, Any]:
+    """By what fully_shard passes over a module within the one that it is given, as it does over those of replicate():
+    the parameters of a sharded model are not its own."""
+    try:
+        from torch.distributed._composable.contract import REGISTRY_KEY
+    except ImportError:
+        return {}
+    return {REGISTRY_KEY: {"replicate": None}}
+
+
+def _refuse_fsdp(module: Any) -> NoReturn:
+    raise ShardError(wrapped("FullyShardedDataParallel (or fully_shard)"))
+
+
+def _refuse_quantization(module: Any) -> NoReturn:
+    raise ShardError(
+        f"quantization of a sharded {type(module).__name__} (torch.ao.quantization sets qconfig): it replaces modules "
+        "by others that hold whole weights; quantize before zero.shard, or a copy of the model that is made from "
+        "zero.gathered(model)"
+    )
+
+
+def _refuse_scripting(self: Any) -> Any:
+    if self._zero.policy.opened:
+        return self
+    raise ShardError(
+        f"torch.jit.script of a sharded {type(self).__name__}: TorchScript has no parameters that are gathered; script "
+        "a plain model that has loaded its values, for instance a state_dict that was taken in zero.gathered(model)"
+    )
+
+
+def refuse_tracers(name: str) -> None:
+    """A weight is read by code that a tracer follows: it would take the gathered copy for a constant, and what it makes
+    of the model would neither train nor follow the weight.
+
+    Raises:
+        ShardError: on every rank that traces; nothing is sent.
+    """
+    if torch._C._get_tracing_state() is not None:
+        by = "torch.jit.trace (or torch.onnx.export(dynamo=False))"
+    elif getattr(
+        torch.fx._symbolic_trace, "_is_fx_tracing_flag", False
+    ):  # what compiles or exports is not here
+        if _linearizes():
+            return
+        by = "torch.fx (symbolic_trace or make_fx)"
+    else:
+        return
+    raise ShardError(
+        f"{by} follows a forward that reads the sharded parameter {name!r}, and would keep its values as constants: "
+        "trace in `with zero.gathered(model):`, which all ranks enter, or the plain model before zero.shard"
+    )
+
+
+def _linearizes() -> bool:
+    """Whether what traces is ``torch.func.linearize``, whose result is to keep the weights that it was made with."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.func.linearize.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+# Wrappers -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_wrappers(is_sharded: Callable[[nn.Module], bool]) -> None:
+    """From now on, refuse that DDP, DataParallel or FSDP takes a module that is sharded or contains one that is.
+
+    Args:
+        is_sharded: whether a module is one of a sharded model.
+    """
+
+    def registered(wrapper: nn.Module, name: str, module: Any) -> None:
+        if torch.compiler.is_compiling():  # a module that a forward makes; Dynamo follows this function
+            return
+        if isinstance(wrapper, _wrappers()) and isinstance(module, nn.Module):
+            if any(is_sharded(m) for m in module.modules()):
+                raise ShardError(wrapped(type(wrapper).__name__))
+
+    nn.modules.module.register_module_module_registration_hook(registered)
+
+
+@functools.cache
+def _wrappers() -> tuple[type, ...]:
+    found: list[type] = [nn.DataParallel]
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        found += [nn.parallel.DistributedDataParallel, FullyShardedDataParallel]
+    return tuple(found)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------
+
+_HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
+_said_late: set[str] = set()
+
+
+def _hook_registration(name: str) -> Callable[..., Any]:
+    register: Any = getattr(nn.Module, name)
+
+    @functools.wraps(register)
+    def call(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_hook(hook)
+        if any(policy.frames for policy in self._zero.policy.scope.members) and name not in _said_late:
+            _said_late.add(name)
+            log.warning(
+                "%s on a %s of a model that was compiled and called already: torch.compile does not look for new "
+                "hooks, and compiled calls may leave this one out; register hooks before the first call, or call "
+                "torch._dynamo.reset() behind the registration, which compiles the model anew",
+                name,
+                type(self).__name__,
+            )
+        return register(self, hook, *args, **kwargs)
+
+    return call
+
+
+def _check_hook(hook: Any) -> None:
+    """Raise where a hook is how a library takes the module over."""
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    if isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm)):
+        raise ShardError(
+            f"{type(hook).__name__} of torch.nn.utils on a sharded module computes its weight from shards: apply it "
+            "before zero.shard"
+        )
+    owner = getattr(hook, "__self__", None)
+    if isinstance(hook, types.MethodType) and type(owner).__module__.startswith("torch.distributed."):
+        by = {"FSDPState": "fully_shard", "_ReplicateState": "replicate"}.get(type(owner).__name__)
+        if by is not None:
+            raise ShardError(wrapped(by))

@@ -1,0 +1,90 @@
+"""A weight that compiled code reads: one call of a captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ..ir import ops
+from ..tensors import transforms
+from . import grads
+from .policy import ParamInfo, Policy
+
+# Of a tensor without values, while Dynamo looks: the full weight that code which reads it is given.
+_SEEN = "_zero_seen"
+
+
+# Dynamo follows Python one bytecode at a time, for every parameter of the model: what is in here it only runs.
+@torch._dynamo.allow_in_graph
+def weight(param: Any, owner: str, name: str) -> torch.Tensor:
+    """The full weight of ``param``, a DTensor, which is ``name`` of the sharded model ``owner``; differentiable.
+
+    In a graph this is a *marker* as ``zero.unshard`` is, for the parameter itself: `capture.py` gives that the local
+    rows instead. Elsewhere it has its meaning, so that a graph which another backend runs is right too.
+    """
+    policy = ops.owner_of(owner)
+    info = policy.params[name]
+    # What else runs a forward without values (torch.export) records operators, and is given those that it means.
+    if isinstance(param._local_tensor, FakeTensor) and get_proxy_mode() is None:
+        with transforms.below():
+            return _as_dynamo_sees_it(param, info, policy)
+    if not _stands(param, info, policy):
+        grads.moved(name, info, param, policy.rests_on(name))
+    with transforms.below(), torch.enable_grad():  # what is read under no_grad may be used elsewhere
+        return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
+
+
+def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Tensor:
+    """The full weight without values: a parameter and a leaf, as in plain PyTorch, and the same object at every read.
+
+    AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
+    does that, where our errors stay what they are.
+    """
+    seen: torch.Tensor | None = param.__dict__.get(_SEEN)
+    if seen is None:
+        stands = _stands(param, info, policy)
+        device = policy.computes_on(info.name, param) if stands else policy.group.device
+        seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
+        seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
+        seen._is_param = True
+        setattr(param, _SEEN, seen)
+    return seen
+
+
+# A second call for tensor-parallel weights alone.
+@torch._dynamo.allow_in_graph
+def placed(whole: Any, full: torch.Tensor) -> Any:
+    """``whole``, the DTensor over the tensor-parallel ranks whose part here is ``full``, a weight that was read.
+
+    For Dynamo it is a parameter too. `capture.py` takes this out of the graph.
+    """
+    if not isinstance(full, FakeTensor):
+        return whole
+    seen = full.__dict__.get(_SEEN)
+    if seen is None:
+        seen = whole.detach().requires_grad_(whole.requires_grad)
+        seen._is_param = True
+        setattr(full, _SEEN, seen)
+    return seen
+
+
+def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
+    """Layout of the sharded parameter that stands where ``name`` does.
+
+    Raises:
+        ShardError: it is not what was sharded any more.
+    """
+    info = policy.params[name]
+    if not _stands(param, info, policy):
+        grads.moved(name, info, param, policy.rests_on(name))
+    if grads.was_dropped(param):
+        grads.dropped(name)
+    return info
+
+
+def _stands(param: Any, info: ParamInfo, policy: Policy) -> bool:
+    found = param.dtype, param.device.type, tuple(param.shape)
+    return found == (info.layout.dtype, policy.rests_on(info.name).type, info.shape)

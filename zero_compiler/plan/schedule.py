@@ -1,0 +1,294 @@
+"""How far ahead of its use each unit's gathers start: decided once for a model's phase, for all ranks.
+
+What the times say depends on the sizes of a batch, which ranks may legally disagree about; the order of
+collectives must not. So rank 0 decides, and what was decided stands for every later compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..cost.hardware import HardwareSpec
+from ..cost.prefetch import Event, Phase, distances, in_flight, phase_us
+from ..cost.simulate import (
+    HOST,
+    READ,
+    WRITE,
+    duration,
+    fetch_us,
+    offload_us,
+    share_cores,
+    simulate,
+    transfers,
+)
+from ..ir.facts import ParamRef
+from ..ir.program import (
+    Bring,
+    Compute,
+    Fetch,
+    Gather,
+    GatherDesc,
+    Offload,
+    Program,
+    Reduce,
+    Restore,
+    Store,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+    Write,
+)
+from ..memory.arena import aligned
+from ..ranks.agreement import digest
+
+# Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
+# than at distance 1.
+_LARGEST_UNITS = 2
+# Offsets are packed anew for every choice, so its bytes are known only afterwards. So often a smaller room is tried.
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Distances of a phase by unit, and why, as a sentence for the report."""
+
+    why: str
+    distances: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether any unit starts further ahead than behind the wait of the one before it."""
+        return any(d > 1 for d in self.distances.values())
+
+    def text(self) -> str:
+        """One line for the report."""
+        far = {u.split(":", 1)[-1]: d for u, d in self.distances.items() if d > 1}
+        if not far:
+            return f"gathers start one unit ahead: {self.why}"
+        furthest = sorted(far.items(), key=lambda row: -row[1])
+        rows = [f"{d} ahead for {unit or 'the model'}" for unit, d in furthest]
+        more = f" and {len(rows) - 6} more" if len(rows) > 6 else ""
+        return f"gathers start one unit ahead, but {', '.join(rows[:6])}{more}: {self.why}"
+
+
+def nothing_to_decide(
+    params: Mapping[ParamRef, Any], phase: str, spec: HardwareSpec, world: int
+) -> str | None:
+    """Why every distance is 1 whatever the sizes; None where they must be decided. The same on every rank."""
+    moved = [p for p in params.values() if p.cut and not p.home and (p.released or phase != "backward")]
+    if world == 1 or not moved:
+        return "nothing moves between ranks"
+    if share_cores(spec):
+        return "compute and transfers share cores here, so an earlier start hides nothing"
+    return None
+
+
+def key_of(phase: str, units: Sequence[str]) -> str:
+    """Name of a decision: the phase and its units in order, their owners by number, since keys differ by rank."""
+    owners: dict[str, int] = {}
+    names = []
+    for unit in dict.fromkeys(units):
+        owner, _, name = unit.partition(":")
+        names.append(f"{owners.setdefault(owner, len(owners))}:{name}")
+    return f"{phase}/{digest(chr(10).join(names)).hex()[:16]}"
+
+
+def to_text(choice: Mapping[str, int], units: Sequence[str]) -> str:
+    """Distances as text that means the same on every rank: by the place of the unit in the order of use."""
+    return " ".join(str(choice.get(u, 1)) for u in dict.fromkeys(units))
+
+
+def from_text(text: str, units: Sequence[str]) -> dict[str, int]:
+    """Inverse of :func:`to_text`."""
+    return dict(zip(dict.fromkeys(units), map(int, text.split()), strict=True))
+
+
+@dataclass(frozen=True)
+class Look:
+    """A Program with every distance 1, as the search sees it."""
+
+    units: list[str]
+    phase: Phase
+
+    def of(self, chosen: Mapping[str, int]) -> list[int]:
+        return [min(chosen.get(u, 1), i + 1) for i, u in enumerate(self.units)]
+
+    def explained(self, chosen: Mapping[str, int], room: str) -> str:
+        """What the choice is worth, in words."""
+        now = self.of(chosen)
+        before = phase_us(self.phase, [1] * len(now)) - self.phase.compute_us
+        after = phase_us(self.phase, now) - self.phase.compute_us
+        held = f"{in_flight(self.phase, now):,} bytes in flight, room {room}"
+        if after < before:
+            return f"stall {duration(before)} becomes {duration(after)}; {held}"
+        return f"starting earlier saves none of {duration(before)} of stall; {held}"
+
+
+def look(program: Program, spec: HardwareSpec, world: int) -> Look:
+    """What the search needs of a Program whose distances are all 1."""
+    gather_costs, reduce_costs = transfers(program, spec, world)
+    index: dict[str, int] = {}
+    us: list[float] = []
+    nbytes: list[int] = []
+    last_wait: dict[int, int] = {}
+    for at, instr in enumerate(program.instrs):
+        if isinstance(instr, Gather):
+            g = program.gathers[instr.index]
+            unit = f"{g.owner}:{g.unit}"
+            if unit not in index:
+                index[unit] = len(us)
+                us.append(0.0)
+                nbytes.append(0)
+            us[index[unit]] += gather_costs[instr.index][0]
+            nbytes[index[unit]] += _bytes_in_flight(g, world)
+        elif isinstance(instr, WaitGather):
+            g = program.gathers[instr.index]
+            last_wait[index[f"{g.owner}:{g.unit}"]] = at
+    ends = {at for at in last_wait.values()}
+    between: list[list[Event]] = [[]]
+    for at, instr in enumerate(program.instrs):
+        if at in ends:
+            between.append([])
+        elif isinstance(instr, Compute):
+            between[-1].append(("compute", program.segment_us[instr.segment]))
+        elif isinstance(instr, (Reduce, Store, WaitReduce)) and reduce_costs[instr.index][0]:
+            if not (isinstance(instr, WaitReduce) and program.reduces[instr.index].copied):
+                between[-1].append(("start" if isinstance(instr, Reduce) else "wait", instr.index))
+    return Look(list(index), Phase(us, nbytes, between, [cost for cost, _ in reduce_costs]))
+
+
+def _bytes_in_flight(g: GatherDesc, world: int) -> int:
+    """Bytes of this rank that a gather needs from its start to its wait, beside those of kept weights."""
+    item = getattr(torch, g.dtype).itemsize
+    staging = 0
+    if g.staging >= 0:
+        staging = sum(g.chunk_numels) * item * (world + 1 if len(g.names) > 1 else 1)
+    if g.kept or g.home:
+        return staging
+    buffers = sum(aligned(n * world * item) for n in g.chunk_numels)
+    return staging + (-(-buffers // world) if g.shared else buffers)
+
+
+def choose(
+    looks: Mapping[str, Look],
+    spare_bytes: int | None,
+    over_bytes: Callable[[Mapping[str, Mapping[str, int]]], int],
+) -> dict[str, dict[str, int]]:
+    """Distances of every phase by unit: the smallest that take the least time, in the room that there is.
+
+    Args:
+        spare_bytes: what a memory budget leaves beside the plan with every distance 1; None without a budget.
+        over_bytes: by how much the phases, planned with given distances, pass that budget.
+    """
+    for _ in range(_TRIES):
+        if spare_bytes is not None and spare_bytes < 0:
+            break
+        found = {}
+        for phase, seen in looks.items():
+            steps = distances(seen.phase, _room(seen, spare_bytes)[0])
+            found[phase] = dict(zip(seen.units, steps, strict=True))
+        ahead = any(d > 1 for chosen in found.values() for d in chosen.values())
+        over = over_bytes(found) if spare_bytes is not None and ahead else 0
+        if spare_bytes is None or over <= 0:
+            return found
+        spare_bytes -= over
+    return {phase: dict.fromkeys(seen.units, 1) for phase, seen in looks.items()}
+
+
+def room_text(seen: Look, spare_bytes: int | None) -> str:
+    room, why = _room(seen, spare_bytes)
+    return f"{room:,} ({why})"
+
+
+def _room(seen: Look, spare_bytes: int | None) -> tuple[int, str]:
+    largest = max(seen.phase.nbytes, default=0)
+    if spare_bytes is None:
+        return _LARGEST_UNITS * largest, "two of the largest unit"
+    return largest + spare_bytes, "the largest unit and what the memory budget leaves"
+
+
+# Hops: chunks on their way from other tiers. Each rank decides for itself, since nothing is sent between ranks.
+
+
+def hop_distances(
+    program: Program,
+    stage: int,
+    spec: HardwareSpec,
+    world: int,
+    budgeted: bool,
+    checksums: bool = False,
+) -> list[int] | None:
+    """How far ahead the hops of a stage start (see `prefetch_hops.py`), by unit; None where the Program has no such stage, or
+    its chunks are not copied to a device.
+
+    Those of stages before it stand where they were found to; these stand one unit ahead. Without a memory budget, two
+    of the largest unit may be in flight.
+    """
+    copied = any(hop.pool == "device" for g in program.gathers for hop in g.hops)
+    if not copied or all(len(g.hops) < stage for g in program.gathers):
+        return None
+    phase = hop_phase(program, stage, spec, world, checksums)
+    largest = max(phase.nbytes, default=0)
+    return distances(phase, largest if budgeted else _LARGEST_UNITS * largest)
+
+
+def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int, checksums: bool = False) -> Phase:
+    """The hops of one stage as the search sees them: the host's time between them is what it would take if chunks
+    came from other tiers in no time."""
+    lanes = {HOST} if stage == 1 else {READ}
+    if READ in lanes and any({READ, WRITE} <= set(group) for group in spec.shared):
+        lanes.add(WRITE)
+    unit_of: list[int] = []
+    for k, g in enumerate(program.gathers):
+        before = program.gathers[k - 1] if k else None
+        same = before is not None and (before.owner, before.unit) == (g.owner, g.unit)
+        unit_of.append(unit_of[-1] + (not same) if unit_of else 0)
+    count = unit_of[-1] + 1 if unit_of else 0
+    us, nbytes = [0.0] * count, [0] * count
+    waits: dict[int, int] = {}  # the first instruction that waits for hops of a unit
+    starts: dict[int, int] = {}  # the last one that starts the unit in the stage before
+    for at, instr in enumerate(program.instrs):
+        if not isinstance(instr, (Fetch, WaitFetch, Gather)):
+            continue
+        g, unit = program.gathers[instr.index], unit_of[instr.index]
+        now = 0 if isinstance(instr, Gather) else len(g.hops) - instr.hop
+        if isinstance(instr, Fetch) and now == stage:
+            us[unit] += fetch_us(program, instr, spec)
+            nbytes[unit] += g.chunk_bytes
+        elif isinstance(instr, WaitFetch) and now == stage:
+            waits.setdefault(unit, at)
+        elif not isinstance(instr, WaitFetch) and now == stage - 1:
+            starts[unit] = at
+    reached = [0.0, *simulate(program, spec, world, fetches=False, checksums=checksums).reached_us]
+    other_us: list[float] = []
+    between: list[list[Event]] = []
+    begin = next((at for at, i in enumerate(program.instrs) if isinstance(i, (Fetch, Gather))), 0)
+    for unit in range(count + 1):
+        end = waits.get(unit, starts.get(unit, begin)) if unit < count else len(program.instrs)
+        events: list[Event] = []
+        now_us = reached[begin]
+        for at in range(begin, end):
+            if cost := _other_us(program, program.instrs[at], lanes, spec):
+                events += [("compute", reached[at] - now_us), ("start", len(other_us))]
+                other_us.append(cost)
+                now_us = reached[at]
+        between.append([*events, ("compute", reached[max(begin, end)] - now_us)])
+        begin = max(begin, starts.get(unit, end - 1) + 1)
+    return Phase(us, nbytes, between, other_us)
+
+
+def _other_us(program: Program, instr: Any, lanes: Collection[str], spec: HardwareSpec) -> float:
+    """Time on ``lanes`` of what an instruction puts there, if that is no hop."""
+    if isinstance(instr, (Offload, Write, Restore, Bring)):
+        where, us = offload_us(program, instr, spec)
+        return us if where in lanes else 0.0
+    if isinstance(instr, Store) and HOST in lanes:
+        return spec.links("host")[1].us(program.reduces[instr.index].result_bytes)
+    if isinstance(instr, WaitReduce) and WRITE in lanes:
+        r = program.reduces[instr.index]
+        return spec.nvme_write.us(r.result_bytes) if r.tiers[-1:] == ("nvme",) else 0.0
+    return 0.0

@@ -1,0 +1,156 @@
+"""Which weights are gathered in tiles, and how many rows at a time: by size, and where a budget decides as all ranks
+have agreed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.facts import ParamRef
+from ..layout import Layout
+from ..ranks.agreement import digest
+from ..storage.stores import BLOCK_BYTES
+
+_aten = torch.ops.aten
+# What a compiler takes apart by the sizes of a batch.
+WHOLE = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+    }
+)
+
+
+def tile_rows(layout: Layout, dtype: torch.dtype, far: bool, limit_bytes: int | None) -> int:
+    """Rows of a rank's chunk in a tile; 0 where the weight is gathered whole, as every vector is.
+
+    A tile is gathered in at most ``limit_bytes``, or of the fewest rows that can be: one, or on another tier as many as
+    whole blocks hold. One rank that computes with a weight where it lies at rest gathers nothing, and tiles nothing.
+
+    Args:
+        dtype: in which it is gathered.
+        far: it, or its gradient, rests on another tier.
+    """
+    row_bytes = layout.row_numel * dtype.itemsize
+    if limit_bytes is None or not layout.cut or len(layout.shape) < 2:
+        return 0
+    if layout.world * layout.chunk_rows * row_bytes <= limit_bytes:
+        return 0
+    if layout.world == 1 and dtype == layout.dtype and not far:
+        return 0
+    least = math.lcm(layout.row_numel * layout.dtype.itemsize, BLOCK_BYTES) // (
+        layout.row_numel * layout.dtype.itemsize
+    )
+    least = least if far else 1
+    rows = max(1, limit_bytes // (layout.world * row_bytes) // least) * least
+    if rows >= layout.chunk_rows:
+        return 0
+    tiles = -(-layout.chunk_rows // rows)
+    even = next((n for n in range(tiles, 2 * tiles) if layout.chunk_rows % n == 0), None)
+    if even is not None and layout.chunk_rows // even % least == 0:
+        return layout.chunk_rows // even  # then one artifact serves all tiles
+    return rows
+
+
+# Tiles of fewer bytes are not tried for a budget: their latency would be most of their time.
+LEAST_BYTES = 1 << 16
+# Of so many sizes of weights at most larger tiles are tried: each takes a few plans.
+_CLASSES = 8
+
+
+def undecided(policies: Mapping[str, Any], params: Mapping[ParamRef, Any]) -> list[ParamRef]:
+    """Weights of which nobody has decided yet whether a budget makes tiles of them."""
+    return [
+        ref for ref, plan in params.items() if plan.cut and ref.name not in policies[ref.owner].tile_bytes
+    ]
+
+
+def largest_bytes(plans: Iterable[Any]) -> int:
+    """Most bytes that are gathered at a time, of any of the weights that can be tiled."""
+    most = 0
+    for plan in plans:
+        row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
+        if plan.world > 1 or plan.path or plan.gather_dtype != plan.dtype:
+            most = max(most, row * (plan.tile_rows or plan.chunk_rows))
+    return most
+
+
+def note(policies: Mapping[str, Any], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
+    """Have weights gathered in tiles of at most so many bytes; None: whole."""
+    for ref in refs:
+        policies[ref.owner].tile_bytes[ref.name] = limit_bytes
+
+
+def forget(policies: Mapping[str, Any], refs: Iterable[ParamRef]) -> None:
+    """Undo :func:`note`: of these weights nothing is decided."""
+    for ref in refs:
+        policies[ref.owner].tile_bytes.pop(ref.name, None)
+
+
+def coarsen(
+    policies: Mapping[str, Any], plans: Mapping[ParamRef, Any], limit_bytes: int, fits: Callable[[], bool]
+) -> None:
+    """Give weights the largest tiles that a budget leaves them, where ``limit_bytes`` for all is known to fit.
+
+    One limit is found for the largest weights, and by halving: there may be room left, and the arena need not grow with
+    smaller ones. Every tile is the latency of a transfer: so weights of one size are tried together, those with the
+    most transfers first, whole and else in the largest of tiles of twice the bytes, and twice again. As with whole
+    weights one is on its way while another one is used.
+
+    Args:
+        plans: of the weights that may be tiled, as they are with the limit.
+        fits: whether a plan with what is noted now does.
+    """
+    sizes: dict[int, list[ParamRef]] = {}
+    for ref, plan in plans.items():
+        if plan.tile_rows:
+            sizes.setdefault(plan.gather_bytes, []).append(ref)
+
+    def transfers(refs: list[ParamRef]) -> int:
+        return sum(-(-plans[ref].chunk_rows // plans[ref].tile_rows) for ref in refs)
+
+    for nbytes, refs in sorted(sizes.items(), key=lambda item: (-transfers(item[1]), item[0]))[:_CLASSES]:
+        limits: list[int | None] = [limit_bytes]
+        while limits[-1] is not None:
+            twice = 2 * limits[-1]
+            limits.append(twice if twice < nbytes else None)
+
+        def fit(at: int, refs: list[ParamRef] = refs, limits: list[int | None] = limits) -> bool:
+            note(policies, refs, limits[at])
+            return fits()
+
+        small, large = 0, len(limits) - 1
+        if fit(large):
+            continue
+        while large - small > 1:
+            middle = (small + large) // 2
+            small, large = (middle, large) if fit(middle) else (small, middle)
+        note(policies, refs, limits[small])
+
+
+def settle(
+    policies: Mapping[str, Any],
+    refs: Sequence[ParamRef],
+    room_bytes: int,
+    tightest: Callable[[Any, str, int, str], str],
+) -> None:
+    """What the rank with the least room noted of these weights, for all ranks: what fits depends on the sizes of
+    activations, which ranks may legally disagree about, and collectives must not.
+
+    Args:
+        room_bytes: of the budget, what a plan with all of them whole leaves; below 0 by as much as it lacks.
+        tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
+    """
+    first = next(iter(policies.values()))
+    chosen = [policies[ref.owner].tile_bytes.get(ref.name) for ref in refs]
+    names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
+    key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
+    forget(policies, refs)  # until all ranks hold to it
+    text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in chosen))
+    for ref, limit in zip(refs, text.split(","), strict=True):
+        note(policies, [ref], int(limit) if limit else None)

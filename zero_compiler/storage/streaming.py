@@ -1,0 +1,85 @@
+"""Reads, computes and writes back one job after another, with all three overlapped and a fixed number of buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .aio import buffer
+from .double_buffer import Turns
+from .interruptible_io import Guarded, Requests
+from .stores import Span, merged
+
+
+@dataclass(frozen=True)
+class Job:
+    """One turn of a buffer: ``reads`` fill it, ``run`` gets it, ``writes`` take it back to the files.
+
+    ``nbytes`` is what it needs of a buffer. A job that needs none runs as soon as it is its turn.
+    """
+
+    nbytes: int
+    reads: Sequence[Span]
+    writes: Sequence[Span]
+    run: Callable[[torch.Tensor | None], None]
+
+
+@dataclass
+class _Turn(Requests):
+    job: Job | None  # None: it has run, and what it holds is gone
+    buffer: torch.Tensor | None
+
+
+class Stream(Guarded, Turns[Job, _Turn]):
+    """Runs jobs in the order in which they are fed, through ``count`` buffers of ``nbytes`` each."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self._buffers = [buffer(nbytes) for _ in range(count if nbytes else 0)]
+        self._free = deque(self._buffers)
+
+    def feed(self, job: Job) -> None:
+        def take() -> None:
+            for span in (*job.reads, *job.writes):
+                self._engines.add(span.store.engine)
+            fed(job)
+
+        fed = super().feed
+        self._guarded(take)
+
+    def admit(self) -> None:
+        self._guarded(super().admit)
+
+    def drain(self) -> None:
+        self._guarded(super().drain)
+
+    def _has_buffer(self, job: Job) -> bool:
+        return not job.nbytes or bool(self._free)
+
+    def _read(self, job: Job) -> None:
+        turn = _Turn(job, self._free.popleft() if job.nbytes else None)
+        self._reading.append(turn)
+        for s in merged(job.reads):
+            assert turn.buffer is not None
+            turn.requests.append(s.store.read(s, turn.buffer))
+
+    def _compute(self, turn: _Turn) -> None:
+        assert turn.job is not None
+        turn.job.run(turn.buffer)
+        writes, turn.job = merged(turn.job.writes), None
+        for s in writes:
+            assert turn.buffer is not None
+            turn.requests.append(s.store.write(s, turn.buffer))
+
+    def _give_back(self, turn: _Turn) -> None:
+        if turn.buffer is not None:
+            self._free.append(turn.buffer)
+
+    def _drop(self) -> None:
+        for turns in (self._waiting, self._reading, self._writing):
+            turns.clear()
+        self._free = deque(self._buffers)

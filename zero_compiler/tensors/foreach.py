@@ -1,0 +1,51 @@
+"""``torch._foreach_*_`` on shards counts as a write to each of them.
+
+autograd counts writes to a tensor: by that a backward finds that a weight is not what its forward used, and checksums
+find that bytes in a file were meant to change. Of operators over lists DTensor passes on the tensors under its own, and
+nobody counts (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..storage.stores import region_of
+
+MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-wide leaves all others alone
+
+
+@functools.cache
+def count_writes() -> None:
+    """Have torch call :func:`counted` where such an operator is given DTensors; once a process."""
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.partition(".")
+        if base.startswith("aten::_foreach_") and base.endswith("_"):
+            op = getattr(getattr(torch.ops.aten, base.removeprefix("aten::")), overload or "default")
+            torch.library.register_torch_dispatch(op, DTensor, counted)
+
+
+def counted(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    """What autograd would have done; then DTensor's rule."""
+    note_writes(args[0])
+    return NotImplemented
+
+
+def note_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """A kernel writes to ``tensors``; autograd counts for those that are no DTensors, and in inference mode nobody.
+
+    Counted are those whose count this project reads: parameters of sharded models, and what lies in their files. What
+    other libraries make of DTensors is written to as it is without this project.
+    """
+    torch.autograd.graph.increment_version(
+        [t for t in tensors if isinstance(t, DTensor) and _is_read(t) and not t.is_inference()]
+    )
+
+
+def _is_read(tensor: DTensor) -> bool:
+    local = tensor._local_tensor
+    return MANAGED in tensor.__dict__ or (type(local) is torch.Tensor and region_of(local) is not None)

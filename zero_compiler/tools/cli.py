@@ -1,0 +1,273 @@
+"""The command line: ``zero-compiler`` (also ``python -m zero_compiler``)."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..cost import hardware
+from ..errors import ConfigError, ZeroError
+from .flags import with_config
+from .kept_files import kept_files
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its boxes cut the names of options short
+    help="ZeRO as an ahead-of-time compiler for PyTorch.",
+)
+console = Console(soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    nvme_dir: Annotated[
+        list[Path] | None, typer.Option(help="also list the files that runs have left in this directory")
+    ] = None,
+) -> None:
+    """Say what of this installation works, what a run would use, and which files earlier runs have left."""
+    rows: list[tuple[str, str, bool]] = []
+
+    def row(what: str, found: str, good: bool = True) -> None:
+        rows.append((what, found, good))
+
+    row("python", platform.python_version(), sys.version_info >= (3, 11))
+    row(
+        "torch",
+        torch.__version__,
+        (2, 11) <= tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 14),
+    )
+    try:
+        from ..runtime import _C
+
+        _C.Engine(None, 0, 1).close()
+        row("engine", "loads and runs")
+    except Exception as error:  # any failure to load is the answer to the question that was asked
+        row("engine", f"does not load: {error}; install again with --no-build-isolation", False)
+    try:
+        from ..storage import aio
+
+        aio.Engine(backend="threads").close()
+        refusal = aio.uring_refusal()
+        row("file I/O", "io_uring" if refusal is None else f"threads; no io_uring: {refusal}")
+    except Exception as error:
+        row("file I/O", f"does not load: {error}; install again with --no-build-isolation", False)
+    named = "zero" in torch._dynamo.list_backends(exclude_tags=())
+    row('backend "zero"', "found by entry point" if named else "not found; is the package installed?", named)
+    row("process groups", ", ".join(b for b in ("gloo", "nccl", "mpi") if _has(b)) or "none", _has("gloo"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    row("accelerator", str(accelerator) if accelerator is not None else "none: compute runs on the CPU")
+    try:
+        spec = hardware.load()
+        preset = "" if hardware.cache_path().is_file() else " (preset)"
+        row("hardware", f"{spec.name} of {spec.date}{preset}")
+    except ConfigError as error:
+        row("hardware", str(error), False)
+    table = Table(box=None, show_header=False)
+    for what, found, good in rows:
+        table.add_row(what, "ok" if good else "WRONG", found)
+    console.print(table)
+    for directory in nvme_dir or []:
+        _list_kept(directory)
+    if not all(good for _, _, good in rows):
+        raise typer.Exit(1)
+
+
+def _list_kept(directory: Path) -> None:
+    """What runs have left in ``directory``, and how to remove what no run uses any more."""
+    try:
+        found = list(kept_files(str(directory)))
+    except OSError as error:
+        raise ConfigError(f"--nvme-dir {str(directory)!r} cannot be listed: {error.strerror}") from None
+    left = [kept for kept in found if not kept.in_use]
+    console.print(f"files of runs in {directory}: {len(found)}", highlight=False, markup=False)
+    for kept in found:
+        state = (
+            f"in use by process {kept.pid}" if kept.in_use else f"left by process {kept.pid}, which has ended"
+        )
+        console.print(f"  {kept.path}: {kept.nbytes:,} bytes, {state}", highlight=False, markup=False)
+    if left:
+        total = sum(kept.nbytes for kept in left)
+        paths = " ".join(shlex.quote(kept.path) for kept in left)
+        console.print(f"{total:,} bytes are freed by: rm -- {paths}", highlight=False, markup=False)
+
+
+def _has(backend: str) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_backend_available(backend)
+
+
+@app.command()
+@with_config
+def plan(
+    model: Annotated[str, typer.Argument(help="module:function that returns (model, example_inputs)")],
+    world: Annotated[int, typer.Option(min=1, help="number of ranks to plan for")] = 1,
+    device: Annotated[str, typer.Option(help="kind of device that computes, as torch names it")] = "cpu",
+    brief: Annotated[bool, typer.Option(help="bytes and times only, no instructions")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write all of the plan here")] = None,
+    html: Annotated[Path | None, typer.Option(help="also draw it: a page that needs nothing else")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="also write the timeline, for Perfetto or chrome://tracing")
+    ] = None,
+    **fields: Any,
+) -> None:
+    """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated."""
+    from .planning import report
+
+    for option, path in (("--json", json_path), ("--html", html), ("--trace", trace)):
+        _check_folder(option, path)
+    with torch.device("meta"):
+        module, inputs = _made(model)
+    made = report(module, inputs, world=world, device=device, **fields)
+    console.print(made.summary() if brief else str(made), highlight=False, markup=False)
+    for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
+        if path is not None:
+            save(str(path))
+            console.print(f"written: {path}")
+
+
+@app.command()
+def calibrate(
+    world: Annotated[
+        list[int] | None, typer.Option(min=1, help="numbers of ranks to measure collectives with")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option(help="measure the disk under this directory")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="of each rank; default: OMP_NUM_THREADS, else one, as torchrun sets it, or all cores for one rank",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="write here instead of this machine's cache file")
+    ] = None,
+) -> None:
+    """Measure this machine once; later compiles plan with the result."""
+    from .calibrate import calibrate as measure
+
+    with console.status("measuring") as status:
+        spec = measure(world or [2], str(directory) if directory else None, status.update, threads)
+    path = output or hardware.cache_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(spec.to_json() + "\n")
+    table = Table(box=None, show_header=False)
+    for dtype, rate in spec.matmul_flops_per_us.items():
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e3:,.1f} GFLOP/s")
+    for dtype, rate in spec.onednn_flops_per_us.items():
+        table.add_row(f"matrix product, {dtype}, by oneDNN", f"{rate / 1e3:,.1f} GFLOP/s")
+    table.add_row("memory traffic of a product", f"{spec.matmul_traffic:.1f} times beside arithmetic")
+    table.add_row("memory", f"{spec.memory_bytes_per_us / 1e3:,.1f} GB/s")
+    table.add_row("sums in cache", f"{spec.vector_per_us / 1e3:,.2f} G elements/s")
+    table.add_row("special functions in cache", f"{spec.special_per_us / 1e3:,.2f} G elements/s")
+    for dtype, share in spec.vector_share.items():
+        if dtype != "float32":
+            special = f", special functions {spec.special_share[dtype]:.2f}"
+            table.add_row(f"in {dtype}", f"sums {share:.2f} of float32's{special}")
+    table.add_row("one kernel", f"{spec.kernel_us:,.1f} us")
+    for phase, python in (("forward", spec.forward_python), ("backward", spec.backward_python)):
+        table.add_row(
+            f"Python around a {phase}", f"{python.call_us:,.0f} us + {python.param_us:,.1f} us a parameter"
+        )
+    for c in spec.collectives:
+        table.add_row(
+            f"{c.kind}, {c.world} ranks, {c.transport}",
+            f"{c.link.latency_us:,.0f} us + {c.link.bytes_per_us / 1e3:,.2f} GB/s",
+        )
+    table.add_row("host to device", f"{spec.host_device.bytes_per_us / 1e3:,.1f} GB/s")
+    if directory:
+        table.add_row("file read", f"{spec.nvme_read.bytes_per_us / 1e3:,.2f} GB/s")
+        table.add_row("file write", f"{spec.nvme_write.bytes_per_us / 1e3:,.2f} GB/s")
+    console.print(table)
+    console.print(f"kept in {path}")
+
+
+@app.command("io-bench")
+def io_bench(
+    directory: Annotated[
+        Path, typer.Argument(help="where the file is made, for instance the nvme_dir of a run")
+    ],
+    nbytes: Annotated[int, typer.Option("--bytes", help="size of the file")] = 1 << 30,
+    seconds: Annotated[float, typer.Option(help="time of one measurement")] = 1.0,
+    rounds: Annotated[int, typer.Option(help="measurements of the best, in turn with fio")] = 5,
+    backend: Annotated[str, typer.Option(help="auto, uring or threads")] = "auto",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="also write every measurement here")
+    ] = None,
+) -> None:
+    """Measure file I/O under a directory, with fio beside it where fio is installed, and say what suits it best."""
+    from .io_bench import bench
+
+    _check_folder("--json", json_path)
+    with console.status("measuring") as status:
+        made = bench(
+            directory, nbytes=nbytes, seconds=seconds, rounds=rounds, backend=backend, progress=status.update
+        )
+    direct = "O_DIRECT" if made.direct else "no O_DIRECT: through the page cache"
+    console.print(f"{made.directory}: {made.backend}, {direct}; fio: {made.fio}")
+    table = Table("GB/s", "zero", "blocks x depth", "fio", "blocks x depth", "zero/fio", box=None)
+    for row in made.rows:
+        beside = ["", "", ""]
+        if row.fio and row.fio_block_bytes and row.ratio:
+            beside = [
+                f"{row.fio / 1e9:.2f}",
+                f"{row.fio_block_bytes >> 10} KiB x {row.fio_depth}",
+                f"{row.ratio:.2f}",
+            ]
+        name = "both at once" if row.mode == "both" else row.mode
+        table.add_row(name, f"{row.ours / 1e9:.2f}", f"{row.block_bytes >> 10} KiB x {row.depth}", *beside)
+    console.print(table)
+    if json_path is not None:
+        json_path.write_text(made.to_json() + "\n")
+        console.print(f"written: {json_path}")
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    """Before what takes long."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(path.parent)!r} to write to", param_hint=option)
+
+
+def _made(path: str) -> tuple[torch.nn.Module, Any]:
+    """The model that ``module:function`` makes, and its inputs."""
+    made = _factory(path)()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
+        raise typer.BadParameter(
+            f"{path} must return a module and its inputs, (model, example_inputs), and returned {type(made).__name__}",
+            param_hint="MODEL",
+        )
+    return made
+
+
+def _factory(path: str) -> Any:
+    name, sep, function = path.partition(":")
+    if not sep:
+        raise typer.BadParameter(f"{path!r} is not module:function", param_hint="MODEL")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+
+
+def main() -> None:
+    """Entry point: errors of this project are printed as one sentence."""
+    try:
+        app()
+    except ZeroError as error:
+        console.print(f"error: {error}", style="bold red")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""``zero.inspect``: the plan of a model, before or after its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cost.tier_placement import TRANSFERS
+from ..errors import CaptureError, ShardError, ZeroError
+from ..optim.optimizer_cost import stepped
+from ..params.modules import policies_of
+from ..params.policy import NOTHING_CAPTURED, Policy
+from ..plan.budget import memory_of
+from ..ranks.peer_connections import working
+from ..report.report import Frame, Report
+from ..storage.resident_memory import Footprint
+
+
+class _Planned(Exception):
+    """Ends a capture once the first frame is planned."""
+
+
+@working("zero.inspect")
+def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
+    """The programs, bytes and peaks of a sharded model.
+
+    Args:
+        model: a sharded module, compiled or not.
+        example_inputs: a tuple of positional arguments or a dict of keyword arguments; with them the plan is
+            made without running or allocating anything, of the first frame that is captured. Without
+            them the frames compiled so far are shown.
+
+    Raises:
+        ShardError: nothing in ``model`` is sharded.
+        CaptureError: nothing of its forward can be captured.
+    """
+    policies = policies_of(model) if isinstance(model, nn.Module) else None
+    if policies is None:
+        raise ShardError(
+            f"zero.inspect takes a sharded nn.Module, plain or compiled, not {type(model).__name__}"
+        )
+    if not policies:
+        raise ShardError("zero.inspect: nothing in this model is sharded; call zero.shard(model) first")
+    if example_inputs is not None:
+        frames = _plan(getattr(model, "_orig_mod", model), example_inputs, policies)
+    else:
+        frames = [f for p in policies for f in p.frames]
+    return report_of(policies, frames, example_inputs is not None, _footprint(policies))
+
+
+def _footprint(policies: Sequence[Policy]) -> Footprint | None:
+    """What this process has beside the plan of all of these: what it had when the last of them was sharded, without the
+    shards of any, and what was compiled since; None where it was not measured of all."""
+    policies = sorted(policies, key=lambda p: p.serial)
+    found = [p.footprint for p in policies if p.footprint is not None]
+    if len(found) < len(policies):
+        return None
+    before = sum(p.shards_in_memory() for p in policies[:-1])
+    return Footprint(
+        max(0, found[-1].had - before),
+        max(f.pages for f in found),
+        sum(f.compiled for f in found),
+        max(f.compiling for f in found),
+        sum(f.frames for f in found),
+    )
+
+
+def report_of(
+    policies: Sequence[Policy], frames: list[Frame], planned_only: bool, footprint: Footprint | None = None
+) -> Report:
+    """The report of one sharded model from its frames.
+
+    Args:
+        footprint: of the process that runs it; None: another one will.
+    """
+    first = policies[0]
+    frames, update = stepped(policies, frames)
+    programs = [p for f in frames for p in f.programs.values()]
+    memory = memory_of(policies, programs, max((f.kept_bytes for f in frames), default=0))
+    return Report(
+        rank=first.group.rank,
+        world=first.group.world,
+        stage=first.config.stage,
+        memory=replace(memory, footprint=footprint),
+        params=[row for p in policies for row in _rows(p)],
+        frames=frames,
+        planned_only=planned_only,
+        transport=first.transport.name,
+        transport_reason=first.transport.reason,
+        placement=tuple(line for p in policies for line in p.placed.why),
+        copies=first.group.copies,
+        tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
+        update=update,
+    )
+
+
+def _rows(policy: Policy) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": info.name,
+            "shape": list(info.shape),
+            "dtype": str(info.layout.dtype).removeprefix("torch."),
+            "placement": info.placed(policy.group),
+            "local_bytes": info.layout.bytes_local(),
+            "tiers": {kind: policy.placed.tier(kind, info.name) for kind in TRANSFERS},
+            "gather_dtype": str(info.gather_dtype).removeprefix("torch."),
+        }
+        for info in policy.params.values()
+    ]
+
+
+def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> list[Frame]:
+    from ..compile.backend import compile_frame
+    from ..compile.loader import PlanLoader
+
+    for policy in policies:
+        policy.group.check_still_valid()
+    known = {id(p): len(p.frames) for p in policies}
+    decided = [(p, dict(p.kept), dict(p.tile_bytes)) for p in policies]
+    loader = PlanLoader(policies)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        compile_frame(gm, inputs, {}, loader)  # settles nothing: this rank may be alone
+        raise _Planned
+
+    args, kwargs = (), {}
+    if isinstance(example_inputs, dict):
+        kwargs = example_inputs
+    else:
+        args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for policy in policies:
+        policy.only_planned = True
+    try:
+        compiled(*args, **kwargs)
+        raise CaptureError(NOTHING_CAPTURED)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, ZeroError):
+            raise error.inner_exception from None
+        if not isinstance(error.inner_exception, _Planned):
+            raise
+    finally:
+        for policy, kept, tile_bytes in decided:  # it was only looked at
+            policy.only_planned = False
+            policy.kept, policy.tile_bytes = kept, tile_bytes
+    frames: list[Frame] = []
+    for policy in policies:
+        frames += policy.frames[known[id(policy)] :]
+        del policy.frames[known[id(policy)] :]
+    return frames
