@@ -142,7 +142,7 @@ pytest: setup
 	$(PY) -m pytest -m alone --durations 10 $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
 
 clean:
-	rm -rf build dist *.egg-info runtime/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)
+	rm -rf build dist *.egg-info runtime/*.so zero_compiler/storage/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)
 	find zero_compiler passes runtime tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 	@if [ -f csrc/Makefile ]; then $(MAKE) -C csrc clean; fi
 

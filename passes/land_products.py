@@ -22,7 +22,7 @@ _LEAST_BYTES = 1 << 20  # of a gradient: to copy less costs less than a block of
 
 @dataclass(frozen=True)
 class LandProducts:
-    """Make a gradient that is a matrix product in a block of its owner's landing memory (``zero_compiler/storage/writeback_buffers.py``).
+    """Make a gradient that is a matrix product in a block of its owner's landing memory (`writeback_buffers.py`).
 
     On one rank nothing is summed, so that a reduction hands on what it was given; a product in fresh memory would take
     a fault of every page, and then be copied to memory that direct transfers accept.

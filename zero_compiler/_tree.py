@@ -8,7 +8,7 @@ site-packages only. ``install`` adds one import finder, at the end of ``sys.meta
     zero_compiler.passes       <checkout>/passes
     zero_compiler.runtime      <checkout>/runtime
     zero_compiler.runtime._C, zero_compiler.storage._aio
-                               the installed ones, where none is built in <checkout>/runtime
+                               the installed ones, where none is built in the checkout
 
 In an installed package nothing is added. After a plain install, Python in the root of a checkout thus runs the
 checkout's Python files with the installed engine: whoever edits ``csrc/`` wants an editable install.
@@ -35,7 +35,8 @@ class _TreeFinder(MetaPathFinder):
         if name in _BESIDE:
             return PathFinder.find_spec(name, [str(_ROOT)])
         if name in _COMPILED:
-            return PathFinder.find_spec(name, [os.path.join(p, "zero_compiler", "runtime") for p in sys.path])
+            folders = name.split(".")[:-1]
+            return PathFinder.find_spec(name, [os.path.join(p, *folders) for p in sys.path])
         return None
 
 

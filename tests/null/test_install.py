@@ -57,10 +57,11 @@ def copied(tmp_path_factory):
             (target / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target / part)
     folder = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    packed = target / "build" / folder / "zero_compiler" / "runtime"
-    packed.mkdir(parents=True)
-    for compiled in (ROOT / "runtime").glob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
-        shutil.copy2(compiled, packed)
+    for built in ("runtime", "zero_compiler/storage"):
+        packed = target / "build" / folder / "zero_compiler" / Path(built).name
+        packed.mkdir(parents=True)
+        for compiled in (ROOT / built).glob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
+            shutil.copy2(compiled, packed)
     return target
 
 
@@ -92,9 +93,9 @@ def plain(tree: Path, borrowed: Path) -> Path:
     path = f"{none}{os.pathsep}{os.environ['PATH']}"
     # No index: what pyproject.toml asks for must be met by what is there.
     run(interpreter, "-m", "pip", "install", "--no-index", "--no-build-isolation", ".", cwd=tree, PATH=path)
-    for compiled in ("_C", "_aio"):
-        assert list((site / "zero_compiler" / "runtime").glob(f"{compiled}.*so"))
-        assert not list((tree / "runtime").glob(f"{compiled}.*so"))
+    for built, compiled in (("runtime", "_C"), ("zero_compiler/storage", "_aio")):
+        assert list((site / "zero_compiler" / Path(built).name).glob(f"{compiled}.*so"))
+        assert not list((tree / built).glob(f"{compiled}.*so"))
     return interpreter
 
 
@@ -144,7 +145,7 @@ def test_the_backend_is_found_and_packages_and_engine_import(python, cwd):
             dynamo.lookup_backend("zero")
             import zero_compiler.passes, zero_compiler.runtime, zero_compiler.ir
             import zero_compiler.runtime._C as engine
-            from zero_compiler.runtime import _aio, aio
+            from zero_compiler.storage import _aio, aio
             from zero_compiler import _tree, passes
             assert passes.__name__ == "zero_compiler.passes", passes.__name__
             assert engine.__name__ == "zero_compiler.runtime._C", engine.__name__

@@ -1,10 +1,11 @@
-"""Imports run one way: errors, config -> ir -> cost, layout, shard -> passes -> program -> runtime.
+"""Imports between rooms run one way, in the order of the table; and no room has a circle of imports in it.
 
-A file may import what ranks below it or beside it. ``TOP`` is the front door: it sees all. Imports inside
+A room is a folder. A file may import what lies in its own room and in those above it in ``ROOMS``. Imports inside
 functions and under TYPE_CHECKING count too.
 """
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,148 +13,59 @@ from conftest import shares
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TOP = 100
-RANKS = {
-    "_tree": 0,
-    "errors": 0,
-    "open_files": 0,
-    "kept_files": 0,
-    "whole": 3,
-    "full_weight": 3,
-    "config": 1,
-    "ir": 2,
-    "flags": 2,
-    "foreach": 3,
-    "fused": 3,
-    "unscale": 3,
-    "guards": 4,
-    "windows": TOP,
-    "calibrate": TOP,
-    "measure_links": TOP,
-    "measuring": 0,
-    "hardware": 2,
-    "arena": 3,
-    "assign": 3,
-    "cost": 3,
-    "keeping": 7,
-    "layout": 3,
-    "failing": 3,
-    "group": 3,
-    "agreement": 3,
-    "peers": 3,
-    "peer_waits": 3,
-    "store_clients": 0,
-    "store_requests": 0,
-    "peer_links": 3,
-    "held": 4,
-    "random_rows": 3,
-    "headers": 3,
-    "mesh": 3,
-    "telling": 4,
-    "tensor_parallel": 4,
-    "copies": 4,
-    "transforms": 4,
-    "other_memory": 4,
-    "one_backward": 5,
-    "eager": 4,
-    "grads": 4,
-    "recompile_limit": 4,
-    "modules": 4,
-    "placing": 3,
-    "plain": 4,
-    "policy": 4,
-    "reading": 4,
-    "captured_writes": 4,
-    "penalties": 4,
-    "refusals": 4,
-    "row_writes": 4,
-    "shard": 4,
-    "tiling": 4,
-    "transport": 4,
-    "openings": 4,
-    "building": 5,
-    "load": 5,
-    "optimizer": TOP,
-    "overlap": TOP,
-    "capture": 5,
-    "passes": 6,
-    "cut": 7,
-    "emit": 7,
-    "ends": 7,
-    "generated": 3,
-    "inside": 7,
-    "workspaces": 6,
-    "fetches": 7,
-    "live": 7,
-    "recount": 7,
-    "storages": 7,
-    "sized": 7,
-    "slots": 7,
-    "program": 7,
-    "picture": 7,
-    "prefetch": 7,
-    "report": 7,
-    "saving": 7,
-    "schedule": 7,
-    "scratch": 7,
-    "segments": 7,
-    "verify": 7,
-    "accumulation": 7,
-    "beside": 7,
-    "broken": 4,
-    "budget": 7,
-    "simulate": 7,
-    "stepping": TOP,
-    "runtime": 8,
-    "runtime._aio": 0,
-    "runtime.aio": 2,
-    "runtime.checksums": 2,
-    "runtime.guarded": 3,
-    "runtime.heap": 0,
-    "runtime.landing": 3,
-    "runtime.parcels": 3,
-    "runtime.resident": 1,
-    "runtime.stores": 3,
-    "runtime.streaming": 3,
-    "runtime.turns": 0,
-    "elementwise": 3,
-    "files": 4,
-    "updates": 5,
-    "__init__": TOP,
-    "__main__": TOP,
-    "backend": TOP,
-    "loader": 9,
-    "frame_state": 10,
-    "lowering": 11,
-    "fitting": 12,
-    "compiled": 10,
-    "cli": TOP,
-    "construct": TOP,
-    "inspect": TOP,
-    "io_bench": TOP,
-    "planning": TOP,
-}
-# What a rank alone does not forbid.
-NEVER = {("runtime", "passes"), ("passes", "runtime")}
+# The order of the rooms. "root" are the files of zero_compiler/ itself but for those of the surface.
+ROOMS = (
+    "root",
+    "ir",
+    "ranks",
+    "storage",
+    "cost",
+    "memory",
+    "tensors",
+    "params",
+    "construct",
+    "passes",
+    "emit",
+    "report",
+    "plan",
+    "runtime",
+    "compile",
+    "optim",
+    "tools",
+    "surface",
+)
+SURFACE = {"zero_compiler", "zero_compiler.__main__", "zero_compiler._tree"}
+MOST_FILES = 20  # in one folder
+COMPILED = {"zero_compiler.runtime._C", "zero_compiler.storage._aio"}
 
 
-def unit_of(module: str) -> str:
-    """The row of RANKS for a dotted name: zero_compiler.ir.ops -> ir, zero_compiler -> __init__.
+def files() -> dict[str, Path]:
+    """Every module of the product, by its dotted name."""
+    found = {}
+    for folder, package in (
+        ("zero_compiler", "zero_compiler"),
+        ("passes", "zero_compiler.passes"),
+        ("runtime", "zero_compiler.runtime"),
+    ):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])] = path
+    return found
 
-    A module of a package may have a row of its own."""
-    parts = module.split(".")
-    own = ".".join(parts[1:3])
-    return own if own in RANKS else parts[1] if len(parts) > 1 else "__init__"
+
+FILES = files()
 
 
-def is_module(name: str) -> bool:
-    folder = ROOT / "zero_compiler"
-    return name in RANKS or (folder / f"{name}.py").exists() or (folder / name).is_dir()
+def room_of(module: str) -> str:
+    if module in SURFACE:
+        return "surface"
+    name = module.split(".")[1]
+    return name if name in ROOMS else "root"
 
 
-def imports_of(module: str, source: str, is_package: bool) -> list[tuple[int, str]]:
-    """Line and row of RANKS of everything that a file imports from this project. ``from zero_compiler import x``
-    means the module x where there is one, else the public name x of zero_compiler itself."""
+def imports_of(module: str, source: str, is_package: bool = False) -> list[tuple[int, str]]:
+    """Line and dotted name of every module of this project that a file imports. ``from zero_compiler import x`` means
+    the module x where there is one, else the public name x of zero_compiler itself."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -164,85 +76,90 @@ def imports_of(module: str, source: str, is_package: bool) -> list[tuple[int, st
                 package = module.split(".") if is_package else module.split(".")[:-1]
                 package = package[: len(package) - (node.level - 1)]
                 base = ".".join([*package, base] if base else package)
-            if base == "zero_compiler":
-                targets = [base + "." + a.name if is_module(a.name) else base for a in node.names]
-            else:
-                below = base.removeprefix("zero_compiler.")
-                targets = [f"{base}.{a.name}" if f"{below}.{a.name}" in RANKS else base for a in node.names]
+            of_base = [f"{base}.{alias.name}" for alias in node.names]
+            targets = [name if name in FILES or name in COMPILED else base for name in of_base]
         else:
             continue
         for target in targets:
-            head = target.split(".")[0]
-            if head in ("passes", "runtime"):
-                found.append((node.lineno, f"the top-level name {head}"))
-            elif head == "zero_compiler":
-                found.append((node.lineno, unit_of(target)))
+            if target.split(".")[0] in ("zero_compiler", "passes", "runtime"):
+                found.append((node.lineno, target))
     return found
 
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
-    here = unit_of(module)
-    if here not in RANKS:
-        return [
-            f"{module}: unknown module: add {here!r} to RANKS in tests/null/test_layers.py, at the rank where it belongs"
-        ]
-    wrong = []
+    here, wrong = room_of(module), []
     for line, there in imports_of(module, source, is_package):
-        if there.startswith("the top-level name"):
+        if not there.startswith("zero_compiler"):
             wrong.append(
-                f"{module}:{line} imports {there}, which only exists in a checkout's root: use zero_compiler.*"
+                f"{module}:{line} imports the top-level name {there}, which only exists in a checkout's root: use "
+                "zero_compiler.*"
             )
-        elif there not in RANKS:
+        elif ROOMS.index(room_of(there)) > ROOMS.index(here):
             wrong.append(
-                f"{module}:{line} imports zero_compiler.{there}, which is not in RANKS in tests/null/test_layers.py"
+                f"{module}:{line} imports {there}, but room {here!r} may not see room {room_of(there)!r}"
             )
-        elif RANKS[there] > RANKS[here] or (here, there) in NEVER:
-            wrong.append(f"{module}:{line} imports {there}, but {here} may not see it")
     return wrong
 
 
-def files() -> list[tuple[str, Path]]:
-    found = []
-    for folder, package in (
-        ("zero_compiler", "zero_compiler"),
-        ("passes", "zero_compiler.passes"),
-        ("runtime", "zero_compiler.runtime"),
-    ):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if parts[-1] == "__init__":
-                parts = parts[:-1]
-            found.append((".".join([package, *parts]), path))
-    return found
-
-
-def test_imports_run_one_way():
-    found = files()
-    assert {"zero_compiler", "zero_compiler.passes", "zero_compiler.runtime"} <= {
-        module for module, _ in found
-    }
+def test_imports_between_rooms_run_one_way():
     wrong = [
         line
-        for module, path in found
+        for module, path in FILES.items()
         for line in violations(module, path.read_text(), path.name == "__init__.py")
     ]
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none where there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_of_imports():
+    graph = {
+        module: {
+            there
+            for _, there in imports_of(module, path.read_text(), path.name == "__init__.py")
+            if there != module
+        }
+        for module, path in FILES.items()
+        if room_of(module) != "surface"  # the front door is seen by nobody
+    }
+    assert not circle(graph)
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+
+
+def test_folders_are_small():
+    folders = {path.parent for path in FILES.values()}
+    crowded = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) for f in folders}
+    assert not {name: count for name, count in crowded.items() if count > MOST_FILES}
+
+
+def test_every_folder_is_a_room():
+    folders = {path.name for path in (ROOT / "zero_compiler").iterdir() if (path / "__init__.py").exists()}
+    assert folders | {"passes", "runtime", "root", "surface"} == set(ROOMS)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("zero_compiler.ir.ops", "from zero_compiler.cost import CostModel"),
-        ("zero_compiler.ir.ops", "from zero_compiler import cost"),
+        ("zero_compiler.ir.ops", "from zero_compiler.cost.cost import CostModel"),
+        ("zero_compiler.ir.ops", "from zero_compiler.cost import cost"),
         ("zero_compiler.ir.ops", "from ..passes import base"),
         ("zero_compiler.ir.ops", "import zero_compiler"),
         ("zero_compiler.ir.ops", "from zero_compiler import Config"),
-        ("zero_compiler.cost", "def f():\n    from zero_compiler.shard import x"),
-        ("zero_compiler.passes.tile", "import zero_compiler.runtime.session"),
-        ("zero_compiler.runtime.session", "from zero_compiler.passes import base"),
-        ("zero_compiler.runtime.session", "from zero_compiler import backend"),
-        ("zero_compiler.backend", "from passes.base import Pass"),
-        ("zero_compiler.surprise", ""),
+        ("zero_compiler.cost.cost", "def f():\n    from zero_compiler.params.shard import x"),
+        ("zero_compiler.passes.tiling.tile_loss", "import zero_compiler.runtime.session"),
+        ("zero_compiler.storage.stores", "from zero_compiler.params import grads"),
+        ("zero_compiler.runtime.session", "from zero_compiler.compile import backend"),
+        ("zero_compiler.compile.backend", "from passes.base import Pass"),
     ],
 )
 def test_upward_import_is_found(module, source):
@@ -254,11 +171,14 @@ def test_upward_import_is_found(module, source):
     [
         ("zero_compiler.ir.dump", "from . import facts\nfrom .ops import x\nfrom ..errors import ZeroError"),
         (
-            "zero_compiler.passes.tile",
+            "zero_compiler.passes.tiling.tile_loss",
             "from zero_compiler.passes.base import Pass\nfrom zero_compiler import cost, ir",
         ),
-        ("zero_compiler.runtime.session", "import torch\nfrom zero_compiler.program import Program"),
-        ("zero_compiler.backend", "from zero_compiler import passes, runtime\nfrom zero_compiler import cli"),
+        (
+            "zero_compiler.runtime.session",
+            "import torch\nfrom zero_compiler.ir.program import Program\nfrom . import _C",
+        ),
+        ("zero_compiler.__main__", "from zero_compiler import passes, runtime, shard"),
     ],
 )
 def test_downward_import_passes(module, source):

@@ -5,7 +5,7 @@ order; a wait blocks the host until the transfer is done. Lanes that share a cor
 slow each other down: each of ``k`` that are busy runs at ``1/k`` of its speed. Files have a lane of reads and one of
 writes, as the engine has: those of one kind begin in order, and while both wait they take turns on the disk.
 
-An optimizer that streams its states goes through them in turns (`zero_compiler/storage/streaming.py`), each of which is read,
+An optimizer that streams its states goes through them in turns (`streaming.py`), each of which is read,
 computed and written back on the same lanes: behind backward, or in it, as soon as gradients are final.
 
 Around the Program stands what Python does for each parameter: local rows go in before a forward, gradients become
@@ -406,8 +406,8 @@ def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
 class _Files:
     """What the host does itself for transfers of files: sums of bytes, and gradients that go by way of buffers.
 
-    Of a gradient that is not made in a block that can be written, each part is copied to one (`writeback_buffers.py`). Only so
-    much is under way at a time, so a disk that is slower than backward makes gradients holds it up.
+    Of a gradient that is not made in a block that can be written, each part is copied to one
+    (`writeback_buffers.py`). Only so much is under way at a time, so a disk that is slower than backward makes gradients holds it up.
     """
 
     def __init__(

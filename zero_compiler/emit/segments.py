@@ -27,7 +27,7 @@ from .segmentation import SegmentGraph
 log = logging.getLogger("zero_compiler")
 
 _aten_ops = torch.ops.aten
-# Views, copies, allocations and writes in place, which tiles stand between (see `passes/tiling/expand_tiles.py`): there is
+# Views, copies, allocations and writes in place, which tiles stand between (see `expand_tiles.py`): there is
 # nothing to fuse, and Inductor would write into a copy first.
 _ALONE = frozenset(
     {

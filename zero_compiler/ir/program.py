@@ -461,7 +461,8 @@ class Program:
 
     Args:
         phase: "forward", "backward" or "inference".
-        keeps: gradients that a backward under ``zero.no_sync`` adds up instead of reducing them (see `no_sync_program.py`).
+        keeps: gradients that a backward under ``zero.no_sync`` adds up instead of reducing them
+            (see `no_sync_program.py`).
         num_values: size of the value table; inputs are values 0 to ``num_inputs`` - 1.
         outputs: the number of the value that each output is, or the :class:`Constant` that it is. None: it is None.
         segments: text of each distinct compute segment.
@@ -478,7 +479,8 @@ class Program:
         idle_bytes: of the storages of gradients that rest in memory and nobody holds, so many may wait to be used again
             while this Program runs; the rest is given back when it begins (see `live.py`), or before more is taken. -1:
             all may wait.
-        before_bytes: what frames before this one have saved for their backward, which is still due (see `cross_frame_memory.py`).
+        before_bytes: what frames before this one have saved for their backward, which is still due
+            (see `cross_frame_memory.py`).
         again_bytes: gradients that frames behind this one have stored, in the same backward, of weights whose gradients
             it makes as well.
         returned_bytes: of a backward, what its forward has returned and it does not read: the caller may hold that

@@ -222,8 +222,8 @@ def hop_distances(
     budgeted: bool,
     checksums: bool = False,
 ) -> list[int] | None:
-    """How far ahead the hops of a stage start (see `prefetch_hops.py`), by unit; None where the Program has no such stage, or
-    its chunks are not copied to a device.
+    """How far ahead the hops of a stage start (see `prefetch_hops.py`), by unit; None where the Program has
+    no such stage, or its chunks are not copied to a device.
 
     Those of stages before it stand where they were found to; these stand one unit ahead. Without a memory budget, two
     of the largest unit may be in flight.
