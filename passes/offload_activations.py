@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from zero_compiler.alignment import BLOCK_BYTES, block_aligned
 from zero_compiler.cost.cost import CostModel, at_hints, hints
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import dump, facts, ops
-from zero_compiler.storage.stores import BLOCK_BYTES, blocks
 
 from .activations import storages
 from .base import Context
@@ -248,7 +248,7 @@ def rewrite(
         facts.set_away(start, chosen[n.name])
         old.replace_all_uses_with(back)
         backward.erase_node(old)
-        where += blocks(facts.bytes_of(val))
+        where += block_aligned(facts.bytes_of(val))
     output.args = (tuple(returned),)
     output.meta.pop("val", None)
 

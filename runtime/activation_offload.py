@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from zero_compiler.alignment import block_aligned
 from zero_compiler.ir.program import Bring, Discard, Offload, Restore, WaitOffload, WaitRestore, Write
 
 from ..storage.activation_store import Parcel, Parcels
-from ..storage.stores import Span, Store, blocks, settle
+from ..storage.stores import Span, Store, settle
 from .tier_copies import Aside
 
 INSTRUCTIONS = (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)
@@ -154,7 +155,7 @@ class Files(Moves):
 
     def _span(self, store: Store, which: int) -> Span:
         o = self._offloads[which]
-        return Span(store, o.where, blocks(o.nbytes), o.offset, o.label)
+        return Span(store, o.where, block_aligned(o.nbytes), o.offset, o.label)
 
 
 class Staged(Files):
@@ -202,7 +203,7 @@ class Staged(Files):
 
     def restore(self, which: int, ticket: torch.Tensor) -> None:
         o = self._offloads[which]
-        self._aside().spare(o.offset, o.offset + blocks(o.nbytes))
+        self._aside().spare(o.offset, o.offset + block_aligned(o.nbytes))
         super().restore(which, ticket)
 
     def _bring(self, which: int) -> None:

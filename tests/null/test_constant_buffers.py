@@ -21,11 +21,10 @@ import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir.program import Gather, Program, Reduce, Release, WaitGather, WaitReduce
 from zero_compiler.memory.live import moments
-from zero_compiler.params import files
 from zero_compiler.ranks.transport import Transport
 from zero_compiler.report.report import Frame
 from zero_compiler.runtime import _C
-from zero_compiler.storage import aio
+from zero_compiler.storage import aio, writeback_buffers
 from zero_compiler.tools.planning import plan, report
 
 WIDTH, TOKENS, LAYERS = 32, 16, 4  # from four layers on as much is under way as ever will be
@@ -188,7 +187,7 @@ def test_a_layer_trains_in_less_memory_than_its_weight_takes(tmp_path, monkeypat
     The parameters that are loaded are others than those that were made on meta.
     """
     monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", 1 << 16)
-    monkeypatch.setattr(files, "_WRITE_BYTES", 1 << 14)
+    monkeypatch.setattr(writeback_buffers, "_WRITE_BYTES", 1 << 14)
     torch.manual_seed(0)
     plain = nn.Linear(512, 2048)
     kinds = {f"offload_{kind}": "nvme" for kind in ("params", "grads", "optimizer")}

@@ -14,10 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import zero_compiler as zero
-from zero_compiler.emit.segmentation import SegmentGraph
 from zero_compiler.emit.segments import SegmentCompiler, alike_one_by_one
 from zero_compiler.ir import facts
 from zero_compiler.memory import generated_code, segment_peak
+from zero_compiler.memory.segment_graph import SegmentGraph
 from zero_compiler.runtime import _C
 
 HEAD = """

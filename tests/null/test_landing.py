@@ -9,6 +9,7 @@ import pytest
 import torch
 from faults import Interrupt
 
+from zero_compiler.alignment import block_aligned
 from zero_compiler.errors import StorageError
 from zero_compiler.storage import aio, stores
 from zero_compiler.storage.writeback_buffers import Landing
@@ -24,7 +25,7 @@ def nvme(tmp_path):
 
 
 def regions(nvme, count, numel):
-    store = nvme.store("gradients", count * stores.blocks(4 * numel))
+    store = nvme.store("gradients", count * block_aligned(4 * numel))
     return [store.allocate(f"g{k}", (numel,), torch.float32) for k in range(count)]
 
 
@@ -54,7 +55,7 @@ def test_what_is_made_here_is_written_from_where_it_lies(nvme, starts, numel):
     assert g.data_ptr() % aio.ALIGN == 0
     landing.write(region, g)
     landing.drain()
-    assert starts == [(g.data_ptr(), stores.blocks(4 * numel))]
+    assert starts == [(g.data_ptr(), block_aligned(4 * numel))]
     assert torch.equal(region.tensor, torch.full((numel,), 3.0))
 
 

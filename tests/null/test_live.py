@@ -17,7 +17,6 @@ from torch import fx, nn
 
 import zero_compiler as zero
 from zero_compiler.emit.no_sync_program import most_accumulating
-from zero_compiler.emit.segmentation import SegmentGraph
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.program import (
     Compute,
@@ -32,6 +31,7 @@ from zero_compiler.ir.program import (
 )
 from zero_compiler.memory.live import idle_bytes, moments, most, waiting_of
 from zero_compiler.memory.peak_check import recount
+from zero_compiler.memory.segment_graph import SegmentGraph
 from zero_compiler.memory.segment_peak import peak_inside
 from zero_compiler.runtime import _C
 

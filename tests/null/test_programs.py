@@ -17,11 +17,11 @@ from null.graphs import OWNER, Build, aten, check_numbers, lower
 from torch import nn
 
 from zero_compiler.emit import segments
-from zero_compiler.emit.segmentation import SegmentGraph
 from zero_compiler.emit.segments import SegmentCompiler, structure
 from zero_compiler.errors import ConfigError
 from zero_compiler.ir import facts
 from zero_compiler.ir.program import Program
+from zero_compiler.memory.segment_graph import SegmentGraph
 from zero_compiler.tools.planning import plan, report
 
 

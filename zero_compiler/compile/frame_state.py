@@ -17,6 +17,7 @@ from ..config import PLACEMENT_FIELDS, Config
 from ..cost import hardware
 from ..cost.cost import bucket_bytes, smaller_buckets
 from ..cost.hardware import HardwareSpec
+from ..cost.prefetch import PrefetchChoice
 from ..emit.transfer_allocation import kept_bytes
 from ..errors import ConfigError
 from ..ir import ops
@@ -25,7 +26,6 @@ from ..ir.program import Program
 from ..passes import Context, ParamPlan, Trace
 from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
-from ..plan.schedule import Choice
 from ..ranks.group import speaking
 from ..report.report import Frame, Memory
 from .capture import Captured, ShardInput
@@ -66,7 +66,7 @@ class FrameState:
         self.take_buckets(self.bucket_bytes, why)
         self.order: list[ParamRef] = []  # of first use
         self.units: dict[ParamRef, str] = {}
-        self.choices: dict[str, Choice] = {}  # how far ahead gathers start, by phase
+        self.choices: dict[str, PrefetchChoice] = {}  # how far ahead gathers start, by phase
         self.planned: dict[str, Program] = {}  # within a memory budget, before any of them is compiled
         # Backward may run costly operators again; then it gathers more weights, so all ranks hold to one answer.
         self.recompute = self.config.activation_budget_bytes is not None

@@ -12,13 +12,13 @@ from torch import fx
 
 from .. import passes
 from ..cost.cost import CostModel, at_hints, hints
+from ..cost.prefetch import PrefetchChoice
 from ..emit.emit import Emitted, emit
 from ..emit.segments import SegmentCompiler
 from ..ir import facts, ops
 from ..ir.program import Compute, Program
 from ..passes import Context, run_passes
 from ..plan import schedule
-from ..plan.schedule import Choice
 from .frame_state import FrameState
 from .segment_codegen import count_compiled
 
@@ -179,9 +179,11 @@ class Lowering:
             why = schedule.nothing_to_decide(state.params, phase, state.machine, state.world)
             units = list(state.units.values())
             if why is not None:
-                state.choices[phase] = Choice(why)
+                state.choices[phase] = PrefetchChoice(why)
             elif (text := state.first.distances.get(schedule.key_of(phase, units))) is not None:
-                state.choices[phase] = Choice("decided when first compiled", schedule.from_text(text, units))
+                state.choices[phase] = PrefetchChoice(
+                    "decided when first compiled", schedule.from_text(text, units)
+                )
         return phase in state.choices
 
     def settled(self, graphs: Mapping[str, fx.GraphModule]) -> dict[str, Lowered]:
@@ -207,7 +209,7 @@ class Lowering:
             return self._lowered(facts.copy_module(graphs[phase]), phase, times)
 
         def over(found: Mapping[str, Mapping[str, int]]) -> int:
-            state.choices.update({phase: Choice("", chosen) for phase, chosen in found.items()})
+            state.choices.update({phase: PrefetchChoice("", chosen) for phase, chosen in found.items()})
             return self.trial_peak(graphs) - (state.config.memory_budget_bytes or 0)
 
         found = schedule.choose(looks, spare, over)
@@ -216,7 +218,7 @@ class Lowering:
             text = state.loader.decide(state.first, key, schedule.to_text(found[phase], units), spare)
             chosen = schedule.from_text(text, units)
             why = seen.explained(chosen, schedule.room_text(seen, spare))
-            state.choices[phase] = Choice(why, chosen)
+            state.choices[phase] = PrefetchChoice(why, chosen)
             if state.choices[phase].ahead:
                 low[phase] = again(phase)
         return low

@@ -21,8 +21,8 @@ must start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 # Further ahead than this no unit starts; bounds the time of the search.
@@ -31,6 +31,29 @@ MAX_DISTANCE = 32
 # What the host does between two boundaries: computes for so many us; starts another transfer, or waits for it, by
 # its index.
 Event = tuple[Literal["compute", "start", "wait"], float]
+
+
+@dataclass(frozen=True)
+class PrefetchChoice:
+    """Distances of a phase by unit, and why, as a sentence for the report."""
+
+    why: str
+    distances: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether any unit starts further ahead than behind the wait of the one before it."""
+        return any(d > 1 for d in self.distances.values())
+
+    def text(self) -> str:
+        """One line for the report."""
+        far = {u.split(":", 1)[-1]: d for u, d in self.distances.items() if d > 1}
+        if not far:
+            return f"gathers start one unit ahead: {self.why}"
+        furthest = sorted(far.items(), key=lambda row: -row[1])
+        rows = [f"{d} ahead for {unit or 'the model'}" for unit, d in furthest]
+        more = f" and {len(rows) - 6} more" if len(rows) > 6 else ""
+        return f"gathers start one unit ahead, but {', '.join(rows[:6])}{more}: {self.why}"
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ from ..ir.program import (
     Write,
     last_reads,
 )
-from ..params.files import write_buffers
 from ..storage.double_buffer import BUFFERS, Turns
+from ..storage.writeback_buffers import write_buffers
 from .hardware import LANES, HardwareSpec
 
 COMPUTE, LINK, READ, WRITE, HOST = LANES
@@ -407,7 +407,8 @@ class _Files:
     """What the host does itself for transfers of files: sums of bytes, and gradients that go by way of buffers.
 
     Of a gradient that is not made in a block that can be written, each part is copied to one
-    (`writeback_buffers.py`). Only so much is under way at a time, so a disk that is slower than backward makes gradients holds it up.
+    (`writeback_buffers.py`). Only so much is under way at a time, so a disk that is slower than backward
+    makes gradients holds it up.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ from ..ir.program import (
 )
 from ..memory.alias_table import storages_of
 from ..memory.live import live_bytes
+from ..memory.segment_graph import SegmentGraph
 from ..memory.verify import verify_program
 from . import segmentation
 from .prefetch_hops import Fetches
-from .segmentation import SegmentGraph
 from .transfer_allocation import kept_ends, plan_slots
 
 

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..ir import facts, ops
-from ..memory.generated_code import Generated
-
-
-@dataclass
-class SegmentGraph:
-    """A compute segment as a graph of its own, with the fake values of its inputs.
-
-    Args:
-        root: has the constants that the graph names.
-        generated: what the code that it was compiled to does with memory; None: it was not, or that is not known.
-    """
-
-    root: torch.nn.Module
-    graph: fx.Graph
-    inputs: list[Any]
-    generated: Generated | None = None
-
-    @functools.cached_property
-    def gm(self) -> fx.GraphModule:
-        """The graph as a module. Code is written for it, so that what only counts bytes does without."""
-        return fx.GraphModule(self.root, self.graph)
+from ..memory.segment_graph import SegmentGraph
 
 
 def steps(graph: fx.Graph) -> list[list[fx.Node] | fx.Node]:

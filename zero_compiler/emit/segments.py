@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from ..ir import dump, facts
 from ..memory import generated_code
-from .segmentation import SegmentGraph
+from ..memory.segment_graph import SegmentGraph
 
 log = logging.getLogger("zero_compiler")
 

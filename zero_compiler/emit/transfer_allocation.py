@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..alignment import arena_aligned, block_aligned
 from ..errors import VerifyError
 from ..ir import facts
 from ..ir.facts import ParamRef, Tile
 from ..ir.program import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
-from ..memory.arena import Slot, aligned, check, pack
-from ..storage.stores import blocks
+from ..memory.arena import Slot, check, pack
 from .prefetch_hops import Fetches
 
 
@@ -58,7 +58,7 @@ def plan_slots(
             if last is None:
                 last = g["ready"] if plans[0].world > 1 or g["end"] is None else g["end"]
             for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
-                size = blocks(chunk * p.dtype.itemsize) if pool == "host" else chunk * p.dtype.itemsize
+                size = block_aligned(chunk * p.dtype.itemsize) if pool == "host" else chunk * p.dtype.itemsize
                 need(pool, (f"fetch {hop}", k, m), Slot(size, fetches.starts[k, hop], last))
         if home:
             continue
@@ -67,7 +67,7 @@ def plan_slots(
                 table = kept_offsets[p.ref.owner]
                 if p.ref.name not in table:
                     table[p.ref.name] = table.get(_KEPT_END, 0)
-                    table[_KEPT_END] = table[p.ref.name] + aligned(chunk * p.world * item)
+                    table[_KEPT_END] = table[p.ref.name] + arena_aligned(chunk * p.world * item)
         else:
             for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
                 live = g["start"], g["end"] if g["end"] is not None else end
@@ -92,12 +92,12 @@ def plan_slots(
             numel = sum(math.prod(_shape(p, facts.tile(node))) for p in plans)
             need("own", ("reduce", k, 0), Slot(numel * item, *live))
         elif not _from_where_it_lies(node, plans):
-            size = aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
+            size = arena_aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
             need("transient", ("reduce", k, 0), Slot(size, *live))
         reduce_rows.append((node, plans, chunks))
     for k, o in enumerate(offloads):
         if o["away"].tier == "nvme":  # by way of the pool
-            size = blocks(facts.bytes_of(o["value"]))
+            size = block_aligned(facts.bytes_of(o["value"]))
             need("host", ("offload", k, 0), Slot(size, o["start"], o["end"]))
     at: dict[tuple[str, int, int], int] = {}
     sizes: dict[str, int] = {}

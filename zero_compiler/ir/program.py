@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..storage.stores import blocks
+from ..alignment import block_aligned
 from .facts import ParamRef
 
 VERSION = 7
@@ -539,7 +539,7 @@ class Program:
     @property
     def file_bytes(self) -> int:
         """Bytes of a file, or of memory on the host, that holds what forward offloads."""
-        return max((o.where + blocks(o.nbytes) for o in self.offloads), default=0)
+        return max((o.where + block_aligned(o.nbytes) for o in self.offloads), default=0)
 
     @property
     def buffer_bytes(self) -> int:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGN = 512
+from ..alignment import arena_aligned
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,6 @@ class Slot:
     nbytes: int
     start: int
     end: int
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def pack(slots: Sequence[Slot]) -> tuple[list[int], int]:
@@ -43,7 +39,7 @@ def _pack(slots: Sequence[Slot], order: Sequence[int]) -> tuple[list[int], int]:
     total = 0
     for i in order:
         slot = slots[i]
-        need = aligned(slot.nbytes)
+        need = arena_aligned(slot.nbytes)
         others = list(alive.get(slot.start, ()))
         for t in range(slot.start + 1, slot.end + 1):
             others += begins.get(t, ())

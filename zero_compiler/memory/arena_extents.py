@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..alignment import arena_aligned
 from ..ir.program import Program
-from .arena import aligned
 
 
 @dataclass
@@ -29,22 +29,24 @@ def ends_by_owner(program: Program) -> dict[str, Ends]:
     for g in program.gathers:
         item, at = getattr(torch, g.dtype).itemsize, ends[g.owner]
         if not (g.home or g.kept):
-            end = max(o + aligned(n * world * item) for o, n in zip(g.offsets, g.chunk_numels, strict=True))
+            end = max(
+                o + arena_aligned(n * world * item) for o, n in zip(g.offsets, g.chunk_numels, strict=True)
+            )
             if g.shared:
                 at.slots = max(at.slots, end)
             else:
                 at.transient = max(at.transient, end)
         if g.staging >= 0:
             several = world + 1 if len(g.names) > 1 else 1
-            at.transient = max(at.transient, g.staging + aligned(sum(g.chunk_numels) * several * item))
+            at.transient = max(at.transient, g.staging + arena_aligned(sum(g.chunk_numels) * several * item))
     for r in program.reduces:
         item, at = getattr(torch, r.dtype).itemsize, ends[r.owner]
         if r.shared:
-            at.own = max(at.own, r.staging + aligned(sum(map(math.prod, r.shapes)) * item))
+            at.own = max(at.own, r.staging + arena_aligned(sum(map(math.prod, r.shapes)) * item))
         elif r.staging >= 0:
             total = sum(r.chunk_numels) * item
-            size = total if r.replicated else aligned(total * world) + total
-            at.transient = max(at.transient, r.staging + aligned(size))
+            size = total if r.replicated else arena_aligned(total * world) + total
+            at.transient = max(at.transient, r.staging + arena_aligned(size))
     # Of owners on fewer ranks than others this is too much.
     return {
         owner: Ends(

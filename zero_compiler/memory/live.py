@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..emit.segmentation import SegmentGraph
 from ..ir import facts, ops
 from ..ir.program import (
     Bring,
@@ -27,6 +26,7 @@ from ..ir.program import (
     WaitReduce,
     Write,
 )
+from .segment_graph import SegmentGraph
 from .segment_peak import peak_inside
 
 _CALLER = -1  # holds what forward has returned; no value has this number

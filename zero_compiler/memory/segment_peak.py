@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..emit.segmentation import SegmentGraph
 from ..ir import facts
+from .segment_graph import SegmentGraph
 from .workspaces import one_by_one, workspaces
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import VerifyError
 from ..ir.program import (
     Bring,
@@ -36,7 +37,6 @@ from ..ir.program import (
     WaitRestore,
     Write,
 )
-from ..storage.stores import BLOCK_BYTES, blocks
 from .arena import Slot, check
 from .peak_check import recount
 
@@ -291,7 +291,7 @@ def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str
                         f"{g.label}: {name} is read to byte {offset}, no multiple of {BLOCK_BYTES}"
                     )
                 size = numel * _itemsize(g.rest_dtype)
-                size = blocks(size) if hop.tier == "nvme" else size
+                size = block_aligned(size) if hop.tier == "nvme" else size
                 use(f"{hop.what} of {name}", offset, size, fetched[Fetch, k, h], last, hop.pool)
         for name, shape, numel, offset in zip(g.names, g.shapes, g.chunk_numels, g.offsets, strict=True):
             nbytes = numel * world * item
@@ -324,7 +324,7 @@ def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str
         kinds = (Offload, WaitOffload) if (Offload, k) in at else (Restore, back)
         if o.offset % BLOCK_BYTES or o.where % BLOCK_BYTES:
             raise VerifyError(f"{o.label}: lies at no multiple of {BLOCK_BYTES}")
-        use(o.label, o.offset, blocks(o.nbytes), at[kinds[0], k], at[kinds[1], k], "host")
+        use(o.label, o.offset, block_aligned(o.nbytes), at[kinds[0], k], at[kinds[1], k], "host")
     for k, r in enumerate(program.reduces):
         if r.shared:
             nbytes = sum(math.prod(s) for s in r.shapes) * _itemsize(r.dtype)

@@ -18,18 +18,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..alignment import block_aligned
 from ..config import TIERS
 from ..errors import GradientError, OptimizerError
 from ..ir import ops
-from ..params.files import OF_BUDGET
 from ..params.grads import AppliedGrad, check_reduced, used_up
 from ..ranks.call_handshake import meet, short_digest, tell
 from ..ranks.failing import MAKE
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
 from ..storage.double_buffer import BUFFERS
-from ..storage.stores import Store, blocks, region_of
+from ..storage.stores import Store, region_of
 from ..storage.streaming import Stream
+from ..storage.writeback_buffers import OF_BUDGET
 from .elementwise import States, declared, states_of
 from .overlap import Overlap
 from .telling import Telling, groups_of, tells
@@ -386,7 +387,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
     def _allocate(self, policy: Any, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
         def nbytes(entry: Entry, dtype: torch.dtype) -> int:
-            return blocks(local_of(entry.param).numel() * dtype.itemsize)
+            return block_aligned(local_of(entry.param).numel() * dtype.itemsize)
 
         store = policy.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
         self._stores.append(store)

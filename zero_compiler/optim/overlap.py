@@ -28,12 +28,11 @@ from ..params.ddp_fallback import averages_follow, check_averaged
 from ..params.grads import AppliedGrad
 from ..ranks.failing import STEP
 from ..storage import heap
+from .updates import Entry, OverlappedOptimizer, Unit
 
 if TYPE_CHECKING:
     from ..params.files import GradientFiles
     from ..params.policy import Policy
-    from .optimizer import StreamedOptimizer
-    from .updates import Entry, Unit
 
 
 class Overlap:
@@ -41,7 +40,7 @@ class Overlap:
 
     uses_up = True
 
-    def __init__(self, optimizer: StreamedOptimizer) -> None:
+    def __init__(self, optimizer: OverlappedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._units: list[Unit] = []
         self._of: dict[int, tuple[Entry, list[Unit]]] = {}
@@ -205,7 +204,7 @@ class Overlap:
                     del self._missing[id(unit)]
                     self._feed(optimizer, unit)
 
-    def _feed(self, optimizer: StreamedOptimizer, unit: Unit) -> None:
+    def _feed(self, optimizer: OverlappedOptimizer, unit: Unit) -> None:
         """Begin the update of ``unit``. An error waits for the end of the backward: raised here, it would leave peers
         alone in the collectives that are still to come."""
 

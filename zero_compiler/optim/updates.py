@@ -11,19 +11,20 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import OptimizerError
 from ..params import grads
 from ..params.policy import local_of
 from ..storage import heap
-from ..storage.stores import BLOCK_BYTES, Region, Span, blocks, region_of, watch
+from ..storage.stores import Region, Span, region_of, watch
 from ..storage.streaming import Job
 from .elementwise import States, make, step_of
 
@@ -142,7 +143,7 @@ class Piece:
     def nbytes(self) -> int:
         """What passes through a buffer, at most."""
         numel = self.rows(local_of(self.entry.param)).numel()
-        return sum(blocks(numel * item) for item in self.entry.streamed.values())
+        return sum(block_aligned(numel * item) for item in self.entry.streamed.values())
 
 
 def whole_blocks(piece: Piece, dtype: torch.dtype) -> bool:
@@ -467,3 +468,30 @@ class _Buffer:
         if write:
             self.writes.append(span)
         return _Operand(rows, span.at, rows.dtype, tuple(rows.shape))
+
+
+class OverlappedOptimizer(Protocol):
+    """What the updates of a backward ask of the optimizer that they belong to (see `overlap.py`)."""
+
+    early: bool
+
+    def check_whole(self) -> None:
+        """Raise where an earlier step broke off."""
+
+    def link_groups(self) -> None: ...
+
+    def place_found(self) -> None: ...
+
+    def receive(self, land: Callable[[], None]) -> None: ...
+
+    def feed(self, unit: Unit) -> None:
+        """Begin the update of a unit whose gradients are final."""
+
+    def settle(self) -> None: ...
+
+    def complete(self) -> None: ...
+
+    def break_off(self, reason: str) -> None: ...
+
+    def tell(self, error: BaseException, what: str) -> None:
+        """Let peers know that this rank could not do ``what``."""

@@ -9,26 +9,11 @@ from typing import Any
 
 import torch
 
+from ..alignment import block_aligned
 from ..layout import Layout
-from ..storage.stores import Nvme, Region, Store, blocks, watch
-from ..storage.writeback_buffers import Landing
+from ..storage.stores import Nvme, Region, Store, watch
+from ..storage.writeback_buffers import Landing, write_buffers
 from . import grads
-
-# What one write of a gradient takes at a time. Of the largest gradient twice as many are under way, so that what lands
-# together is written while backward goes on, up to a limit; and one is copied.
-_WRITE_BYTES = 8 << 20
-_WRITES = 16
-# Of a memory budget the buffers of one purpose take at most one part in so many.
-OF_BUDGET = 8
-
-
-def write_buffers(largest_bytes: int, budget_bytes: int | None) -> tuple[int, int]:
-    """Bytes of one write of gradients at most, and how many are under way or in the making, where the largest gradient
-    of a model takes ``largest_bytes`` in its file."""
-    size = min(_WRITE_BYTES, blocks(largest_bytes))
-    if budget_bytes is not None:
-        size = min(size, blocks(budget_bytes // (OF_BUDGET * (1 + _WRITES))))
-    return size, 1 + min(_WRITES, 2 * -(-largest_bytes // max(size, 1)))
 
 
 class Files:
@@ -74,7 +59,7 @@ class Files:
         }
 
     def _store(self, what: str, layouts: Mapping[str, Layout]) -> Store | None:
-        nbytes = sum(blocks(layout.bytes_local()) for layout in layouts.values())
+        nbytes = sum(block_aligned(layout.bytes_local()) for layout in layouts.values())
         return self.nvme.store(what, nbytes) if layouts else None
 
     def place(self, name: str) -> Region | None:
@@ -96,7 +81,7 @@ class PlannedWrites:
     """In place of :class:`GradientFiles` where a plan is made and no file: what its writes would take."""
 
     def __init__(self, largest_bytes: int, budget_bytes: int | None) -> None:
-        self.buffer_bytes = math.prod(write_buffers(blocks(largest_bytes), budget_bytes))
+        self.buffer_bytes = math.prod(write_buffers(block_aligned(largest_bytes), budget_bytes))
 
 
 class GradientFiles:

@@ -15,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..alignment import BLOCK_BYTES
 from ..errors import ShardError
 from ..ranks.call_handshake import together
 from ..ranks.group import group_of
 from ..storage import heap
-from ..storage.stores import BLOCK_BYTES, Region, region_of, watch
+from ..storage.stores import Region, region_of, watch
 from . import parameter_memory
 from .modules import ModuleState, policies_of, state_of
 from .optimizer_guards import mark_stale

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from ..alignment import block_aligned
 from ..config import TIER_FIELDS, Config
 from ..cost import hardware
 from ..cost.tier_placement import Given, Placed, tiers_of
@@ -32,7 +33,7 @@ from ..ranks.tensor_parallel import TensorPart
 from ..ranks.transport import COPIED, LOCAL, Transport, choose
 from ..storage import heap
 from ..storage.resident_memory import Footprint
-from ..storage.stores import Nvme, blocks, region_of, watch
+from ..storage.stores import Nvme, region_of, watch
 from ..tensors.full_weight import FULL, Read
 from . import eager, grads
 from .files import Files, GradientFiles, PlannedWrites
@@ -446,7 +447,7 @@ class Policy:
         if self._gradient_files is None:
             return None
         nbytes, landing = math.prod(shape) * dtype.itemsize, self._gradient_files.landing()
-        if blocks(nbytes) > landing.limit:  # it goes in parts, of which some are under way at a time
+        if block_aligned(nbytes) > landing.limit:  # it goes in parts, of which some are under way at a time
             return None
         return landing.take(nbytes).view(dtype).view(*shape)
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..alignment import arena_aligned
 from ..cost.assign import Option, assign
 from ..cost.tier_placement import ASSUMED_STATE_BYTES, TRANSFERS
 from ..emit.no_sync_program import most_accumulating
 from ..errors import MemoryBudgetError
 from ..ir.facts import ParamRef
 from ..ir.program import Program
-from ..memory.arena import aligned
 from ..memory.arena_extents import ends_by_owner
 from ..memory.live import most
 from ..memory.transport_workspace import scratch_bytes
@@ -76,7 +76,7 @@ def keep(
         if plan.ref in wanted and plan.world > 1 and not (plan.home or plan.path or plan.tile_rows):
             policy = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
-            nbytes = aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
+            nbytes = arena_aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
             us = policy.hardware.collective("all_gather", plan.world, plan.shared).us(nbytes)
             candidates.append(Candidate(f"{policy.serial} {plan.ref.name}", nbytes, us))
     first = policies[0]

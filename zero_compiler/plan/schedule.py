@@ -7,11 +7,12 @@ collectives must not. So rank 0 decides, and what was decided stands for every l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..alignment import arena_aligned
 from ..cost.hardware import HardwareSpec
 from ..cost.prefetch import Event, Phase, distances, in_flight, phase_us
 from ..cost.simulate import (
@@ -42,7 +43,6 @@ from ..ir.program import (
     WaitReduce,
     Write,
 )
-from ..memory.arena import aligned
 from ..ranks.agreement import digest
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
@@ -50,29 +50,6 @@ from ..ranks.agreement import digest
 _LARGEST_UNITS = 2
 # Offsets are packed anew for every choice, so its bytes are known only afterwards. So often a smaller room is tried.
 _TRIES = 4
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Distances of a phase by unit, and why, as a sentence for the report."""
-
-    why: str
-    distances: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether any unit starts further ahead than behind the wait of the one before it."""
-        return any(d > 1 for d in self.distances.values())
-
-    def text(self) -> str:
-        """One line for the report."""
-        far = {u.split(":", 1)[-1]: d for u, d in self.distances.items() if d > 1}
-        if not far:
-            return f"gathers start one unit ahead: {self.why}"
-        furthest = sorted(far.items(), key=lambda row: -row[1])
-        rows = [f"{d} ahead for {unit or 'the model'}" for unit, d in furthest]
-        more = f" and {len(rows) - 6} more" if len(rows) > 6 else ""
-        return f"gathers start one unit ahead, but {', '.join(rows[:6])}{more}: {self.why}"
 
 
 def nothing_to_decide(
@@ -169,7 +146,7 @@ def _bytes_in_flight(g: GatherDesc, world: int) -> int:
         staging = sum(g.chunk_numels) * item * (world + 1 if len(g.names) > 1 else 1)
     if g.kept or g.home:
         return staging
-    buffers = sum(aligned(n * world * item) for n in g.chunk_numels)
+    buffers = sum(arena_aligned(n * world * item) for n in g.chunk_numels)
     return staging + (-(-buffers // world) if g.shared else buffers)
 
 

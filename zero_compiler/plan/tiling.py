@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ..alignment import BLOCK_BYTES
 from ..ir.facts import ParamRef
 from ..layout import Layout
 from ..ranks.agreement import digest
-from ..storage.stores import BLOCK_BYTES
 
 _aten = torch.ops.aten
 # What a compiler takes apart by the sizes of a batch.

@@ -217,16 +217,6 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # ranks and links are not part of a model's value
 
-    def __reduce__(self) -> Any:
-        if self.mesh.ndim > 1:
-            from .mesh import find_again
-
-            return (
-                find_again,
-                (self.mesh, self.roles, self.everyone.rank, self.everyone.world, str(self.device)),
-            )
-        return (_find_again, (self.mesh, self.link is not None, self.rank, self.world, str(self.device)))
-
 
 def by_ranks(policies: Iterable[Any]) -> list[Any]:
     """Sharded models that compute together, the one of the most ranks first, the others in the order in which they were
@@ -258,46 +248,6 @@ def speaking(policies: Iterable[Any]) -> list[Any]:
                 "other"
             )
     return policies
-
-
-def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: str) -> Group:
-    """The group of a pickled model, in the process that loads it.
-
-    Raises:
-        ShardError: the file holds the shards of another rank, or of a job of another size.
-    """
-    other_way = (
-        "; to go to another number of ranks, save model.state_dict() with torch.distributed.checkpoint and load it "
-        "into a model that was sharded there"
-    )
-    there = dist.is_available() and dist.is_initialized()
-    if not has_pg:
-        if there and dist.get_world_size() > 1:
-            raise ShardError(
-                "this sharded model was pickled in one process without a process group, and is loaded on rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}{other_way}"
-            )
-        return Group(mesh, None, rank, world, torch.device(device))
-    if not there:
-        raise ShardError(
-            f"this sharded model was pickled on rank {rank} of {world}, and there is no process group: call "
-            f"torch.distributed.init_process_group with {world} ranks before loading{other_way}"
-        )
-    try:
-        pg = mesh.get_group()
-        ranks = dist.get_process_group_ranks(pg)
-        here = dist.get_group_rank(pg, dist.get_rank())
-    except (RuntimeError, ValueError, KeyError):
-        raise ShardError(
-            f"this sharded model was pickled on rank {rank} of {world} of a mesh that this job does not have: make "
-            "the same device mesh before loading"
-        ) from None
-    if here != rank or ranks != mesh.mesh.flatten().tolist():
-        raise ShardError(
-            f"this sharded model was pickled on rank {rank} of {world}, and is loaded on rank {here} of {len(ranks)}: "
-            f"every rank loads what it saved itself{other_way}"
-        )
-    return Group(mesh, link_to(pg), rank, world, torch.device(device))
 
 
 def _text(placement: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 import weakref
@@ -276,3 +277,59 @@ def find_again(mesh: DeviceMesh, roles: tuple[str, ...], rank: int, world: int, 
         mesh[mesh.mesh_dim_names[roles.index(TENSOR)]] if TENSOR in roles and mesh.mesh_dim_names else None
     )
     return make_group(mesh, device, tensor)
+
+
+def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: str) -> Group:
+    """The group of a pickled model, in the process that loads it.
+
+    Raises:
+        ShardError: the file holds the shards of another rank, or of a job of another size.
+    """
+    other_way = (
+        "; to go to another number of ranks, save model.state_dict() with torch.distributed.checkpoint and load it "
+        "into a model that was sharded there"
+    )
+    there = dist.is_available() and dist.is_initialized()
+    if not has_pg:
+        if there and dist.get_world_size() > 1:
+            raise ShardError(
+                "this sharded model was pickled in one process without a process group, and is loaded on rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}{other_way}"
+            )
+        return Group(mesh, None, rank, world, torch.device(device))
+    if not there:
+        raise ShardError(
+            f"this sharded model was pickled on rank {rank} of {world}, and there is no process group: call "
+            f"torch.distributed.init_process_group with {world} ranks before loading{other_way}"
+        )
+    try:
+        pg = mesh.get_group()
+        ranks = dist.get_process_group_ranks(pg)
+        here = dist.get_group_rank(pg, dist.get_rank())
+    except (RuntimeError, ValueError, KeyError):
+        raise ShardError(
+            f"this sharded model was pickled on rank {rank} of {world} of a mesh that this job does not have: make "
+            "the same device mesh before loading"
+        ) from None
+    if here != rank or ranks != mesh.mesh.flatten().tolist():
+        raise ShardError(
+            f"this sharded model was pickled on rank {rank} of {world}, and is loaded on rank {here} of {len(ranks)}: "
+            f"every rank loads what it saved itself{other_way}"
+        )
+    return Group(mesh, link_to(pg), rank, world, torch.device(device))
+
+
+def _reduce(group: Group) -> Any:
+    """A pickled group is found again in the process that loads it: ranks and links are not part of a model's value."""
+    if group.mesh.ndim > 1:
+        return find_again, (
+            group.mesh,
+            group.roles,
+            group.everyone.rank,
+            group.everyone.world,
+            str(group.device),
+        )
+    return _find_again, (group.mesh, group.link is not None, group.rank, group.world, str(group.device))
+
+
+copyreg.pickle(Group, _reduce)

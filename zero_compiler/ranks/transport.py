@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..alignment import arena_aligned
 from ..errors import ShardError, TransferError
 from ..layout import Layout
-from ..memory.arena import aligned
 from .agreement import post_text, read_texts
 from .group import DESTROYED, Group, first_rank, group_timeout_s, store_of
 from .peer_waits import answered
@@ -136,7 +136,7 @@ COPIED = Transport("c10d", "a copy of a sharded model has its shards in memory o
 
 def home_bytes(layout: Layout) -> int:
     """Bytes that a parameter takes in the segment: none where it is not cut."""
-    return aligned(layout.world * layout.bytes_local()) if layout.cut else 0
+    return arena_aligned(layout.world * layout.bytes_local()) if layout.cut else 0
 
 
 def choose(

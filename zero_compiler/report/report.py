@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import Config
+from ..cost.prefetch import PrefetchChoice
 from ..cost.simulate import Timeline, duration
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..ir.facts import ParamRef
 from ..ir.program import Program
-from ..plan.schedule import Choice
 from ..storage.resident_memory import Footprint
 from . import picture
 
@@ -42,7 +42,7 @@ class Frame:
     trace: Any
     programs: dict[str, Program] = field(default_factory=dict)
     timelines: dict[str, Timeline] = field(default_factory=dict)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, PrefetchChoice] = field(default_factory=dict)
     kept_bytes: int = 0
     remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
     offloaded: list[Any] = field(default_factory=list)  # facts.Away: what waits on another tier
@@ -71,7 +71,7 @@ class Frame:
         self.calls.add(call)
         return call
 
-    def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: Choice) -> None:
+    def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: PrefetchChoice) -> None:
         self.programs[program.phase] = program
         self.timelines[program.phase] = timeline
         self.choices[program.phase] = choice

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-BLOCK_BYTES = 4096
+from ..alignment import BLOCK_BYTES
+
 _WORDS = BLOCK_BYTES // 8
 _PART_BYTES = 1 << 20  # small enough for the cache
 # Odd, so that no change of a single word goes unseen, and different, so that words cannot change places.

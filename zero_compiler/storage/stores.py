@@ -33,16 +33,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero_compiler.errors import StorageError
 from zero_compiler.open_files import of_open_files
 
+from ..alignment import BLOCK_BYTES, block_aligned
 from .aio import Engine, File, Request
 from .aio import buffer as aio_buffer
 from .checksums import Checksums
-
-BLOCK_BYTES = 4096  # what direct transfers are multiples of, in the file and in memory
-
-
-def blocks(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole blocks."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -103,13 +97,13 @@ class Region:
         for at in range(0, raw.numel(), buffer.numel()):
             part = raw[at : at + buffer.numel()]
             buffer[: part.numel()].copy_(part)
-            size = blocks(part.numel())
+            size = block_aligned(part.numel())
             buffer[part.numel() : size].zero_()
             self.store.write(Span(self.store, begin + at, size, 0, self.label), buffer).wait()
 
     def span(self, start: int, nbytes: int, at: int) -> Span:
         """Bytes from ``start`` on, which is a multiple of the block; the length is rounded up to whole blocks."""
-        return Span(self.store, self.offset + start, blocks(nbytes), at, self.label)
+        return Span(self.store, self.offset + start, block_aligned(nbytes), at, self.label)
 
 
 _FILL_BYTES = 8 << 20  # memory that filling a region takes
@@ -163,11 +157,11 @@ class Store:
         self.engine, self.directory, self.label = engine, directory, label
         self.regions: dict[int, Region] = {}
         self._end = 0
-        self._checksums = Checksums(blocks(max(nbytes, 1))) if checksums else None
+        self._checksums = Checksums(block_aligned(max(nbytes, 1))) if checksums else None
         # Of handles: the DTensors over them, which see what eager code writes, and versions when bytes were last known.
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._versions: dict[int, int] = {}
-        self.nbytes = blocks(max(nbytes, 1))
+        self.nbytes = block_aligned(max(nbytes, 1))
         self._pid, self._keep = os.getpid(), keep
         self.fd, self.path = _make(directory, self.nbytes, label, keep)
         self.name = f"{label} in nvme_dir={directory}"
@@ -240,7 +234,7 @@ class Store:
         """A place for a tensor, and its handle: zeros."""
         shape = tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
-        offset, size = self._end, blocks(max(nbytes, 1))
+        offset, size = self._end, block_aligned(max(nbytes, 1))
         if size > self.room:
             raise StorageError(f"{label} has no room left in {self.name}, of {self.nbytes:,} bytes")
         self._end += size
@@ -530,7 +524,7 @@ class Nvme:
 
     def grow(self, label: str, shape: Iterable[int], dtype: torch.dtype) -> Region:
         """A place in a file that is made when there is need: where the sum of what is to come is not known."""
-        need = blocks(math.prod(shape := tuple(shape)) * dtype.itemsize)
+        need = block_aligned(math.prod(shape := tuple(shape)) * dtype.itemsize)
         if need > _GROWTH_BYTES // 8:  # it would leave much of a file that others share
             return self.store("parameters", need).allocate(label, shape, dtype)
         store = next((s for s in self._grown if s.room >= need), None)

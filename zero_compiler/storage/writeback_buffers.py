@@ -15,9 +15,26 @@ from dataclasses import dataclass
 
 import torch
 
+from ..alignment import block_aligned
 from .aio import ALIGN, buffer
 from .interruptible_io import Guarded, Requests
-from .stores import Region, blocks
+from .stores import Region
+
+# What one write of a gradient takes at a time. Of the largest gradient twice as many are under way, so that what lands
+# together is written while backward goes on, up to a limit; and one is copied.
+_WRITE_BYTES = 8 << 20
+_WRITES = 16
+# Of a memory budget the buffers of one purpose take at most one part in so many.
+OF_BUDGET = 8
+
+
+def write_buffers(largest_bytes: int, budget_bytes: int | None) -> tuple[int, int]:
+    """Bytes of one write of gradients at most, and how many are under way or in the making, where the largest gradient
+    of a model takes ``largest_bytes`` in its file."""
+    size = min(_WRITE_BYTES, block_aligned(largest_bytes))
+    if budget_bytes is not None:
+        size = min(size, block_aligned(budget_bytes // (OF_BUDGET * (1 + _WRITES))))
+    return size, 1 + min(_WRITES, 2 * -(-largest_bytes // max(size, 1)))
 
 
 @dataclass
@@ -49,7 +66,7 @@ class Landing(Guarded):
         return self._taken(nbytes)
 
     def _taken(self, nbytes: int) -> torch.Tensor:
-        size, block = blocks(nbytes), None
+        size, block = block_aligned(nbytes), None
         # Keys alone: to make tuples of items may end what lies in a block.
         for at in reversed(list(self._idle)):
             if self._idle[at].numel() == size:
@@ -66,7 +83,7 @@ class Landing(Guarded):
     def made_here(self, result: torch.Tensor) -> bool:
         """Whether a contiguous tensor begins where a block does, and ends in its last ``ALIGN`` bytes."""
         block = self._out.get(result.data_ptr())
-        return block is not None and result.is_contiguous() and blocks(result.nbytes) == block.numel()
+        return block is not None and result.is_contiguous() and block_aligned(result.nbytes) == block.numel()
 
     def write(self, region: Region, result: torch.Tensor, begin: int = 0) -> None:
         """Start to write a result to ``region``, from byte ``begin`` on. What was made here must not change before
@@ -80,12 +97,12 @@ class Landing(Guarded):
         def one() -> None:
             self._engines.add(region.store.engine)
             if self.made_here(raw):
-                self._make_room(blocks(raw.numel()))
+                self._make_room(block_aligned(raw.numel()))
                 self._start(region, begin, self._out[raw.data_ptr()], raw)
                 return
             for at in range(0, raw.numel(), self.part):
                 part = raw[at : at + self.part]
-                self._make_room(blocks(part.numel()))
+                self._make_room(block_aligned(part.numel()))
                 memory = self._taken(part.numel())
                 memory.copy_(part)
                 self._start(region, begin + at, self._out[memory.data_ptr()], memory)
@@ -123,7 +140,7 @@ class Landing(Guarded):
         self._writes.popleft()
 
     def _under_way(self) -> int:
-        return sum(blocks(w.memory.numel()) for w in list(self._writes))
+        return sum(block_aligned(w.memory.numel()) for w in list(self._writes))
 
     def _idle_bytes(self) -> int:
         return sum(b.numel() for b in list(self._idle.values()))
@@ -144,4 +161,4 @@ def _back(landing: weakref.ref[Landing], block: torch.Tensor) -> None:
         owner._returned(block)
 
 
-assert ALIGN == blocks(1)  # what a store calls a block
+assert ALIGN == block_aligned(1)  # what a store calls a block
