@@ -473,7 +473,9 @@ class _Buffer:
 class OverlappedOptimizer(Protocol):
     """What the updates of a backward ask of the optimizer that they belong to (see `overlap.py`)."""
 
-    early: bool
+    @property
+    def early(self) -> bool:
+        """Whether updates run while backward does."""
 
     def check_whole(self) -> None:
         """Raise where an earlier step broke off."""
