@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..memory.segment_graph import SegmentGraph
 from ..memory.verify import verify_program
 from . import segmentation
 from .prefetch_hops import Fetches
-from .transfer_allocation import kept_ends, plan_slots
+from .transfer_allocation import GatherSpan, OffloadSpan, ReduceSpan, allocate_transfers, kept_ends
 
 
 @dataclass
@@ -63,164 +63,223 @@ def emit(
         trial: only bytes are asked: the Program is not verified.
     """
     graph = gm.graph
-    numbers: dict[fx.Node, int] = {}
-
-    def number(node: fx.Node) -> int:
-        return numbers.setdefault(node, len(numbers))
-
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    for node in placeholders:
-        number(node)
+    emission = _Emission(gm, params, ahead)
+    emission.run()
     (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     returned = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-
-    steps = segmentation.steps(graph)
-    instrs: list[Instr] = []
-    gathers: list[dict[str, Any]] = []
-    reduces: list[dict[str, Any]] = []
-    index_of: dict[fx.Node, int] = {}
-    offloads: list[dict[str, Any]] = []
-    fetches = Fetches(steps, params, ahead)
-    leaving: list[tuple[WaitReduce, set[fx.Node]]] = []  # results on their way to the host, and their readers
-    segments: list[SegmentGraph] = []
-    modules: list[str] = []
-    roots = facts.alias_roots(graph)
-    reads: list[list[fx.Node]] = []
-    step_of = {n: i for i, s in enumerate(steps) if isinstance(s, list) for n in s}
-    kept = set(output.all_input_nodes)
-    symbols = segmentation.symbols_given(graph)
-    notes = [f"%{n.name}: {line}" for n in graph.nodes for line in (facts.note(n) or "").splitlines()]
-
-    def arrive(wanted: set[fx.Node] | None = None) -> None:
-        """Wait for results on their way to the host; of those that are ``wanted``, or for all."""
-        for waited, nodes in [pair for pair in leaving if wanted is None or not wanted.isdisjoint(pair[1])]:
-            leaving.remove((waited, nodes))
-            instrs.append(waited)
-            reads.append([])
-
-    for i, step in enumerate(steps):
-        arrive({n for node in (step if isinstance(step, list) else [step]) for n in node.all_input_nodes})
-        if isinstance(step, list):
-            seg, ins, outs = segmentation.segment(gm, step, i, step_of, roots, kept, symbols)
-            if not outs and not any(segmentation.impure(n) for n in step):
-                continue
-            segments.append(seg)
-            modules.append(_modules(step))
-            instrs.append(
-                Compute(len(segments) - 1, tuple(number(n) for n in ins), tuple(number(n) for n in outs), ())
-            )
-            reads.append(ins)
-        elif step.target is ops.gather:
-            index = index_of[step] = len(gathers)
-            for op in fetches.before(index, len(instrs)):
-                instrs.append(op)
-                reads.append([])
-            gathers.append({"node": step, "start": len(instrs), "ready": len(instrs), "end": None})
-            instrs.append(Gather(index))
-            reads.append([])
-            for op in fetches.after(index, len(instrs)):
-                instrs.append(op)
-                reads.append([])
-        elif step.target is ops.reduce:
-            index_of[step] = len(reduces)
-            reduces.append({"node": step, "start": len(instrs), "end": len(instrs)})
-            instrs.append(Reduce(index_of[step], tuple(number(g) for g in step.args[0]), ()))
-            reads.append(list(step.args[0]))
-        elif step.target is ops.wait:
-            start = step.args[0]
-            elements = {e.args[1]: e for e in step.users}
-            outs_ = tuple(
-                number(elements[k]) if k in elements else -1 for k in range(len(facts.params(start)))
-            )
-            if start.target is ops.gather:
-                gathers[index_of[start]]["ready"] = len(instrs)
-                instrs.append(WaitGather(index_of[start], outs_))
-            elif params[facts.params(start)[0]].grad_path[:1] == ("host",):
-                # The copy goes on while the next gradients are made; what it copies is held until then.
-                reduces[index_of[start]]["end"] = len(instrs)
-                instrs.append(Store(index_of[start]))
-                reads.append([])
-                arrive()
-                leaving.append((WaitReduce(index_of[start], outs_), set(elements.values())))
-                continue
-            else:
-                reduces[index_of[start]]["end"] = len(instrs)
-                instrs.append(WaitReduce(index_of[start], outs_))
-            reads.append([])
-        elif step.target is ops.release:
-            weights = list(step.args[0])
-            start = weights[0].args[0].args[0]
-            gathers[index_of[start]]["end"] = len(instrs)
-            instrs.append(Release(index_of[start], tuple(number(w) for w in weights)))
-            reads.append([])
-
-        elif step.target in (ops.offload, ops.restore):
-            index = index_of[step] = len(offloads)
-            away, where = facts.away(step), step.args[2]
-            value = facts.value(step.args[0] if step.target is ops.offload else _back(step))
-            offloads.append({"away": away, "where": where, "value": value, "start": len(instrs)})
-            source = (number(step.args[0]),)
-            if step.target is ops.offload:
-                instrs.append(Offload(index, source, (number(step),), ()))
-            else:
-                instrs.append(Restore(index, source))
-            reads.append([step.args[0]])
-        elif step.target in (ops.write, ops.bring):
-            index = index_of[step] = index_of[step.args[0]]
-            instrs.append(Write(index) if step.target is ops.write else Bring(index))
-            reads.append([])
-        elif step.target is ops.offloaded:
-            index = index_of[step.args[0]]
-            offloads[index]["end"] = len(instrs)
-            instrs.append(WaitOffload(index))
-            reads.append([])
-        elif step.target is ops.restored:
-            index = index_of[step] = index_of[step.args[0]]
-            offloads[index]["end"] = len(instrs)  # staged: nothing reads its place in the pool from here on
-            instrs.append(WaitRestore(index, (number(step),)))
-            reads.append([])
-        elif step.target is ops.discard:
-            index = index_of[step.args[0]]
-            if not offloads[index]["away"].staged:
-                offloads[index]["end"] = len(instrs)
-            instrs.append(Discard(index, (number(step.args[0]),)))
-            reads.append([])
-
-    arrive()
+    numbers, segments = emission.numbers, emission.segments
     outputs = [_output(n, numbers) for n in returned]
-    instrs = _with_frees(instrs, reads, numbers, output)
-    gather_descs, reduce_descs, offload_descs, sizes = plan_slots(
-        gathers, reduces, params, kept_offsets, len(instrs), fetches, offloads
+    instrs = _with_frees(emission.instrs, emission.reads, numbers, output)
+    allocation = allocate_transfers(
+        emission.gathers,
+        emission.reduces,
+        emission.offloads,
+        params,
+        kept_offsets,
+        len(instrs),
+        emission.fetches,
     )
     storages, lies_in = storages_of(graph, numbers, phase)
     program = Program(
         phase=phase,
-        num_inputs=len(placeholders),
+        num_inputs=emission.num_inputs,
         num_values=len(numbers),
         instrs=instrs,
         outputs=outputs,
-        gathers=gather_descs,
-        reduces=reduce_descs,
+        gathers=allocation.gathers,
+        reduces=allocation.reduces,
         segments=[],
-        modules=modules,
-        transient_bytes=sizes["transient"],
-        slots_bytes=sizes["slots"],
+        modules=emission.modules,
+        transient_bytes=allocation.pool_bytes["transient"],
+        slots_bytes=allocation.pool_bytes["slots"],
         slots_ranks=max((p.world for p in params.values()), default=1),
-        own_bytes=sizes["own"],
-        host_bytes=sizes["host"],
-        device_bytes=sizes["device"],
-        offloads=offload_descs,
+        own_bytes=allocation.pool_bytes["own"],
+        host_bytes=allocation.pool_bytes["host"],
+        device_bytes=allocation.pool_bytes["device"],
+        offloads=allocation.offloads,
         returned_bytes=facts.returned_bytes(graph),
         storages=storages,
         lies_in=lies_in,
-        notes=notes,
+        notes=[f"%{n.name}: {line}" for n in graph.nodes for line in (facts.note(n) or "").splitlines()],
     )
     if not trial:
         worlds = {ref.owner: plan.world for ref, plan in params.items()}
         verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
     program.live, program.inside = live_bytes(program, graph, numbers, segments)
     return Emitted(program, segments, graph, numbers)
+
+
+class _Emission:
+    """Turns the steps of a scheduled graph into instructions, one after the other.
+
+    ``reads`` are the nodes that each instruction reads. ``gathers``, ``reduces`` and ``offloads`` are the transfers
+    with the instructions between which they need a place.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, params: Mapping[ParamRef, Any], ahead: Sequence[Sequence[int]]
+    ) -> None:
+        self._gm, self._params = gm, params
+        graph = gm.graph
+        self.numbers: dict[fx.Node, int] = {}
+        placeholders = list(graph.find_nodes(op="placeholder"))
+        for node in placeholders:
+            self.number(node)
+        self.num_inputs = len(placeholders)
+        self._steps = segmentation.steps(graph)
+        self.fetches = Fetches(self._steps, params, ahead)
+        self.instrs: list[Instr] = []
+        self.reads: list[Sequence[fx.Node]] = []
+        self.gathers: list[GatherSpan] = []
+        self.reduces: list[ReduceSpan] = []
+        self.offloads: list[OffloadSpan] = []
+        self.segments: list[SegmentGraph] = []
+        self.modules: list[str] = []
+        self._index_of: dict[fx.Node, int] = {}
+        # Results on their way to the host, and their readers.
+        self._leaving: list[tuple[WaitReduce, set[fx.Node]]] = []
+        (output,) = graph.find_nodes(op="output")
+        self._returned = set(output.all_input_nodes)
+        self._roots = facts.alias_roots(graph)
+        self._step_of = {n: i for i, s in enumerate(self._steps) if isinstance(s, list) for n in s}
+        self._symbols = segmentation.symbols_given(graph)
+
+    def number(self, node: fx.Node) -> int:
+        """The value of a node."""
+        return self.numbers.setdefault(node, len(self.numbers))
+
+    def run(self) -> None:
+        """Emit all steps."""
+        for i, step in enumerate(self._steps):
+            nodes = step if isinstance(step, list) else [step]
+            self._arrive({n for node in nodes for n in node.all_input_nodes})
+            if isinstance(step, list):
+                self._compute(i, step)
+            else:
+                _EMITTERS[step.target](self, step)
+        self._arrive()
+
+    def _add(self, instr: Instr, reads: Sequence[fx.Node] = ()) -> None:
+        self.instrs.append(instr)
+        self.reads.append(reads)
+
+    @property
+    def _now(self) -> int:
+        """The number of the instruction that comes next."""
+        return len(self.instrs)
+
+    def _arrive(self, wanted: set[fx.Node] | None = None) -> None:
+        """Wait for results on their way to the host; of those that are ``wanted``, or for all."""
+        for waited, nodes in [p for p in self._leaving if wanted is None or not wanted.isdisjoint(p[1])]:
+            self._leaving.remove((waited, nodes))
+            self._add(waited)
+
+    def _compute(self, i: int, step: list[fx.Node]) -> None:
+        seg, ins, outs = segmentation.segment(
+            self._gm, step, i, self._step_of, self._roots, self._returned, self._symbols
+        )
+        if not outs and not any(segmentation.impure(n) for n in step):
+            return
+        self.segments.append(seg)
+        self.modules.append(_modules(step))
+        values = tuple(map(self.number, ins)), tuple(map(self.number, outs))
+        self._add(Compute(len(self.segments) - 1, *values, ()), ins)
+
+    def _gather(self, step: fx.Node) -> None:
+        index = self._index_of[step] = len(self.gathers)
+        for op in self.fetches.before(index, self._now):
+            self._add(op)
+        self.gathers.append(GatherSpan(step, self._now, self._now))
+        self._add(Gather(index))
+        for op in self.fetches.after(index, self._now):
+            self._add(op)
+
+    def _reduce(self, step: fx.Node) -> None:
+        index = self._index_of[step] = len(self.reduces)
+        self.reduces.append(ReduceSpan(step, self._now, self._now))
+        grads: Any = step.args[0]
+        self._add(Reduce(index, tuple(map(self.number, grads)), ()), list(grads))
+
+    def _wait(self, step: fx.Node) -> None:
+        start: Any = step.args[0]
+        index, refs = self._index_of[start], facts.params(start)
+        elements = {e.args[1]: e for e in step.users}
+        outs = tuple(self.number(elements[k]) if k in elements else -1 for k in range(len(refs)))
+        if start.target is ops.gather:
+            self.gathers[index].ready = self._now
+            self._add(WaitGather(index, outs))
+            return
+        self.reduces[index].end = self._now
+        if self._params[refs[0]].grad_path[:1] != ("host",):
+            self._add(WaitReduce(index, outs))
+            return
+        # The copy goes on while the next gradients are made; what it copies is held until then.
+        self._add(Store(index))
+        self._arrive()
+        self._leaving.append((WaitReduce(index, outs), set(elements.values())))
+
+    def _release(self, step: fx.Node) -> None:
+        weights: Any = step.args[0]
+        index = self._index_of[weights[0].args[0].args[0]]
+        self.gathers[index].end = self._now
+        self._add(Release(index, tuple(map(self.number, weights))))
+
+    def _offload_or_restore(self, step: fx.Node) -> None:
+        index = self._index_of[step] = len(self.offloads)
+        source: Any = step.args[0]
+        where: Any = step.args[2]
+        value = facts.value(source if step.target is ops.offload else _back(step))
+        self.offloads.append(OffloadSpan(facts.away(step), where, value, self._now))
+        ins = (self.number(source),)
+        if step.target is ops.offload:
+            self._add(Offload(index, ins, (self.number(step),), ()), [source])
+        else:
+            self._add(Restore(index, ins), [source])
+
+    def _write_or_bring(self, step: fx.Node) -> None:
+        index = self._index_of[step] = self._index_of_source(step)
+        self._add(Write(index) if step.target is ops.write else Bring(index))
+
+    def _offloaded(self, step: fx.Node) -> None:
+        index = self._index_of_source(step)
+        self.offloads[index].end = self._now
+        self._add(WaitOffload(index))
+
+    def _restored(self, step: fx.Node) -> None:
+        index = self._index_of[step] = self._index_of_source(step)
+        self.offloads[index].end = self._now  # staged: nothing reads its place in the pool from here on
+        self._add(WaitRestore(index, (self.number(step),)))
+
+    def _discard(self, step: fx.Node) -> None:
+        index = self._index_of_source(step)
+        if not self.offloads[index].away.staged:
+            self.offloads[index].end = self._now
+        source: Any = step.args[0]
+        self._add(Discard(index, (self.number(source),)))
+
+    def _cut(self, step: fx.Node) -> None:
+        """A border between two segments is no instruction."""
+
+    def _index_of_source(self, step: fx.Node) -> int:
+        source: Any = step.args[0]
+        return self._index_of[source]
+
+
+_EMITTERS: dict[Any, Callable[[_Emission, fx.Node], None]] = {
+    ops.gather: _Emission._gather,
+    ops.reduce: _Emission._reduce,
+    ops.wait: _Emission._wait,
+    ops.release: _Emission._release,
+    ops.cut: _Emission._cut,
+    ops.offload: _Emission._offload_or_restore,
+    ops.restore: _Emission._offload_or_restore,
+    ops.write: _Emission._write_or_bring,
+    ops.bring: _Emission._write_or_bring,
+    ops.offloaded: _Emission._offloaded,
+    ops.restored: _Emission._restored,
+    ops.discard: _Emission._discard,
+}
 
 
 def _output(returned: Any, numbers: Mapping[fx.Node, int]) -> int | Constant | None:
@@ -250,7 +309,7 @@ def _modules(nodes: list[fx.Node]) -> str:
 
 def _with_frees(
     instrs: list[Instr],
-    reads: list[list[fx.Node]],
+    reads: list[Sequence[fx.Node]],
     numbers: Mapping[fx.Node, int],
     output: fx.Node,
 ) -> list[Instr]:

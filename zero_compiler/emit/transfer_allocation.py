@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,159 +14,282 @@ from torch import fx
 from ..alignment import arena_aligned, block_aligned
 from ..errors import VerifyError
 from ..ir import facts
-from ..ir.facts import ParamRef, Tile
+from ..ir.facts import Away, ParamRef, Tile
 from ..ir.program import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from ..memory.arena import Slot, check, pack
 from .prefetch_hops import Fetches
 
+# Gather buffers and staging of this rank; buffers that ranks share, and staging that peers read; pinned memory on the
+# host, and chunks that come to the device from other tiers.
+POOLS = ("transient", "slots", "own", "host", "device")
 
-def plan_slots(
-    gathers: list[dict[str, Any]],
-    reduces: list[dict[str, Any]],
+
+@dataclass
+class GatherSpan:
+    """A gather of the graph, and the instructions where it starts, is ready, and is released (None: it is kept)."""
+
+    node: fx.Node
+    start: int
+    ready: int
+    end: int | None = None
+
+
+@dataclass
+class ReduceSpan:
+    """A reduction of the graph, and the instructions where it starts and ends."""
+
+    node: fx.Node
+    start: int
+    end: int
+
+
+@dataclass
+class OffloadSpan:
+    """A tensor that goes to another tier or comes back, ``where`` bytes behind the begin of all that do, and the
+    instructions between which it takes a place in a pool."""
+
+    away: Away
+    where: int
+    value: Any
+    start: int
+    end: int = -1
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Descriptions of all transfers of a Program, with their offsets, and the bytes of each pool."""
+
+    gathers: list[GatherDesc]
+    reduces: list[ReduceDesc]
+    offloads: list[OffloadDesc]
+    pool_bytes: dict[str, int]
+
+
+def allocate_transfers(
+    gathers: Sequence[GatherSpan],
+    reduces: Sequence[ReduceSpan],
+    offloads: Sequence[OffloadSpan],
     params: Mapping[ParamRef, Any],
     kept_offsets: Mapping[str, dict[str, int]],
     end: int,
     fetches: Fetches,
-    offloads: Sequence[dict[str, Any]] = (),
-) -> tuple[list[GatherDesc], list[ReduceDesc], list[OffloadDesc], dict[str, int]]:
-    """Descriptions of all transfers, with their offsets, and the size of each arena.
+) -> Allocation:
+    """Give every transfer the place that it needs, in one arena per pool.
 
     Args:
-        gathers, reduces: of each, its node, the instructions where it starts and ends, and for a gather where it is
-            ready.
+        kept_offsets: for each owner, offsets of kept weights by name; grown here.
         end: number of instructions.
         fetches: when chunks of a gather come from other tiers.
     """
-    slots: dict[str, list[Slot]] = {"transient": [], "slots": [], "own": [], "host": [], "device": []}
-    where: dict[str, list[tuple[str, int, int]]] = {pool: [] for pool in slots}
-    gather_rows, reduce_rows = [], []
-
-    def need(pool: str, key: tuple[str, int, int], slot: Slot) -> None:
-        where[pool].append(key)
-        slots[pool].append(slot)
-
-    for k, g in enumerate(gathers):
-        node = g["node"]
-        plans = [params[r] for r in facts.params(node)]
-        item = plans[0].gather_dtype.itemsize
-        chunks = [_chunk(p, facts.tile(node)) for p in plans]
-        kept, shared = not plans[0].released, plans[0].shared
-        home = all(p.home for p in plans)
-        gather_rows.append((node, plans, chunks, kept, home))
-        for hop, (_, pool) in enumerate(_hops(plans[0])):
-            # It lies there until it has come one step further. One rank computes with what has arrived, where it lies.
-            last = fetches.waits.get((k, hop + 1))
-            if last is None:
-                last = g["ready"] if plans[0].world > 1 or g["end"] is None else g["end"]
-            for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
-                size = block_aligned(chunk * p.dtype.itemsize) if pool == "host" else chunk * p.dtype.itemsize
-                need(pool, (f"fetch {hop}", k, m), Slot(size, fetches.starts[k, hop], last))
-        if home:
-            continue
-        if kept:
-            for p, chunk in zip(plans, chunks, strict=True):
-                table = kept_offsets[p.ref.owner]
-                if p.ref.name not in table:
-                    table[p.ref.name] = table.get(_KEPT_END, 0)
-                    table[_KEPT_END] = table[p.ref.name] + arena_aligned(chunk * p.world * item)
-        else:
-            for m, (p, chunk) in enumerate(zip(plans, chunks, strict=True)):
-                live = g["start"], g["end"] if g["end"] is not None else end
-                need(
-                    "slots" if shared else "transient", ("gather", k, m), Slot(chunk * p.world * item, *live)
-                )
-        several, cast = len(plans) > 1, plans[0].gather_dtype != plans[0].dtype
-        if (several or cast) and not shared:
-            total = sum(chunks) * item
-            size = total * (plans[0].world + 1) if several else total
-            need("transient", ("gather_staging", k, 0), Slot(size, g["start"], g["ready"]))
-    read_by_all = _read_by_all([(r["start"], r["end"]) for r in reduces], end)
-    for k, r in enumerate(reduces):
-        node = r["node"]
-        plans = [params[ref] for ref in facts.params(node)]
-        chunks = [_chunk(p, facts.tile(node)) for p in plans]
-        item = plans[0].reduce_dtype.itemsize
-        world = plans[0].world if plans[0].cut else 1
-        live = r["start"], r["end"]
-        if plans[0].shared:
-            live = r["start"], read_by_all[k]
-            numel = sum(math.prod(_shape(p, facts.tile(node))) for p in plans)
-            need("own", ("reduce", k, 0), Slot(numel * item, *live))
-        elif not _from_where_it_lies(node, plans):
-            size = arena_aligned(sum(chunks) * world * item) + (sum(chunks) * item if plans[0].cut else 0)
-            need("transient", ("reduce", k, 0), Slot(size, *live))
-        reduce_rows.append((node, plans, chunks))
+    pools = _Pools()
+    bundles = [_Bundle.of(g.node, params) for g in gathers]
+    for k, (g, bundle) in enumerate(zip(gathers, bundles, strict=True)):
+        _need_for_hops(pools, k, g, bundle, fetches)
+        if bundle.kept and not bundle.home:
+            _keep(bundle, kept_offsets)
+        elif not bundle.home:
+            _need_for_weights(pools, k, g, bundle, end)
+        _need_for_gather_staging(pools, k, g, bundle)
+    summed = [_Bundle.of(r.node, params) for r in reduces]
+    read_by_all = _read_by_all([(r.start, r.end) for r in reduces], end)
+    for k, (r, bundle) in enumerate(zip(reduces, summed, strict=True)):
+        _need_for_reduction(pools, k, r, bundle, read_by_all[k])
     for k, o in enumerate(offloads):
-        if o["away"].tier == "nvme":  # by way of the pool
-            size = block_aligned(facts.bytes_of(o["value"]))
-            need("host", ("offload", k, 0), Slot(size, o["start"], o["end"]))
-    at: dict[tuple[str, int, int], int] = {}
-    sizes: dict[str, int] = {}
-    for pool, wanted in slots.items():
-        offsets, sizes[pool] = pack(wanted)
-        wrong = check(wanted, offsets, sizes[pool])
-        if wrong:
-            raise VerifyError(f"planned memory: {wrong}")
-        at |= zip(where[pool], offsets, strict=True)
-    gather_descs = [
-        GatherDesc(
-            owner=plans[0].ref.owner,
-            names=tuple(p.ref.name for p in plans),
-            shapes=tuple(_shape(p, facts.tile(node)) for p in plans),
-            chunk_numels=tuple(chunks),
-            dtype=_dtype_text(plans[0].gather_dtype),
-            kept=kept,
-            offsets=tuple(
-                -1 if home else kept_offsets[p.ref.owner][p.ref.name] if kept else at[("gather", k, m)]
-                for m, p in enumerate(plans)
-            ),
-            staging=at.get(("gather_staging", k, 0), -1),
-            unit=facts.unit(node).split(":", 1)[-1],
-            home=home,
-            shared=plans[0].shared,
-            hops=tuple(
-                Hop(tier, pool, tuple(at[(f"fetch {hop}", k, m)] for m in range(len(plans))))
-                for hop, (tier, pool) in enumerate(_hops(plans[0]))
-            ),
-            rest_dtype=_dtype_text(plans[0].dtype),
-            tile=_part(node, plans[0]),
-        )
-        for k, (node, plans, chunks, kept, home) in enumerate(gather_rows)
-    ]
-    reduce_descs = [
-        ReduceDesc(
-            owner=plans[0].ref.owner,
-            names=tuple(p.ref.name for p in plans),
-            shapes=tuple(_shape(p, facts.tile(node)) for p in plans),
-            chunk_numels=tuple(chunks),
-            dtype=_dtype_text(plans[0].reduce_dtype),
-            out_dtype=_dtype_text(plans[0].dtype),
-            replicated=not plans[0].cut,
-            staging=at.get(("reduce", k, 0), -1),
-            unit=facts.unit(node).split(":", 1)[-1],
-            shared=plans[0].shared,
-            tiers=plans[0].grad_path,
-            copies=plans[0].copies,
-            tile=_part(node, plans[0]),
-            grad_dtype=_dtype_text(plans[0].gather_dtype),
-            direct=facts.direct(node),
-        )
-        for k, (node, plans, chunks) in enumerate(reduce_rows)
-    ]
-    offload_descs = [
-        OffloadDesc(
-            name=o["away"].name,
-            module=o["away"].module,
-            tiers=o["away"].tiers,
-            shape=tuple(map(int, o["value"].shape)),
-            stride=tuple(map(int, o["value"].stride())),
-            dtype=_dtype_text(o["value"].dtype),
-            where=o["where"],
-            offset=at.get(("offload", k, 0), -1),
-        )
-        for k, o in enumerate(offloads)
-    ]
-    return gather_descs, reduce_descs, offload_descs, sizes
+        if o.away.tier == "nvme":  # by way of the pool
+            pools.need("host", ("offload", k, 0), block_aligned(facts.bytes_of(o.value)), o.start, o.end)
+    at, pool_bytes = pools.packed()
+    return Allocation(
+        [_gather_desc(k, bundle, kept_offsets, at) for k, bundle in enumerate(bundles)],
+        [_reduce_desc(k, bundle, at) for k, bundle in enumerate(summed)],
+        [_offload_desc(o, at.get(("offload", k, 0), -1)) for k, o in enumerate(offloads)],
+        pool_bytes,
+    )
+
+
+# What has a place in a pool: its kind, the number of the transfer, and which of the transfer's parameters it is of.
+_Key = tuple[str, int, int]
+
+
+class _Pools:
+    """What is to lie in each pool, from when to when."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, list[Slot]] = {pool: [] for pool in POOLS}
+        self._keys: dict[str, list[_Key]] = {pool: [] for pool in POOLS}
+
+    def need(self, pool: str, key: _Key, nbytes: int, start: int, end: int) -> None:
+        self._keys[pool].append(key)
+        self._slots[pool].append(Slot(nbytes, start, end))
+
+    def packed(self) -> tuple[dict[_Key, int], dict[str, int]]:
+        """The offset of everything, and the bytes of each pool.
+
+        Raises:
+            VerifyError: two of them overlap.
+        """
+        at: dict[_Key, int] = {}
+        pool_bytes: dict[str, int] = {}
+        for pool, wanted in self._slots.items():
+            offsets, pool_bytes[pool] = pack(wanted)
+            wrong = check(wanted, offsets, pool_bytes[pool])
+            if wrong:
+                raise VerifyError(f"planned memory: {wrong}")
+            at |= zip(self._keys[pool], offsets, strict=True)
+        return at, pool_bytes
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """The parameters that one transfer moves, with the elements that every rank has of each. They share their dtypes,
+    their ranks, and where they rest."""
+
+    node: fx.Node
+    plans: list[Any]
+    chunks: list[int]
+
+    @staticmethod
+    def of(node: fx.Node, params: Mapping[ParamRef, Any]) -> _Bundle:
+        plans = [params[ref] for ref in facts.params(node)]
+        return _Bundle(node, plans, [_chunk(p, facts.tile(node)) for p in plans])
+
+    @property
+    def first(self) -> Any:
+        return self.plans[0]
+
+    @property
+    def kept(self) -> bool:
+        return not self.first.released
+
+    @property
+    def home(self) -> bool:
+        """Whether all of it is read where it lies at rest."""
+        return all(p.home for p in self.plans)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_shape(p, facts.tile(self.node)) for p in self.plans)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.ref.name for p in self.plans)
+
+    @property
+    def unit(self) -> str:
+        return facts.unit(self.node).split(":", 1)[-1]
+
+
+def _need_for_hops(pools: _Pools, k: int, g: GatherSpan, bundle: _Bundle, fetches: Fetches) -> None:
+    for hop, (_, pool) in enumerate(_hops(bundle.first)):
+        # It lies there until it has come one step further. One rank computes with what has arrived, where it lies.
+        last = fetches.waits.get((k, hop + 1))
+        if last is None:
+            last = g.ready if bundle.first.world > 1 or g.end is None else g.end
+        for m, (p, chunk) in enumerate(zip(bundle.plans, bundle.chunks, strict=True)):
+            nbytes = chunk * p.dtype.itemsize
+            nbytes = block_aligned(nbytes) if pool == "host" else nbytes
+            pools.need(pool, (f"fetch {hop}", k, m), nbytes, fetches.starts[k, hop], last)
+
+
+def _keep(bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]]) -> None:
+    item = bundle.first.gather_dtype.itemsize
+    for p, chunk in zip(bundle.plans, bundle.chunks, strict=True):
+        table = kept_offsets[p.ref.owner]
+        if p.ref.name not in table:
+            table[p.ref.name] = table.get(_KEPT_END, 0)
+            table[_KEPT_END] = table[p.ref.name] + arena_aligned(chunk * p.world * item)
+
+
+def _need_for_weights(pools: _Pools, k: int, g: GatherSpan, bundle: _Bundle, end: int) -> None:
+    pool, item = "slots" if bundle.first.shared else "transient", bundle.first.gather_dtype.itemsize
+    last = g.end if g.end is not None else end
+    for m, (p, chunk) in enumerate(zip(bundle.plans, bundle.chunks, strict=True)):
+        pools.need(pool, ("gather", k, m), chunk * p.world * item, g.start, last)
+
+
+def _need_for_gather_staging(pools: _Pools, k: int, g: GatherSpan, bundle: _Bundle) -> None:
+    first = bundle.first
+    several, cast = len(bundle.plans) > 1, first.gather_dtype != first.dtype
+    if bundle.home or first.shared or not (several or cast):
+        return
+    total = sum(bundle.chunks) * first.gather_dtype.itemsize
+    nbytes = total * (first.world + 1) if several else total
+    pools.need("transient", ("gather_staging", k, 0), nbytes, g.start, g.ready)
+
+
+def _need_for_reduction(pools: _Pools, k: int, r: ReduceSpan, bundle: _Bundle, read_by_all: int) -> None:
+    first, item = bundle.first, bundle.first.reduce_dtype.itemsize
+    if first.shared:
+        numel = sum(map(math.prod, bundle.shapes))
+        pools.need("own", ("reduce", k, 0), numel * item, r.start, read_by_all)
+    elif not _from_where_it_lies(bundle.node, bundle.plans):
+        chunks, world = sum(bundle.chunks), first.world if first.cut else 1
+        nbytes = arena_aligned(chunks * world * item) + (chunks * item if first.cut else 0)
+        pools.need("transient", ("reduce", k, 0), nbytes, r.start, r.end)
+
+
+def _gather_desc(
+    k: int, bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]], at: Mapping[_Key, int]
+) -> GatherDesc:
+    first, numbers = bundle.first, range(len(bundle.plans))
+    if bundle.home:
+        offsets = [-1 for _ in numbers]
+    elif bundle.kept:
+        offsets = [kept_offsets[p.ref.owner][p.ref.name] for p in bundle.plans]
+    else:
+        offsets = [at["gather", k, m] for m in numbers]
+    return GatherDesc(
+        owner=first.ref.owner,
+        names=bundle.names,
+        shapes=bundle.shapes,
+        chunk_numels=tuple(bundle.chunks),
+        dtype=_dtype_text(first.gather_dtype),
+        kept=bundle.kept,
+        offsets=tuple(offsets),
+        staging=at.get(("gather_staging", k, 0), -1),
+        unit=bundle.unit,
+        home=bundle.home,
+        shared=first.shared,
+        hops=tuple(
+            Hop(tier, pool, tuple(at[f"fetch {hop}", k, m] for m in numbers))
+            for hop, (tier, pool) in enumerate(_hops(first))
+        ),
+        rest_dtype=_dtype_text(first.dtype),
+        tile=_part(bundle.node, first),
+    )
+
+
+def _reduce_desc(k: int, bundle: _Bundle, at: Mapping[_Key, int]) -> ReduceDesc:
+    first = bundle.first
+    return ReduceDesc(
+        owner=first.ref.owner,
+        names=bundle.names,
+        shapes=bundle.shapes,
+        chunk_numels=tuple(bundle.chunks),
+        dtype=_dtype_text(first.reduce_dtype),
+        out_dtype=_dtype_text(first.dtype),
+        replicated=not first.cut,
+        staging=at.get(("reduce", k, 0), -1),
+        unit=bundle.unit,
+        shared=first.shared,
+        tiers=first.grad_path,
+        copies=first.copies,
+        tile=_part(bundle.node, first),
+        grad_dtype=_dtype_text(first.gather_dtype),
+        direct=facts.direct(bundle.node),
+    )
+
+
+def _offload_desc(o: OffloadSpan, offset: int) -> OffloadDesc:
+    return OffloadDesc(
+        name=o.away.name,
+        module=o.away.module,
+        tiers=o.away.tiers,
+        shape=tuple(map(int, o.value.shape)),
+        stride=tuple(map(int, o.value.stride())),
+        dtype=_dtype_text(o.value.dtype),
+        where=o.where,
+        offset=offset,
+    )
 
 
 def _hops(plan: Any) -> list[tuple[str, str]]:
