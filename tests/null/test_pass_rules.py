@@ -14,7 +14,7 @@ def passes_by_file() -> list[tuple[Path, ast.ClassDef]]:
     """The passes, as they stand in the source: classes with a ``run``."""
     return [
         (path, node)
-        for path in sorted((ROOT / "passes").glob("*.py"))
+        for path in sorted((ROOT / "passes").rglob("*.py"))
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and [ast.unparse(b) for b in node.bases] != ["Protocol"]
         if any(isinstance(f, ast.FunctionDef) and f.name == "run" for f in node.body)
@@ -29,7 +29,7 @@ def test_a_pass_refuses_what_it_says_and_nothing_else():
     says = {path for path, c in passes_by_file() if "Refuses: nothing" not in (ast.get_docstring(c) or "")}
     does = {
         path
-        for path in (ROOT / "passes").glob("*.py")
+        for path in (ROOT / "passes").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS
     }
