@@ -223,7 +223,7 @@ class Disk:
             for at in range(0, self.NBYTES, 64 << 20):
                 io.write(file, self.memory[: 64 << 20], at).wait()
             io.flush(file)
-            self.ours = io_bench.Report(
+            self.ours = io_bench.DiskReport(
                 str(directory), self.NBYTES, seconds, io.backend, file.direct, io_bench.fio_version()
             )
         self.engine = io_bench.fio_engine(self.path, self.NBYTES, self.ours)

@@ -14,7 +14,7 @@ from zero_compiler.alignment import block_aligned
 from zero_compiler.ir.program import Bring, Discard, Offload, Restore, WaitOffload, WaitRestore, Write
 
 from ..storage.activation_store import Parcel, Parcels
-from ..storage.stores import Span, Store, settle
+from ..storage.stores import FileSpan, FileStore, settle
 from .tier_copies import Aside
 
 INSTRUCTIONS = (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)
@@ -101,7 +101,7 @@ class Moves(abc.ABC):
         return memory[at : at + o.nbytes].view(getattr(torch, o.dtype)).as_strided(o.shape, o.stride)
 
 
-class Files(Moves):
+class ActivationFiles(Moves):
     """Between the pool on the host and the file of a parcel.
 
     Args:
@@ -120,17 +120,17 @@ class Files(Moves):
         """Copy ``value`` to its place in the pool, and start to write it from there; its ticket."""
         self._in_pool(which).copy_(value)
         parcel = self._filled()
-        store: Store = parcel.place
+        store: FileStore = parcel.place
         self._begin(which, store)
         self._under_way[which] = store.write(self._span(store, which), self._pool())
         return parcel.ticket()
 
     def restore(self, which: int, ticket: torch.Tensor) -> None:
-        store: Store = self._parcels.of(ticket).place
+        store: FileStore = self._parcels.of(ticket).place
         self._begin(which, store)
         self._under_way[which] = store.read(self._span(store, which), self._pool())
 
-    def _begin(self, which: int, store: Store) -> None:
+    def _begin(self, which: int, store: FileStore) -> None:
         """Ctrl-C may come before a request is known."""
         self._engines.add(store.engine)
         self._under_way[which] = None
@@ -153,12 +153,12 @@ class Files(Moves):
         self._under_way.clear()
         super().end()
 
-    def _span(self, store: Store, which: int) -> Span:
+    def _span(self, store: FileStore, which: int) -> FileSpan:
         o = self._offloads[which]
-        return Span(store, o.where, block_aligned(o.nbytes), o.offset, o.label)
+        return FileSpan(store, o.where, block_aligned(o.nbytes), o.offset, o.label)
 
 
-class Staged(Files):
+class Staged(ActivationFiles):
     """Between an accelerator and the file of a parcel, by way of the pool on its host.
 
     Args:
@@ -197,7 +197,7 @@ class Staged(Files):
         """Wait for the copy, and start to write what came."""
         self._aside().land(self._copying[which][0])
         del self._copying[which]
-        store: Store = self._filled().place
+        store: FileStore = self._filled().place
         self._begin(which, store)
         self._under_way[which] = store.write(self._span(store, which), self._pool())
 
@@ -233,7 +233,7 @@ class Staged(Files):
         super().end()
 
 
-class Copies(Moves):
+class HostCopies(Moves):
     """Between an accelerator and memory of its host.
 
     Copies of a model run on a stream of their own, in order: so a place may be filled again while it is still being

@@ -16,7 +16,7 @@ from zero_compiler.runtime import _C
 from ..storage.activation_store import Parcels
 from ..storage.aio import buffer
 from ..storage.stores import Region, region_of
-from .activation_offload import Copies, Files, Moves, Staged
+from .activation_offload import ActivationFiles, HostCopies, Moves, Staged
 from .pools import Pools
 from .tier_copies import Aside
 
@@ -125,9 +125,9 @@ class ModelRuntime:
         what = self.parcels, program.offloads, program.file_bytes
         device, path = self.policy.group.device, self.policy.activation_path
         if path == ("host",):
-            return Copies(*what, device, lambda: self.pools.stream)
+            return HostCopies(*what, device, lambda: self.pools.stream)
         if path == ("nvme",):
-            return Files(*what, lambda: self.pools.host)
+            return ActivationFiles(*what, lambda: self.pools.host)
         return Staged(*what, lambda: self.pools.host, device, lambda: self.aside)
 
     @property

@@ -26,7 +26,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class WatchedCall:
     """A call that ranks of ``group`` make together, by ``engines``."""
 
     group: Group
@@ -86,18 +86,18 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: set[Call] = set()
+        self._calls: set[WatchedCall] = set()
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: WatchedCall) -> None:
         with self._lock:
             self._calls.add(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
                 self._thread.start()
 
-    def end(self, call: Call) -> None:
+    def end(self, call: WatchedCall) -> None:
         with self._lock:
             self._calls.discard(call)
 
@@ -109,7 +109,7 @@ class _Watch:
             thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        seen: set[Call] = set()
+        seen: set[WatchedCall] = set()
         while not self._leaving.wait(LOOK_S):
             with self._lock:
                 calls = set(self._calls)

@@ -339,7 +339,7 @@ class Session:
         env = inputs + self._empty
         inputs.clear()
         call = (
-            peer_watchdog.Call(self._group, [r.engine for r in self.runtimes.values()])
+            peer_watchdog.WatchedCall(self._group, [r.engine for r in self.runtimes.values()])
             if self._talks
             else None
         )

@@ -14,7 +14,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.config import PLACED_FIELDS
 from zero_compiler.errors import StorageError
-from zero_compiler.storage.stores import Store
+from zero_compiler.storage.stores import FileStore
 
 ALL = ("nvme",) * 3  # parameters, gradients and states in files
 
@@ -86,11 +86,11 @@ class Broken:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self.armed = False
-        real = getattr(Store, method)
+        real = getattr(FileStore, method)
 
         def fake(store, span, buffer):
             if self.armed:
                 raise StorageError(f"{method} of {span.label}: {os.strerror(errno.EIO)}", errno=errno.EIO)
             return real(store, span, buffer)
 
-        monkeypatch.setattr(Store, method, fake)
+        monkeypatch.setattr(FileStore, method, fake)

@@ -36,7 +36,7 @@ class Chain:
 
 
 @dataclass
-class _Part:
+class _MlpPart:
     """Nodes that are done tile by tile, with what they read (and which rows of it) and what is read of them."""
 
     nodes: list[fx.Node]
@@ -166,8 +166,8 @@ class Mlp:
                     todo.append(n)
         return list(seen)
 
-    def _part(self, nodes: Iterable[fx.Node], results: list[fx.Node]) -> _Part:
-        part = _Part(sorted(nodes), results)
+    def _part(self, nodes: Iterable[fx.Node], results: list[fx.Node]) -> _MlpPart:
+        part = _MlpPart(sorted(nodes), results)
         made = set(part.nodes)
         for node in part.nodes:
             for n, need in row_propagation.operands(node, self._form(node)).items():
@@ -232,7 +232,7 @@ class Mlp:
         sizes = row_propagation.shape(node)
         return emit.reshaped(node, [*sizes[: need.at], self.total, *sizes[need.end :]])
 
-    def _tiling(self, ctx: Context, part: _Part) -> Tiling:
+    def _tiling(self, ctx: Context, part: _MlpPart) -> Tiling:
         graph, kinds = tile_graph(part.nodes, self.rows, self.sums, part.inputs, part.results)
         inputs = tuple(None if need is None else need.at for _, need in part.inputs)
         row_bytes = sum(row_propagation.shape(n)[1] * facts.value(n).element_size() for n in self.chain.ups)

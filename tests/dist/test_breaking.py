@@ -24,7 +24,7 @@ from zero_compiler.params.modules import policies_of
 from zero_compiler.ranks.call_handshake import fail_later
 from zero_compiler.ranks.failing import STEP, Failure
 from zero_compiler.runtime import peer_watchdog, pools
-from zero_compiler.storage.stores import Store
+from zero_compiler.storage.stores import FileStore
 
 pytestmark = pytest.mark.dist
 _fails: set[str] = set()
@@ -139,10 +139,10 @@ def cannot_read(rank: int, world: int, folder: str) -> str:
     if rank == 0:
         return raised(StorageError, loss.backward)
 
-    def read(store: Store, span: Any, buffer: Any) -> Any:
+    def read(store: FileStore, span: Any, buffer: Any) -> Any:
         raise StorageError(f"read of {span.label}: {os.strerror(errno.EIO)}", errno=errno.EIO)
 
-    Store.read = read  # type: ignore[method-assign]
+    FileStore.read = read  # type: ignore[method-assign]
     try:
         loss.backward()
     finally:

@@ -90,7 +90,7 @@ def test_overlap_updates_all_of_a_weight_that_lies_beside_one_without_a_gradient
     beginning not at all."""
     monkeypatch.setattr(MODULE, "UNIT_BYTES", 64 << 10)
     if not slow:
-        monkeypatch.setattr(streaming._Turn, "done", lambda turn: turn.wait() or True)
+        monkeypatch.setattr(streaming._StreamedTurn, "done", lambda turn: turn.wait() or True)
 
     def train(make, **fields):
         torch.manual_seed(0)
@@ -113,7 +113,9 @@ def test_overlap_updates_all_of_a_weight_that_lies_beside_one_without_a_gradient
 
 def test_overlap_keeps_no_gradients_waiting_for_a_buffer(tmp_path, monkeypatch):
     monkeypatch.setattr(MODULE, "UNIT_BYTES", 1)
-    monkeypatch.setattr(streaming._Turn, "done", lambda turn: False)  # a disk that is slower than backward
+    monkeypatch.setattr(
+        streaming._StreamedTurn, "done", lambda turn: False
+    )  # a disk that is slower than backward
     model = zero.shard(Deep(), offload_optimizer="nvme", nvme_dir=str(tmp_path))
     optimizer = zero.optimizer(O.SGD, model, lr=0.1, momentum=0.9, overlap=True)
     run = torch.compile(model, backend="zero", options={"compute": "aten", "bucket_bytes": 0})
@@ -283,8 +285,8 @@ def test_two_overlaps_at_once_are_refused(tmp_path):
 @pytest.fixture
 def slow_files(monkeypatch):
     """Nothing is read before somebody waits for it."""
-    real = streaming._Turn.done
-    monkeypatch.setattr(streaming._Turn, "done", lambda turn: turn.job is None and real(turn))
+    real = streaming._StreamedTurn.done
+    monkeypatch.setattr(streaming._StreamedTurn, "done", lambda turn: turn.job is None and real(turn))
 
 
 def test_what_is_loaded_after_a_backward_is_not_written_over(slow_files, tmp_path):
@@ -303,9 +305,9 @@ def test_what_is_loaded_after_a_backward_is_not_written_over(slow_files, tmp_pat
 
 def test_a_group_of_larger_units_may_come_between_backward_and_step(monkeypatch, tmp_path):
     # Of the weight that is there, the first piece is updated in the backward, and the second waits for its file.
-    real = streaming._Turn.done
+    real = streaming._StreamedTurn.done
     monkeypatch.setattr(
-        streaming._Turn, "done", lambda t: t.job is None or (t.job.writes[0].offset == 0 and real(t))
+        streaming._StreamedTurn, "done", lambda t: t.job is None or (t.job.writes[0].offset == 0 and real(t))
     )
     want, model = made(), made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
     plain = O.AdamW([want.first.weight])

@@ -20,7 +20,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, RankMismatchError, StorageError, ZeroError
 from zero_compiler.ranks import call_handshake
-from zero_compiler.storage.stores import Nvme, Store
+from zero_compiler.storage.stores import FileStore, Nvme
 
 pytestmark = pytest.mark.dist
 AdamW = torch.optim.AdamW
@@ -61,14 +61,14 @@ class Faulty:
 
     def __init__(self, method: str = "write") -> None:
         self.armed = False
-        real = getattr(Store, method)
+        real = getattr(FileStore, method)
 
-        def request(store: Store, span: Any, buffer: Any) -> Any:
+        def request(store: FileStore, span: Any, buffer: Any) -> Any:
             if self.armed:
                 raise StorageError(f"{method} of {span.label}: {os.strerror(errno.EIO)}", errno=errno.EIO)
             return real(store, span, buffer)
 
-        setattr(Store, method, request)
+        setattr(FileStore, method, request)
 
 
 class Hook:

@@ -132,8 +132,8 @@ import zero_compiler as zero
 from torch import nn
 from zero_compiler.runtime import aio, stores, streaming
 stores.Engine = functools.partial(aio.Engine, backend="threads")
-done = streaming._Turn.done  # what is read is there when somebody looks
-streaming._Turn.done = lambda turn: (turn.wait() is None) if turn.job is not None else done(turn)
+done = streaming._StreamedTurn.done  # what is read is there when somebody looks
+streaming._StreamedTurn.done = lambda turn: (turn.wait() is None) if turn.job is not None else done(turn)
 
 def made(**tiers):
     torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_an_error_that_is_dropped_in_a_later_backward_takes_no_gradient_with_it(
         raise StorageError("write of a gradient")
 
     with monkeypatch.context() as until_waited_for:
-        until_waited_for.setattr(writeback_buffers._Write, "done", lambda write: False)
+        until_waited_for.setattr(writeback_buffers._PendingWrite, "done", lambda write: False)
         until_waited_for.setattr(writeback_buffers.Landing, "_finish", broken)
         try:
             model(torch.ones(2, 64)).sum().backward()  # fails at its end

@@ -15,7 +15,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import StorageError
 from zero_compiler.params.modules import policies_of
-from zero_compiler.storage.stores import Nvme, Store
+from zero_compiler.storage.stores import FileStore, Nvme
 
 O = torch.optim
 
@@ -179,7 +179,7 @@ def test_a_file_system_where_the_two_ways_disagree_is_used_through_the_page_cach
         tried.append((store.label, store.file.direct))
         return not store.file.direct
 
-    monkeypatch.setattr(Store, "_coherent", coherent)
+    monkeypatch.setattr(FileStore, "_coherent", coherent)
     model = made(tmp_path, tiers=ALL)
     optimizer = zero.optimizer(O.AdamW, model)
     assert train(model, compiled(model), optimizer) == losses

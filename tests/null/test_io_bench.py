@@ -74,7 +74,7 @@ def test_bytes_are_counted_once(quick, tmp_path):
         pytest.skip(f"{tmp_path} lies on no block device, and the system counts only those")
     path = tmp_path / "file"
     path.write_bytes(bytes(32 << 20))
-    report = io_bench.Report(str(tmp_path), 32 << 20, 0.2, "threads", True, "")
+    report = io_bench.DiskReport(str(tmp_path), 32 << 20, 0.2, "threads", True, "")
     memory = io_bench.aio.buffer(io_bench.memory_bytes(1 << 20, 2))
     for mode, reads, writes in (("read", 1, 0), ("write", 0, 1), ("both", 0.5, 0.5)):
         before = moved("read_bytes"), moved("write_bytes")

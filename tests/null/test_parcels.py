@@ -9,7 +9,7 @@ import torch
 
 from zero_compiler.errors import StorageError
 from zero_compiler.ir.program import OffloadDesc
-from zero_compiler.runtime.activation_offload import Files
+from zero_compiler.runtime.activation_offload import ActivationFiles
 from zero_compiler.runtime.model import ModelRuntime
 from zero_compiler.runtime.pools import Pools
 from zero_compiler.storage.activation_store import Parcels
@@ -73,7 +73,7 @@ def test_a_wait_that_breaks_off_leaves_nothing_under_way(what):
     request = Request(KeyboardInterrupt())
     parcels, pool = Parcels(lambda nbytes: File(request)), torch.zeros(4096, dtype=torch.uint8)
     desc = OffloadDesc("a", "h.0", ("nvme",), (1024,), (1,), "float32", 0, 0)
-    files = Files(parcels, [desc], 4096, lambda: pool)
+    files = ActivationFiles(parcels, [desc], 4096, lambda: pool)
     parcel = parcels.take(4096)
     if what == "offload":
         files.offload(0, torch.ones(1024))
@@ -89,7 +89,7 @@ def test_a_transfer_that_failed_is_waited_for_once():
     request = Request(StorageError("the disk is gone"))
     parcels, pool = Parcels(lambda nbytes: File(request)), torch.zeros(4096, dtype=torch.uint8)
     desc = OffloadDesc("a", "h.0", ("nvme",), (1024,), (1,), "float32", 0, 0)
-    files = Files(parcels, [desc], 4096, lambda: pool)
+    files = ActivationFiles(parcels, [desc], 4096, lambda: pool)
     files.offload(0, torch.ones(1024))
     with pytest.raises(StorageError):
         files.wait(0)

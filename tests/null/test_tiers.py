@@ -308,7 +308,7 @@ def test_a_file_system_whose_mappings_agree_with_nothing_is_refused(tmp_path, mo
             with pytest.raises(
                 StorageError, match=r"nvme_dir='.*' is on a file system where .* give another nvme_dir"
             ):
-                stores.Store(engine, str(tmp_path), 4096, "parameters of rank 0", keep=keep)
+                stores.FileStore(engine, str(tmp_path), 4096, "parameters of rank 0", keep=keep)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,13 +8,13 @@ from null.instructions import gather_of, program_of, reduce_of, spec_of
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.cost.simulate import COMPUTE, HOST, READ, WRITE, Turn, simulate
+from zero_compiler.cost.simulate import COMPUTE, HOST, READ, WRITE, UpdateTurn, simulate
 from zero_compiler.ir.program import Compute, Gather, Reduce, WaitGather, WaitReduce
 from zero_compiler.storage.double_buffer import BUFFERS
 from zero_compiler.tools.planning import report
 
 # Read in 5 + 20 us, updated in 3 us and written in 10 + 25 us.
-TURN = Turn("update of w0", frozenset({("m", "w0")}), 3.0, 1000, 500)
+TURN = UpdateTurn("update of w0", frozenset({("m", "w0")}), 3.0, 1000, 500)
 
 
 def turns(count):
@@ -35,7 +35,7 @@ def test_turns_are_read_updated_and_written_side_by_side(count):
 
 
 def test_states_on_the_host_of_an_accelerator_are_copied_to_it_and_back():
-    turn = Turn("update of w", frozenset({("m", "w")}), 3.0, copied_bytes=1000)
+    turn = UpdateTurn("update of w", frozenset({("m", "w")}), 3.0, copied_bytes=1000)
     spec = spec_of()
     timeline = simulate(program_of([]), spec, 1, turns=[turn])
     assert timeline.total_us == pytest.approx(2 * spec.host_device.us(1000) + 3.0)

@@ -226,7 +226,7 @@ def _reached_without(
     unit nor any behind it is started before."""
     now, free = times.begun[unit]
     out = [(now, free)]
-    done = _Trial(times.done)
+    done = _DistanceTrial(times.done)
     for j in range(starts[unit], unit):
         now, free = _walk(phase, phase.between[j], now, free, done)
         now = max(now, times.gathered[j])
@@ -234,7 +234,7 @@ def _reached_without(
     return out
 
 
-class _Trial(dict[int, float]):
+class _DistanceTrial(dict[int, float]):
     """Ends of the transfers of a trial, and of those before it."""
 
     def __init__(self, before: Sequence[float]) -> None:

@@ -184,7 +184,7 @@ def _hidden(exposed_us: float, alone_us: float) -> float:
 
 
 @dataclass(frozen=True)
-class Turn:
+class UpdateTurn:
     """What an optimizer updates at once: a unit of it (`updates.py`).
 
     Args:
@@ -287,7 +287,7 @@ def simulate(
     fetches: bool = True,
     checksums: bool = False,
     params: int | None = None,
-    turns: Sequence[Turn] = (),
+    turns: Sequence[UpdateTurn] = (),
     files_budget: int | None = None,
 ) -> Timeline:
     """Timeline of one run of ``program`` on ``world`` ranks of a machine.
@@ -305,8 +305,8 @@ def simulate(
     """
     sim = _Simulator(spec)
     updates = _Updates(turns, program)
-    files = _Files(sim, program, spec, checksums, updates.taken, files_budget)
-    stream = _Stream(sim, files, spec)
+    files = _FileWork(sim, program, spec, checksums, updates.taken, files_budget)
+    stream = _SimulatedStream(sim, files, spec)
     python_us = 0.0 if params is None else _python_us(program, spec, params)
     if program.phase != "backward":
         sim.python(python_us)
@@ -403,7 +403,7 @@ def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
     return numel * item / spec.memory_bytes_per_us + len(keep.names) * spec.kernel_us
 
 
-class _Files:
+class _FileWork:
     """What the host does itself for transfers of files: sums of bytes, and gradients that go by way of buffers.
 
     Of a gradient that is not made in a block that can be written, each part is copied to one
@@ -483,7 +483,7 @@ class _Files:
 class _Updates:
     """Which turns of an optimizer may begin when, in one Program (see `overlap.py`)."""
 
-    def __init__(self, turns: Sequence[Turn], program: Program) -> None:
+    def __init__(self, turns: Sequence[UpdateTurn], program: Program) -> None:
         self._turns = turns
         self._missing = [set(turn.names) for turn in turns]  # gradients that are not final yet
         self._of: dict[tuple[str, str], list[int]] = {}
@@ -499,11 +499,11 @@ class _Updates:
         return self._of.keys() - self._filed
 
     @property
-    def left(self) -> list[Turn]:
+    def left(self) -> list[UpdateTurn]:
         """Those that nothing has let begin so far."""
         return [turn for turn, missing in zip(self._turns, self._missing, strict=True) if missing]
 
-    def landed(self, r: ReduceDesc, at: int) -> list[Turn]:
+    def landed(self, r: ReduceDesc, at: int) -> list[UpdateTurn]:
         """Those that the reduction ``r`` was the last to hold up; it is waited for by instruction ``at``."""
         ready = []
         if r.tile is None or r.tile.last:
@@ -521,7 +521,7 @@ class _Moving:
     """A turn with the transfer of it that is under way, if any."""
 
     sim: _Simulator
-    turn: Turn
+    turn: UpdateTurn
     task: _Task | None
 
     def done(self) -> bool:
@@ -531,17 +531,17 @@ class _Moving:
         self.sim.wait(self.task)
 
 
-class _Stream(Turns[Turn, _Moving]):
+class _SimulatedStream(Turns[UpdateTurn, _Moving]):
     """What `zero_compiler/storage/streaming.py` does, with the time that it takes."""
 
-    def __init__(self, sim: _Simulator, files: _Files, spec: HardwareSpec) -> None:
+    def __init__(self, sim: _Simulator, files: _FileWork, spec: HardwareSpec) -> None:
         super().__init__()
         self._sim, self._files, self._spec, self._free = sim, files, spec, BUFFERS
 
-    def _has_buffer(self, job: Turn) -> bool:
+    def _has_buffer(self, job: UpdateTurn) -> bool:
         return not job.buffered or self._free > 0
 
-    def _read(self, job: Turn) -> None:
+    def _read(self, job: UpdateTurn) -> None:
         self._free -= job.buffered
         read = self._move(READ, f"file of the {job.label}", job.read_bytes)
         self._reading.append(_Moving(self._sim, job, read))

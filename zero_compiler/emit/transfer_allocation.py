@@ -81,7 +81,7 @@ def allocate_transfers(
         end: number of instructions.
         fetches: when chunks of a gather come from other tiers.
     """
-    pools = _Pools()
+    pools = _PoolNeeds()
     bundles = [_Bundle.of(g.node, params) for g in gathers]
     for k, (g, bundle) in enumerate(zip(gathers, bundles, strict=True)):
         _need_for_hops(pools, k, g, bundle, fetches)
@@ -110,7 +110,7 @@ def allocate_transfers(
 _Key = tuple[str, int, int]
 
 
-class _Pools:
+class _PoolNeeds:
     """What is to lie in each pool, from when to when."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Bundle:
         return facts.unit(self.node).split(":", 1)[-1]
 
 
-def _need_for_hops(pools: _Pools, k: int, g: GatherSpan, bundle: _Bundle, fetches: Fetches) -> None:
+def _need_for_hops(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle, fetches: Fetches) -> None:
     for hop, (_, pool) in enumerate(_hops(bundle.first)):
         # It lies there until it has come one step further. One rank computes with what has arrived, where it lies.
         last = fetches.waits.get((k, hop + 1))
@@ -199,14 +199,14 @@ def _keep(bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]]) -> None:
             table[_KEPT_END] = table[p.ref.name] + arena_aligned(chunk * p.world * item)
 
 
-def _need_for_weights(pools: _Pools, k: int, g: GatherSpan, bundle: _Bundle, end: int) -> None:
+def _need_for_weights(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle, end: int) -> None:
     pool, item = "slots" if bundle.first.shared else "transient", bundle.first.gather_dtype.itemsize
     last = g.end if g.end is not None else end
     for m, (p, chunk) in enumerate(zip(bundle.plans, bundle.chunks, strict=True)):
         pools.need(pool, ("gather", k, m), chunk * p.world * item, g.start, last)
 
 
-def _need_for_gather_staging(pools: _Pools, k: int, g: GatherSpan, bundle: _Bundle) -> None:
+def _need_for_gather_staging(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle) -> None:
     first = bundle.first
     several, cast = len(bundle.plans) > 1, first.gather_dtype != first.dtype
     if bundle.home or first.shared or not (several or cast):
@@ -216,7 +216,7 @@ def _need_for_gather_staging(pools: _Pools, k: int, g: GatherSpan, bundle: _Bund
     pools.need("transient", ("gather_staging", k, 0), nbytes, g.start, g.ready)
 
 
-def _need_for_reduction(pools: _Pools, k: int, r: ReduceSpan, bundle: _Bundle, read_by_all: int) -> None:
+def _need_for_reduction(pools: _PoolNeeds, k: int, r: ReduceSpan, bundle: _Bundle, read_by_all: int) -> None:
     first, item = bundle.first, bundle.first.reduce_dtype.itemsize
     if first.shared:
         numel = sum(map(math.prod, bundle.shapes))

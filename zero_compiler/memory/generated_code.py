@@ -75,13 +75,13 @@ class _Results:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _KernelCall:
     """An operator is called, by its name."""
 
     operator: str
 
 
-_Step = _New | _Alias | _Free | _Number | _Results | _Call
+_Step = _New | _Alias | _Free | _Number | _Results | _KernelCall
 
 
 class Generated:
@@ -94,7 +94,7 @@ class Generated:
 
     def __init__(self, inputs: Sequence[str], steps: Sequence[_Step]) -> None:
         self._inputs, self._steps = inputs, steps
-        self.operators = frozenset(step.operator for step in steps if isinstance(step, _Call))
+        self.operators = frozenset(step.operator for step in steps if isinstance(step, _KernelCall))
 
     def most(
         self,
@@ -138,7 +138,7 @@ class Generated:
                     listed = [new.name for new in step.named if new.name != step.name]
                     if listed or step.others:
                         held.gather(step.name, listed, sum(others))
-                case _Call():
+                case _KernelCall():
                     held.note((beside or {}).get(step.operator, 0))
         return held.most
 
@@ -216,7 +216,7 @@ def read(source: str, graph: fx.Graph, inputs: Sequence[Any]) -> Generated | Non
         inputs: their fake values.
     """
     try:
-        reader = _Reader(graph)
+        reader = _CodeReader(graph)
         reader.read(source)
         out = Generated(reader.inputs, reader.steps)
         out.most(inputs, [True] * len(inputs))
@@ -226,7 +226,7 @@ def read(source: str, graph: fx.Graph, inputs: Sequence[Any]) -> Generated | Non
     return out
 
 
-class _Reader:
+class _CodeReader:
     def __init__(self, graph: fx.Graph) -> None:
         self.inputs: list[str] = []
         self.steps: list[_Step] = []
@@ -331,7 +331,7 @@ class _Reader:
         last = words[-2:]  # an operator and its overload, or a kernel alone
         found = next((word for word in last if word in self._values), "")
         if found or text.startswith("torch.ops.") or words[0] in _LIBRARIES:
-            self.steps.append(_Call(found or last[words[0] in _WITHOUT_OVERLOADS]))
+            self.steps.append(_KernelCall(found or last[words[0] in _WITHOUT_OVERLOADS]))
         return found
 
     def _most_itemsize(self, operator: str, index: int | None) -> int:

@@ -74,14 +74,14 @@ def states_of(
     start, given = sample(), [sample() for _ in range(_STEPS)]
     half = shape[0] // 2
     halves = [(start[s], [g[s] for g in given]) for s in (slice(half), slice(half, None))]
-    whole = _Trial(cls, kw, options, [(start, given)])
-    parts = [_Trial(cls, kw, options, [one]) for one in halves]
+    whole = _ElementwiseTrial(cls, kw, options, [(start, given)])
+    parts = [_ElementwiseTrial(cls, kw, options, [one]) for one in halves]
     if not torch.equal(whole.param, torch.cat([p.param for p in parts])):
         raise _refusal(cls, "a step on a tensor differs from steps on its two halves")
-    together = _Trial(cls, kw, options, halves)
+    together = _ElementwiseTrial(cls, kw, options, halves)
     if not all(torch.equal(a, b.param) for a, b in zip(together.params, parts, strict=True)):
         raise _refusal(cls, "a step on two parameters differs from steps on each of them alone")
-    moved = _Trial(cls, kw, options, [(start, given)], moves=True)
+    moved = _ElementwiseTrial(cls, kw, options, [(start, given)], moves=True)
     if not torch.equal(whole.param, moved.param):
         raise _refusal(cls, "it keeps something of a parameter elsewhere than in self.state[parameter]")
     keys: dict[str, torch.dtype] = {}
@@ -96,7 +96,7 @@ def states_of(
     return States(keys, whole.eager)
 
 
-class _Trial:
+class _ElementwiseTrial:
     """A few steps of a new optimizer.
 
     Args:

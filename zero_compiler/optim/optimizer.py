@@ -28,7 +28,7 @@ from ..ranks.failing import MAKE
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
 from ..storage.double_buffer import BUFFERS
-from ..storage.stores import Store, region_of
+from ..storage.stores import FileStore, region_of
 from ..storage.streaming import Stream
 from ..storage.writeback_buffers import OF_BUDGET
 from .elementwise import States, declared, states_of
@@ -108,7 +108,7 @@ def _policies_of(given: Any) -> list[Any]:
 
 
 @dataclass
-class _Placed:
+class _StatePlacement:
     """A parameter group whose states have tiers, and no memory yet.
 
     Args:
@@ -145,7 +145,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self.grad_norm: torch.Tensor | None = None
         self._units: list[Unit] = []
         self._overlap = Overlap(self) if overlap else None
-        self._stores: list[Store] = []
+        self._stores: list[FileStore] = []
         self._stream: Stream | None = None
         self._broken: str | None = None
         self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -223,7 +223,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             policy.optimizers[name] = self
             policy.take()
 
-    def _placed(self, group: dict[str, Any]) -> _Placed:
+    def _placed(self, group: dict[str, Any]) -> _StatePlacement:
         if self._overlap is not None:
             self._overlap.check_free(group["params"])
         owners = _owners()
@@ -258,9 +258,9 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                     entry.streamed[key] = dtype.itemsize
             entries.setdefault((states.eager, *states.tensors.items()), []).append(entry)
         most = unit_bytes(owners[id(p)][0] for p in group["params"] if id(p) in owners)
-        return _Placed(group, list(entries.values()), needs, taken, most)
+        return _StatePlacement(group, list(entries.values()), needs, taken, most)
 
-    def _take_up(self, placed: _Placed) -> None:
+    def _take_up(self, placed: _StatePlacement) -> None:
         group, most = placed.group, placed.unit_bytes
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
@@ -671,7 +671,7 @@ def batches_of(entries: list[Entry], few: bool, limit_bytes: int) -> Iterable[li
         yield batch
 
 
-def _close(stores: list[Store]) -> None:
+def _close(stores: list[FileStore]) -> None:
     for store in stores:
         store.close()
     stores.clear()

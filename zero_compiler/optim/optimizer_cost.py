@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..cost.hardware import HardwareSpec
-from ..cost.simulate import Timeline, Turn, simulate
+from ..cost.simulate import Timeline, UpdateTurn, simulate
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..ir.program import Program, few
 from ..params.policy import Policy, local_of
@@ -63,7 +63,7 @@ def _tiled(frames: Sequence[Frame]) -> set[tuple[str, str]]:
 
 
 def _timeline(
-    policy: Policy, program: Program, turns: Sequence[Turn], frame: Frame | None = None
+    policy: Policy, program: Program, turns: Sequence[UpdateTurn], frame: Frame | None = None
 ) -> Timeline:
     return simulate(
         program,
@@ -78,7 +78,7 @@ def _timeline(
 
 def _turns(
     policies: Sequence[Policy], tiled: Collection[tuple[str, str]]
-) -> tuple[list[Turn], list[Turn], str]:
+) -> tuple[list[UpdateTurn], list[UpdateTurn], str]:
     """Turns that run as soon as gradients are final, those that run in ``step()``, and what they are known from."""
     keys = {
         id(param): (policy, name)
@@ -87,8 +87,8 @@ def _turns(
         if (param := policy.find(name)) is not None and param.requires_grad
     }
     spec = policies[0].hardware
-    early: list[Turn] = []
-    late: list[Turn] = []
+    early: list[UpdateTurn] = []
+    late: list[UpdateTurn] = []
     told: dict[str, None] = {}
     known = {id(o): o for policy in policies for o in policy.optimizers.values()}
     for optimizer in known.values():
@@ -134,7 +134,7 @@ def _turn(
     early: bool,
     tiled: Collection[tuple[str, str]],
     spec: HardwareSpec,
-) -> Turn | None:
+) -> UpdateTurn | None:
     """What updating ``pieces`` at once moves and computes."""
     names: dict[tuple[str, str], None] = {}
     filed: set[tuple[str, str]] = set()
@@ -161,7 +161,7 @@ def _turn(
     if not names:
         return None
     label = f"update of {few(tuple(name for _, name in names))}"
-    return Turn(
+    return UpdateTurn(
         label, frozenset(names), us + spec.kernel_us, int(read), int(written), int(copied), frozenset(filed)
     )
 

@@ -24,7 +24,7 @@ from ..errors import OptimizerError
 from ..params import grads
 from ..params.policy import local_of
 from ..storage import heap
-from ..storage.stores import Region, Span, region_of, watch
+from ..storage.stores import FileSpan, Region, region_of, watch
 from ..storage.streaming import Job
 from .elementwise import States, make, step_of
 
@@ -188,7 +188,7 @@ class _Operand:
 
 
 @dataclass
-class _Part:
+class _PartOfPiece:
     """A piece in one update: its operands, and what its state held beside tensors (None: it had none)."""
 
     piece: Piece
@@ -273,9 +273,9 @@ class Unit:
             for p in active
         ]
         parts = [
-            _Part(p, param, grad, states, self._small(p, held), _tensors(held))
+            _PartOfPiece(p, param, grad, states, self._small(p, held), _tensors(held))
             if (held := state.get(p.entry.param))
-            else _Part(p, param, grad, states, None)
+            else _PartOfPiece(p, param, grad, states, None)
             for p, param, grad, states in zip(active, params, given, tensors, strict=True)
         ]
         return Job(
@@ -302,7 +302,7 @@ class Unit:
 
     def _run(
         self,
-        parts: list[_Part],
+        parts: list[_PartOfPiece],
         buffer: torch.Tensor | None,
         state: Mapping[Any, dict[str, Any]],
         done: Done,
@@ -356,7 +356,7 @@ class Unit:
         self,
         inner: Optimizer,
         params: list[torch.Tensor],
-        parts: list[_Part],
+        parts: list[_PartOfPiece],
         buffer: torch.Tensor | None,
         given: dict[str, Any],
     ) -> None:
@@ -379,7 +379,7 @@ class Unit:
 
     def _take(
         self,
-        part: _Part,
+        part: _PartOfPiece,
         made: dict[str, Any],
         buffer: torch.Tensor | None,
         state: Mapping[Any, dict[str, Any]],
@@ -453,8 +453,8 @@ class _Buffer:
 
     def __init__(self) -> None:
         self.end = 0
-        self.reads: list[Span] = []
-        self.writes: list[Span] = []
+        self.reads: list[FileSpan] = []
+        self.writes: list[FileSpan] = []
 
     def place(self, piece: Piece, rest: torch.Tensor, read: bool, write: bool) -> _Operand:
         rows, region = piece.rows(rest), region_of(rest)

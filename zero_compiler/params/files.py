@@ -11,7 +11,7 @@ import torch
 
 from ..alignment import block_aligned
 from ..layout import Layout
-from ..storage.stores import Nvme, Region, Store, watch
+from ..storage.stores import FileStore, Nvme, Region, watch
 from ..storage.writeback_buffers import Landing, write_buffers
 from . import grads
 
@@ -51,14 +51,14 @@ class Files:
         self.gradients.update(added)
         return added
 
-    def _regions(self, room: Store | None, gradients: Mapping[str, Layout]) -> dict[str, Region]:
+    def _regions(self, room: FileStore | None, gradients: Mapping[str, Layout]) -> dict[str, Region]:
         return {
             name: room.allocate(f"gradient of {name}", layout.padded_shape, layout.dtype)
             for name, layout in gradients.items()
             if room is not None
         }
 
-    def _store(self, what: str, layouts: Mapping[str, Layout]) -> Store | None:
+    def _store(self, what: str, layouts: Mapping[str, Layout]) -> FileStore | None:
         nbytes = sum(block_aligned(layout.bytes_local()) for layout in layouts.values())
         return self.nvme.store(what, nbytes) if layouts else None
 

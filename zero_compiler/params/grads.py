@@ -323,18 +323,18 @@ def hooked(param: Any, ours: Collection[int] = ()) -> bool:
     return any(k not in ours and k not in other for hooks in both if hooks for k in hooks)
 
 
-class Call:
+class ForwardCall:
     """A forward whose backward has yet to run: it may read ``names`` once more. Lives as long as its graph."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
 
 
-def opened(policy: Policy, names: Iterable[str]) -> Call | None:
+def opened(policy: Policy, names: Iterable[str]) -> ForwardCall | None:
     """Note a forward, where somebody wants to know."""
     if not policy.sinks:
         return None
-    call = Call(names)
+    call = ForwardCall(names)
     policy.calls.add(call)
     return call
 

@@ -224,7 +224,7 @@ class Policy:
         self._planned_writes: PlannedWrites | None = None
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
-        self.calls: weakref.WeakSet[grads.Call] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[grads.ForwardCall] = weakref.WeakSet()
         self.looked: int | None = (
             None  # the backward in which accumulation was looked at, by autograd's number
         )

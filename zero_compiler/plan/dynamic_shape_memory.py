@@ -43,7 +43,7 @@ class _Symbol:
 
 
 @dataclass(frozen=True)
-class _Phase:
+class _SizedPhase:
     program: Program
     symbols: list[_Symbol]
     # What it is at other sizes, and bytes that a backward is handed; None: nothing in it has a size that may change.
@@ -60,7 +60,7 @@ class Sized:
 
     def __init__(self) -> None:
         self.saved_now: int | None = None
-        self._phases: dict[str, _Phase] = {}
+        self._phases: dict[str, _SizedPhase] = {}
         self._known: OrderedDict[Any, tuple[AtSizes, int | None]] = OrderedDict()
         self._saved: OrderedDict[tuple[int, ...], int] = OrderedDict()
 
@@ -68,7 +68,7 @@ class Sized:
         """Take a phase whose segments are compiled."""
         program, graph, numbers = emitted.program, emitted.graph, emitted.numbers
         if not any(facts.symbols_of(facts.value(n)) for n in graph.find_nodes(op="placeholder")):
-            self._phases[program.phase] = _Phase(program, [], None)
+            self._phases[program.phase] = _SizedPhase(program, [], None)
             return
 
         def at(sizes: facts.Sizes) -> tuple[Program, int | None]:
@@ -80,7 +80,7 @@ class Sized:
             return again, saved
 
         handed = partial(facts.saved_bytes, graph) if program.phase == "backward" else None
-        self._phases[program.phase] = _Phase(program, _symbols(graph), at, handed)
+        self._phases[program.phase] = _SizedPhase(program, _symbols(graph), at, handed)
 
     def more_saved(self, inputs: Sequence[Any]) -> tuple[int, str]:
         """By how many bytes a forward hands more to its backward than was planned, at the sizes of this call; and these

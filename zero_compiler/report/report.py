@@ -28,7 +28,7 @@ _TABLES = 256
 _COMPILED_BYTES = 64 << 20
 
 
-class Call:
+class PendingForward:
     """A forward of a frame whose backward is still due."""
 
 
@@ -57,7 +57,9 @@ class Frame:
     behind: set[str] = field(
         default_factory=set
     )  # code that has run after its forward and before its backward
-    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)  # whose backward is still due
+    calls: weakref.WeakSet[PendingForward] = field(
+        default_factory=weakref.WeakSet
+    )  # whose backward is still due
 
     @property
     def saved_now(self) -> int:
@@ -65,9 +67,9 @@ class Frame:
         now = None if self.sized is None else self.sized.saved_now
         return self.saved_bytes if now is None else int(now)
 
-    def opened(self) -> Call:
+    def opened(self) -> PendingForward:
         """Note a forward; what is returned lives until its backward has run."""
-        call = Call()
+        call = PendingForward()
         self.calls.add(call)
         return call
 

@@ -6,7 +6,7 @@ a tensor does, and a place that direct transfers use, many times faster.
 
 One owner a file: the two ways never overlap in time. A direct read finds what was written through the mapping (the
 kernel writes dirty pages back first), and a mapped read what was written directly (it drops the pages).
-:meth:`Store` tries both on every new file before anything relies on it.
+:meth:`FileStore` tries both on every new file before anything relies on it.
 
 One process a file, too: in a forked child handles can be read, what it writes through them stays its own, as with
 other memory, and direct transfers are errors.
@@ -40,19 +40,19 @@ from .checksums import Checksums
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """Bytes of a file beside bytes of a buffer: ``nbytes`` at ``offset``, and at ``at`` in the buffer."""
 
-    store: Store
+    store: FileStore
     offset: int
     nbytes: int
     at: int
     label: str
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merged(spans: Iterable[FileSpan]) -> list[FileSpan]:
     """Spans that follow each other both in the file and in the buffer are one transfer."""
-    out: list[Span] = []
+    out: list[FileSpan] = []
     for s in spans:
         last = out[-1] if out else None
         if (
@@ -62,7 +62,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
             and last.at + last.nbytes == s.at
         ):
             few = last.label if last.label.endswith("...") else f"{last.label} ..."
-            out[-1] = Span(s.store, last.offset, last.nbytes + s.nbytes, last.at, few)
+            out[-1] = FileSpan(s.store, last.offset, last.nbytes + s.nbytes, last.at, few)
         else:
             out.append(s)
     return out
@@ -72,7 +72,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 class Region:
     """Where one tensor lies in a store; ``tensor`` is its handle, over a mapping of its own."""
 
-    store: Store
+    store: FileStore
     label: str
     offset: int
     nbytes: int  # whole blocks: the last one is the tensor's alone
@@ -99,18 +99,18 @@ class Region:
             buffer[: part.numel()].copy_(part)
             size = block_aligned(part.numel())
             buffer[part.numel() : size].zero_()
-            self.store.write(Span(self.store, begin + at, size, 0, self.label), buffer).wait()
+            self.store.write(FileSpan(self.store, begin + at, size, 0, self.label), buffer).wait()
 
-    def span(self, start: int, nbytes: int, at: int) -> Span:
+    def span(self, start: int, nbytes: int, at: int) -> FileSpan:
         """Bytes from ``start`` on, which is a multiple of the block; the length is rounded up to whole blocks."""
-        return Span(self.store, self.offset + start, block_aligned(nbytes), at, self.label)
+        return FileSpan(self.store, self.offset + start, block_aligned(nbytes), at, self.label)
 
 
 _FILL_BYTES = 8 << 20  # memory that filling a region takes
 _GROWTH_BYTES = 1 << 30  # the largest file that is made without knowing that it will be full
 
 # Regions by the address of their handle's memory: a tensor that was put in place of one is none.
-_regions: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+_regions: weakref.WeakValueDictionary[int, FileStore] = weakref.WeakValueDictionary()
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
@@ -126,7 +126,7 @@ def region_of(tensor: torch.Tensor) -> Region | None:
     return region if region is not None and region.tensor.data_ptr() == at else None
 
 
-class Store:
+class FileStore:
     """A file of this rank that holds tensors one after the other.
 
     Args:
@@ -247,7 +247,7 @@ class Store:
         _regions[at] = self
         return region
 
-    def read(self, span: Span, buffer: torch.Tensor) -> Request | Checked:
+    def read(self, span: FileSpan, buffer: torch.Tensor) -> Request | Checked:
         """Start to read a span of this file into its place in ``buffer``.
 
         Raises:
@@ -261,7 +261,7 @@ class Store:
         self._forget_mapped(self._checksums, span)
         return Checked(request, self._checksums, span, part)
 
-    def write(self, span: Span, buffer: torch.Tensor) -> Request:
+    def write(self, span: FileSpan, buffer: torch.Tensor) -> Request:
         """Start to write it from there.
 
         Raises:
@@ -315,7 +315,7 @@ class Store:
         under = getattr(watched, "_local_tensor", None)
         return sum(t._version for t in (region.tensor, watched, under) if t is not None)
 
-    def _forget_mapped(self, checksums: Checksums, span: Span) -> None:
+    def _forget_mapped(self, checksums: Checksums, span: FileSpan) -> None:
         """Nothing is known of regions in ``span`` whose handles were written to."""
         for at, region in self.regions.items():
             if region.offset < span.offset + span.nbytes and span.offset < region.offset + region.nbytes:
@@ -400,7 +400,7 @@ def _close_file(file: File, pid: int) -> None:
 class Checked:
     """A read whose bytes are compared with the sums of what was written, once it is done."""
 
-    def __init__(self, request: Request, checksums: Checksums, span: Span, part: torch.Tensor) -> None:
+    def __init__(self, request: Request, checksums: Checksums, span: FileSpan, part: torch.Tensor) -> None:
         self._request, self._checksums, self._span, self._part = request, checksums, span, part
 
     def done(self) -> bool:
@@ -501,17 +501,17 @@ class Nvme:
     def __init__(self, directory: str, rank: int, keep: bool, checksums: bool = False) -> None:
         self.directory, self.rank, self.keep, self.checksums = directory, rank, keep, checksums
         self.engine = Engine()
-        self.stores: weakref.WeakSet[Store] = weakref.WeakSet()
-        self._grown: list[Store] = []
+        self.stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
+        self._grown: list[FileStore] = []
         self._closer = weakref.finalize(self, _close, self.engine, self.stores)
 
-    def store(self, what: str, nbytes: int, keep: bool | None = None) -> Store:
+    def store(self, what: str, nbytes: int, keep: bool | None = None) -> FileStore:
         """A new file for ``what``; it lives as long as the store that is returned, or longer where it is to be kept.
 
         Args:
             keep: None: as the tier keeps its files.
         """
-        made = Store(
+        made = FileStore(
             self.engine,
             self.directory,
             nbytes,
@@ -534,7 +534,7 @@ class Nvme:
             self._grown.append(store)
         return store.allocate(label, shape, dtype)
 
-    def _more(self, need: int, wanted: int) -> Store:
+    def _more(self, need: int, wanted: int) -> FileStore:
         """A file of ``wanted`` bytes, or of what is needed now where there is no room for more."""
         try:
             return self.store("parameters", wanted)
@@ -547,7 +547,7 @@ class Nvme:
         self._closer()
 
 
-def _close(engine: Any, stores: weakref.WeakSet[Store]) -> None:
+def _close(engine: Any, stores: weakref.WeakSet[FileStore]) -> None:
     for store in list(stores):
         store.close()
     engine.close()

@@ -11,7 +11,7 @@ import torch
 from .aio import buffer
 from .double_buffer import Turns
 from .interruptible_io import Guarded, Requests
-from .stores import Span, merged
+from .stores import FileSpan, merged
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Job:
     """
 
     nbytes: int
-    reads: Sequence[Span]
-    writes: Sequence[Span]
+    reads: Sequence[FileSpan]
+    writes: Sequence[FileSpan]
     run: Callable[[torch.Tensor | None], None]
 
 
 @dataclass
-class _Turn(Requests):
+class _StreamedTurn(Requests):
     job: Job | None  # None: it has run, and what it holds is gone
     buffer: torch.Tensor | None
 
 
-class Stream(Guarded, Turns[Job, _Turn]):
+class Stream(Guarded, Turns[Job, _StreamedTurn]):
     """Runs jobs in the order in which they are fed, through ``count`` buffers of ``nbytes`` each."""
 
     def __init__(self, nbytes: int, count: int) -> None:
@@ -61,13 +61,13 @@ class Stream(Guarded, Turns[Job, _Turn]):
         return not job.nbytes or bool(self._free)
 
     def _read(self, job: Job) -> None:
-        turn = _Turn(job, self._free.popleft() if job.nbytes else None)
+        turn = _StreamedTurn(job, self._free.popleft() if job.nbytes else None)
         self._reading.append(turn)
         for s in merged(job.reads):
             assert turn.buffer is not None
             turn.requests.append(s.store.read(s, turn.buffer))
 
-    def _compute(self, turn: _Turn) -> None:
+    def _compute(self, turn: _StreamedTurn) -> None:
         assert turn.job is not None
         turn.job.run(turn.buffer)
         writes, turn.job = merged(turn.job.writes), None
@@ -75,7 +75,7 @@ class Stream(Guarded, Turns[Job, _Turn]):
             assert turn.buffer is not None
             turn.requests.append(s.store.write(s, turn.buffer))
 
-    def _give_back(self, turn: _Turn) -> None:
+    def _give_back(self, turn: _StreamedTurn) -> None:
         if turn.buffer is not None:
             self._free.append(turn.buffer)
 

@@ -38,7 +38,7 @@ def write_buffers(largest_bytes: int, budget_bytes: int | None) -> tuple[int, in
 
 
 @dataclass
-class _Write(Requests):
+class _PendingWrite(Requests):
     memory: torch.Tensor
 
 
@@ -58,7 +58,7 @@ class Landing(Guarded):
         # Blocks by their address: those that wait, oldest first, and those that something lies in, which holds them.
         self._idle: dict[int, torch.Tensor] = {}
         self._out: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[_PendingWrite] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Memory of ``nbytes``, with undefined contents, at the beginning of a block of whole ``ALIGN`` bytes."""
@@ -114,7 +114,7 @@ class Landing(Guarded):
         self._guarded(lambda: self._wait_until(lambda: not self._writes))
 
     def _start(self, region: Region, begin: int, block: torch.Tensor, memory: torch.Tensor) -> None:
-        write = _Write(memory)
+        write = _PendingWrite(memory)
         self._writes.append(write)
         span = region.span(begin, memory.numel(), 0)
         write.requests.append(region.store.write(span, block))

@@ -20,7 +20,7 @@ from ..report.report import Frame, Report
 from ..storage.resident_memory import Footprint
 
 
-class _Planned(Exception):
+class _FrameIsPlanned(Exception):
     """Ends a capture once the first frame is planned."""
 
 
@@ -125,7 +125,7 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         compile_frame(gm, inputs, {}, loader)  # settles nothing: this rank may be alone
-        raise _Planned
+        raise _FrameIsPlanned
 
     args, kwargs = (), {}
     if isinstance(example_inputs, dict):
@@ -141,7 +141,7 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, ZeroError):
             raise error.inner_exception from None
-        if not isinstance(error.inner_exception, _Planned):
+        if not isinstance(error.inner_exception, _FrameIsPlanned):
             raise
     finally:
         for policy, kept, tile_bytes in decided:  # it was only looked at

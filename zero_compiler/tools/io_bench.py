@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class DiskReport:
     directory: str
     nbytes: int
     seconds: float
@@ -78,7 +78,7 @@ def bench(
     rounds: int = 5,
     backend: str = "auto",
     progress: Callable[[str], None] = lambda text: None,
-) -> Report:
+) -> DiskReport:
     """Measures reads, writes and both at once in a file of ``nbytes`` bytes, made for this and removed at the end.
 
     Raises:
@@ -101,7 +101,7 @@ def bench(
             for offset in range(0, nbytes, PIECE):  # written once: later writes find their blocks in place
                 io.write(file, memory[: min(PIECE, nbytes - offset)], offset).wait()
             io.flush(file)
-            report = Report(os.fspath(directory), nbytes, seconds, io.backend, file.direct, fio_version())
+            report = DiskReport(os.fspath(directory), nbytes, seconds, io.backend, file.direct, fio_version())
         engine = fio_engine(path, nbytes, report)
         _measure(report, path, memory, engine, rounds, progress)
     finally:
@@ -110,7 +110,12 @@ def bench(
 
 
 def _measure(
-    report: Report, path: Path, memory: Any, engine: str | None, rounds: int, progress: Callable[[str], None]
+    report: DiskReport,
+    path: Path,
+    memory: Any,
+    engine: str | None,
+    rounds: int,
+    progress: Callable[[str], None],
 ) -> None:
     def ours(mode: str, block: int, depth: int) -> float:
         return our_rate(report, path, memory, mode, block, depth)
@@ -171,7 +176,7 @@ def requests(block: int, depth: int, kinds: int) -> int:
 
 
 def our_rate(
-    report: Report, path: Path, memory: Any, mode: str, block: int, depth: int, registered: bool = True
+    report: DiskReport, path: Path, memory: Any, mode: str, block: int, depth: int, registered: bool = True
 ) -> float:
     """Bytes per second of requests that follow one another through the file, or through one half each.
 
@@ -217,7 +222,7 @@ def fio_version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def fio_engine(path: Path, nbytes: int, report: Report) -> str | None:
+def fio_engine(path: Path, nbytes: int, report: DiskReport) -> str | None:
     """The first of fio's engines that runs here; the report says which, or why none."""
     if not report.direct or not report.fio.startswith("fio"):
         report.fio += "" if report.direct else ": not run, the directory has no O_DIRECT"

@@ -200,7 +200,7 @@ def _files(directory: Path, together: Callable[[], Any]) -> tuple[Link, Link]:
             for at in range(0, FILE_BYTES, io_bench.PIECE):
                 io.write(file, memory[: io_bench.PIECE], at).wait()
             io.flush(file)
-            report = io_bench.Report(str(directory), FILE_BYTES, 0.3, io.backend, file.direct, "not run")
+            report = io_bench.DiskReport(str(directory), FILE_BYTES, 0.3, io.backend, file.direct, "not run")
             part, host = memory[: aio.ALIGN], torch.device("cpu")
             alone = [lambda: io.read(file, part, 0).wait(), lambda: io.write(file, part, 0).wait()]
             together()  # no rank's latency beside another's writes
