@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -303,88 +303,167 @@ def simulate(
     Raises:
         ConfigError: the spec lacks a collective that the Program uses.
     """
-    sim = _Simulator(spec)
-    updates = _Updates(turns, program)
-    files = _FileWork(sim, program, spec, checksums, updates.taken, files_budget)
-    stream = _SimulatedStream(sim, files, spec)
+    execution = _Execution(program, spec, world, fetches, checksums, turns, files_budget)
     python_us = 0.0 if params is None else _python_us(program, spec, params)
     if program.phase != "backward":
-        sim.python(python_us)
-    gather_costs, reduce_costs = transfers(program, spec, world)
-    fetched: dict[tuple[int, int], _Task | None] = {}
-    gathers: dict[int, _Task | None] = {}
-    reduces: dict[int, _Task | None] = {}
-    offloads: dict[int, _Task | None] = {}
-    moved: list[tuple[str, _Task]] = []
-    away_us = {o.name: 0.0 for o in program.offloads}
-    reached: list[float] = []
-    for at, instr in enumerate(program.instrs):
-        if isinstance(instr, Compute):
-            of = program.modules[instr.segment] if program.modules else ""
-            label = f"segment {instr.segment}{': ' if of else ''}{of}"
-            sim.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
-        elif isinstance(instr, Fetch):
-            g = program.gathers[instr.index]
-            hop = g.hops[instr.hop]
-            us = fetch_us(program, instr, spec) if fetches else 0.0
-            label = f"{hop.what} of the {g.label}"
-            fetched[instr.index, instr.hop] = sim.start(lane_of(hop.tier, False), label, us, g.chunk_bytes)
-        elif isinstance(instr, WaitFetch):
-            task = fetched[instr.index, instr.hop]
-            sim.wait(task)
-            files.check(task)
-        elif isinstance(instr, Gather):
-            label = program.gathers[instr.index].label
-            gathers[instr.index] = sim.start(LINK, label, *gather_costs[instr.index])
-        elif isinstance(instr, Reduce):
-            label = program.reduces[instr.index].label
-            reduces[instr.index] = sim.start(LINK, label, *reduce_costs[instr.index])
-        elif isinstance(instr, Keep):
-            keep = program.keeps[instr.index]
-            sim.compute(keep.label, _sum_us(keep, spec))
-        elif isinstance(instr, WaitGather):
-            sim.wait(gathers[instr.index])
-        elif isinstance(instr, (Offload, Write, Restore, Bring)):
-            o = program.offloads[instr.index]
-            if isinstance(instr, (Write, Bring)):
-                sim.wait(offloads[instr.index])
-                away_us[o.name] += files.check(offloads[instr.index])
-            lane, us = offload_us(program, instr, spec)
-            label = f"{'copy' if lane == HOST else 'file'} of the {o.label}"
-            if lane == WRITE:
-                away_us[o.name] += files.sum_up(label, o.nbytes)
-            offloads[instr.index] = task = sim.start(lane, label, us, o.nbytes)
-            if task is not None:
-                moved.append((o.name, task))
-        elif isinstance(instr, (WaitOffload, WaitRestore)):
-            sim.wait(offloads[instr.index])
-            if isinstance(instr, WaitRestore):
-                away_us[program.offloads[instr.index].name] += files.check(offloads[instr.index])
-        elif isinstance(instr, Store):
-            sim.wait(reduces[instr.index])
-            r = program.reduces[instr.index]
-            us = spec.links("host")[1].us(r.result_bytes)
-            reduces[instr.index] = sim.start(HOST, f"copy of the {r.label}", us, r.result_bytes)
-        elif isinstance(instr, WaitReduce):
-            sim.wait(reduces[instr.index])
-            r = program.reduces[instr.index]
-            if r.tiers[-1:] == ("nvme",):
-                files.land(r)
-            for turn in updates.landed(r, at):
-                stream.feed(turn)
-                stream.admit()
-        reached.append(sim.now)
+        execution.lanes.python(python_us)
+    reached = execution.run()
     if program.phase == "backward":
-        sim.python(python_us)
-    for turn in updates.left:
-        stream.feed(turn)
-    stream.drain()
-    sim.drain()
-    total_us = max(sim.now, python_us)
-    exposed_us = python_us if share_cores(spec) else total_us - sim.now
-    for name, task in moved:
-        away_us[name] += task.stalled_us + task.slowed_us
-    return Timeline(total_us, sim.stalled, sim.spans, reached, sim.slowed, exposed_us, away_us)
+        execution.lanes.python(python_us)
+    execution.end()
+    lanes = execution.lanes
+    total_us = max(lanes.now, python_us)
+    exposed_us = python_us if share_cores(spec) else total_us - lanes.now
+    return Timeline(
+        total_us, lanes.stalled, lanes.spans, reached, lanes.slowed, exposed_us, execution.away_us()
+    )
+
+
+class _Execution:
+    """One run of a Program, instruction by instruction, on simulated lanes."""
+
+    def __init__(
+        self,
+        program: Program,
+        spec: HardwareSpec,
+        world: int,
+        fetches: bool,
+        checksums: bool,
+        turns: Sequence[UpdateTurn],
+        files_budget: int | None,
+    ) -> None:
+        self.lanes = _Simulator(spec)
+        self._program, self._spec, self._fetches = program, spec, fetches
+        self._updates = _Updates(turns, program)
+        self._files = _FileWork(self.lanes, program, spec, checksums, self._updates.taken, files_budget)
+        self._stream = _SimulatedStream(self.lanes, self._files, spec)
+        self._gather_costs, self._reduce_costs = transfers(program, spec, world)
+        # What is under way of each transfer: by its table, its number and, of chunks from other tiers, the hop.
+        self._tasks: dict[tuple[str, int, int], _Task | None] = {}
+        self._moved: list[tuple[str, _Task]] = []
+        self._summed_us = {o.name: 0.0 for o in program.offloads}
+
+    def run(self) -> list[float]:
+        """When the host is done with each instruction."""
+        reached = []
+        for at, instr in enumerate(self._program.instrs):
+            handler = _HANDLERS.get(type(instr))
+            if handler is not None:
+                handler(self, at, instr)
+            reached.append(self.lanes.now)
+        return reached
+
+    def end(self) -> None:
+        """Updates that nothing has let begin so far, and whatever is still under way."""
+        for turn in self._updates.left:
+            self._stream.feed(turn)
+        self._stream.drain()
+        self.lanes.drain()
+
+    def away_us(self) -> dict[str, float]:
+        """By how much the step takes longer for each tensor that waits on another tier."""
+        out = dict(self._summed_us)
+        for name, task in self._moved:
+            out[name] += task.stalled_us + task.slowed_us
+        return out
+
+    def _compute(self, at: int, instr: Compute) -> None:
+        program = self._program
+        of = program.modules[instr.segment] if program.modules else ""
+        label = f"segment {instr.segment}{': ' if of else ''}{of}"
+        self.lanes.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
+
+    def _fetch(self, at: int, instr: Fetch) -> None:
+        g = self._program.gathers[instr.index]
+        hop = g.hops[instr.hop]
+        us = fetch_us(self._program, instr, self._spec) if self._fetches else 0.0
+        task = self.lanes.start(lane_of(hop.tier, False), f"{hop.what} of the {g.label}", us, g.chunk_bytes)
+        self._tasks["fetch", instr.index, instr.hop] = task
+
+    def _wait_fetch(self, at: int, instr: WaitFetch) -> None:
+        task = self._tasks["fetch", instr.index, instr.hop]
+        self.lanes.wait(task)
+        self._files.check(task)
+
+    def _gather(self, at: int, instr: Gather) -> None:
+        label = self._program.gathers[instr.index].label
+        self._tasks["gather", instr.index, 0] = self.lanes.start(
+            LINK, label, *self._gather_costs[instr.index]
+        )
+
+    def _wait_gather(self, at: int, instr: WaitGather) -> None:
+        self.lanes.wait(self._tasks["gather", instr.index, 0])
+
+    def _reduce(self, at: int, instr: Reduce) -> None:
+        label = self._program.reduces[instr.index].label
+        self._tasks["reduce", instr.index, 0] = self.lanes.start(
+            LINK, label, *self._reduce_costs[instr.index]
+        )
+
+    def _store(self, at: int, instr: Store) -> None:
+        self.lanes.wait(self._tasks["reduce", instr.index, 0])
+        r = self._program.reduces[instr.index]
+        us = self._spec.links("host")[1].us(r.result_bytes)
+        task = self.lanes.start(HOST, f"copy of the {r.label}", us, r.result_bytes)
+        self._tasks["reduce", instr.index, 0] = task
+
+    def _wait_reduce(self, at: int, instr: WaitReduce) -> None:
+        self.lanes.wait(self._tasks["reduce", instr.index, 0])
+        r = self._program.reduces[instr.index]
+        if r.tiers[-1:] == ("nvme",):
+            self._files.land(r)
+        for turn in self._updates.landed(r, at):
+            self._stream.feed(turn)
+            self._stream.admit()
+
+    def _keep(self, at: int, instr: Keep) -> None:
+        keep = self._program.keeps[instr.index]
+        self.lanes.compute(keep.label, _sum_us(keep, self._spec))
+
+    def _move(self, at: int, instr: Offload | Write | Restore | Bring) -> None:
+        """A step of a tensor to another tier, or back. The second step of two waits for the first one."""
+        o = self._program.offloads[instr.index]
+        if isinstance(instr, (Write, Bring)):
+            self._wait_move(at, instr)
+            self._check_move(instr)
+        lane, us = offload_us(self._program, instr, self._spec)
+        label = f"{'copy' if lane == HOST else 'file'} of the {o.label}"
+        if lane == WRITE:
+            self._summed_us[o.name] += self._files.sum_up(label, o.nbytes)
+        self._tasks["offload", instr.index, 0] = task = self.lanes.start(lane, label, us, o.nbytes)
+        if task is not None:
+            self._moved.append((o.name, task))
+
+    def _wait_move(self, at: int, instr: Write | Bring | WaitOffload | WaitRestore) -> None:
+        self.lanes.wait(self._tasks["offload", instr.index, 0])
+
+    def _wait_restore(self, at: int, instr: WaitRestore) -> None:
+        self._wait_move(at, instr)
+        self._check_move(instr)
+
+    def _check_move(self, instr: Write | Bring | WaitRestore) -> None:
+        name = self._program.offloads[instr.index].name
+        self._summed_us[name] += self._files.check(self._tasks["offload", instr.index, 0])
+
+
+# What takes no time (a release, a discard) has no handler.
+_HANDLERS: dict[type, Callable[[_Execution, int, Any], None]] = {
+    Compute: _Execution._compute,
+    Fetch: _Execution._fetch,
+    WaitFetch: _Execution._wait_fetch,
+    Gather: _Execution._gather,
+    WaitGather: _Execution._wait_gather,
+    Reduce: _Execution._reduce,
+    Store: _Execution._store,
+    WaitReduce: _Execution._wait_reduce,
+    Keep: _Execution._keep,
+    Offload: _Execution._move,
+    Write: _Execution._move,
+    Restore: _Execution._move,
+    Bring: _Execution._move,
+    WaitOffload: _Execution._wait_move,
+    WaitRestore: _Execution._wait_restore,
+}
 
 
 def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
