@@ -311,7 +311,7 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
     """Of the Programs of forward and backward, and of the update: bytes that they read from files, and their predicted
     timelines. Updates that overlap backward are in its timeline."""
     import zero_compiler as zero
-    from zero_compiler.cost.simulate import READ
+    from zero_compiler.cost.timeline import READ
     from zero_compiler.ir.program import Fetch
 
     told = zero.inspect(model)
@@ -326,7 +326,7 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
 
 
 def _predicted(time_: Any, read_bytes: int) -> dict[str, float]:
-    from zero_compiler.cost.simulate import COMPUTE, READ, WRITE
+    from zero_compiler.cost.timeline import COMPUTE, READ, WRITE
 
     return {
         "read_bytes": read_bytes,

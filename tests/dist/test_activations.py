@@ -13,7 +13,7 @@ from machines import machine
 from standin import accelerator
 
 import zero_compiler as zero
-from zero_compiler.cost.simulate import HOST, READ, WRITE
+from zero_compiler.cost.timeline import HOST, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.runtime import _C
 

@@ -9,7 +9,7 @@ from tiered import assert_same, compiled, made, train
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.cost.simulate import HOST, LINK, READ, WRITE
+from zero_compiler.cost.timeline import HOST, LINK, READ, WRITE
 from zero_compiler.params.modules import policies_of
 
 O = torch.optim

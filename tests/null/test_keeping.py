@@ -19,7 +19,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.cost.hardware import HardwareSpec
-from zero_compiler.cost.simulate import COMPUTE, LINK, simulate
+from zero_compiler.cost.simulate import simulate
+from zero_compiler.cost.timeline import COMPUTE, LINK
 from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir.program import Keep, Program, Reduce, WaitReduce

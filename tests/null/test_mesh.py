@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler.cost.hardware import HardwareSpec
-from zero_compiler.cost.simulate import transfers
+from zero_compiler.cost.transfer_costs import transfers
 from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.ir.program import Reduce, WaitReduce
 from zero_compiler.memory.peak_check import recount

@@ -15,7 +15,8 @@ from torch import nn
 
 from zero_compiler.cost.hardware import PythonTime, load
 from zero_compiler.cost.prefetch import phase_us
-from zero_compiler.cost.simulate import COMPUTE, LINK, PYTHON, READ, WRITE, simulate
+from zero_compiler.cost.simulate import simulate
+from zero_compiler.cost.timeline import COMPUTE, LINK, PYTHON, READ, WRITE
 from zero_compiler.ir.program import Compute, Fetch, Gather, Hop, Reduce, WaitFetch, WaitGather, WaitReduce
 from zero_compiler.plan import schedule
 from zero_compiler.storage.writeback_buffers import write_buffers

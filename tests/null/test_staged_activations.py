@@ -34,7 +34,7 @@ from standin import accelerator
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.cost.simulate import HOST, READ, WRITE
+from zero_compiler.cost.timeline import HOST, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
 from zero_compiler.ir import dump
 from zero_compiler.ir.program import (

@@ -13,7 +13,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.cost import hardware
-from zero_compiler.cost.simulate import COMPUTE, READ, WRITE, simulate
+from zero_compiler.cost.simulate import simulate
+from zero_compiler.cost.timeline import COMPUTE, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
 from zero_compiler.ir.program import Fetch, Hop, Program, WaitFetch
 from zero_compiler.memory.verify import verify_program

@@ -21,7 +21,8 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..cost.simulate import Timeline, simulate
+from ..cost.simulate import simulate
+from ..cost.timeline import Timeline
 from ..emit.no_sync_program import accumulating
 from ..emit.segments import SegmentCompiler
 from ..errors import ConfigError, ZeroError

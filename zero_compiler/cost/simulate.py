@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,141 +46,10 @@ from ..ir.program import (
 )
 from ..storage.double_buffer import BUFFERS, Turns
 from ..storage.writeback_buffers import write_buffers
-from .hardware import LANES, HardwareSpec
-
-COMPUTE, LINK, READ, WRITE, HOST = LANES
-PYTHON = "python"  # no transfers: the host's time around a Program
-AROUND = "Python around the Program"
-_SHOWN = 4  # transfers that the step waits for, in the report
-
-
-def duration(us: float) -> str:
-    """A time for the report."""
-    return f"{us:.1f} us" if us < 1000 else f"{us / 1e3:.2f} ms"
-
-
-@dataclass(frozen=True)
-class Span:
-    """``label`` occupies ``lane`` from ``start_us`` to ``end_us``; ``nbytes`` of full tensors move.
-
-    ``stalled_us`` is the time for which the host waited for this transfer while nothing was computed; what it waits
-    for behind other transfers in the queue is counted here too. ``slowed_us`` is by how much it made compute take
-    longer, where both share cores. Alone on the machine it would take ``alone_us``.
-    """
-
-    lane: str
-    start_us: float
-    end_us: float
-    label: str
-    nbytes: int = 0
-    stalled_us: float = 0.0
-    slowed_us: float = 0.0
-    alone_us: float = 0.0
-
-    @property
-    def hidden(self) -> float:
-        """The part of a transfer's own time that the step does not take longer for, from 0 to 1."""
-        return _hidden(self.stalled_us + self.slowed_us, self.alone_us)
-
-
-@dataclass
-class Timeline:
-    """Result of a simulation.
-
-    ``stalls`` is how long the host waited for each lane, and computed nothing; ``slowed`` is by how much each lane made
-    compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
-    ``reached_us`` is when the host was done with each instruction of the Program. ``python_us`` is by how much the step
-    takes longer for what Python does around it. ``away_us`` is, of each tensor that waits on another tier, by name, how
-    much longer the step takes for its transfers, and for what the host sums up of them.
-    """
-
-    total_us: float
-    stalls: dict[str, float]
-    spans: list[Span] = field(default_factory=list)
-    reached_us: list[float] = field(default_factory=list)
-    slowed: dict[str, float] = field(default_factory=dict)
-    python_us: float = 0.0
-    away_us: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def stalled_us(self) -> float:
-        return sum(self.stalls.values())
-
-    def exposed_us(self, lane: str) -> float:
-        """How much longer the step takes for a lane's transfers."""
-        return self.stalls.get(lane, 0.0) + self.slowed.get(lane, 0.0)
-
-    def alone_us(self, lane: str) -> float:
-        """What a lane has to do, in the time that it takes with its cores to itself."""
-        return sum(s.alone_us for s in self.spans if s.lane == lane)
-
-    def busy_us(self, *lanes: str) -> float:
-        """For how long one of ``lanes`` at least has something under way."""
-        busy, until = 0.0, 0.0
-        for s in sorted((s for s in self.spans if s.lane in lanes), key=lambda s: s.start_us):
-            busy += max(0.0, s.end_us - max(s.start_us, until))
-            until = max(until, s.end_us)
-        return busy
-
-    def nbytes(self, lane: str) -> int:
-        return sum(s.nbytes for s in self.spans if s.lane == lane)
-
-    @property
-    def bound(self) -> str:
-        """What bounds the step: compute, a lane or Python, whichever has most to do. No schedule makes it shorter than
-        that (a roofline: Williams et al. 2009)."""
-        return max((COMPUTE, LINK, READ, WRITE, HOST, PYTHON), key=self.alone_us)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "total_us": self.total_us,
-            "stalled_us": self.stalled_us,
-            "python_us": self.python_us,
-            "bound": self.bound,
-            "spans": [asdict(s) for s in self.spans],
-        }
-
-    def waited_for(self) -> list[Span]:
-        """Transfers that the host waited for, longest wait first."""
-        return sorted((s for s in self.spans if s.stalled_us > 0), key=lambda s: -s.stalled_us)
-
-    def lines(self) -> list[str]:
-        """For the report: what the time is spent on, and which transfers are not hidden. Times of lanes are those that
-        they take alone; where they share cores, less of them is hidden."""
-        parts = [f"compute {self.alone_us(COMPUTE) / 1e3:.2f} ms"]
-        if us := self.alone_us(PYTHON):
-            parts.append(f"Python {us / 1e3:.2f} ms")
-        for lane, what in (
-            (LINK, "transfers"),
-            (READ, "reads of files"),
-            (WRITE, "writes of files"),
-            (HOST, "copies"),
-        ):
-            us = self.alone_us(lane)
-            hidden = _hidden(self.exposed_us(lane), us) if us else 0.0
-            if us or lane == LINK:
-                parts.append(
-                    f"{what} {us / 1e3:.2f} ms for {self.nbytes(lane):,} bytes, {hidden:.0%} of them hidden"
-                )
-                if lane != LINK and self.total_us:
-                    parts[-1] += f", busy for {self.busy_us(lane) / self.total_us:.0%} of the time"
-        rows = [f"predicted {self.total_us / 1e3:.2f} ms: {', '.join(parts)}; bound by {self.bound}"]
-        waits = self.waited_for()
-        for s in waits[:_SHOWN]:
-            rows.append(
-                f"waits {duration(s.stalled_us)} for the {s.label}: {s.hidden:.0%} of "
-                f"{duration(s.alone_us)} hidden"
-            )
-        if len(waits) > _SHOWN:
-            rest = sum(s.stalled_us for s in waits[_SHOWN:])
-            rows.append(f"waits {duration(rest)} for {len(waits) - _SHOWN} more")
-        return rows
-
-
-def _hidden(exposed_us: float, alone_us: float) -> float:
-    """The part of a time that the step does not take longer for."""
-    return max(0.0, 1 - exposed_us / alone_us) if alone_us else 1.0
+from .hardware import HardwareSpec
+from .lane_simulator import LaneSimulator, Task, share_cores
+from .timeline import HOST, LINK, READ, WRITE, Timeline
+from .transfer_costs import fetch_us, lane_of, offload_us, transfers
 
 
 @dataclass(frozen=True)
@@ -207,77 +76,6 @@ class UpdateTurn:
     def buffered(self) -> bool:
         """Whether it needs a buffer."""
         return bool(self.read_bytes or self.written_bytes)
-
-
-@dataclass
-class _Task:
-    lane: str
-    label: str
-    alone_us: float
-    left_us: float
-    nbytes: int
-    start_us: float = 0.0
-    slowed_us: float = 0.0  # by so much compute takes longer for it
-    wanted_us: float | None = None  # since when the host waits for it
-    stalled_us: float = 0.0  # for so long it did, and computed nothing
-    done: bool = False
-
-
-def share_cores(spec: HardwareSpec) -> bool:
-    """Whether compute and collectives slow each other down: what overlaps then takes as long as one after the other."""
-    return any(COMPUTE in group and LINK in group for group in spec.shared)
-
-
-def transfers(
-    program: Program, spec: HardwareSpec, world: int
-) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """Time on the lane and bytes of full tensors of each gather, and of each reduction.
-
-    Nothing is moved by a gather in place, nor by one of the backward of a weight that is kept: the forward has
-    fetched it.
-
-    Raises:
-        ConfigError: the spec lacks a collective that the Program uses.
-    """
-    gathers, reduces = [], []
-    for g in program.gathers:
-        if world == 1 or g.home or (g.kept and program.phase == "backward"):
-            gathers.append((0.0, 0))
-            continue
-        nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
-        gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))
-    for r in program.reduces:
-        kind = "all_reduce" if r.replicated else "reduce_scatter"
-        part = sum(r.chunk_numels) * getattr(torch, r.dtype).itemsize
-        us, nbytes = 0.0, 0
-        if world > 1:
-            nbytes = part * (1 if r.replicated else world)
-            us = spec.collective(kind, world, r.shared).us(nbytes)
-        if r.copies > 1:
-            # As if one went right behind the other; between replicas there is no shared memory.
-            us, nbytes = us + spec.collective("all_reduce", r.copies).us(part), nbytes + part
-        reduces.append((us, nbytes))
-    return gathers, reduces
-
-
-def fetch_us(program: Program, fetch: Fetch, spec: HardwareSpec) -> float:
-    """Time on its lane of one hop of a gather's chunks."""
-    g = program.gathers[fetch.index]
-    return spec.links(g.hops[fetch.hop].tier)[0].us(g.chunk_bytes)
-
-
-def lane_of(tier: str, out: bool) -> str:
-    """The lane between a tier and the one above it: from there, or ``out`` to it."""
-    return HOST if tier == "host" else WRITE if out else READ
-
-
-def offload_us(
-    program: Program, instr: Offload | Write | Restore | Bring, spec: HardwareSpec
-) -> tuple[str, float]:
-    """Lane and time of one step of an offloaded tensor, out or back."""
-    o, out = program.offloads[instr.index], isinstance(instr, (Offload, Write))
-    tier = o.tiers[0] if isinstance(instr, (Offload, Bring)) else o.tiers[-1]
-    return lane_of(tier, out), spec.links(tier)[out].us(o.nbytes)
 
 
 def simulate(
@@ -332,15 +130,15 @@ class _Execution:
         turns: Sequence[UpdateTurn],
         files_budget: int | None,
     ) -> None:
-        self.lanes = _Simulator(spec)
+        self.lanes = LaneSimulator(spec)
         self._program, self._spec, self._fetches = program, spec, fetches
         self._updates = _Updates(turns, program)
         self._files = _FileWork(self.lanes, program, spec, checksums, self._updates.taken, files_budget)
         self._stream = _SimulatedStream(self.lanes, self._files, spec)
         self._gather_costs, self._reduce_costs = transfers(program, spec, world)
         # What is under way of each transfer: by its table, its number and, of chunks from other tiers, the hop.
-        self._tasks: dict[tuple[str, int, int], _Task | None] = {}
-        self._moved: list[tuple[str, _Task]] = []
+        self._tasks: dict[tuple[str, int, int], Task | None] = {}
+        self._moved: list[tuple[str, Task]] = []
         self._summed_us = {o.name: 0.0 for o in program.offloads}
 
     def run(self) -> list[float]:
@@ -492,7 +290,7 @@ class _FileWork:
 
     def __init__(
         self,
-        sim: _Simulator,
+        sim: LaneSimulator,
         program: Program,
         spec: HardwareSpec,
         checksums: bool,
@@ -508,7 +306,7 @@ class _FileWork:
         for (owner, _), size in nbytes.items():
             largest[owner] = max(largest.get(owner, 0), size)
         self._buffers = {owner: write_buffers(size, budget) for owner, size in largest.items()}
-        self._writing: dict[str, deque[_Task]] = {owner: deque() for owner in largest}
+        self._writing: dict[str, deque[Task]] = {owner: deque() for owner in largest}
 
     def sum_up(self, label: str, nbytes: int) -> float:
         """How long the host computes for it."""
@@ -518,7 +316,7 @@ class _FileWork:
         self._sim.compute(f"checksums of the {label}", us)
         return us
 
-    def check(self, task: _Task | None) -> float:
+    def check(self, task: Task | None) -> float:
         """The same of what was read, which is compared with the sums of what was written."""
         if task is None or task.lane != READ:
             return 0.0
@@ -599,9 +397,9 @@ class _Updates:
 class _Moving:
     """A turn with the transfer of it that is under way, if any."""
 
-    sim: _Simulator
+    sim: LaneSimulator
     turn: UpdateTurn
-    task: _Task | None
+    task: Task | None
 
     def done(self) -> bool:
         return self.task is None or self.task.done
@@ -613,7 +411,7 @@ class _Moving:
 class _SimulatedStream(Turns[UpdateTurn, _Moving]):
     """What `zero_compiler/storage/streaming.py` does, with the time that it takes."""
 
-    def __init__(self, sim: _Simulator, files: _FileWork, spec: HardwareSpec) -> None:
+    def __init__(self, sim: LaneSimulator, files: _FileWork, spec: HardwareSpec) -> None:
         super().__init__()
         self._sim, self._files, self._spec, self._free = sim, files, spec, BUFFERS
 
@@ -638,103 +436,8 @@ class _SimulatedStream(Turns[UpdateTurn, _Moving]):
     def _give_back(self, turn: _Moving) -> None:
         self._free += turn.turn.buffered
 
-    def _move(self, lane: str, label: str, nbytes: int) -> _Task | None:
+    def _move(self, lane: str, label: str, nbytes: int) -> Task | None:
         if not nbytes:
             return None
         read, write = self._spec.links("host" if lane == HOST else "nvme")
         return self._sim.start(lane, label, (write if lane == WRITE else read).us(nbytes), nbytes)
-
-
-class _Simulator:
-    """The host, which computes and waits, and one queue a lane."""
-
-    def __init__(self, spec: HardwareSpec) -> None:
-        self.shared = spec.shared
-        self.on_cpu = share_cores(spec)
-        self.now = 0.0
-        self.stalled: dict[str, float] = {}
-        self.slowed: dict[str, float] = {}
-        self.queues: dict[str, deque[_Task]] = {}
-        self.spans: list[Span] = []
-
-    def start(self, lane: str, label: str, us: float, nbytes: int) -> _Task | None:
-        if us == 0:
-            return None  # nothing moves
-        task = _Task(lane, label, us, us, nbytes, self.now)
-        self.queues.setdefault(lane, deque()).append(task)
-        return task
-
-    def python(self, us: float) -> None:
-        """The host's time around a Program: an accelerator computes what is before and behind it meanwhile."""
-        if us and self.on_cpu:
-            self.compute(AROUND, us, PYTHON)
-        elif us:
-            self.spans.append(Span(PYTHON, 0.0, us, AROUND, alone_us=us))
-
-    def compute(self, label: str, us: float, lane: str = COMPUTE) -> None:
-        begin, left_us = self.now, us
-        while left_us > 1e-9:
-            rates = self._rates(computing=True)
-            step = min([left_us / rates[COMPUTE], *(q[0].left_us / rates[lane] for lane, q in self._busy())])
-            left_us -= step * rates[COMPUTE]
-            self._note_slowed(step * (1 - rates[COMPUTE]))
-            self._advance(step, rates)
-        self.spans.append(Span(lane, begin, self.now, label, alone_us=us))
-
-    def wait(self, task: _Task | None) -> None:
-        if task is None:
-            return
-        begin = task.wanted_us = self.now
-        while not task.done:
-            rates = self._rates(computing=False)
-            self._advance(min(q[0].left_us / rates[lane] for lane, q in self._busy()), rates)
-        self.stalled[task.lane] = self.stalled.get(task.lane, 0.0) + self.now - begin
-
-    def drain(self) -> None:
-        for queue in self.queues.values():
-            while queue:
-                self.wait(queue[-1])
-
-    def _busy(self) -> list[tuple[str, deque[_Task]]]:
-        return [(lane, q) for lane, q in self.queues.items() if q]
-
-    def _rates(self, computing: bool) -> dict[str, float]:
-        """The speed of every busy lane: its part of the cores or the disk that it shares."""
-        busy = [*([COMPUTE] if computing else []), *(lane for lane, _ in self._busy())]
-        groups = [set(busy).intersection(group) for group in self.shared]
-        return {lane: 1.0 / max((len(g) for g in groups if lane in g), default=1) for lane in busy}
-
-    def _note_slowed(self, us: float) -> None:
-        """Compute takes longer for the transfers that share its cores, as much for the one as for the other."""
-        heads = [
-            queue[0]
-            for lane, queue in self._busy()
-            if any(COMPUTE in group and lane in group for group in self.shared)
-        ]
-        for head in heads:
-            head.slowed_us += us / len(heads)
-            self.slowed[head.lane] = self.slowed.get(head.lane, 0.0) + us / len(heads)
-
-    def _advance(self, us: float, rates: dict[str, float]) -> None:
-        self.now += us
-        for lane, queue in self._busy():
-            head = queue[0]
-            head.left_us -= us * rates[lane]
-            if head.left_us <= 1e-9:
-                queue.popleft()
-                head.done = True
-                head.stalled_us = 0.0 if head.wanted_us is None else self.now - head.wanted_us
-                self.spans.append(
-                    Span(
-                        lane,
-                        head.start_us,
-                        self.now,
-                        head.label,
-                        head.nbytes,
-                        head.stalled_us,
-                        head.slowed_us,
-                        head.alone_us,
-                    )
-                )
-                if queue:
-                    queue[0].start_us = max(queue[0].start_us, self.now)

@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..cost.hardware import HardwareSpec
-from ..cost.simulate import Timeline, UpdateTurn, simulate
+from ..cost.simulate import UpdateTurn, simulate
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
+from ..cost.timeline import Timeline
 from ..ir.program import Program, few
 from ..params.policy import Policy, local_of
 from ..report.report import Frame, Update

@@ -14,18 +14,11 @@ import torch
 
 from ..alignment import arena_aligned
 from ..cost.hardware import HardwareSpec
+from ..cost.lane_simulator import share_cores
 from ..cost.prefetch import Event, Phase, distances, in_flight, phase_us
-from ..cost.simulate import (
-    HOST,
-    READ,
-    WRITE,
-    duration,
-    fetch_us,
-    offload_us,
-    share_cores,
-    simulate,
-    transfers,
-)
+from ..cost.simulate import simulate
+from ..cost.timeline import HOST, READ, WRITE, duration
+from ..cost.transfer_costs import fetch_us, offload_us, transfers
 from ..ir.facts import ParamRef
 from ..ir.program import (
     Bring,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from ..cost.simulate import COMPUTE, HOST, LINK, PYTHON, READ, WRITE, Timeline, duration
+from ..cost.timeline import COMPUTE, HOST, LINK, PYTHON, READ, WRITE, Timeline, duration
 
 _LANES = {
     COMPUTE: "compute",

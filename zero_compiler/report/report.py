@@ -11,8 +11,8 @@ from typing import Any
 
 from ..config import Config
 from ..cost.prefetch import PrefetchChoice
-from ..cost.simulate import Timeline, duration
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
+from ..cost.timeline import Timeline, duration
 from ..ir.facts import ParamRef
 from ..ir.program import Program
 from ..storage.resident_memory import Footprint
