@@ -367,6 +367,6 @@ def test_levels_hold_where_they_should():
 # All of them -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["memory/verify.py", "ir/spec.py"])
+@pytest.mark.parametrize("file", ["memory/verify.py", "memory/verify_places.py", "ir/spec.py"])
 def test_every_fact_has_a_broken_case(file):
     assert untested(ROOT / "zero_compiler" / file, {"_fail", "VerifyError"}) == []

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -50,96 +51,151 @@ def live_bytes(
     Args:
         sizes: at which symbolic ones are counted; None: as the capture saw them.
     """
-    node_of = {i: n for n, i in numbers.items()}
-    roots = facts.alias_roots(graph)
-    made: dict[fx.Node, int] = {}
-    live, rows = 0, []
-    beyond: list[int] = []
-    holders: dict[fx.Node, set[int]] = {}
-    in_flight: dict[int, tuple[int, ...]] = {}
-    leaving: dict[int, tuple[int, ...]] = {}  # for the host, and still being copied
-    summing = 0  # what the sum between ranks with the same rows takes, until the next reduction is waited for
-    if program.phase == "backward":
-        owner, made = facts.saved_storages(graph, sizes)
-        live = sum(made.values())
-        for node, first in owner.items():
-            holders.setdefault(first, set()).add(numbers[node])
-            if facts.is_returned(node):
-                holders[first].add(_CALLER)
-        roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in roots.items()}
-    for instr in program.instrs:
-        inside = live
-        if isinstance(instr, Compute):
-            ins = [node_of[i] for i in instr.ins]
-            # Given up to the segment, and nobody else's: the segment frees them at their last use.
-            dying = [
-                all(r in made and holders[r] <= set(instr.free) for r in roots[n])
-                if i in instr.free
-                else False
-                for i, n in zip(instr.ins, ins, strict=True)
-            ]
-            given: dict[
-                fx.Node, int
-            ] = {}  # with what the segment's inputs have of it; the rest waits for its end
-            for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
-                for r in roots[n]:
-                    given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n), sizes)
-            beyond.append(
-                peak_inside(segments[instr.segment], dying, sizes)
-                - sum(min(made[r], n) for r, n in given.items())
-            )
-            inside = live + beyond[-1]
-            for o in instr.outs:
-                for r in roots[node_of[o]]:
-                    if r in made or r.op == "placeholder" or facts.is_weight(r) or r.target in _BROUGHT:
-                        continue
-                    made[r] = facts.bytes_of(facts.value(r), sizes)
-                    live += made[r]
-                for r in roots[node_of[o]]:
-                    holders.setdefault(r, set()).add(o)
-        free = getattr(instr, "free", ())
+    count = _LiveBytes(program, graph, numbers, segments, sizes)
+    rows = [count.step(instr) for instr in program.instrs]
+    return rows, count.beyond
+
+
+class _LiveBytes:
+    """Bytes live now, as the instructions of a Program are gone through one after the other.
+
+    ``beyond`` is, of each segment so far, what it holds at most beyond what was live before it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        graph: fx.Graph,
+        numbers: Mapping[fx.Node, int],
+        segments: Sequence[SegmentGraph],
+        sizes: facts.Sizes | None,
+    ) -> None:
+        self._program, self._segments, self._sizes = program, segments, sizes
+        self.beyond: list[int] = []
+        self._node_of = {i: n for n, i in numbers.items()}
+        self._roots = facts.alias_roots(graph)
+        self._made: dict[fx.Node, int] = {}  # bytes of each storage that is live
+        self._holders: dict[fx.Node, set[int]] = {}  # values that hold each
+        # Values that live until a transfer has read them: gradients until their reduction ends, and tensors on their
+        # way to the host.
+        self._read_by_reductions: dict[int, tuple[int, ...]] = {}
+        self._read_by_offloads: dict[int, tuple[int, ...]] = {}
+        # What the sum between ranks with the same rows takes, until the next reduction is waited for.
+        self._summing = 0
+        if program.phase == "backward":
+            owner, self._made = facts.saved_storages(graph, sizes)
+            for node, first in owner.items():
+                self._holders.setdefault(first, set()).add(numbers[node])
+                if facts.is_returned(node):
+                    self._holders[first].add(_CALLER)
+            self._roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in self._roots.items()}
+        self._live = sum(self._made.values())
+
+    def step(self, instr: Instr) -> int:
+        """Bytes live during an instruction, the next one."""
+        program = self._program
+        inside = self._compute(instr) if isinstance(instr, Compute) else None
+        free = self._given_up(instr)
+        self._sum_between_replicas(instr)
+        gone = self._freed_bytes(free) + self._come_and_go(instr)
+        self._live += results_of(program, instr)
+        made, ended = passing_of(program, instr)
+        self._live, gone = self._live + made, gone + ended
+        if self._gradient_is_the_result(instr):
+            self._live, gone = self._live - gone + ended, ended
+        row = program.buffer_bytes + (self._live if inside is None else inside)
+        self._live -= gone
+        return row
+
+    def _compute(self, instr: Compute) -> int:
+        """Bytes inside a segment when it holds most. Behind it, what it returns is live."""
+        ins = [self._node_of[i] for i in instr.ins]
+        # Given up to the segment, and nobody else's: the segment frees them at their last use.
+        dying = [
+            i in instr.free
+            and all(r in self._made and self._holders[r] <= set(instr.free) for r in self._roots[n])
+            for i, n in zip(instr.ins, ins, strict=True)
+        ]
+        given: dict[
+            fx.Node, int
+        ] = {}  # with what the segment's inputs have of it; the rest waits for its end
+        for n in (n for n, gone in zip(ins, dying, strict=True) if gone):
+            for r in self._roots[n]:
+                given[r] = given.get(r, 0) + facts.bytes_of(facts.value(n), self._sizes)
+        self.beyond.append(
+            peak_inside(self._segments[instr.segment], dying, self._sizes)
+            - sum(min(self._made[r], n) for r, n in given.items())
+        )
+        inside = self._live + self.beyond[-1]
+        for o in instr.outs:
+            for r in self._roots[self._node_of[o]]:
+                self._holders.setdefault(r, set()).add(o)
+                if r in self._made or r.op == "placeholder" or facts.is_weight(r) or r.target in _BROUGHT:
+                    continue
+                self._made[r] = facts.bytes_of(facts.value(r), self._sizes)
+                self._live += self._made[r]
+        return inside
+
+    def _given_up(self, instr: Instr) -> tuple[int, ...]:
+        """Values that nothing reads behind an instruction any more."""
+        free: tuple[int, ...] = getattr(instr, "free", ())
+        program = self._program
         if isinstance(instr, Reduce) and read_in_place(program.reduces[instr.index]):
-            in_flight[instr.index], free = free, ()
+            self._read_by_reductions[instr.index], free = free, ()
+        elif isinstance(instr, Offload) and program.offloads[instr.index].copied:
+            self._read_by_offloads[instr.index], free = free, ()
+        elif isinstance(instr, (Write, WaitOffload)):
+            free = self._read_by_offloads.pop(instr.index, free)
+        elif self._waits_for_a_reduction(instr):
+            free = self._read_by_reductions.pop(instr.index, ())
+        return free
+
+    def _waits_for_a_reduction(self, instr: Instr) -> TypeGuard[Store | WaitReduce]:
+        """The store of what is copied has waited for it already."""
+        copied = isinstance(instr, WaitReduce) and self._program.reduces[instr.index].copied
+        return isinstance(instr, (Store, WaitReduce)) and not copied
+
+    def _sum_between_replicas(self, instr: Instr) -> None:
+        program = self._program
         if isinstance(instr, Reduce) and _written_there(program, program.reduces[instr.index]):
-            live += sums_of(program.reduces[instr.index])
-        if isinstance(instr, Offload) and program.offloads[instr.index].copied:
-            leaving[instr.index], free = free, ()
-        if isinstance(instr, (Write, WaitOffload)):
-            free = leaving.pop(instr.index, free)
-        copied = isinstance(instr, WaitReduce) and program.reduces[instr.index].copied
-        if (
-            isinstance(instr, (Store, WaitReduce)) and not copied
-        ):  # the store of what is copied has waited for it
-            free = in_flight.pop(instr.index, ())
-            live -= summing
-            summing = sums_of(program.reduces[instr.index])
-            if not _written_there(program, program.reduces[instr.index]):
-                live += summing
+            self._live += sums_of(program.reduces[instr.index])
+        elif self._waits_for_a_reduction(instr):
+            r = program.reduces[instr.index]
+            self._live -= self._summing
+            self._summing = sums_of(r)
+            if not _written_there(program, r):
+                self._live += self._summing
+
+    def _freed_bytes(self, free: Iterable[int]) -> int:
+        """Bytes of storages that nothing holds when the values ``free`` are dropped."""
         gone = 0
         for o in free:
-            for r in roots[node_of[o]]:
-                held = holders.get(r)
+            for r in self._roots[self._node_of[o]]:
+                held = self._holders.get(r)
                 if held is not None:
                     held.discard(o)
-                    if not held and r in made:
-                        gone += made.pop(r)
-        if isinstance(instr, (Restore, Bring, Discard)) and (moved := program.offloads[instr.index]).copied:
-            if isinstance(instr, Discard):
-                gone += moved.nbytes
-            elif isinstance(instr, Bring) == moved.staged:
-                live += moved.nbytes
-        live += results_of(program, instr)
-        before, after = passing_of(program, instr)
-        live, gone = live + before, gone + after
-        if (
-            isinstance(instr, (Store, WaitReduce))
-            and program.slots_ranks == 1
-            and program.reduces[instr.index].copies == 1
-        ):
-            live, gone = live - gone + after, after  # of one rank the gradient itself is the result
-        rows.append(program.buffer_bytes + (inside if isinstance(instr, Compute) else live))
-        live -= gone
-    return rows, beyond
+                    if not held and r in self._made:
+                        gone += self._made.pop(r)
+        return gone
+
+    def _come_and_go(self, instr: Instr) -> int:
+        """Tensors that come back to the device; bytes of one that is gone behind the instruction."""
+        if not isinstance(instr, (Restore, Bring, Discard)):
+            return 0
+        moved = self._program.offloads[instr.index]
+        if not moved.copied:
+            return 0
+        if isinstance(instr, Discard):
+            return moved.nbytes
+        if isinstance(instr, Bring) == moved.staged:
+            self._live += moved.nbytes
+        return 0
+
+    def _gradient_is_the_result(self, instr: Instr) -> bool:
+        """Of one rank a gradient and its mean are the same memory."""
+        if not isinstance(instr, (Store, WaitReduce)) or self._program.slots_ranks > 1:
+            return False
+        return self._program.reduces[instr.index].copies == 1
 
 
 def results_of(program: Program, instr: Instr) -> int:

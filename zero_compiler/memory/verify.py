@@ -6,13 +6,9 @@ hold to the definition, pair by pair (`arena.check`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-import torch
-
-from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import VerifyError
 from ..ir.program import (
     Bring,
@@ -37,8 +33,8 @@ from ..ir.program import (
     WaitRestore,
     Write,
 )
-from .arena import Slot, check
 from .peak_check import recount
+from .verify_places import verify_places
 
 
 def verify_program(
@@ -67,7 +63,7 @@ def verify_program(
     """
     _values(program)
     _transfers(program)
-    _memory(program, worlds, kept_bytes)
+    verify_places(program, worlds, kept_bytes)
     if budget_bytes is not None:
         _budget(program, budget_bytes, gradients_bytes)
 
@@ -252,113 +248,6 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
         raise VerifyError(f"the last tile of the gradient of {name} is not reduced")
 
 
-def _memory(program: Program, worlds: Mapping[str, int], kept_bytes: Mapping[str, int] | None) -> None:
-    at: dict[tuple[type, int], int] = {
-        (type(instr), instr.index): i
-        for i, instr in enumerate(program.instrs)
-        if not isinstance(instr, Compute)
-    }
-    fetched = {
-        (type(instr), instr.index, instr.hop): i
-        for i, instr in enumerate(program.instrs)
-        if isinstance(instr, (Fetch, WaitFetch))
-    }
-    sizes = {"transient": program.transient_bytes, "slots": program.slots_bytes, "own": program.own_bytes}
-    sizes |= {"host": program.host_bytes, "device": program.device_bytes}
-    slots: dict[str, list[Slot]] = {pool: [] for pool in sizes}
-    offsets: dict[str, list[int]] = {pool: [] for pool in sizes}
-    labels: dict[str, list[str]] = {pool: [] for pool in sizes}
-    kept: dict[
-        str, dict[str, tuple[int, int]]
-    ] = {}  # of each weight, where it lies and how many bytes it has
-
-    def use(label: str, offset: int, nbytes: int, start: int, end: int, pool: str = "transient") -> None:
-        if offset < 0:
-            raise VerifyError(f"{label} needs a place in the arena and has none")
-        slots[pool].append(Slot(nbytes, start, end))
-        offsets[pool].append(offset)
-        labels[pool].append(label)
-
-    for k, g in enumerate(program.gathers):
-        world, item = worlds[g.owner], _itemsize(g.dtype)
-        start, ready = at[Gather, k], at[WaitGather, k]
-        for h, hop in enumerate(g.hops):
-            last = ready if world > 1 or g.kept else at[Release, k]
-            last = fetched.get((WaitFetch, k, h + 1), last)  # until it has come one step further
-            for name, numel, offset in zip(g.names, g.chunk_numels, hop.offsets, strict=True):
-                if hop.tier == "nvme" and offset % BLOCK_BYTES:
-                    raise VerifyError(
-                        f"{g.label}: {name} is read to byte {offset}, no multiple of {BLOCK_BYTES}"
-                    )
-                size = numel * _itemsize(g.rest_dtype)
-                size = block_aligned(size) if hop.tier == "nvme" else size
-                use(f"{hop.what} of {name}", offset, size, fetched[Fetch, k, h], last, hop.pool)
-        for name, shape, numel, offset in zip(g.names, g.shapes, g.chunk_numels, g.offsets, strict=True):
-            nbytes = numel * world * item
-            if math.prod(shape) > numel * world:
-                raise VerifyError(
-                    f"{g.label}: {name} has {math.prod(shape)} elements, its chunks {numel * world}"
-                )
-            if g.home:
-                continue
-            if g.kept:
-                if kept.setdefault(g.owner, {}).setdefault(name, (offset, nbytes)) != (offset, nbytes):
-                    raise VerifyError(f"{g.label}: {name} is kept in two places")
-            else:
-                pool = "slots" if g.shared else "transient"
-                use(f"{g.label}: {name}", offset, nbytes, start, at[Release, k], pool)
-        if g.home or g.shared:
-            continue
-        if len(g.names) > 1:
-            use(
-                f"staging of the {g.label}", g.staging, sum(g.chunk_numels) * (world + 1) * item, start, ready
-            )
-        elif g.staging >= 0:
-            use(f"staging of the {g.label}", g.staging, g.chunk_numels[0] * item, start, ready)
-    read = _read_by_peers(program)
-    for k, o in enumerate(program.offloads):
-        if not o.pooled:
-            continue
-        # What came back to a device has left the pool when the device has been told to wait for it.
-        back = WaitRestore if o.staged else Discard
-        kinds = (Offload, WaitOffload) if (Offload, k) in at else (Restore, back)
-        if o.offset % BLOCK_BYTES or o.where % BLOCK_BYTES:
-            raise VerifyError(f"{o.label}: lies at no multiple of {BLOCK_BYTES}")
-        use(o.label, o.offset, block_aligned(o.nbytes), at[kinds[0], k], at[kinds[1], k], "host")
-    for k, r in enumerate(program.reduces):
-        if r.shared:
-            nbytes = sum(math.prod(s) for s in r.shapes) * _itemsize(r.dtype)
-            use(r.label, r.staging, nbytes, at[Reduce, k], read[k], "own")
-            continue
-        if r.staging < 0:
-            if len(r.names) > 1 or r.replicated or r.dtype != r.out_dtype:
-                raise VerifyError(f"{r.label}: needs a staging area")
-            continue
-        world = 1 if r.replicated else worlds[r.owner]
-        total = sum(r.chunk_numels) * _itemsize(r.dtype)
-        use(
-            r.label,
-            r.staging,
-            total * (world if r.replicated else world + 1),
-            at[Reduce, k],
-            at.get((Store, k), at[WaitReduce, k]),
-        )
-    for pool, nbytes in sizes.items():
-        wrong = check(slots[pool], offsets[pool], nbytes)
-        if wrong:
-            raise VerifyError(f"planned memory ({pool}): {wrong} (slots {', '.join(labels[pool][:8])}, ...)")
-    for owner, places in kept.items():
-        end = 0
-        for offset, nbytes in sorted(places.values()):
-            if offset < end:
-                raise VerifyError(f"kept weights of {owner} overlap at byte {offset}")
-            end = offset + nbytes
-        if kept_bytes is not None and end > kept_bytes.get(owner, 0):
-            raise VerifyError(
-                f"kept weights of {owner} end at byte {end}, and their arena has {kept_bytes.get(owner, 0)}"
-            )
-
-
 def _budget(program: Program, budget_bytes: int, gradients_bytes: int) -> None:
     rows = recount(program)
     found = max(0, gradients_bytes - rows[-1][0]) if program.phase == "backward" and rows else 0
@@ -366,26 +255,3 @@ def _budget(program: Program, budget_bytes: int, gradients_bytes: int) -> None:
         live = others + min(gradients_bytes, found + reduced)
         if live > budget_bytes:
             _fail(i, instr, f"{live:,} bytes are live, and the budget leaves {budget_bytes:,}")
-
-
-def _read_by_peers(program: Program) -> dict[int, int]:
-    """For each reduction, the instruction by which every peer is done with what this rank laid there.
-
-    Peers are, once a reduction has ended that they start behind their wait for this one.
-    """
-    waits: dict[int, int] = {}
-    for i, instr in enumerate(program.instrs):
-        if isinstance(instr, (Store, WaitReduce)):
-            waits.setdefault(instr.index, i)
-    soonest, done = len(program.instrs), {}
-    for i, instr in reversed(list(enumerate(program.instrs))):
-        if isinstance(instr, (Store, WaitReduce)):
-            if waits[instr.index] == i:
-                done[instr.index] = soonest
-        elif isinstance(instr, Reduce):
-            soonest = min(soonest, waits[instr.index])
-    return done
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
