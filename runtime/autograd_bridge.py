@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_compiler.params import grads
+from zero_compiler.params import grads, parameter_errors
 from zero_compiler.tensors.foreach import MANAGED
 
 
@@ -70,7 +70,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        raise grads.differentiated_twice()
+        raise parameter_errors.differentiated_twice()
 
 
 def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
@@ -79,7 +79,7 @@ def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
     ):
         if grad is None:
             continue
-        grads.check_unmodified(param, name, version)
+        parameter_errors.check_unmodified(param, name, version)
         # Backward gathers what stands in the module.
         if all(m._parameters.get(a) is not param for m, a in owner.places[name]):
-            grads.exchanged(name)
+            parameter_errors.exchanged(name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zero_compiler.errors import ShardError
-from zero_compiler.params import eager
+from zero_compiler.params import blocking_transfers
 from zero_compiler.runtime import _C
 
 from ..storage.activation_store import Parcels
@@ -165,7 +165,7 @@ class ModelRuntime:
         module, attribute = policy.place_of(name)
         param, layout = module._parameters[attribute], policy.params[name].layout
         local = param._local_tensor
-        flat: torch.Tensor = eager.flat_chunk(layout, local)
+        flat: torch.Tensor = blocking_transfers.flat_chunk(layout, local)
         copied = flat.untyped_storage()._cdata != local.untyped_storage()._cdata
         if copied and local.is_contiguous() and not torch.is_inference_mode_enabled():
             # It was given a storage without the padding (load_state_dict(assign=True)): it moves once, and is not

@@ -29,7 +29,7 @@ from ..errors import ConfigError, ZeroError
 from ..ir import ops
 from ..ir.program import Program
 from ..memory.verify import verify_accumulating
-from ..params import ddp_fallback, eager, grads, recompile_limit
+from ..params import ddp_fallback, eager, parameter_errors, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
 from ..plan import dynamic_shape_memory, tiling
@@ -67,7 +67,7 @@ def zero(
     except (*exceptions_allowed_to_be_fallback, RestartAnalysis, SkipFrame):
         raise  # Dynamo captures the frame in another way
     except Exception as error:
-        ours = grads.computes_with_shards() if grads.mixes(error) else error
+        ours = parameter_errors.computes_with_shards() if parameter_errors.mixes(error) else error
         broken = Broken(owners_in(gm), ours)
         of_any_size = any(isinstance(given, torch.SymInt) for given in example_inputs)
         if isinstance(ours, ZeroError) and not (ours.failure or ours.passing or of_any_size):

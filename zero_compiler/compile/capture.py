@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CaptureError
 from ..ir import ops
 from ..ir.facts import ParamRef
-from ..params import grads
+from ..params import parameter_errors
 from ..params.weight_op import managed, placed, weight
 from ..tensors import transforms
 from .captured_writes import Write, take_writes
@@ -81,7 +81,7 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
     """A gathered weight is a copy, so a write to it in forward would be lost, unless it is one of ``taken``."""
     for write in taken:
         if ops.owner_of(write.owner).params[write.name].part is not None:
-            raise CaptureError(grads.written(write.name))
+            raise CaptureError(parameter_errors.written(write.name))
     for sub in gm.modules():
         if not isinstance(sub, fx.GraphModule):
             continue
@@ -97,11 +97,11 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
             if isinstance(value, FakeTensor) and not value.is_inference() and value._version:
                 name = names.get(value.untyped_storage()._cdata)
                 if name is not None:
-                    raise CaptureError(grads.written(name))
+                    raise CaptureError(parameter_errors.written(name))
             for written in _written_by_list(node):
                 name = names.get(written.untyped_storage()._cdata)
                 if name is not None:
-                    raise CaptureError(grads.written(name))
+                    raise CaptureError(parameter_errors.written(name))
 
 
 def _written_by_list(node: fx.Node) -> list[FakeTensor]:
@@ -126,7 +126,7 @@ def _refuse_assignment(gm: fx.GraphModule) -> None:
         other = [v.meta["example_value"] for v in values if v is not node]
         own = [v for v in other if v.untyped_storage()._cdata == copy.untyped_storage()._cdata]
         if other and not own and any(v.shape == copy.shape for v in other):
-            raise CaptureError(grads.written(str(node.args[2])))
+            raise CaptureError(parameter_errors.written(str(node.args[2])))
 
 
 def owners_in(gm: fx.GraphModule) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import GradientError
-from ..params import grads
+from ..params import parameter_errors
 from ..tensors import transforms
 
 
@@ -23,7 +23,7 @@ def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
             raise GradientError(
                 "a compiled model was given an input with a tangent, and forward-mode AD goes through no compiled "
-                f"frame: {grads.UNCOMPILED}"
+                f"frame: {parameter_errors.UNCOMPILED}"
             )
         out = compiled(*args)
         if torch.is_grad_enabled() and (node := _node_of(out)) is not None:
@@ -50,7 +50,7 @@ def _node_of(out: Any) -> Any:
 
 def _before(given: Any) -> None:
     if any(map(transforms.batched, given)):
-        raise grads.takes_one_gradient("a compiled model")
+        raise parameter_errors.takes_one_gradient("a compiled model")
     if torch.is_grad_enabled():  # create_graph=True
         torch._C._current_autograd_node().register_hook(_after)
 
@@ -62,4 +62,4 @@ def _after(made: Any, given: Any) -> None:
 
 
 def _refuse(given: Any) -> NoReturn:
-    raise grads.differentiated_twice()
+    raise parameter_errors.differentiated_twice()

@@ -30,7 +30,7 @@ from ..config import Config
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..errors import ShardError
 from ..layout import Layout, layout_of
-from ..params import eager
+from ..params import blocking_transfers
 from ..params.held import at_rest
 from ..params.modules import state_of, swap_classes
 from ..params.optimizer_guards import guard_optimizers, mark_stale
@@ -387,7 +387,9 @@ class Construction:
                     policy,
                     name,
                     param,
-                    eager.scatter_from_first(group, policy.params[name].layout, param, policy.on_host(name)),
+                    blocking_transfers.scatter_from_first(
+                        group, policy.params[name].layout, param, policy.on_host(name)
+                    ),
                     places,
                 )
             elif cut.layout != policy.params[name].layout:
@@ -398,7 +400,7 @@ class Construction:
             else:
                 policy.places[name] = places
                 if cut.layout.cut and (cut.has_values or type(cut.local) is torch.Tensor):
-                    chunk = eager.flat_chunk(cut.layout, cut.local).view(cut.layout.padded_shape)
+                    chunk = blocking_transfers.flat_chunk(cut.layout, cut.local).view(cut.layout.padded_shape)
                     cut.local = param._local_tensor = policy.settle(name, chunk)[
                         : cut.layout.rows(group.rank)
                     ]

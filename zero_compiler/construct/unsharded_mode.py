@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ShardError
 from ..layout import Layout, layout_of
-from ..params import eager
+from ..params import blocking_transfers
 from ..params.parameter_memory import KEY
 from ..params.shard import SUCCESSOR, sharded_parameter
 from ..ranks.group import Group
@@ -310,7 +310,7 @@ def _gather(cut: Cut) -> torch.Tensor:
     """The full value from the shards of all ranks."""
     group, layout = cut.group, cut.layout
     if not layout.cut or group.link is None or group.world == 1 or group.device.type != "cpu":
-        return eager.gather(group, layout, cut.local, layout.dtype)
+        return blocking_transfers.gather(group, layout, cut.local, layout.dtype)
     # Gloo's all-gather allocates the output a second time; a broadcast a rank works in place. A full value that
     # a view kept is received into: it holds the same bits, since every rank ran the same writes.
     kept = cut.full is not None and cut.full.is_contiguous() and cut.full.device == group.device
@@ -332,7 +332,7 @@ def _broadcast_rows(cut: Cut, full: torch.Tensor, rank: int) -> None:
         rows.copy_(cut.local)
     if rows.numel():
         first = dist.get_global_rank(group.pg, rank)
-        eager.sent(group, dist.broadcast(rows, first, group=group.pg, async_op=True))
+        blocking_transfers.sent(group, dist.broadcast(rows, first, group=group.pg, async_op=True))
 
 
 # --- functions that need no full value ---------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
         return tensor
     cut.flush()
     layout = dataclasses.replace(cut.layout, dtype=probe.dtype)
-    chunk = eager.flat_chunk(cut.layout, cut.local)
+    chunk = blocking_transfers.flat_chunk(cut.layout, cut.local)
     local = rows_of(layout, chunk.to(probe.dtype, copy=True), cut.group.rank)
     return _like(tensor, Cut(cut.group, layout, local, probe.device, tuple(stride), cut.what))
 
@@ -398,7 +398,7 @@ def _deepcopy(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
     cut = cut_of(tensor)
     assert cut is not None
     cut.flush()
-    local = rows_of(cut.layout, eager.flat_chunk(cut.layout, cut.local).clone(), cut.group.rank)
+    local = rows_of(cut.layout, blocking_transfers.flat_chunk(cut.layout, cut.local).clone(), cut.group.rank)
     out = _like(tensor, Cut(cut.group, cut.layout, local, cut.device, cut.stride, cut.what))
     memo[id(tensor)] = out
     for key, value in tensor.__dict__.items():

@@ -19,7 +19,7 @@ from ..ranks.failing import Failure, is_known, mark_known
 from ..ranks.group import Group, group_of
 from ..ranks.peer_waits import answered
 from ..tensors.full_weight import FULL
-from . import ddp_fallback, eager, grads
+from . import blocking_transfers, ddp_fallback, parameter_errors
 from .modules import policies_of
 from .policy import Places, Policy, local_of
 
@@ -136,8 +136,8 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
     try:
         found = _standing(policy)
         for name, (param, _) in found.items():
-            if grads.was_dropped(param):
-                grads.dropped(name)
+            if parameter_errors.was_dropped(param):
+                parameter_errors.dropped(name)
     except ShardError as error:
         cannot_begin(policy.group, error)
         raise
@@ -147,7 +147,9 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
         # What was tied after zero.shard stays tied.
         whole = next((o.whole for o in opened if o.original is param), None)
         if whole is None:
-            full = eager.gather(policy.group, info.layout, param._local_tensor, info.layout.dtype)
+            full = blocking_transfers.gather(
+                policy.group, info.layout, param._local_tensor, info.layout.dtype
+            )
             if policy.group.world == 1 or not info.layout.cut:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
             whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)

@@ -22,7 +22,7 @@ from ..ranks.group import Group
 from ..tensors import transforms
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
-from . import ddp_fallback, eager, grads, parameter_memory, recompile_limit
+from . import ddp_fallback, eager, grads, parameter_errors, parameter_memory, recompile_limit
 from .held import inside, named_members
 from .optimizer_guards import STALE, mark_stale
 from .penalties import watch_outputs
@@ -399,8 +399,8 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         if not torch.compiler.is_compiling():
             scope.copies.check()
     except RuntimeError as error:
-        if grads.mixes(error):
-            raise grads.computes_with_shards() from error
+        if parameter_errors.mixes(error):
+            raise parameter_errors.computes_with_shards() from error
         if not torch.compiler.is_compiling() and not isinstance(error, ZeroError):
             scope.copies.check()  # autograd may have refused what was written to, in words of its own
         raise
@@ -427,7 +427,7 @@ def _check_plain(out: Any, group: Group) -> None:
         watch_outputs(leaves, group)
     for leaf in leaves:
         if isinstance(leaf, DTensor) and leaf.grad_fn is not None and leaf.device_mesh == group.mesh:
-            raise grads.computes_with_shards()
+            raise parameter_errors.computes_with_shards()
 
 
 def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
@@ -504,7 +504,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         return param
     if not isinstance(param, DTensor):
         if isinstance(param, nn.Parameter) and not hasattr(param, FULL):
-            grads.replaced(name)
+            parameter_errors.replaced(name)
         return lent(param, name, policy)
     policy.group.check_still_valid()
     recompile_limit.outside_budget(policy, name)

@@ -17,7 +17,8 @@ from ..tensors.fused import take_shards
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import take_gradients
 from .ddp_fallback import check_averaged
-from .grads import check_reduced, dropped, was_dropped
+from .grads import check_reduced
+from .parameter_errors import dropped, was_dropped
 
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import grads
+from . import parameter_errors
 
-# Attribute of a tensor that construction has cut, and of its aliases: what it keeps of the memory (`unsharded_mode.py`).
+# Attribute of a tensor that construction has cut, and of its aliases: what it keeps of the memory (see
+# `unsharded_mode.py`).
 KEY = "_zero_cut"
 
 
@@ -43,15 +44,15 @@ def give(param: Any, made: Any, name: str) -> None:
             setattr(fresh, hooks, None)
         # Higher than any count that a graph of before may have noted.
         torch._C._autograd._unsafe_set_version_counter((param,), (version + 1,))
-        param.__dict__[grads.EXCHANGED] = version + 1
-        grads.note_storage(param)
+        param.__dict__[parameter_errors.EXCHANGED] = version + 1
+        parameter_errors.note_storage(param)
 
 
 def _refuse_backwards(param: torch.Tensor, name: str) -> None:
     """A graph that was made with the present memory would add to the gradient of nobody."""
 
     def refuse(given: Any) -> NoReturn:
-        grads.exchanged(name)
+        parameter_errors.exchanged(name)
 
     if param.requires_grad:
         torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)

@@ -35,7 +35,7 @@ from ..storage import heap
 from ..storage.resident_memory import Footprint
 from ..storage.stores import Nvme, region_of, watch
 from ..tensors.full_weight import FULL, Read
-from . import eager, grads
+from . import blocking_transfers, grads, parameter_errors
 from .files import Files, GradientFiles, PlannedWrites
 from .write_detector import Copies
 
@@ -46,7 +46,7 @@ _keys = itertools.count()  # not the serial, which another process may have give
 # whatever one of them makes alone or with others.
 _numbers: Counter[Any] = Counter()
 # What Policy._fresh makes.
-_OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked footprint".split()
+_OWN = "at_rest _refused _nvme files _gradient_files sinks calls optimizers taken looked footprint flush_queued".split()
 
 NOTHING_CAPTURED = (
     "there is no plan of this call: torch.compile captures nothing of the model's forward before a parameter is read "
@@ -225,6 +225,7 @@ class Policy:
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: weakref.WeakValueDictionary[str, grads.Sink] = weakref.WeakValueDictionary()
         self.calls: weakref.WeakSet[grads.ForwardCall] = weakref.WeakSet()
+        self.flush_queued: int | None = None
         self.looked: int | None = (
             None  # the backward in which accumulation was looked at, by autograd's number
         )
@@ -508,7 +509,7 @@ class Policy:
         local = param._local_tensor
         if local.is_meta or not local.numel() or local.data_ptr() == segment.chunks[name].data_ptr():
             return False
-        home = segment.back(name).copy_(eager.flat_chunk(layout, local))
+        home = segment.back(name).copy_(blocking_transfers.flat_chunk(layout, local))
         param._local_tensor = home.view(layout.padded_shape)[: layout.rows(self.group.rank)]
         return True
 
@@ -582,12 +583,12 @@ class Policy:
         """
         found = self._stands(name)
         if found is None:
-            grads.missing(name, self.opened)
+            parameter_errors.missing(name, self.opened)
         if len(places := self.places[name]) > 1:
             param = found[0]._parameters[found[1]]
             others = (module._parameters.get(attribute) for module, attribute in places)
             if any(isinstance(other, DTensor) and other is not param for other in others):
-                grads.untied(name)
+                parameter_errors.untied(name)
         return found
 
     def find(self, name: str) -> Any:
@@ -603,7 +604,7 @@ class Policy:
         """
         for name, places in self.places.items():
             if any(id(module._parameters.get(attribute)) in plain for module, attribute in places):
-                grads.replaced(name)
+                parameter_errors.replaced(name)
 
     def _stands(self, name: str) -> tuple[nn.Module, str] | None:
         for module, attribute in self.places[name]:
@@ -615,7 +616,7 @@ class Policy:
     # Eager meaning of the markers (ops.Owner).
     def gather_now(self, name: str, shard_: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         self.meet(f"eager gather of {name}")
-        return eager.gather(self.group, self.params[name].layout, shard_, dtype)
+        return blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype)
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         if not self.sync:
@@ -624,7 +625,7 @@ class Policy:
             )
         info = self.params[name]
         self.meet(f"eager reduction of the gradient of {name}")
-        return eager.reduce(self.group, info.layout, grad, info.reduce_dtype)
+        return blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype)
 
     def meet(self, operation: str, details: str = "") -> None:
         """Before an eager collective: every rank is about to do the same ``operation`` for the same model.

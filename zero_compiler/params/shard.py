@@ -27,7 +27,7 @@ from ..ranks.mesh import make_group, ranks_of
 from ..ranks.tensor_parallel import TensorPart, part_of, tensor_mesh_of
 from ..tensors.foreach import MANAGED
 from ..tensors.whole_parameters import describe_whole, stays_whole
-from . import ddp_fallback, eager, grads
+from . import blocking_transfers, ddp_fallback, grads, parameter_errors
 from .held import at_rest
 from .modules import is_root, state_of, swap_classes
 from .optimizer_guards import STALE, guard_optimizers, held_elsewhere, mark_stale
@@ -115,8 +115,8 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     for name, (param, places) in targets.items():
         info, local = policy.params[name], local_of(param)
         if group.tensor is not None and info.part is None:
-            local = eager.from_first(group.tensor, local.to(group.device))
-        local = eager.scatter_from_first(group, info.layout, local, policy.on_host(name))
+            local = blocking_transfers.from_first(group.tensor, local.to(group.device))
+        local = blocking_transfers.scatter_from_first(group, info.layout, local, policy.on_host(name))
         install(policy, name, param, local, places)
     policy.check_settled()
     swap_classes(model, policy)
@@ -301,7 +301,7 @@ def sharded_parameter(
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
     param = nn.Parameter(dtensor, requires_grad=requires_grad)
     param.__dict__[MANAGED] = True
-    grads.note_storage(param)
+    parameter_errors.note_storage(param)
     return param
 
 

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..ir import ops
 from ..tensors import transforms
-from . import grads
+from . import parameter_errors
 from .policy import ParamInfo, Policy
 
 # Of a tensor without values, while Dynamo looks: the full weight that code which reads it is given.
@@ -32,7 +32,7 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
         with transforms.below():
             return _as_dynamo_sees_it(param, info, policy)
     if not _stands(param, info, policy):
-        grads.moved(name, info, param, policy.rests_on(name))
+        parameter_errors.moved(name, info, param, policy.rests_on(name))
     with transforms.below(), torch.enable_grad():  # what is read under no_grad may be used elsewhere
         return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
@@ -79,9 +79,9 @@ def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
     """
     info = policy.params[name]
     if not _stands(param, info, policy):
-        grads.moved(name, info, param, policy.rests_on(name))
-    if grads.was_dropped(param):
-        grads.dropped(name)
+        parameter_errors.moved(name, info, param, policy.rests_on(name))
+    if parameter_errors.was_dropped(param):
+        parameter_errors.dropped(name)
     return info
 
 

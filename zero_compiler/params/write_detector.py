@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ShardError
 from ..layout import Layout
 from ..tensors.row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_rows
-from . import grads
+from . import parameter_errors
 
 _NOTE = "_zero_copy"  # of a copy, and of what its .data is: which parameter it is one of
 
@@ -71,7 +71,7 @@ class Copies:
         """
         for counted in self._counted:
             if counted.counter._version != counted.writes:
-                raise ShardError(grads.written(counted.name))
+                raise ShardError(parameter_errors.written(counted.name))
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _heard(base: type) -> type:
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         copy = self.__dict__.get(_NOTE)
         if copy is not None and value.shape != self.shape:
-            raise ShardError(grads.written(copy.name))
+            raise ShardError(parameter_errors.written(copy.name))
         data.__set__(self, value)
         if copy is not None:
             copy.write("copy_", (value,), {})

@@ -7,7 +7,7 @@ call of this package it is in, and that it is alive, so that a rank that works f
 stopped. One thread of a process serves all of its groups, and wakes up about once a second.
 
 Connections are made when a group is first used. A rank that is gone before that is noticed by gloo, in the header with
-which :func:`zero_compiler.ranks.call_handshake.begin` starts; without gloo by what the kernel shows of the store's connections, on
+which :func:`.call_handshake.begin` starts; without gloo by what the kernel shows of the store's connections, on
 one host (`store_clients.py`), and else when the timeout of the group is over.
 """
 

@@ -1,5 +1,5 @@
-"""Connections between the processes of a group: their messages, and the thread that serves them (`peer_connections.py` says what
-for)."""
+"""Connections between the processes of a group: their messages, and the thread that serves them (`peer_connections.py` says
+what for)."""
 
 from __future__ import annotations
 
