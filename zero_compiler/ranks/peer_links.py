@@ -1,5 +1,5 @@
-"""Connections between the processes of a group: their messages, and the thread that serves them (`peer_connections.py` says
-what for)."""
+"""Connections between the processes of a group: their messages, and the thread that serves them. What they are for is
+said in `peer_connections.py`."""
 
 from __future__ import annotations
 
