@@ -130,7 +130,7 @@ def in_shard(job: Job) -> None:
 
 def in_shard_early(job: Job) -> None:
     """Between the ranks' meeting and their agreement."""
-    job.fails_in(sys.modules["zero_compiler.shard"], "collect")
+    job.fails_in(sys.modules["zero_compiler.params.shard"], "collect")
     job.sharded()
 
 
@@ -264,7 +264,7 @@ def in_no_sync(job: Job) -> None:
 
 def inspecting(job: Job) -> None:
     job.trained()
-    job.fails_in(sys.modules["zero_compiler.inspect"], "report_of")
+    job.fails_in(sys.modules["zero_compiler.tools.inspect"], "report_of")
     zero.inspect(job.model)
     job.go_on()
 

@@ -10,7 +10,7 @@ import zero_compiler as zero
 
 O = torch.optim
 
-MODULE = sys.modules["zero_compiler.optimizer"]
+MODULE = sys.modules["zero_compiler.optim.optimizer"]
 
 
 class Net(nn.Module):
