@@ -10,13 +10,14 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from dist.leaving import LONG_S, PLACES, leave
 from dist.spawn import run_ranks
-from marks import slow
+from marks import slow, thorough
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,6 +34,21 @@ INTERNAL = re.compile(r"process \d+|pid|[0-9a-f]{8,}|prefetch/|zero/")
 TORCHS_OWN = "in a checkpoint's save"
 QUICK = "in zero.shard"
 OTHERS = [place for place in PLACES if place not in (QUICK, TORCHS_OWN)]
+# Of each kind of place one, for tests that are the same in all of them: the others are combined by `make test-all`.
+SAMPLE = (
+    "before zero.shard",
+    "in zero.init",
+    "deciding a plan",
+    "making a zero.optimizer",
+    "in zero.gathered(write=True)",
+    "in zero.load_safetensors",
+    "in a backward",
+)
+
+
+def sampled(places: Iterable[str], sample: Collection[str] = SAMPLE) -> list[Any]:
+    """The places, of which those outside of the sample are thorough."""
+    return [value for p in places for value in ([p] if p in sample else thorough(p))]
 
 
 def check(ends: dict[int, tuple[float, str, str]], *parts: str, soon_s: float = SOON_S) -> None:
@@ -43,7 +59,7 @@ def check(ends: dict[int, tuple[float, str, str]], *parts: str, soon_s: float = 
         assert not INTERNAL.search(text), text
 
 
-@pytest.mark.parametrize("place", [QUICK, *slow(*OTHERS)])
+@pytest.mark.parametrize("place", [QUICK, *slow(*SAMPLE), *thorough(*(p for p in OTHERS if p not in SAMPLE))])
 def test_a_rank_that_is_killed(place):
     check(leave(place, "killed"), "rank 1 of 2", " is gone: its process has ended")
 
@@ -55,7 +71,7 @@ def test_a_rank_that_is_killed_in_a_collective_of_torch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", [p for p in PLACES if p not in (TORCHS_OWN, "before zero.shard", "before zero.init")]
+    "place", sampled(p for p in PLACES if p not in (TORCHS_OWN, "before zero.shard", "before zero.init"))
 )
 def test_a_rank_that_raises_in_a_call_has_said_why(place):
     if place in (
@@ -71,9 +87,10 @@ def test_a_rank_that_raises_in_a_call_has_said_why(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "gone"), [(2, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("world", "gone"), [(3, 0), *thorough((2, 0), (3, 1))])
 @pytest.mark.parametrize(
-    "place", ["before zero.shard", "in zero.init", "deciding a plan", "in zero.gathered", "in a backward"]
+    "place",
+    ["before zero.shard", "deciding a plan", "in a backward", *thorough("in zero.init", "in zero.gathered")],
 )
 def test_any_rank_may_go(place, world, gone):
     """Rank 0 serves the store too."""
@@ -85,12 +102,9 @@ def test_any_rank_may_go(place, world, gone):
     "place",
     [
         "before zero.shard",
-        "in zero.shard",
-        "in zero.init",
         "deciding a plan",
-        "compiling",
-        "in zero.gathered",
         "in its step that clips",
+        *thorough("in zero.shard", "in zero.init", "compiling", "in zero.gathered"),
     ],
 )
 def test_a_rank_that_goes_from_a_group_without_gloo(place):
@@ -100,7 +114,8 @@ def test_a_rank_that_goes_from_a_group_without_gloo(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["before zero.shard", "in zero.shard", "in zero.init", "in zero.gathered", "in a backward"]
+    "place",
+    ["in zero.shard", "in a backward", *thorough("before zero.shard", "in zero.init", "in zero.gathered")],
 )
 def test_for_a_rank_that_is_stopped_the_timeout_counts(place):
     timeout_s = 6.0
@@ -114,16 +129,18 @@ def test_for_a_rank_that_is_stopped_the_timeout_counts(place):
     "place",
     [
         "before zero.shard",
-        "in zero.shard",
-        "in zero.init",
         "deciding a plan",
-        "compiling",
-        "making a zero.optimizer",
-        "in zero.gathered(write=True)",
-        "in a backward",
+        *thorough(
+            "in zero.shard",
+            "in zero.init",
+            "compiling",
+            "making a zero.optimizer",
+            "in zero.gathered(write=True)",
+            "in a backward",
+        ),
     ],
 )
-@pytest.mark.parametrize("gloo", [True, False])
+@pytest.mark.parametrize("gloo", [True, *thorough(False)])
 def test_for_a_rank_that_is_stopped_and_serves_the_store_the_timeout_counts(place, gloo):
     """No request to the store is answered any more, of no thread."""
     timeout_s = 6.0
