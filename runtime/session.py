@@ -377,8 +377,7 @@ class Session:
     def _told(self, error: BaseException) -> ZeroError | None:
         """What a peer has said that failed in this call, where this ``error`` comes of that."""
         lost = self._talks and isinstance(error, TransferError) and not isinstance(error, StorageError)
-        in_time = "imed out" not in str(error) and "did not come to" not in str(error)
-        told = noticed(self._group) if lost and in_time else None
+        told = noticed(self._group) if lost else None
         # Of a peer that is gone every rank has an error of its own, which says as much.
         if told is not None and type(told) is not TransferError:
             return told

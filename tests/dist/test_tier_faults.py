@@ -72,7 +72,7 @@ import functools, torch
 import zero_compiler as zero
 from torch import nn
 from zero_compiler.errors import StorageError
-from zero_compiler.runtime import aio, stores
+from zero_compiler.storage import aio, stores
 stores.Engine = functools.partial(aio.Engine, backend="threads", block_bytes=65536)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
@@ -130,7 +130,7 @@ _BROKEN = """
 import functools, os, torch
 import zero_compiler as zero
 from torch import nn
-from zero_compiler.runtime import aio, stores, streaming
+from zero_compiler.storage import aio, stores, streaming
 stores.Engine = functools.partial(aio.Engine, backend="threads")
 done = streaming._StreamedTurn.done  # what is read is there when somebody looks
 streaming._StreamedTurn.done = lambda turn: (turn.wait() is None) if turn.job is not None else done(turn)

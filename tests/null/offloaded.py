@@ -130,7 +130,7 @@ import functools
 import zero_compiler as zero
 from null.offloaded import Net, x
 from zero_compiler.errors import StorageError
-from zero_compiler.runtime import aio, stores
+from zero_compiler.storage import aio, stores
 stores.Engine = functools.partial(aio.Engine, backend="threads", block_bytes=16384)
 torch.manual_seed(0)
 model = zero.shard(Net(), **{fields!r})

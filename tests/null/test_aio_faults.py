@@ -192,7 +192,7 @@ def test_a_removed_file_stays_readable_and_cannot_be_opened_again(io, tmp_path):
 # --- system calls that fail ---
 
 PROGRAM = """
-    from zero_compiler.runtime import aio
+    from zero_compiler.storage import aio
     io = aio.Engine(backend="threads", block_bytes=65536, depth=3)
     file = io.open(r"{path}", 1 << 20, create=True)
     block, back = aio.buffer(1 << 20), aio.buffer(1 << 20)
@@ -255,7 +255,7 @@ def test_a_process_killed_in_a_write_leaves_a_file_that_says_its_size(tmp_path):
     """Space is there from the start: what is lost is bytes not yet flushed, never the file's shape."""
     body = f"""
         import os, signal
-        from zero_compiler.runtime import aio
+        from zero_compiler.storage import aio
         io = aio.Engine()
         file = io.open(r"{tmp_path}/a", 64 << 20, create=True)
         block = aio.buffer(64 << 20).fill_(7)

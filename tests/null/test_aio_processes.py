@@ -89,7 +89,7 @@ def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
 @pytest.mark.slow
 def test_a_program_that_ends_without_closing_ends(backend, tmp_path):
     body = f"""
-        from zero_compiler.runtime import aio
+        from zero_compiler.storage import aio
         io = aio.Engine(backend="{backend}")
         file = io.open(r"{tmp_path}/a", 64 << 20, create=True)
         io.write(file, aio.buffer(64 << 20))
@@ -104,7 +104,7 @@ def test_a_program_that_ends_without_closing_ends(backend, tmp_path):
 def test_a_forked_child_gets_a_clear_error_and_makes_its_own(backend, tmp_path):
     body = f"""
         import os, sys
-        from zero_compiler.runtime import aio
+        from zero_compiler.storage import aio
         io = aio.Engine(backend="{backend}")
         file = io.open(r"{tmp_path}/a", 1 << 20, create=True)
         block = aio.buffer(1 << 20)
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_request(backend, tmp_path):
     body = f"""
         import _thread, signal, threading, time
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
-        from zero_compiler.runtime import aio
+        from zero_compiler.storage import aio
         io = aio.Engine(backend="{backend}", block_bytes=4096, depth=1)
         file = io.open(r"{tmp_path}/a", 1 << 30, create=True)
         block = aio.buffer(1 << 30)
@@ -190,7 +190,7 @@ def test_a_sandbox_that_refuses_io_uring_means_threads_said_once(tmp_path):
         program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(keep)))
         assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
         assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()  # seccomp filter
-        from zero_compiler.runtime import aio
+        from zero_compiler.storage import aio
         with warnings.catch_warnings(record=True) as seen:
             for _ in range(3):
                 io = aio.Engine()

@@ -13,7 +13,7 @@ GLIBC = "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
 
 _COME_AND_GO = """
     import torch
-    from zero_compiler.runtime import heap
+    from zero_compiler.storage import heap
 
     def resident():
         with open("/proc/self/statm") as f:

@@ -18,6 +18,7 @@ from null.graphs import (
     two_products,
 )
 
+from zero_compiler.alignment import arena_aligned
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.emit import emit, transfer_allocation
 from zero_compiler.errors import VerifyError
@@ -35,7 +36,6 @@ from zero_compiler.ir.program import (
     WaitRestore,
     Write,
 )
-from zero_compiler.memory import arena
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.verify import verify_program
 from zero_compiler.passes import OffloadActivations
@@ -305,7 +305,7 @@ def test_a_planner_that_sizes_the_kept_arena_too_small_is_caught(monkeypatch):
 
 def test_a_planner_that_overlaps_is_caught(monkeypatch):
     def everything_at_zero(slots):
-        return [0] * len(slots), max(arena.aligned(s.nbytes) for s in slots)
+        return [0] * len(slots), max(arena_aligned(s.nbytes) for s in slots)
 
     b = two_layers()
     lower(b, "forward")

@@ -506,16 +506,18 @@ class Building:
             error = failed
             raise
         finally:
-            if error is not None:
-                construction.fail(placement.group, error)
-                tell(lambda: placement.group, error, BUILD)
-            self._working.__exit__(type(error) if error is not None else None, error, None)
-            construction.placements.remove(placement)
-            if self._root is not None:
-                construction.making.pop()
-            if self._outermost:
-                _thread.construction = None
-                construction.stop()
+            try:
+                if error is not None:
+                    construction.fail(placement.group, error)
+                    tell(lambda: placement.group, error, BUILD)
+                self._working.__exit__(type(error) if error is not None else None, error, None)
+            finally:
+                construction.placements.remove(placement)
+                if self._root is not None:
+                    construction.making.pop()
+                if self._outermost:
+                    _thread.construction = None
+                    construction.stop()
 
 
 def _stack() -> Iterator[types.FrameType]:

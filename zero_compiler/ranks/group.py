@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import math
 import os
@@ -162,10 +163,11 @@ class Group:
         """Whether there is no other rank to agree with."""
         return self.everyone.link is None or self.everyone.world == 1
 
-    @property
+    @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the mesh, by their numbers in the job."""
-        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
+        with torch._C.DisableTorchFunction():  # of a construction, say, which looks at every use of a tensor
+            return tuple(sorted(self.mesh.mesh.flatten().tolist()))
 
     @property
     def copies(self) -> int:
