@@ -1,6 +1,6 @@
 """Scripts in benchmarks/ run, on what is smallest; their figures are not looked at.
 
-``large.py`` and ``resident_memory.py`` have tests of their own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are
+``large.py`` and ``resident.py`` have tests of their own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are
 left out take minutes.
 """
 

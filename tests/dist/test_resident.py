@@ -20,7 +20,7 @@ def test_it_lives_on_what_the_report_expects(model, tmp_path):
     out = tmp_path / "out.json"
     command = [
         sys.executable,
-        str(SCRIPTS / "resident_memory.py"),
+        str(SCRIPTS / "resident.py"),
         "--limit",
         str(tmp_path),
         "--model",
