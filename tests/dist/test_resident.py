@@ -12,7 +12,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 PRESET = str(SCRIPTS.parent / "zero_compiler" / "presets" / "laptop.json")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # some minutes
 
 
 @pytest.mark.parametrize("model", ["gpt-6x512", "tiny", "tiny-moe"])
