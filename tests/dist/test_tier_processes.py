@@ -109,10 +109,10 @@ _KILLED = """
 import os, signal, sys, torch
 import zero_compiler as zero
 from torch import nn
-from zero_compiler.storage.stores import Store
+from zero_compiler.storage.stores import FileStore
 
 folder, checkpoint, kill_at, overlap = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
-write = Store.write
+write = FileStore.write
 
 def killed(self, span, buffer):
     write(self, span, buffer)
@@ -134,10 +134,10 @@ for step in range(begin, 4):
     loss = model(torch.randn(4, 64)).square().mean()
     print(step, loss.item(), flush=True)
     if step == kill_at and overlap:
-        Store.write = killed
+        FileStore.write = killed
     loss.backward()
     if step == kill_at:
-        Store.write = killed
+        FileStore.write = killed
     optimizer.step()
     optimizer.zero_grad()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
