@@ -54,7 +54,11 @@ def named_members(
 
 
 def _inside(policy: Policy) -> bool:
-    return policy.scope.active if torch.compiler.is_compiling() else inside(policy)
+    if torch.compiler.is_dynamo_compiling():
+        return policy.scope.active
+    # Dynamo itself asks a module for its parameters when it begins to trace code that uses it, behind a graph break also
+    # within a forward. It marks what lies in the module; a gather there would be one that other ranks do not make.
+    return torch._guards.TracingContext.try_get() is None and inside(policy)
 
 
 def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
