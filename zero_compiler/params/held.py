@@ -56,8 +56,9 @@ def named_members(
 def _inside(policy: Policy) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return policy.scope.active
-    # Dynamo itself asks a module for its parameters when it begins to trace code that uses it, behind a graph break also
-    # within a forward. It marks what lies in the module; a gather there would be one that other ranks do not make.
+    # Dynamo itself asks a module for its parameters when it begins to trace code that uses it; behind a graph break
+    # that is within a forward. It marks what lies in the module, and a gather there would be one that other ranks,
+    # which do not trace, never enter.
     return torch._guards.TracingContext.try_get() is None and inside(policy)
 
 
