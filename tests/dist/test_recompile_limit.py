@@ -65,15 +65,8 @@ def sizes_differ(rank, world, breaks, how, fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"memory_budget_bytes": 60_000}], ids=["", "budget"])
-@pytest.mark.parametrize(
-    ("breaks", "how"),
-    [
-        (False, "torch.compile"),
-        (False, "module.compile"),
-        (True, "torch.compile"),
-        (True, "module.compile"),
-    ],
-)
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 def test_a_rank_of_many_sizes_meets_one_of_few(breaks, how, fields):
     frames = 1 + breaks
     assert ranks(sizes_differ, 2, breaks, how, fields) == [frames, (LIMIT + 1) * frames]

@@ -462,7 +462,7 @@ def _get(self: _Sharded) -> Any:
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
         part = policy.params[name].part
-        return full if part is None else placed(part.of(full), full)
+        return full if part is None or full is param else placed(part.of(full), full)
     if recompile_limit.passed() and policy.scope.active and not policy.scope.eager:
         recompile_limit.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)
