@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 
 import pytest
 import torch
-from expecttest import TestCase
 from harness import SimulatedModel
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from machines import machine
 from null.blocks import LAYERS, TOKENS, WIDTH, Net, x
 from null.compile.test_compile_time import joint
@@ -25,9 +21,8 @@ from zero_compiler.cost.cost import CostModel
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import ConfigError, MemoryBudgetError
 from zero_compiler.ir.program import Gather
-from zero_compiler.passes import JOINT, activations, run_passes
+from zero_compiler.passes import activations
 from zero_compiler.passes.activations import Activations
-from zero_compiler.passes.choose_saved import choose
 from zero_compiler.passes.repeats import stand_ins
 from zero_compiler.plan import activation_search
 from zero_compiler.tools.planning import plan, report
@@ -52,42 +47,6 @@ def two_layers(**kw) -> Build:
     return b
 
 
-def tagged(b: Build, **fields) -> str:
-    """The policy of every value of forward that has one."""
-    run_passes(b.graph, JOINT, b.context("joint", recompute=True, machine=SPEC, forward_outputs=1, **fields))
-    rows = []
-    for n in b.graph.nodes:
-        policy = n.meta.get("recompute")
-        if policy is not None:
-            rows.append(f"{n.name}: {policy.name}")
-    return "\n".join(rows)
-
-
-class Goldens(TestCase):
-    def test_choose_saved(self):
-        both, one = 2 * 5 * 8 * 4, 5 * 8 * 4
-        self.assertExpectedInline(
-            tagged(two_layers(), activation_bytes=both),
-            """\
-w1_full: MUST_RECOMPUTE
-t_default: MUST_RECOMPUTE
-mm_default: MUST_SAVE
-gelu_default: MUST_SAVE
-w2_full: MUST_RECOMPUTE
-t_default_1: MUST_RECOMPUTE""",
-        )
-        self.assertExpectedInline(
-            tagged(two_layers(), activation_bytes=one),
-            """\
-w1_full: MUST_RECOMPUTE
-t_default: MUST_RECOMPUTE
-mm_default: MUST_RECOMPUTE
-gelu_default: MUST_SAVE
-w2_full: MUST_RECOMPUTE
-t_default_1: MUST_RECOMPUTE""",
-        )
-
-
 def planned(budget: int | None = None, model: nn.Module | None = None, **fields):
     torch._dynamo.reset()
     if budget is not None:
@@ -106,62 +65,6 @@ def least() -> int:
     with pytest.raises(MemoryBudgetError) as caught:
         planned(1)
     return caught.value.least_bytes
-
-
-# The best choice --------------------------------------------------------------------------------------------
-
-
-@st.composite
-def chains(draw):
-    """A joint graph in which each value reads one or two before it, and backward wants some of them."""
-    b = Build()
-    values = [b.input("primals_1", 2)]
-    tangent = b.input("tangents_1", 2)
-    for _ in range(draw(st.integers(2, 7))):
-        i, k = draw(st.integers(0, len(values) - 1)), draw(st.integers(0, len(values) - 1))
-        values.append(b.op(aten.add.Tensor, values[i], values[k]))
-    wanted = draw(st.sets(st.integers(1, len(values) - 1), min_size=1))
-    grad = tangent
-    for k in sorted(wanted):
-        grad = b.op(aten.mul.Tensor, grad, values[k])
-    b.done(values[-1], grad)
-    acts = Activations(b.graph, 1, CostModel(SPEC), fused=False, small_bytes=0, recompute=True)
-    for v in values[1:]:
-        acts.us[v], acts.bytes[v] = float(draw(st.integers(0, 20))), draw(st.integers(1, 20))
-    acts.required = set(values)
-    return acts, values[1:]
-
-
-@given(chains(), st.sampled_from([0.0, 0.5, 1.0, 3.0, 1000.0]))
-@settings(max_examples=80, deadline=None)
-def test_at_a_price_no_choice_is_better(drawn, price):
-    acts, values = drawn
-    every = [
-        acts.choice(frozenset(again))
-        for n in range(len(values) + 1)
-        for again in itertools.combinations(values, n)
-    ]
-    got = acts.choice(acts.cheapest(price))
-    best = min(c.us + price * c.saved_bytes for c in every)
-    assert got.us + price * got.saved_bytes == pytest.approx(best)
-
-
-def least_of(acts: Activations) -> int:
-    with pytest.raises(MemoryBudgetError) as caught:
-        choose(acts, -1)
-    return caught.value.least_bytes
-
-
-@given(chains(), st.integers(1, 60))
-@settings(max_examples=80, deadline=None)
-def test_a_budget_is_kept_and_refused_only_with_the_least_found(drawn, budget):
-    acts, _ = drawn
-    if budget < (least := least_of(acts)):
-        with pytest.raises(MemoryBudgetError) as caught:
-            choose(acts, budget)
-        assert caught.value.least_bytes == least
-    else:
-        assert choose(acts, budget).peak_bytes <= budget
 
 
 def deep(layers: int) -> Activations:
@@ -185,17 +88,6 @@ def test_equal_layers_are_decided_as_one():
             patch.setattr(activations, "stand_ins", lambda nodes, kinds: {})
             best = (whole := deep(60)).choice(whole.cheapest(price))
         assert got.us + price * got.saved_bytes == pytest.approx(best.us + price * best.saved_bytes)
-
-
-def test_what_differs_in_one_layer_is_not_taken_for_alike():
-    b = joint(24)
-    nodes = [n for n in b.graph.nodes if n.op == "call_function"]
-    plain = stand_ins(nodes, {n: n.target for n in nodes})
-    odd = nodes[10 * 12 + 4]
-    marked = stand_ins(nodes, {n: (n.target, n is odd) for n in nodes})
-    assert odd in plain
-    assert odd not in marked
-    assert odd not in marked.values()
 
 
 # Whole models -----------------------------------------------------------------------------------------------

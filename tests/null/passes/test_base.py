@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from null.graphs import (
-    OWNER,
     Build,
     aten,
     check_numbers,
     lower,
-    names_of,
-    tied,
     two_layers,
     two_layers_backward,
 )
 
 from zero_compiler import passes
-from zero_compiler.errors import PassRefused, VerifyError
-from zero_compiler.ir import facts, spec
-from zero_compiler.passes import INFERENCE, JOINT, PHASE, SPLIT, MergeMarkers, run_passes, run_split
+from zero_compiler.errors import VerifyError
+from zero_compiler.ir import spec
+from zero_compiler.passes import INFERENCE, JOINT, PHASE, SPLIT, run_passes, run_split
 
 
 def test_every_pass_stands_on_the_screen():
@@ -75,43 +72,6 @@ def test_passes_of_a_phase_keep_the_numbers(world, stage, bucket_bytes):
     check_numbers(two_layers_backward(world=world, stage=stage), "backward", bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize("adds", [1, 3])
-def test_merge_markers_keeps_the_numbers(adds):
-    b = tied(adds)
-    want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
-    torch.testing.assert_close(b.by_markers(b.graph), want)
-
-
-def test_sums_of_sums_become_one_reduction():
-    b = Build(w=(4,))
-    grads = [b.input(f"tangents_{i}", 4) for i in range(4)]
-    r = [b.reduced("w", g) for g in grads]
-    left, right = b.op(aten.add.Tensor, r[0], r[1]), b.op(aten.add.Tensor, r[3], r[2])
-    b.done(b.op(aten.add.Tensor, left, right))
-    want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
-    assert names_of(b.graph) == ["aten.add.Tensor"] * 3 + ["zero.reduce_grad"]
-    torch.testing.assert_close(b.by_markers(b.graph), want)
-
-
-@pytest.mark.parametrize("distance", [1, 2, 3])
-def test_starts_further_ahead_keep_the_numbers(distance):
-    ahead = {f"{OWNER}:h.{i}": distance for i in range(2)}
-    check_numbers(two_layers(), "forward", bucket_bytes=20, distances=ahead)
-    check_numbers(two_layers_backward(), "backward", bucket_bytes=20, distances=ahead)
-
-
-def test_a_view_that_leaves_is_a_copy():
-    b = Build(w=(4, 4))
-    x = b.input("x", 3, 4)
-    w = b.weight("w")
-    b.done(b.op(aten.mm.default, x, w), b.op(aten.t.default, w), w)
-    check_numbers(b, "forward")
-    notes = [facts.note(n) for n in b.graph.nodes if facts.note(n)]
-    assert notes == ["a view of a gathered weight leaves the program: copied"] * 2
-
-
 def test_a_frozen_weight_gets_no_reduction():
     b = Build(w=(4, 4), frozen=(4, 4))
     act, tangent = b.input("act", 3, 4), b.input("tangents_1", 3, 4)
@@ -120,40 +80,6 @@ def test_a_frozen_weight_gets_no_reduction():
     program, _ = b.program(lower(b, "backward"), "backward")
     assert [r.names for r in program.reduces] == [("w",)]
     assert [g.names for g in program.gathers] == [("frozen",)]
-
-
-# Refusals --------------------------------------------------------------------------------------------------
-
-
-def test_merge_refuses_a_weight_from_two_inputs():
-    b = Build(w=(4, 4))
-    other = b.input("other", 2, 4)
-    first, second = b.weight("w"), b.weight("w")
-    second.args = (other, *second.args[1:])
-    b.done(b.op(aten.mm.default, first, second))
-    with pytest.raises(
-        PassRefused,
-        match="weight 'w' is read from two different inputs, %w_shard and %other: the parameter was replaced between "
-        "two forwards of one graph",
-    ):
-        MergeMarkers().run(b.graph, b.context("joint"))
-
-
-@pytest.mark.parametrize("kind", ["returned apart", "multiplied", "scaled sum"])
-def test_merge_refuses_what_is_no_sum(kind):
-    b = Build(w=(4,))
-    t = b.input("tangents_1", 4)
-    one, two = b.reduced("w", t), b.reduced("w", b.op(aten.neg.default, t))
-    if kind == "returned apart":
-        b.done(one, two)
-    elif kind == "multiplied":
-        b.done(b.op(aten.mul.Tensor, one, two))
-    else:
-        b.done(b.op(aten.add.Tensor, one, two, alpha=2))
-    with pytest.raises(
-        PassRefused, match="the gradient of 'w' is reduced 2 times and the results are not only summed"
-    ):
-        MergeMarkers().run(b.graph, b.context("joint"))
 
 
 @pytest.mark.parametrize("part", ["run", "lint", "verify"])

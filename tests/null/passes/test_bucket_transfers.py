@@ -7,14 +7,52 @@ import itertools
 
 import pytest
 import torch
+from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from null.graphs import Build, aten, lower
+from null.graphs import (
+    Build,
+    aten,
+    lower,
+    two_layers_backward,
+)
 
-from zero_compiler.ir import facts, ops
+from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.passes import Context, ParamPlan
+from zero_compiler.passes import (
+    Context,
+    ParamPlan,
+)
 from zero_compiler.passes.bucket_transfers import buckets
+
+
+class Goldens(TestCase):
+    def test_bucket_transfers(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers_backward(), "backward", "bucket-transfers")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%act = input                                                             f32[3,4]                        +48  live 96
+%tangents_1 = input                                                      f32[3,5]                        +60  live 156
+%t_default = aten.t %tangents_1                                          f32[5,3]                             live 156
+%mm_default = aten.mm %t_default, %act                                   f32[5,4]                        +80  live 188
+%h.1.w.sum = zero.reduce %mm_default                                     (f32[3,4])                      +48  live 156
+%h.1.w.grad = zero.wait %h.1.w.sum                                       (f32[3,4])                           live 156
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 236
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 236
+%mm_default_1 = aten.mm %tangents_1, %h.1.w                              f32[3,4]                        +48  live 144
+%t_default_1 = aten.t %mm_default_1                                      f32[4,3]                             live 144
+%mm_default_2 = aten.mm %t_default_1, %x                                 f32[4,4]                        +64  live 160
+%sum_dim_int_list = aten.sum.dim_IntList %mm_default_1, [0]              f32[4]                          +16  live 128
+%h.0.w..h.0.b.sum = zero.reduce %mm_default_2, %sum_dim_int_list         (f32[2,4], f32[2])              +40  live 88
+%h.0.w.grad, %h.0.b.grad = zero.wait %h.0.w..h.0.b.sum                   (f32[2,4], f32[2])                   live 88
+return %h.0.w.grad, %h.0.b.grad, %h.1.w.grad
+""",
+        )
+
 
 LIMIT = 400  # bytes
 

@@ -9,14 +9,48 @@ import json
 
 import pytest
 import torch
-from null.graphs import Build, aten, check_numbers, lower, names_of
+from expecttest import TestCase
+from null.graphs import (
+    Build,
+    aten,
+    check_numbers,
+    lower,
+    names_of,
+)
 from null.passes.test_pick_kernels import MACHINE
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.ir import ops
+from zero_compiler.ir import dump, ops
 from zero_compiler.ir.program import Reduce
 from zero_compiler.storage import aio, writeback_buffers
+
+
+class Goldens(TestCase):
+    def test_land_products(self):
+        graph = lower(gradients(), "backward", "land-products")
+        text = dump.text(graph)
+        self.assertExpectedInline(
+            text[text.index("%g = input") :],
+            """\
+%g = input                                                               f32[4,512]                    +8192  live 16384
+%t_default = aten.t %g                                                   f32[512,4]                           live 16384
+%land_mm_default = zero.land_mm %t_default, %x, 'm'                      f32[512,512]               +1048576  live 1064960
+%t_default_1 = aten.t %x                                                 f32[512,4]                           live 1064960
+%land_mm_default_1 = zero.land_mm %t_default_1, %g, 'm'                  f32[512,512]               +1048576  live 2105344
+%t_default_2 = aten.t %land_mm_default_1                                 f32[512,512]                         live 2105344
+%t_default_3 = aten.t %t_default_2                                       f32[512,512]                         live 2105344
+%sum_dim_int_list = aten.sum.dim_IntList %g, [0]                         f32[512]                      +2048  live 2099200
+%b.sum = zero.reduce %sum_dim_int_list                                   (f32[512])                    +2048  live 2099200
+%v.sum = zero.reduce %land_mm_default                                    (f32[512,512])             +1048576  live 2099200
+%w.sum = zero.reduce %t_default_3                                        (f32[512,512])             +1048576  live 2099200
+%b.grad = zero.wait %b.sum                                               (f32[512])                           live 2099200
+%v.grad = zero.wait %v.sum                                               (f32[512,512])                       live 2099200
+%w.grad = zero.wait %w.sum                                               (f32[512,512])                       live 2099200
+return %b.grad, %v.grad, %w.grad
+""",
+        )
+
 
 SIDE = 512  # a square of float32 is 1 MiB, the least that lands so
 

@@ -7,13 +7,37 @@ import dataclasses
 
 import pytest
 import torch
-from null.graphs import Build, aten, check_numbers, lower, names_of
+from expecttest import TestCase
+from null.graphs import (
+    Build,
+    aten,
+    check_numbers,
+    lower,
+    names_of,
+)
 from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.cost import hardware
 from zero_compiler.cost.cost import CostModel
-from zero_compiler.ir import ops
+from zero_compiler.ir import dump, ops
+
+
+class Goldens(TestCase):
+    def test_pick_kernels(self):
+        b = three_products()
+        graph = lower(b, "forward", "pick-kernels", **ON)
+        text = dump.text(graph)
+        self.assertExpectedInline(
+            text[text.index("%permute") :],
+            """\
+%permute_default_1 = aten.permute %onednn_linear_default, [1, 0]         f32[16,16]                           live 2240
+%onednn_linear_default_1 = zero.onednn_linear %t_default, %permute_default_1, None f32[16,16]                    +1024  live 3264
+%mm_default_1 = aten.mm %onednn_linear_default, %w                       f32[16,2]                      +128  live 1152
+return %onednn_linear_default_1, %mm_default_1
+""",
+        )
+
 
 # Launches take as long as the BLAS takes for 1,000 operations, so products below 2,000 stay with it.
 MACHINE = dataclasses.replace(

@@ -6,6 +6,7 @@ import operator
 from dataclasses import replace
 
 import pytest
+from expecttest import TestCase
 from null.graphs import (
     OWNER,
     Build,
@@ -17,9 +18,82 @@ from null.graphs import (
     two_layers_backward,
 )
 
-from zero_compiler.ir import facts, ops
+from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.passes import assign_units, gathered_in_backward, order_of_use
+
+
+class Goldens(TestCase):
+    def test_place_starts(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers(), "forward", "place-starts")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%h.0.b..h.0.w.full = zero.gather [h.0.b, h.0.w]                          (f32[4], f32[4,4])              +80  live 128
+%h.0.b, %h.0.w = zero.wait %h.0.b..h.0.w.full                            (f32[4], f32[4,4])                   live 128
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 208
+%t_default = aten.t %h.0.w                                               f32[4,4]                             live 208
+%addmm_default = aten.addmm %h.0.b, %x, %t_default                       f32[3,4]                        +48  live 128
+%relu_default = aten.relu %addmm_default                                 f32[3,4]                        +48  live 128
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 128
+%t_default_1 = aten.t %h.1.w                                             f32[4,5]                             live 128
+%mm_default = aten.mm %relu_default, %t_default_1                        f32[3,5]                        +60  live 108
+return %mm_default, %relu_default
+""",
+        )
+
+    def test_place_starts_further_ahead(self):
+        b = Build(h__0__w=(4, 4), h__1__w=(4, 4), h__2__w=(4, 4), h__3__w=(4, 4))
+        x = b.input("x", 3, 4)
+        for i in range(4):
+            x = b.op(aten.mm.default, x, b.weight(f"h.{i}.w"))
+        b.done(x)
+        ahead = {f"{OWNER}:h.1": 9, f"{OWNER}:h.3": 3}
+        # h.2 may not start behind h.3; what is further ahead than there are units starts at the top.
+        graph = lower(b, "forward", "place-starts", distances=ahead)
+        rows = [line.split("  ")[0] for line in dump.text(graph).splitlines() if " input" not in line]
+        self.assertExpectedInline(
+            "\n".join(rows),
+            """\
+%h.0.w.full = zero.gather [h.0.w]
+%h.1.w.full = zero.gather [h.1.w]
+%h.0.w = zero.wait %h.0.w.full
+%h.2.w.full = zero.gather [h.2.w]
+%h.3.w.full = zero.gather [h.3.w]
+%mm_default = aten.mm %x, %h.0.w
+%h.1.w = zero.wait %h.1.w.full
+%mm_default_1 = aten.mm %mm_default, %h.1.w
+%h.2.w = zero.wait %h.2.w.full
+%mm_default_2 = aten.mm %mm_default_1, %h.2.w
+%h.3.w = zero.wait %h.3.w.full
+%mm_default_3 = aten.mm %mm_default_2, %h.3.w
+return %mm_default_3""",
+        )
+
+    def test_insert_releases(self):
+        self.assertExpectedInline(
+            dump.text(lower(two_layers(), "forward", "insert-releases")),
+            """\
+%h__0__w_shard = input                                                   f32[2,4]                        +32  live 0
+%h__0__b_shard = input                                                   f32[2]                           +8  live 0
+%h__1__w_shard = input                                                   f32[3,4]                        +48  live 0
+%x = input                                                               f32[3,4]                        +48  live 48
+%h.0.b..h.0.w.full = zero.gather [h.0.b, h.0.w]                          (f32[4], f32[4,4])              +80  live 128
+%h.0.b, %h.0.w = zero.wait %h.0.b..h.0.w.full                            (f32[4], f32[4,4])                   live 128
+%h.1.w.full = zero.gather [h.1.w]                                        (f32[5,4])                      +80  live 208
+%t_default = aten.t %h.0.w                                               f32[4,4]                             live 208
+%addmm_default = aten.addmm %h.0.b, %x, %t_default                       f32[3,4]                        +48  live 208
+%relu_default = aten.relu %addmm_default                                 f32[3,4]                        +48  live 208
+zero.release %h.0.b, %h.0.w                                                                              -80  live 128
+%h.1.w = zero.wait %h.1.w.full                                           (f32[5,4])                           live 128
+%t_default_1 = aten.t %h.1.w                                             f32[4,5]                             live 128
+%mm_default = aten.mm %relu_default, %t_default_1                        f32[3,5]                        +60  live 188
+zero.release %h.1.w                                                                                      -80  live 108
+return %mm_default, %relu_default
+""",
+        )
 
 
 def test_waits_of_the_first_unit_come_after_all_of_its_starts():
@@ -174,26 +248,8 @@ def test_a_phase_gathers_what_it_must_even_if_its_graph_reads_nothing():
     assert [g.names for g in program.gathers] == [("w",)]
 
 
-def test_regathered_weights_do_not_depend_on_activations():
-    seen = set()
-    for rows in (1, 4096):
-        b = Build(w=(64, 64), scale=(64,))
-        x, tangent = b.input("x", rows, 64), b.input("tangents_1", rows, 64)
-        scaled = b.op(aten.mul.Tensor, x, b.weight("scale"))
-        out = b.op(aten.mm.default, scaled, b.weight("w"))
-        b.done(out, b.reduced("scale", b.op(aten.sum.dim_IntList, b.op(aten.mul.Tensor, tangent, x), [0])))
-        seen.add(gathered_in_backward(b.graph, b.plans, 1 << 20))
-    assert len(seen) == 1
-
-
-def test_a_gradient_whose_weight_nothing_reads():
-    """As of a weight without elements, whose readers fold to constants: its reduction has a place all the same."""
-    b = Build(a=(4, 4), b=(0, 4))
-    x, tangent = b.input("x", 3, 4), b.input("tangents_1", 3, 4)
-    y = b.op(aten.mm.default, x, b.weight("a"))
-    none = b.op(aten.new_zeros.default, tangent, [0, 4])
-    grads = b.op(aten.mm.default, b.op(aten.t.default, x), tangent)
-    b.done(y, b.reduced("a", grads), b.reduced("b", none))
-    order = order_of_use(b.graph)
-    assert [ref.name for ref in order] == ["a", "b"]
-    assert set(assign_units(order, b.plans, 1 << 20)) == set(b.plans)
+@pytest.mark.parametrize("distance", [1, 2, 3])
+def test_starts_further_ahead_keep_the_numbers(distance):
+    ahead = {f"{OWNER}:h.{i}": distance for i in range(2)}
+    check_numbers(two_layers(), "forward", bucket_bytes=20, distances=ahead)
+    check_numbers(two_layers_backward(), "backward", bucket_bytes=20, distances=ahead)

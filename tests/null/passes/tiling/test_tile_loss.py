@@ -8,15 +8,44 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import TestCase
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
 from marks import slow, thorough
-from null.graphs import head_graph, lower
+from null.graphs import (
+    head_graph,
+    lower,
+)
+from null.passes.tiling.test_expand_tiles import tiled_head
 from torch import nn
 
 import zero_compiler as zero
+from zero_compiler.ir import dump
 from zero_compiler.passes import JOINT, run_passes
-from zero_compiler.passes.tiling.expand_tiles import tiles_of
+
+
+class Goldens(TestCase):
+    def test_tile_loss(self):
+        self.assertExpectedInline(
+            dump.text(tiled_head(40).graph),
+            """\
+%w.shard = input                                                         f32[3,4]                        +48  live 48
+%x = input                                                               f32[6,4]                        +96  live 144
+%tangents_1 = input                                                      f32[]                            +4  live 148
+%w_full = zero.unshard %w.shard [w]                                      f32[5,4]                        +80  live 180
+%t_default = aten.t %w_full                                              f32[4,5]                             live 180
+%full_default = aten.full [], 1, dtype=float32, device=cpu               f32[]                            +4  live 184
+%tiled_default = zero.tiled [%x, %w_full, %full_default, %t_default], 'loss0' (f32[], f32[6,4], f32[5,4])       +180  live 184
+%getitem = getitem %tiled_default, 0                                     f32[]                                live 184
+%getitem_1 = getitem %tiled_default, 1                                   f32[6,4]                             live 184
+%getitem_2 = getitem %tiled_default, 2                                   f32[5,4]                             live 184
+%mul_tensor_2 = aten.mul.Tensor %getitem_2, %tangents_1                  f32[5,4]                        +80  live 264
+%reduce_grad_default = zero.reduce_grad %mul_tensor_2 [w]                f32[3,4]                        +48  live 232
+%mul_tensor_1 = aten.mul.Tensor %getitem_1, %tangents_1                  f32[6,4]                        +96  live 324
+return %getitem, %mul_tensor_1, %reduce_grad_default
+""",
+        )
+
 
 ROW = VOCAB * 4  # bytes of the logits of a token
 TILE = (
@@ -156,17 +185,6 @@ def test_a_budget_makes_tiles_smaller():
     note, memory = plan(tile_bytes=512 * ROW, memory_budget_bytes=small[1].peak)
     assert "16 tiles of 32 rows" in note
     assert memory.peak == small[1].peak
-
-
-@pytest.mark.parametrize(
-    ("total", "rows", "tiles"),
-    [(16, 4, 4), (16, 5, 4), (16, 100, 1), (15, 4, 5), (17, 4, 5), (7, 1, 7), (5, 4, 2)],
-)
-def test_tiles_are_equal_where_that_is_cheap_and_never_empty(total, rows, tiles):
-    assert tiles_of(total, rows) == tiles
-    size = -(-total // tiles)
-    assert size <= rows
-    assert size * (tiles - 1) < total
 
 
 def test_how_often_the_largest_logit_is_right():

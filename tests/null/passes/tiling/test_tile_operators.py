@@ -8,16 +8,62 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import TestCase
 from harness import SimulatedModel
 from marks import slow
-from null.graphs import check_numbers, linear_graph
+from null.graphs import (
+    Build,
+    aten,
+    check_numbers,
+    linear_graph,
+    lower,
+)
 from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import VerifyError
+from zero_compiler.ir import dump
 from zero_compiler.layout import Layout, tiled_rows
 from zero_compiler.memory.verify import verify_program
 from zero_compiler.plan.tiling import tile_rows
+
+
+class Goldens(TestCase):
+    def test_tile_operators(self):
+        b = Build(world=2, tile_rows={"w": 1}, w=(4, 3))
+        x = b.input("x", 2, 3)
+        b.done(b.op(aten.mm.default, x, b.op(aten.t.default, b.weight("w"))))
+        self.assertExpectedInline(
+            dump.text(lower(b, "forward", "tile-operators")),
+            """\
+%w_shard = input                                                         f32[2,3]                        +24  live 0
+%x = input                                                               f32[2,3]                        +24  live 24
+%cut_default = zero.cut                                                                                       live 24
+%empty_memory_format = aten.empty.memory_format [2, 4], dtype=float32, device=cpu f32[2,4]                        +32  live 56
+%view_default = aten.view %empty_memory_format, [2, 2, 2]                f32[2,2,2]                           live 56
+%split_tensor = aten.split.Tensor %view_default, 1, 2                    (f32[2,2,1], f32[2,2,1])             live 56
+%getitem_1 = getitem %split_tensor, 0                                    f32[2,2,1]                           live 56
+%getitem_2 = getitem %split_tensor, 1                                    f32[2,2,1]                           live 56
+%w.full = zero.gather [w] tile 1 of 2                                    (f32[2,3])                      +24  live 80
+%w = zero.wait %w.full                                                   (f32[2,3])                           live 80
+%t_default_1 = aten.t %w                                                 f32[3,2]                             live 80
+%mm_default_1 = aten.mm %x, %t_default_1                                 f32[2,2]                        +16  live 72
+%cut_default_1 = zero.cut                                                                                     live 72
+%view_default_1 = aten.view %mm_default_1, [2, 2, 1]                     f32[2,2,1]                           live 72
+%copy__default = aten.copy_ %getitem_1, %view_default_1                  f32[2,2,1]                           live 56
+%cut_default_2 = zero.cut                                                                                     live 56
+%w.full_2 = zero.gather [w] tile 2 of 2                                  (f32[2,3])                      +24  live 80
+%w_2 = zero.wait %w.full_2                                               (f32[2,3])                           live 80
+%t_default_2 = aten.t %w_2                                               f32[3,2]                             live 80
+%mm_default_2 = aten.mm %x, %t_default_2                                 f32[2,2]                        +16  live 48
+%cut_default_3 = zero.cut                                                                                     live 48
+%view_default_2 = aten.view %mm_default_2, [2, 2, 1]                     f32[2,2,1]                           live 48
+%copy__default_1 = aten.copy_ %getitem_2, %view_default_2                f32[2,2,1]                           live 32
+%cut_default_4 = zero.cut                                                                                     live 32
+%cut_default_5 = zero.cut                                                                                     live 32
+return %empty_memory_format
+""",
+        )
 
 
 @pytest.mark.parametrize("form", ["linear", "mm", "conv1d"])
