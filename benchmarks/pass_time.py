@@ -56,8 +56,8 @@ def main() -> None:
 
 
 def measure(wanted: int) -> dict[str, Any]:
+    from null.compile.test_compile_time import joint, layered
     from null.graphs import lower
-    from null.test_compile_time import joint, layered
 
     from zero_compiler.cost import hardware, prefetch
     from zero_compiler.cost.simulate import simulate
