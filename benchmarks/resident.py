@@ -69,10 +69,12 @@ def main() -> None:
     result: dict[str, Any] = {"machine": m, "runs": []}
     pages = []
     if args.limit is not None:
-        result["runs"] = [limited(args, name, files) for name in args.model for files in (False, True)]
-        text = limited_report(args, result["runs"])
-        if args.json:
-            common.save(args.json, result, common.heading("Under the expected resident memory", m) + text)
+        for name in args.model:
+            for files in (False, True):
+                result["runs"].append(limited(args, name, files))
+            text = limited_report(args, result["runs"])
+            if args.json:
+                common.save(args.json, result, common.heading("Under the expected resident memory", m) + text)
         return
     for name in args.model:
         rows = {}
@@ -171,9 +173,6 @@ def train(call: dict[str, Any]) -> None:
         if i == 0:
             memory = zero.inspect(model).memory
             said = zero.inspect(model).to_dict()["memory"]["resident_parts"] | {"expected": memory.resident}
-            from zero_compiler.storage.resident_memory import Resident
-
-            print(said, Resident.now(), flush=True)
     common.answer(call, {**said, "steps": call["steps"]})
 
 

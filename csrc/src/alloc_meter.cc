@@ -142,6 +142,12 @@ void uninstall() {
   }
 }
 
+bool is_around(const c10::Allocator* inner) {
+  const MeteredAllocator* metered = installed().metered;
+  return metered != nullptr && metered->inner() == inner &&
+      c10::GetAllocator(c10::DeviceType::CPU) == metered;
+}
+
 int64_t current() {
   return state().current.load(std::memory_order_relaxed);
 }
