@@ -5,7 +5,8 @@ with the blocks that are freed. Blocks below it come out of the heap. torch asks
 leaves is smaller than what the next one of the same size asks for, alignment included. Where anything that lives on
 lies in between, each takes fresh memory: tensors that are made and dropped one after the other, each with some small
 ones that stay, take as much as all of them together. (glibc manual, "Malloc Tunable Parameters"; seen with 2.36.) Once
-a plan runs on the CPU, torch's allocator asks for what such a block leaves (csrc/include/zero/cpu_allocator.h).
+a plan runs on the CPU, torch's allocator is one that asks for what such a block leaves
+(csrc/include/zero/cpu_allocator.h); where another one stays, or before, only what is below here helps.
 """
 
 from __future__ import annotations
