@@ -17,12 +17,23 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 
+def dynamo_asks() -> bool:
+    """Whether Dynamo itself runs what runs now, while it compiles a frame: to learn which tensors stay where they are,
+    or whether an attribute is there.
+
+    Each rank compiles when its own inputs are new to it, so nothing may be gathered for that.
+    """
+    return torch._guards.CompileContext.try_get() is not None
+
+
 def inside(policy: Policy) -> bool:
     """Whether eager code that runs is of a forward of the model.
 
     Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients enabled;
     hooks on parameters and gradients run there too, without.
     """
+    if dynamo_asks():
+        return False
     return policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
 
 
@@ -54,7 +65,7 @@ def named_members(
 
 
 def _inside(policy: Policy) -> bool:
-    return policy.scope.active if torch.compiler.is_compiling() else inside(policy)
+    return policy.scope.active if torch.compiler.is_dynamo_compiling() else inside(policy)
 
 
 def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

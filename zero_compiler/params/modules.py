@@ -28,6 +28,7 @@ from .optimizer_guards import STALE, mark_stale
 from .penalties import watch_outputs
 from .policy import Policy
 from .refusals import refuse_tracers, refuse_wrappers, refusing
+from .sharded_state import state_dict_of
 from .weight_op import managed, placed, weight
 from .write_detector import Copies, may_write
 
@@ -149,6 +150,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "_load_from_state_dict": _load(base),
         "register_parameter": _register_parameter,
         "_named_members": named_members,
+        "state_dict": state_dict_of(base),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -462,7 +464,7 @@ def _get(self: _Sharded) -> Any:
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
         part = policy.params[name].part
-        return full if part is None else placed(part.of(full), full)
+        return full if part is None or full is param else placed(part.of(full), full)
     if recompile_limit.passed() and policy.scope.active and not policy.scope.eager:
         recompile_limit.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..ir import ops
 from ..tensors import transforms
 from . import parameter_errors
+from .held import dynamo_asks
 from .policy import ParamInfo, Policy
 
 # Of a tensor without values, while Dynamo looks: the full weight that code which reads it is given.
@@ -28,9 +29,13 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     policy = ops.owner_of(owner)
     info = policy.params[name]
     # What else runs a forward without values (torch.export) records operators, and is given those that it means.
-    if isinstance(param._local_tensor, FakeTensor) and get_proxy_mode() is None:
-        with transforms.below():
-            return _as_dynamo_sees_it(param, info, policy)
+    if get_proxy_mode() is None:
+        if isinstance(param._local_tensor, FakeTensor):
+            with transforms.below():
+                return _as_dynamo_sees_it(param, info, policy)
+        if dynamo_asks():
+            at_rest: torch.Tensor = param
+            return at_rest
     if not _stands(param, info, policy):
         parameter_errors.moved(name, info, param, policy.rests_on(name))
     with transforms.below(), torch.enable_grad():  # what is read under no_grad may be used elsewhere
