@@ -133,12 +133,8 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-# mypy gets the packages laid out as they are imported; messages name the files of the tree.
 types: setup
-	@rm -rf build/types && mkdir -p build/types/zero_compiler
-	@ln -s $(CURDIR)/zero_compiler/* $(CURDIR)/passes $(CURDIR)/runtime build/types/zero_compiler/
-	cd build/types && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
-	  -p zero_compiler | sed -E 's#^zero_compiler/(passes|runtime)/#\1/#'
+	$(PY) tests/run_mypy.py
 
 cpp-test: setup
 	$(MAKE) -C csrc test PYTHON=$(PY) JOBS=$(JOBS)

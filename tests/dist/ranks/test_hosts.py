@@ -20,7 +20,6 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, TransferError
-from zero_compiler.memory.transport_workspace import scratch_bytes
 from zero_compiler.params.modules import policies_of
 from zero_compiler.ranks import transport
 
@@ -86,24 +85,6 @@ def same_as_c10d(rank, world):
 @pytest.mark.parametrize("world", WAYS)
 def test_two_hosts_train_as_over_c10d(world):
     assert run_ranks(same_as_c10d, world, timeout=240.0) == ["shared+c10d"] * world
-
-
-def scratch(rank, world):
-    two_hosts(rank, world)
-    for kind in ("auto", "c10d"):
-        model, _, _ = trained(kind, rank)
-        policy = policies_of(model)[0]
-        programs = [p for frame in policy.frames for p in frame.programs.values()]
-        planned = max(scratch_bytes(p, [policy])[policy.key] for p in programs)
-        found = policy.runtime.engine.counters()["scratch_bytes"]
-        assert 0 < found <= planned, (kind, found, planned)
-        buffers = max(p.buffer_bytes for p in programs)
-        assert zero.inspect(model).memory.arena == buffers + planned
-    return True
-
-
-def test_what_a_transport_keeps_is_in_the_plan():
-    assert run_ranks(scratch, 4, timeout=120.0) == [True] * 4
 
 
 def irregular(rank, world):

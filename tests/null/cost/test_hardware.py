@@ -6,12 +6,8 @@ import dataclasses
 import datetime
 import json
 import math
-import statistics
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from machines import machine
 from torch import nn
 from typer.testing import CliRunner
@@ -19,11 +15,9 @@ from typer.testing import CliRunner
 import zero_compiler as zero
 from zero_compiler.config import Config
 from zero_compiler.cost import hardware
-from zero_compiler.cost.hardware import HardwareSpec, Link, PythonTime
+from zero_compiler.cost.hardware import HardwareSpec, PythonTime
 from zero_compiler.errors import ConfigError
-from zero_compiler.tools import calibrate, measure_links, measuring
 from zero_compiler.tools.cli import app
-from zero_compiler.tools.planning import report
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -193,171 +187,7 @@ class Net(nn.Module):
         return self.second(self.first(x)).square().mean()
 
 
-def planned():
-    torch._dynamo.reset()
-    (frame,) = report(Net(), (torch.ones(2, 8),), 2).frames
-    return frame
-
-
-CALIBRATE = ["calibrate", "--world", "2", "--world", "4", "--threads", "3"]
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path) -> HardwareSpec:
-    """What a measurement would find; an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    spec = HardwareSpec.from_dict(machine(latency_us=3.0, bytes_per_us=500.0))
-    spec = dataclasses.replace(spec, date=datetime.date.today().isoformat())
-
-    def measure(worlds, directory, say, threads):
-        say("something")
-        assert (worlds, directory, threads) == ([2, 4], None, 3)
-        return spec
-
-    monkeypatch.setattr(calibrate, "calibrate", measure)
-    return spec
-
-
-@pytest.mark.slow
-def test_what_calibrate_finds_is_kept_and_read_by_the_next_plan(measured, tmp_path):
-    path = tmp_path / "cache" / "zero_compiler" / "hardware.json"
-    assert hardware.cache_path() == path
-    assert hardware.load() == hardware.load("laptop")
-    before = planned()
-    done = CliRunner().invoke(app, CALIBRATE)
-    assert done.exit_code == 0, done.output
-    assert f"kept in {path}" in done.output.replace("\n", "")
-    kept = json.loads(path.read_text())
-    assert kept["date"] == datetime.date.today().isoformat()
-    assert hardware.load() == measured
-    after = planned()
-    assert (before.bucket_bytes, after.bucket_bytes) == (8 * 200 * 1200, 8 * 3 * 500)
-    assert after.timelines["forward"].total_us != before.timelines["forward"].total_us
-    # A plan that names its machine takes no notice.
-    torch._dynamo.reset()
-    (frame,) = report(Net(), (torch.ones(2, 8),), 2, hardware="laptop").frames
-    assert frame.timelines["forward"].total_us == before.timelines["forward"].total_us
-
-
-def test_calibrate_writes_elsewhere_where_it_is_told_to(measured, tmp_path):
-    path = tmp_path / "sub" / "mine.json"
-    done = CliRunner().invoke(app, [*CALIBRATE, "--output", str(path)])
-    assert done.exit_code == 0, done.output
-    assert hardware.load(str(path)) == measured
-    assert not hardware.cache_path().exists()
-
-
-@pytest.mark.parametrize("option", ["--world", "--threads"])
-def test_there_are_no_ranks_or_threads_below_one(option):
-    done = CliRunner().invoke(app, ["calibrate", option, "0"])
-    assert done.exit_code == 2
-    assert option in done.output
-
-
-def test_doctor_says_which_machine_plans_are_made_for(measured):
-    said = CliRunner().invoke(app, ["doctor"]).output
-    assert "laptop of 2026-11-21 (preset)" in said
-    CliRunner().invoke(app, CALIBRATE)
-    said = CliRunner().invoke(app, ["doctor"]).output
-    assert f"test of {measured.date}" in said
-    assert "(preset)" not in said
-
-
 # What calibration makes of its measurements ----------------------------------------------------------------
-
-SIZES = list(measure_links._SIZES)
-
-
-@pytest.mark.parametrize("spoiled", range(len(SIZES)))
-@pytest.mark.parametrize("times", [0.2, 1.5, 20])
-@pytest.mark.parametrize("link", [Link(200.0, 1200.0), Link(20.0, 10_000.0), Link(20.0, 360_000.0)])
-def test_one_spoiled_measurement_moves_no_link(link, times, spoiled):
-    measured = [link.us(size) for size in SIZES]
-    measured[spoiled] *= times
-    found = measure_links._fit(SIZES, measured)
-    assert found.latency_us == pytest.approx(link.latency_us, rel=1e-6)
-    assert found.bytes_per_us == pytest.approx(link.bytes_per_us, rel=1e-6)
-
-
-@given(st.lists(st.floats(0.95, 1.05), min_size=len(SIZES), max_size=len(SIZES)))
-@settings(max_examples=200, deadline=None)
-def test_small_errors_of_all_measurements_stay_small(errors):
-    """Within 5 % of the truth. The line through the smallest and the largest size is as near to it everywhere, and so at
-    most 0.103 (in logarithms) from each of the three other measurements, of which one does not count; the line that is
-    taken is no further off in sum, hence at four sizes by no more than 2 x 0.103 + 0.051 = 0.26."""
-    link = Link(200.0, 1200.0)
-    found = measure_links._fit(SIZES, [link.us(n) * e for n, e in zip(SIZES, errors, strict=True)])
-    off = sorted(abs(math.log(found.us(n) / link.us(n))) for n in SIZES)
-    assert off[-2] <= 0.26
-
-
-def test_ranks_run_collectives_equally_often_however_long_they_take(monkeypatch):
-    """One that stopped by the clock would leave its peer in a collective alone."""
-    monkeypatch.setattr(measuring, "_ENOUGH_S", 0.0)
-    host, calls = torch.device("cpu"), []
-    assert len(measuring.times_us(lambda: calls.append(1), host, 30)) == 30
-    assert len(calls) == 31  # the first is not counted
-    measuring.medians_us([lambda: calls.append(1)], host, 30)  # what one process measures alone does stop
-    assert len(calls) < 31 + 30
-
-
-def test_runs_that_waited_for_a_core_move_no_time():
-    times = [30.0, 31.0, *[2000.0 + i for i in range(4)], 32.0, 33.0]
-    assert statistics.median(times) > 1000
-    assert 30 < measuring.lower_quartile(times) < 33
-
-
-def test_two_sizes_are_met_exactly():
-    link = Link(8.0, 50_000.0)
-    found = measure_links._fit([1 << 12, 1 << 26], [link.us(1 << 12), link.us(1 << 26)])
-    assert (found.latency_us, found.bytes_per_us) == pytest.approx((8.0, 50_000.0))
-
-
-def test_times_that_fall_with_size_still_make_a_link():
-    found = measure_links._fit(SIZES, [50.0, 40.0, 30.0, 20.0, 10.0])
-    assert found.latency_us > 0
-    assert found.bytes_per_us > 0
-
-
-def products(rows, side):
-    return calibrate._Products(lambda: None, 6 * rows * side**2, 12 * (2 * rows + side) * side)
-
-
-SQUARE, THIN = (products(*shape) for shape in (calibrate._SQUARE, calibrate._THIN))
-
-
-def spent_us(work, rate, traffic, memory):
-    return work.flops / rate + traffic * work.nbytes / memory
-
-
-@given(st.floats(1e3, 1e6), st.floats(0, 4), st.floats(1e3, 1e5))
-def test_a_square_and_a_thin_product_tell_rate_and_traffic(rate, traffic, memory):
-    long, short = (spent_us(work, rate, traffic, memory) for work in (SQUARE, THIN))
-    found = calibrate._traffic(SQUARE, long, THIN, short, memory)
-    most = memory * long / (2 * SQUARE.nbytes)  # half of the square product
-    assert found == pytest.approx(min(traffic, most), rel=1e-6, abs=1e-9 * memory)
-    if traffic <= most:
-        assert calibrate._rate(SQUARE, long, found / memory) == pytest.approx(rate, rel=1e-6)
-    # The square one is always met, and another dtype's rate with the same traffic.
-    again = calibrate._rate(SQUARE, long, found / memory)
-    assert spent_us(SQUARE, again, found, memory) == pytest.approx(long)
-
-
-def test_disturbed_times_make_no_rate_that_cannot_be():
-    assert calibrate._traffic(SQUARE, 8000.0, THIN, 100.0, 3e4) == 0
-    assert calibrate._rate(SQUARE, 8000.0, 0.0) == SQUARE.flops / 8000
-    much = calibrate._traffic(SQUARE, 8000.0, THIN, 1e9, 3e4)
-    assert calibrate._rate(SQUARE, 8000.0, much / 3e4) == pytest.approx(2 * SQUARE.flops / 8000)
-    assert calibrate._rate(SQUARE, 10.0, much / 3e4) == 2 * SQUARE.flops / 10
-
-
-def test_two_models_tell_what_a_call_takes_and_what_a_parameter():
-    found = calibrate._python_time((16, 64), [16 * 20.0 + 700.0, 64 * 20.0 + 700.0])
-    assert (found.call_us, found.param_us) == (pytest.approx(700.0), pytest.approx(20.0))
-    assert found.us(100) == pytest.approx(2700.0)
-    # Times that something else spoiled: never less than nothing.
-    assert calibrate._python_time((16, 64), [900.0, 800.0]) == PythonTime(900.0, 0.0)
-    assert calibrate._python_time((16, 64), [100.0, 4900.0]) == PythonTime(0.0, 100.0)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pickle
@@ -40,21 +39,6 @@ def test_outside_a_forward_an_attribute_is_the_sharded_parameter():
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_hooks_and_autograd_grad_mean_what_they_always_do(how):
-    plain, model = net(), zero.shard(net())
-    call = use(model, how)
-    model.first.weight.register_hook(lambda g: g * 2)
-    loss = call(batch()).square().mean()
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    expected = torch.autograd.grad(plain(batch()).square().mean(), list(plain.parameters()))
-    for (name, p), grad, want in zip(model.named_parameters(), grads, expected, strict=True):
-        assert p.grad is None
-        torch.testing.assert_close(grad.full_tensor(), want * 2 if name == "first.weight" else want)
-    call(batch()).square().mean().backward(inputs=[model.second.weight])
-    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["second.weight"]
-
-
-@pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_freezing_in_mid_training_is_seen_by_the_next_call(how):
     model = zero.shard(net())
     call = use(model, how)
@@ -67,19 +51,6 @@ def test_freezing_in_mid_training_is_seen_by_the_next_call(how):
     model.first.requires_grad_(True)
     call(batch()).sum().backward()
     assert model.first.weight.grad is not None
-
-
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_freezing_between_forward_and_backward(how):
-    """As in plain PyTorch, what is frozen when its gradient comes gets none."""
-    for quiet in (False, True):
-        model = zero.shard(net())
-        call = use(model, how)
-        loss = call(batch()).sum()
-        model.first.weight.requires_grad_(False)
-        with zero.no_sync(model) if quiet else contextlib.nullcontext():
-            loss.backward()
-        assert [n for n, p in model.named_parameters() if p.grad is None] == ["first.weight"]
 
 
 class Lender(nn.Module):

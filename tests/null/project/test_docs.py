@@ -130,35 +130,29 @@ def test_options_are_options():
 # Results of benchmarks -----------------------------------------------------------------------------------------
 
 RESULTS = ROOT / "benchmarks" / "results"
-ROWS = [
-    (name, row)
-    for row in (RESULTS / "README.md").read_text().splitlines()
-    if row.startswith("| `")
-    for name in re.findall(r"`([^`]+\.\*)`", row.split("|")[1])
-]
+TABLES = sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*") if path.is_file())
 
 
-def files_of(name: str) -> list[str]:
-    """Files of a family: words in capitals, as in `where_MODEL_MODE.*`, stand for any name."""
-    pattern = re.sub(r"[A-Z]{2,}", "*", name).removesuffix(".*")
-    return sorted(p.name for kind in ("json", "md") for p in RESULTS.glob(f"{pattern}.{kind}"))
+def rows_of(heading: str) -> dict[str, str]:
+    """The rows of a table of the page on results, by the name that each begins with."""
+    section = (RESULTS / "README.md").read_text().split(f"| {heading} |")[1].split("\n\n")[0]
+    return dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, flags=re.M))
 
 
-@pytest.mark.parametrize("name", [name for name, _ in ROWS])
-def test_results_that_are_listed_are_there(name):
-    found = files_of(name)
-    assert found, f"benchmarks/results/README.md lists {name}, and there is no such file"
-    stems = {kind: {f.rpartition(".")[0] for f in found if f.endswith(kind)} for kind in (".json", ".md")}
-    assert stems[".json"] == stems[".md"]
+def test_results_are_tables_by_benchmark_and_host():
+    pairs = [tuple(name.removesuffix(".md").split("/")) for name in TABLES if name != "README.md"]
+    assert {benchmark for benchmark, _ in pairs} == set(rows_of("Benchmark"))
+    assert {host for _, host in pairs} == set(rows_of("Host"))
 
 
-def test_results_that_are_there_are_listed():
-    listed = {file for name, _ in ROWS for file in files_of(name)}
-    assert {p.name for p in RESULTS.iterdir()} - listed == {"README.md"}
+def test_results_that_are_named_are_there():
+    named = re.findall(r"`(\w+/[\w*-]+\.md)`", (ROOT / "docs" / "performance.md").read_text())
+    assert named
+    assert [name for name in named if not any(RESULTS.glob(name))] == []
 
 
 def test_commands_of_results_exist():
-    scripts = {script for _, row in ROWS for script in re.findall(r"python (\S+\.py)", row)}
+    scripts = {x for row in rows_of("Benchmark").values() for x in re.findall(r"python (\S+\.py)", row)}
     assert scripts
     assert [script for script in sorted(scripts) if not (ROOT / script).is_file()] == []
 

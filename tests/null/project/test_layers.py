@@ -12,6 +12,7 @@ import pytest
 from conftest import shares
 
 ROOT = Path(__file__).resolve().parents[3]
+TESTS = ROOT / "tests"
 
 # The order of the rooms. "root" are the files of zero_compiler/ itself but for those of the surface.
 ROOMS = (
@@ -183,6 +184,52 @@ def test_upward_import_is_found(module, source):
 )
 def test_downward_import_passes(module, source):
     assert violations(module, source) == []
+
+
+# Modules whose tests have another name, and which.
+TESTED_ELSEWHERE = {
+    "zero_compiler._tree": "null/project/test_install.py",
+    "zero_compiler.compile.frame_state": "null/compile/test_backend.py",  # a frame is nothing without its compilation
+    "zero_compiler.compile.loader": "null/runtime/test_pools.py",
+    "zero_compiler.compile.phase_lowering": "null/compile/test_budget_search.py",  # counts what is lowered
+    "zero_compiler.params.blocking_transfers": "dist/training/test_loop.py",  # eager gathers, every layout
+    "zero_compiler.params.policy": "null/params/test_shard.py",
+    "zero_compiler.runtime.reductions": "dist/training/test_loop.py",  # accumulation, sums, no_sync
+    # Parts of one analysis, whose numbers are compared where a whole head, loss or operator is tiled.
+    "zero_compiler.passes.tiling.column_sums": "null/passes/tiling/test_vocabulary.py",
+    "zero_compiler.passes.tiling.head": "null/passes/tiling/test_tile_loss.py",
+    "zero_compiler.passes.tiling.tile_graph": "null/passes/tiling/test_tile_loss.py",
+    "zero_compiler.passes.tiling.tiled_values": "null/passes/tiling/test_tile_operators.py",
+    "zero_compiler.passes.tiling.vocab_tile_loop": "null/passes/tiling/test_vocabulary.py",
+}
+
+
+def has_logic(path: Path) -> bool:
+    """Whether a file defines a function, or a class with one."""
+    tree = ast.parse(path.read_text())
+    return path.name[:2] != "__" and any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
+
+
+def files_named_for(module: str) -> list[Path]:
+    """Files of tests with the name of a module, in its room."""
+    _, *folders, name = module.split(".")
+    room = Path(*folders) if folders else Path(room_of(module))
+    return [f for tier in ("null", "dist") if (f := TESTS / tier / room / f"test_{name}.py").exists()]
+
+
+def test_every_module_with_logic_has_a_file_of_files_named_for_its_name():
+    without = {module for module, path in FILES.items() if has_logic(path) and not files_named_for(module)}
+    assert without - set(TESTED_ELSEWHERE) == set()
+    assert set(TESTED_ELSEWHERE) - without == set(), "these have tests of their own, or are gone"
+    assert [file for file in TESTED_ELSEWHERE.values() if not (TESTS / file).exists()] == []
+
+
+def test_tests_lie_in_rooms():
+    """Beside those of the product there are two: whole models beside plain PyTorch, and the project itself."""
+    for tier in ("null", "dist"):
+        assert not list((TESTS / tier).glob("test_*.py"))
+        folders = {p.name for p in (TESTS / tier).iterdir() if list(p.glob("test_*.py"))}
+        assert folders <= {*ROOMS, "training", "project"}
 
 
 def test_files_whose_tests_share_what_one_made_go_to_one_worker():

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from torch import nn
-from typer.testing import CliRunner
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, MemoryBudgetError
-from zero_compiler.tools import cli, planning
 
 
 def every_field(folder):
@@ -63,52 +58,6 @@ def test_a_config_is_frozen(tmp_path):
         with pytest.raises(dataclasses.FrozenInstanceError, match=name):
             setattr(config, name, value)
     assert config == zero.Config()
-
-
-def test_every_field_is_a_flag_of_plan(tmp_path, monkeypatch):
-    """All fields given as flags come back as they are; what is not given is left to zero.Config."""
-    given, seen = every_field(tmp_path), {}
-    report = SimpleNamespace(summary=lambda: "planned", save_json=None, save_html=None, save_trace=None)
-    monkeypatch.setattr(planning, "report", lambda *args, **kwargs: seen.update(kwargs) or report)
-    monkeypatch.setattr(cli, "_factory", lambda path: lambda: (torch.nn.Linear(2, 2), torch.ones(2)))
-    flags = []
-    for name, value in given.items():
-        flag = "--" + name.replace("_", "-")
-        text = str(value).removeprefix("torch.")
-        flags += [flag] if value is True else [flag, text]
-    for words, expected in ((flags, zero.Config(**given)), ([], zero.Config())):
-        seen.clear()
-        done = CliRunner().invoke(cli.app, ["plan", "module:function", "--brief", *words])
-        assert done.exit_code == 0, done.output
-        assert done.output == "planned\n"
-        assert (seen.pop("world"), seen.pop("device")) == (1, "cpu")
-        assert zero.Config(**seen) == expected
-        assert seen.keys() == (given.keys() if words else set())
-
-
-def test_every_flag_of_plan_says_what_it_does():
-    said = CliRunner().invoke(cli.app, ["plan", "--help"], env={"COLUMNS": "200"}).output
-    for f in dataclasses.fields(zero.Config):
-        assert re.search(rf"--{f.name.replace('_', '-')}\b.*?[a-z]{{3}} ", said, flags=re.S), f.name
-    command = typer.main.get_command(cli.app).commands["plan"]
-    assert [p.name for p in command.params if p.param_type_name == "option" and not p.help] == []
-
-
-def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "small_model.py").write_text(
-        "import torch\ndef planned():\n    return torch.nn.Linear(64, 512), torch.ones(2, 64)\n"
-    )
-    paths = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "html", "trace")}
-    words = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
-    chosen = ["--world", "512", "--stage", "2", "--compute", "aten", "--hardware", "dgx-h100"]
-    done = CliRunner().invoke(cli.app, ["plan", "small_model:planned", *chosen, *words])
-    assert done.exit_code == 0, done.output
-    assert "stage 2, rank 0 of 512" in done.output
-    assert "transport between ranks: c10d (planned for ranks on any hosts)" in done.output
-    assert json.loads(paths["json"].read_text())["world"] == 512
-    assert "<svg" in paths["html"].read_text()
-    assert json.loads(paths["trace"].read_text())["traceEvents"]
 
 
 # Given in more than one place -----------------------------------------------------------------------------------
@@ -168,18 +117,6 @@ def test_an_option_may_repeat_what_the_shard_was_given(tmp_path):
 
 
 # The command line -----------------------------------------------------------------------------------------------
-
-
-def test_what_a_plan_cannot_be_made_of_is_said_in_one_sentence(tmp_path, monkeypatch):
-    (tmp_path / "given.py").write_text("import torch\ndef alone():\n    return torch.nn.Linear(2, 2)\n")
-    monkeypatch.chdir(tmp_path)
-    for words, want in (
-        (["given:alone"], "given:alone must return a module and its inputs, (model, example_inputs)"),
-        (["given:alone", "--html", "no/plan.html"], "there is no folder 'no' to write to"),
-    ):
-        done = CliRunner().invoke(cli.app, ["plan", *words], env={"COLUMNS": "200"})
-        assert done.exit_code == 2
-        assert want in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("data", [None, [], [("stage", 1)], "stage", 3, {"a"}], ids=repr)

@@ -171,69 +171,10 @@ def test_a_backward_of_several_gradients_at_once():
         classic.jacobian(torch.compile(model, backend="zero"), ONE, vectorize=True)
 
 
-def penalty(call: Any) -> torch.Tensor:
-    x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-    return call(x).square().mean() + (g.norm(dim=1) - 1).square().mean()
-
-
-def steepness(call: Any) -> torch.Tensor:
-    params = [p for p in call.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(call(X).square().mean(), params, create_graph=True)
-    return sum(
-        g.full_tensor().square().sum() if hasattr(g, "full_tensor") else g.square().sum() for g in grads
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("loss", [penalty, steepness])
-def test_second_derivatives(loss, stage):
-    plain, model = tied(), zero.shard(tied(), stage=stage, device="cpu", **ATEN)
-    loss(plain).backward()
-    loss(model).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        equal(p.grad.full_tensor(), q.grad)
-    torch._dynamo.reset()
-    call = torch.compile(model, backend="zero")
-    with pytest.raises(GradientError, match="call the model that was given to torch.compile"):
-        loss(call).backward()
-    model.zero_grad()
-    with torch.compiler.set_stance("force_eager"):
-        loss(call).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        equal(p.grad.full_tensor(), q.grad)
-
-
-def test_a_third_derivative():
-    plain, model = tied(), zero.shard(tied(), device="cpu")
-    found = []
-    for m in (plain, model):
-        p = m.first.weight
-        for _ in range(2):
-            (p,) = torch.autograd.grad(
-                (m(X).square().mean() if p is m.first.weight else p.square().sum()),
-                m.first.weight,
-                create_graph=True,
-            )
-        p.square().sum().backward()
-        found.append(m.first.weight.grad)
-    equal(found[1].full_tensor(), found[0])
-
-
 def test_a_graph_of_gradients_under_no_sync():
     model = zero.shard(tied(), device="cpu")
     with zero.no_sync(model), pytest.raises(GradientError, match="outside zero.no_sync"):
         model(X).square().mean().backward(create_graph=True)
-
-
-@pytest.mark.slow
-def test_forward_mode_of_a_compiled_model():
-    torch._dynamo.reset()
-    call = torch.compile(zero.shard(tied(), device="cpu", **ATEN), backend="zero")
-    for recorded in (True, False):
-        with torch.set_grad_enabled(recorded), pytest.raises(GradientError, match="forward-mode AD"):
-            tangent_of(call)
 
 
 @pytest.mark.slow
