@@ -43,6 +43,7 @@ from zero_compiler.ranks.call_handshake import (
 from zero_compiler.ranks.failing import noticed
 from zero_compiler.ranks.group import Group
 from zero_compiler.ranks.peer_waits import explained
+from zero_compiler.sharded.sharded_model import ShardedModel
 
 from . import activation_offload, peer_watchdog
 from .model import ModelRuntime
@@ -264,7 +265,7 @@ class Session:
         first = self.first
         assert first is not None
         for runtime in self.runtimes.values():
-            runtime.policy.check_whole()
+            runtime.policy.protocol.check_whole()
         if self._digest is None:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
@@ -294,9 +295,9 @@ class Session:
     def _text(self) -> str:
         """What this call is: the first line in which it differs from a peer's is what a message shows."""
         policies = [r.policy for r in self.runtimes.values()]
-        title = ", ".join(p.title() for p in policies)
+        title = ", ".join(p.identity.title() for p in policies)
         head = f"phase {self.program.title}"
-        return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
+        return "\n".join([head, title, *(p.protocol.describe() for p in policies), self._sequence])
 
     def _told_text(self) -> str:
         """The same for ranks that are in another call, with what the user was told of why."""
@@ -388,7 +389,7 @@ class Session:
         device copies may stand behind what a peer does not send any more."""
         try:
             if self._talks:
-                broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
+                broke_off(self._group, error, [r.policy.identity.title() for r in self.runtimes.values()])
         finally:
             self._hops.end()
             if self._moves is not None:
@@ -396,7 +397,7 @@ class Session:
             self._reductions.forget()
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
-            runtime.policy.break_off(f"{type(error).__name__}: {error}")
+            runtime.policy.protocol.break_off(f"{type(error).__name__}: {error}")
             runtime.fresh.clear()
         if self._talks:
             forsake(self.runtimes.values())
@@ -461,7 +462,7 @@ class Session:
             self._around = now, [p.runtime for p in relatives if p.runtime is not None]
         return [r.engine for r in self._around[1]]
 
-    def _planned(self, policies: Sequence[Any]) -> call_admission.Planned | None:
+    def _planned(self, policies: Sequence[ShardedModel]) -> call_admission.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         assert self.first is not None
         state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)

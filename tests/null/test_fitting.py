@@ -24,6 +24,7 @@ from zero_compiler.cost.hardware import load
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.plan.activation_search import Phases
+from zero_compiler.sharded.agreed_choices import AgreedChoices
 from zero_compiler.tools.planning import report
 
 WIDTH = 256
@@ -50,7 +51,7 @@ class Asked(SimulatedModel):
 
     def decide(self, policy, key, text, room_bytes=None):
         self.asked = (*self.asked, key)
-        policy.distances[key] = text
+        policy.agreed.distances[key] = text
         return text
 
 
@@ -64,7 +65,7 @@ def test_a_rank_that_compiles_again_asks_nobody():
     budget = int(0.9 * report(Wide(), rows(32), 2, bucket_bytes=0).memory.peak)
     model = Asked(Wide(), 2, stage=3, memory_budget_bytes=budget, bucket_bytes=0)
     model.check([rows(32), rows(32)], lambda out: out)
-    assert any(model.policy.tile_bytes.values())
+    assert any(model.policy.agreed.tile_bytes.values())
     assert model.asked
     model.asked = ()
     model.check([rows(24), rows(24)], lambda out: out)
@@ -284,7 +285,7 @@ def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNames
     state = SimpleNamespace(
         **dict.fromkeys(_PLANNED),
         smaller_buckets=lambda: [40_000, 20_000, 10_000],
-        first=SimpleNamespace(distances={}),
+        first=SimpleNamespace(agreed=AgreedChoices()),
         loader=SimpleNamespace(decide=lambda first, key, text: decided or text),
         tried=[],
     )
@@ -329,7 +330,7 @@ def test_a_trial_that_the_first_rank_drops_leaves_nothing_behind(within, wanted,
 
     state = SimpleNamespace(
         **dict.fromkeys(_PLANNED),
-        first=SimpleNamespace(distances={}),
+        first=SimpleNamespace(agreed=AgreedChoices()),
         config=SimpleNamespace(tile_bytes=None),
         loader=SimpleNamespace(decide=decide),
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.plan import tiling
+from zero_compiler.sharded.agreed_choices import AgreedChoices
 from zero_compiler.tools.planning import report
 
 ROW = 1 << 10
@@ -19,20 +20,20 @@ ROW = 1 << 10
 
 def noted(sizes, limit):
     """Weights of so many rows each, in tiles of at most so many bytes: policies and plans as `coarsen` takes them."""
-    policy = SimpleNamespace(tile_bytes={})
+    policy = SimpleNamespace(agreed=AgreedChoices())
     plans = {}
     for i, rows in enumerate(sizes):
         tile_rows = limit // ROW if rows * ROW > limit else 0
         plans[ParamRef("m", f"w{i}")] = SimpleNamespace(
             gather_bytes=rows * ROW, chunk_rows=rows, tile_rows=tile_rows
         )
-        policy.tile_bytes[f"w{i}"] = limit
+        policy.agreed.tile_bytes[f"w{i}"] = limit
     return {"m": policy}, plans
 
 
 def held(policies, plans):
     """Bytes that each weight takes at a time."""
-    limits = policies["m"].tile_bytes
+    limits = policies["m"].agreed.tile_bytes
     return {ref: min(p.gather_bytes, limits[ref.name] or p.gather_bytes) for ref, p in plans.items()}
 
 
@@ -58,8 +59,8 @@ def test_no_weight_could_have_larger_tiles(sizes, beside, together):
     assert fits()
     for nbytes in {p.gather_bytes for p in plans.values() if p.tile_rows}:
         same = [ref for ref, p in plans.items() if p.gather_bytes == nbytes]
-        now = policies["m"].tile_bytes[same[0].name]
-        assert all(policies["m"].tile_bytes[ref.name] == now for ref in same)
+        now = policies["m"].agreed.tile_bytes[same[0].name]
+        assert all(policies["m"].agreed.tile_bytes[ref.name] == now for ref in same)
         if now is not None:
             tiling.note(policies, same, 2 * now if 2 * now < nbytes else None)
             assert not fits()
@@ -76,21 +77,21 @@ def test_room_goes_to_the_weights_with_the_most_transfers(small_first):
     )  # what the eight take more when they are whole
 
     tiling.coarsen(policies, plans, 16 * ROW, lambda: sum(held(policies, plans).values()) <= budget)
-    chosen = {p.gather_bytes: policies["m"].tile_bytes[ref.name] for ref, p in plans.items()}
+    chosen = {p.gather_bytes: policies["m"].agreed.tile_bytes[ref.name] for ref, p in plans.items()}
     assert chosen == {64 * ROW: None, 256 * ROW: 16 * ROW}
 
 
 def test_what_fits_whole_is_not_touched():
     policies, plans = noted([8, 1024], 16 * ROW)
     tiling.coarsen(policies, plans, 16 * ROW, lambda: True)
-    assert policies["m"].tile_bytes == {"w0": 16 * ROW, "w1": None}
+    assert policies["m"].agreed.tile_bytes == {"w0": 16 * ROW, "w1": None}
 
 
 def test_no_more_of_the_classes_is_tried_than_bisection_needs():
     policies, plans = noted([1024] * 40, 2 * ROW)
     tried = []
     tiling.coarsen(policies, plans, 2 * ROW, lambda: tried.append(1) or False)
-    assert set(policies["m"].tile_bytes.values()) == {2 * ROW}
+    assert set(policies["m"].agreed.tile_bytes.values()) == {2 * ROW}
     assert len(tried) <= 5
 
 

@@ -248,7 +248,7 @@ class Fitting:
         if not sizes:
             return graphs
         first, key = state.bucket_bytes, self._key(what)
-        text = state.first.distances.get(key)
+        text = state.first.agreed.distances.get(key)
         if text is None:
             best, least = first, self._over_in_small_tiles(graphs, budget_bytes)
             for size in sizes:
@@ -453,7 +453,7 @@ class Fitting:
     def _decided(self, what: str) -> bool | None:
         """What was decided for all ranks before, if anything was."""
         first = self.state.first
-        text = first.distances.get(self._key(what)) if first is not None else None
+        text = first.agreed.distances.get(self._key(what)) if first is not None else None
         return None if text is None else text == str(True)
 
     def _agreed(self, what: str, wanted: bool) -> bool:
@@ -542,7 +542,7 @@ class Fitting:
         room = budget_bytes - self.lowering.trial_peak(graphs)
         peak = self._shrink_tiles(graphs, undecided, budget_bytes)
         first = undecided[0]
-        limit = state.policies[first.owner].tile_bytes.get(first.name)  # one for all so far
+        limit = state.policies[first.owner].agreed.tile_bytes.get(first.name)  # one for all so far
         if limit is not None and peak <= budget_bytes and state.alone:
 
             def fits() -> bool:

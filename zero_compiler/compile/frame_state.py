@@ -28,6 +28,7 @@ from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
 from ..ranks.group import speaking
 from ..report.report import Frame, Memory
+from ..sharded.sharded_model import ShardedModel
 from .capture import Captured, ShardInput
 from .loader import Loader
 
@@ -75,7 +76,7 @@ class FrameState:
         # And of weights of heads, which backward then gathers in tiles.
         self.tile_heads = False
         # Both as in Context.
-        self.tiers: tuple[str, ...] = () if self.first is None else self.first.activation_path
+        self.tiers: tuple[str, ...] = () if self.first is None else self.first.tiers.activation_path
         self.away: frozenset[str] | None = frozenset() if self.tiers else None
         self.backward_params: frozenset[ParamRef] | None = None
         self.reduced: frozenset[ParamRef] | None = None
@@ -113,7 +114,7 @@ class FrameState:
             return self.config.bucket_bytes, "as bucket_bytes says"
         if self.first is None:
             return 0, "nothing is sharded"
-        nbytes = bucket_bytes(self.machine, self.world, self.first.transport.shared)
+        nbytes = bucket_bytes(self.machine, self.world, self.first.storage.transport.shared)
         if self.world == 1:
             return nbytes, "nothing moves between ranks"
         return nbytes, "eight times latency times bandwidth between ranks"
@@ -122,7 +123,7 @@ class FrameState:
         """Sizes that a memory budget may choose instead, falling."""
         if self.config.bucket_bytes is not None or self.first is None:
             return []
-        return smaller_buckets(self.machine, self.world, self.first.transport.shared)
+        return smaller_buckets(self.machine, self.world, self.first.storage.transport.shared)
 
     def take_buckets(self, nbytes: int, why: str) -> None:
         """Plan with buckets of so many bytes, and say why in the report."""
@@ -148,7 +149,10 @@ class FrameState:
     def _plan(self, shard: ShardInput) -> ParamPlan:
         policy = self.policies[shard.ref.owner]
         info = policy.params[shard.ref.name]
-        path, grad_path = policy.path("params", shard.ref.name), policy.path("grads", shard.ref.name)
+        path, grad_path = (
+            policy.tiers.path("params", shard.ref.name),
+            policy.tiers.path("grads", shard.ref.name),
+        )
         return ParamPlan(
             ref=shard.ref,
             shape=info.layout.shape,
@@ -158,8 +162,8 @@ class FrameState:
             cut=info.layout.cut,
             world=info.layout.world,
             stage=policy.config.stage,
-            kept=policy.kept.get(shard.ref.name, False),
-            shared=policy.transport.shared,
+            kept=policy.agreed.kept.get(shard.ref.name, False),
+            shared=policy.storage.transport.shared,
             path=path,
             grad_path=grad_path[::-1],
             copies=policy.group.copies,
@@ -172,9 +176,13 @@ class FrameState:
             split=info.part is not None and not info.part.placement.is_replicate(),
         )
 
-    def _tile_bytes(self, policy: Any, name: str) -> int | None:
+    def _tile_bytes(self, policy: ShardedModel, name: str) -> int | None:
         """What is gathered of a weight at a time: as the user says, else as a budget made it."""
-        return self.config.tile_bytes if self.config.tile_bytes is not None else policy.tile_bytes.get(name)
+        return (
+            self.config.tile_bytes
+            if self.config.tile_bytes is not None
+            else policy.agreed.tile_bytes.get(name)
+        )
 
     def dump_dir(self) -> str | None:
         """The folder for graphs and Programs, where the user asked for them."""

@@ -180,7 +180,7 @@ class Lowering:
             units = list(state.units.values())
             if why is not None:
                 state.choices[phase] = PrefetchChoice(why)
-            elif (text := state.first.distances.get(schedule.key_of(phase, units))) is not None:
+            elif (text := state.first.agreed.distances.get(schedule.key_of(phase, units))) is not None:
                 state.choices[phase] = PrefetchChoice(
                     "decided when first compiled", schedule.from_text(text, units)
                 )

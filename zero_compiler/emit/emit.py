@@ -33,6 +33,7 @@ from ..memory.alias_table import storages_of
 from ..memory.live import live_bytes
 from ..memory.segment_graph import SegmentGraph
 from ..memory.verify import verify_program
+from ..passes.base import ParamPlan
 from . import segmentation
 from .prefetch_hops import Fetches
 from .transfer_allocation import GatherSpan, OffloadSpan, ReduceSpan, allocate_transfers, kept_ends
@@ -48,7 +49,7 @@ class Emitted:
 
 def emit(
     gm: fx.GraphModule,
-    params: Mapping[ParamRef, Any],
+    params: Mapping[ParamRef, ParamPlan],
     phase: str,
     kept_offsets: Mapping[str, dict[str, int]],
     ahead: Sequence[Sequence[int]] = (),
@@ -118,7 +119,7 @@ class _Emission:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, params: Mapping[ParamRef, Any], ahead: Sequence[Sequence[int]]
+        self, gm: fx.GraphModule, params: Mapping[ParamRef, ParamPlan], ahead: Sequence[Sequence[int]]
     ) -> None:
         self._gm, self._params = gm, params
         graph = gm.graph

@@ -13,16 +13,17 @@ from ..ir import ops
 from ..ir.facts import ParamRef
 from ..ir.program import Program
 from ..report.report import Frame
+from ..sharded.sharded_model import ShardedModel
 
 
-def related(policies: Iterable[Any]) -> list[Any]:
+def related(policies: Iterable[ShardedModel]) -> list[Any]:
     """All that are of one model with any of these, its parts that were sharded by themselves among them, in the order
     in which they were made."""
     found = {id(p): p for policy in policies for p in (policy, *policy.scope.members)}
-    return sorted(found.values(), key=lambda p: p.made)
+    return sorted(found.values(), key=lambda p: p.identity.made)
 
 
-def frames_of(policies: Iterable[Any]) -> list[Frame]:
+def frames_of(policies: Iterable[ShardedModel]) -> list[Frame]:
     """Those compiled so far, in order."""
     return sorted((f for policy in policies for f in policy.frames), key=lambda f: f.index)
 
@@ -51,9 +52,9 @@ def again_bytes(program: Program, frames: Sequence[Frame], code: str) -> int:
     return sum(rows_bytes(ops.owner_of(ref.owner), ref.name) for ref in _reduced(program) & theirs)
 
 
-def rows_bytes(policy: Any, name: str) -> int:
+def rows_bytes(policy: ShardedModel, name: str) -> int:
     """Bytes that this rank's rows of a gradient take on the device."""
-    here = policy.placed.tier("grads", name) == "none"
+    here = policy.tiers.placed.tier("grads", name) == "none"
     return policy.params[name].layout.bytes_local() if here else 0
 
 

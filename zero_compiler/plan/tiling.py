@@ -12,7 +12,9 @@ import torch
 from ..alignment import BLOCK_BYTES
 from ..ir.facts import ParamRef
 from ..layout import Layout
+from ..passes.base import ParamPlan
 from ..ranks.agreement import digest
+from ..sharded.sharded_model import ShardedModel
 
 _aten = torch.ops.aten
 # What a compiler takes apart by the sizes of a batch.
@@ -63,10 +65,12 @@ LEAST_BYTES = 1 << 16
 _CLASSES = 8
 
 
-def undecided(policies: Mapping[str, Any], params: Mapping[ParamRef, Any]) -> list[ParamRef]:
+def undecided(policies: Mapping[str, ShardedModel], params: Mapping[ParamRef, ParamPlan]) -> list[ParamRef]:
     """Weights of which nobody has decided yet whether a budget makes tiles of them."""
     return [
-        ref for ref, plan in params.items() if plan.cut and ref.name not in policies[ref.owner].tile_bytes
+        ref
+        for ref, plan in params.items()
+        if plan.cut and ref.name not in policies[ref.owner].agreed.tile_bytes
     ]
 
 
@@ -80,20 +84,23 @@ def largest_bytes(plans: Iterable[Any]) -> int:
     return most
 
 
-def note(policies: Mapping[str, Any], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
+def note(policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
     """Have weights gathered in tiles of at most so many bytes; None: whole."""
     for ref in refs:
-        policies[ref.owner].tile_bytes[ref.name] = limit_bytes
+        policies[ref.owner].agreed.tile_bytes[ref.name] = limit_bytes
 
 
-def forget(policies: Mapping[str, Any], refs: Iterable[ParamRef]) -> None:
+def forget(policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef]) -> None:
     """Undo :func:`note`: of these weights nothing is decided."""
     for ref in refs:
-        policies[ref.owner].tile_bytes.pop(ref.name, None)
+        policies[ref.owner].agreed.tile_bytes.pop(ref.name, None)
 
 
 def coarsen(
-    policies: Mapping[str, Any], plans: Mapping[ParamRef, Any], limit_bytes: int, fits: Callable[[], bool]
+    policies: Mapping[str, ShardedModel],
+    plans: Mapping[ParamRef, Any],
+    limit_bytes: int,
+    fits: Callable[[], bool],
 ) -> None:
     """Give weights the largest tiles that a budget leaves them, where ``limit_bytes`` for all is known to fit.
 
@@ -134,10 +141,10 @@ def coarsen(
 
 
 def settle(
-    policies: Mapping[str, Any],
+    policies: Mapping[str, ShardedModel],
     refs: Sequence[ParamRef],
     room_bytes: int,
-    tightest: Callable[[Any, str, int, str], str],
+    tightest: Callable[[ShardedModel, str, int, str], str],
 ) -> None:
     """What the rank with the least room noted of these weights, for all ranks: what fits depends on the sizes of
     activations, which ranks may legally disagree about, and collectives must not.
@@ -147,9 +154,9 @@ def settle(
         tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
     """
     first = next(iter(policies.values()))
-    chosen = [policies[ref.owner].tile_bytes.get(ref.name) for ref in refs]
-    names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
-    key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
+    chosen = [policies[ref.owner].agreed.tile_bytes.get(ref.name) for ref in refs]
+    names = "\n".join(f"{policies[r.owner].identity.serial} {r.name}" for r in refs)
+    key = f"tiles/{first.identity.serial}/{digest(names).hex()[:16]}"
     forget(policies, refs)  # until all ranks hold to it
     text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in chosen))
     for ref, limit in zip(refs, text.split(","), strict=True):
