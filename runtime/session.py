@@ -31,7 +31,7 @@ from zero_compiler.ir.program import (
 from zero_compiler.memory.arena_extents import Ends, ends_by_owner
 from zero_compiler.memory.verify import verify_accumulating
 from zero_compiler.plan import call_admission
-from zero_compiler.plan.cross_frame_memory import frames_of, related, saved_before
+from zero_compiler.plan.cross_frame_memory import beside_now, frames_of, related, saved_before
 from zero_compiler.ranks.call_handshake import (
     broke_off,
     cannot_begin,
@@ -434,6 +434,7 @@ class Session:
 
     def _need(self, env: Sequence[Any]) -> call_admission.Need:
         """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
+        self.program = beside_now(self.program, self.frame)
         if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
             return call_admission.Need(0, self.program.idle_bytes)
         policies = [r.policy for r in self.runtimes.values()]
@@ -441,7 +442,7 @@ class Session:
         at, phase = None, self.program.phase
         if planned is not None and sized is not None:
             before = 0 if phase == "inference" else saved_before(self.frame, frames_of(related(policies)))
-            at = sized.call(phase, env, before, planned)
+            at = sized.call(phase, env, before, planned, self.frame.programs)
         if planned is not None:
             policies = related(policies)
         everyone = self.first.policy.group.everyone

@@ -299,13 +299,13 @@ class _FrameCompiler:
     def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
         state = self.state
         emitted = self.lowering.phase(gm, phase).emitted
-        program = emitted.program
         state.frame.planned_sizes.update(dynamic_shape_memory.planned_sizes(emitted.graph))
-        fns = compile_segments(emitted, self.segments, phase, state)
+        emitted, fns = compile_segments(emitted, self.segments, phase, state)
+        program = emitted.program
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
         timeline = self._simulated(program)
-        state.frame.add(program, state.kept_bytes(), timeline, state.choices[phase])
+        state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)

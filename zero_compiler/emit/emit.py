@@ -39,8 +39,10 @@ from .prefetch_hops import Fetches
 from .transfer_allocation import GatherSpan, OffloadSpan, ReduceSpan, allocate_transfers, kept_ends
 
 
-@dataclass
+@dataclass(frozen=True)
 class Emitted:
+    """A Program, and the graph that it was emitted from."""
+
     program: Program
     segments: list[SegmentGraph]  # one per Compute, in order; equal ones are merged by the compiler
     graph: fx.Graph
@@ -107,8 +109,8 @@ def emit(
     if not trial:
         worlds = {ref.owner: plan.world for ref, plan in params.items()}
         verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
-    program.live, program.inside = live_bytes(program, graph, numbers, segments)
-    return Emitted(program, segments, graph, numbers)
+    live, inside = live_bytes(program, graph, numbers, segments)
+    return Emitted(replace(program, live=live, inside=inside), segments, graph, numbers)
 
 
 class _Emission:

@@ -52,17 +52,18 @@ def keep(
     gathered: Iterable[ParamRef],
     room_bytes: int,
     tightest: Callable[[ShardedModel, str, int, str], str],
-    over_bytes: Callable[[], int],
+    over_bytes: Callable[[Mapping[ParamRef, bool]], int],
 ) -> None:
-    """Decide which weights of stage 3 stay gathered from forward to backward; noted in each ``policy.agreed.kept``.
+    """Decide which weights of stage 3 stay gathered from forward to backward; noted in what the ranks of each model
+    have agreed on.
 
     Decided once for a weight, for all ranks by the one with the least room: room depends on the sizes of activations,
     which ranks may legally disagree about, and collectives must not.
 
     Args:
         tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
-        over_bytes: by how many bytes the plan with what is noted passes the budget. A kept weight shares no bucket with
-            those that are not, and offsets are packed anew: it may take more than its own bytes.
+        over_bytes: by how many bytes a plan that keeps these weights, and not those, passes the budget. A kept weight
+            shares no bucket with those that are not, and offsets are packed anew: it may take more than its own bytes.
     """
     by_key = {p.key: p for p in policies}
     wanted = set(gathered)
@@ -85,25 +86,17 @@ def keep(
     names = [f"{by_key[p.ref.owner].identity.serial} {p.ref.name}" for p in open_]
     key = f"kept/{first.identity.serial}/{len(first.agreed.kept)}"
 
-    def note(kept: Collection[str]) -> None:
-        for plan, name in zip(open_, names, strict=True):
-            by_key[plan.ref.owner].agreed.kept[plan.ref.name] = name in kept
+    def by_ref(kept: Collection[str]) -> dict[ParamRef, bool]:
+        return {plan.ref: name in kept for plan, name in zip(open_, names, strict=True)}
 
     left = room_bytes
-    try:
-        chosen = choose(candidates, left)
-        while chosen:
-            note(chosen)
-            if (over := over_bytes()) <= 0:
-                break
-            left = min(left - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
-            chosen = choose(candidates, left) if left > 0 else frozenset()
-        text = tightest(first, key, room_bytes, "\n".join(sorted(chosen)))
-    except BaseException:
-        for plan in open_:  # only tried: no other rank knows of it
-            by_key[plan.ref.owner].agreed.kept.pop(plan.ref.name, None)
-        raise
-    note(set(text.split("\n")))
+    chosen = choose(candidates, left)
+    while chosen and (over := over_bytes(by_ref(chosen))) > 0:
+        left = min(left - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
+        chosen = choose(candidates, left) if left > 0 else frozenset()
+    text = tightest(first, key, room_bytes, "\n".join(sorted(chosen)))
+    for ref, kept in by_ref(set(text.split("\n"))).items():
+        by_key[ref.owner].agreed.kept[ref.name] = kept
 
 
 def _pool_bytes(

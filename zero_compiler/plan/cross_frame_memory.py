@@ -7,6 +7,7 @@ backward of a frame begins, those behind it have stored gradients: also of weigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..ir import ops
@@ -78,4 +79,12 @@ def settle(frame: Frame, others: Sequence[Frame], waiting: Iterable[Frame]) -> N
         f.behind.add(frame.code)
         program = f.programs.get("backward")
         if program is not None:
-            program.again_bytes = again_bytes(program, frames, f.code)
+            f.programs["backward"] = replace(program, again_bytes=again_bytes(program, frames, f.code))
+
+
+def beside_now(program: Program, frame: Frame | None) -> Program:
+    """``program``, a phase of ``frame``, with what that has been told since of other frames and of gradients."""
+    now = None if frame is None else frame.programs.get(program.phase)
+    if now is None or (now.idle_bytes, now.again_bytes) == (program.idle_bytes, program.again_bytes):
+        return program
+    return replace(program, idle_bytes=now.idle_bytes, again_bytes=now.again_bytes)

@@ -90,19 +90,12 @@ def note(policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_b
         policies[ref.owner].agreed.tile_bytes[ref.name] = limit_bytes
 
 
-def forget(policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef]) -> None:
-    """Undo :func:`note`: of these weights nothing is decided."""
-    for ref in refs:
-        policies[ref.owner].agreed.tile_bytes.pop(ref.name, None)
-
-
 def coarsen(
-    policies: Mapping[str, ShardedModel],
-    plans: Mapping[ParamRef, Any],
+    plans: Mapping[ParamRef, ParamPlan],
     limit_bytes: int,
-    fits: Callable[[], bool],
-) -> None:
-    """Give weights the largest tiles that a budget leaves them, where ``limit_bytes`` for all is known to fit.
+    fits: Callable[[Mapping[ParamRef, int | None]], bool],
+) -> dict[ParamRef, int | None]:
+    """The largest tiles of weights that a budget leaves them, where ``limit_bytes`` for all is known to fit.
 
     One limit is found for the largest weights, and by halving: there may be room left, and the arena need not grow with
     smaller ones. Every tile is the latency of a transfer: so weights of one size are tried together, those with the
@@ -111,8 +104,11 @@ def coarsen(
 
     Args:
         plans: of the weights that may be tiled, as they are with the limit.
-        fits: whether a plan with what is noted now does.
+        fits: whether a plan with tiles of at most so many bytes of each weight does; None: it is whole.
+
+    Returns the bytes of each weight.
     """
+    found: dict[ParamRef, int | None] = dict.fromkeys(plans, limit_bytes)
     sizes: dict[int, list[ParamRef]] = {}
     for ref, plan in plans.items():
         if plan.tile_rows:
@@ -126,38 +122,37 @@ def coarsen(
         while limits[-1] is not None:
             twice = 2 * limits[-1]
             limits.append(twice if twice < nbytes else None)
-
-        def fit(at: int, refs: list[ParamRef] = refs, limits: list[int | None] = limits) -> bool:
-            note(policies, refs, limits[at])
-            return fits()
-
+        choices = [{**found, **dict.fromkeys(refs, limit)} for limit in limits]
         small, large = 0, len(limits) - 1
-        if fit(large):
+        if fits(choices[large]):
+            found = choices[large]
             continue
         while large - small > 1:
             middle = (small + large) // 2
-            small, large = (middle, large) if fit(middle) else (small, middle)
-        note(policies, refs, limits[small])
+            small, large = (middle, large) if fits(choices[middle]) else (small, middle)
+        found = choices[small]
+    return found
 
 
 def settle(
     policies: Mapping[str, ShardedModel],
     refs: Sequence[ParamRef],
+    chosen: Mapping[ParamRef, int | None],
     room_bytes: int,
     tightest: Callable[[ShardedModel, str, int, str], str],
 ) -> None:
-    """What the rank with the least room noted of these weights, for all ranks: what fits depends on the sizes of
-    activations, which ranks may legally disagree about, and collectives must not.
+    """Note for all ranks what the one with the least room has chosen of these weights: what fits depends on the sizes
+    of activations, which ranks may legally disagree about, and collectives must not.
 
     Args:
+        chosen: by this rank.
         room_bytes: of the budget, what a plan with all of them whole leaves; below 0 by as much as it lacks.
         tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
     """
     first = next(iter(policies.values()))
-    chosen = [policies[ref.owner].agreed.tile_bytes.get(ref.name) for ref in refs]
+    limits = [chosen.get(ref) for ref in refs]
     names = "\n".join(f"{policies[r.owner].identity.serial} {r.name}" for r in refs)
     key = f"tiles/{first.identity.serial}/{digest(names).hex()[:16]}"
-    forget(policies, refs)  # until all ranks hold to it
-    text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in chosen))
+    text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in limits))
     for ref, limit in zip(refs, text.split(","), strict=True):
         note(policies, [ref], int(limit) if limit else None)
