@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_compiler.params import grads, parameter_errors
+from zero_compiler.sharded import grads, parameter_errors
 from zero_compiler.tensors.foreach import MANAGED
 
 

@@ -31,7 +31,7 @@ from zero_compiler.ir.program import (
 from zero_compiler.memory.arena_extents import Ends, ends_by_owner
 from zero_compiler.memory.verify import verify_accumulating
 from zero_compiler.plan import call_admission
-from zero_compiler.plan.cross_frame_memory import frames_of, related, saved_before
+from zero_compiler.plan.cross_frame_memory import beside_now, frames_of, related, saved_before
 from zero_compiler.ranks.call_handshake import (
     broke_off,
     cannot_begin,
@@ -43,6 +43,7 @@ from zero_compiler.ranks.call_handshake import (
 from zero_compiler.ranks.failing import noticed
 from zero_compiler.ranks.group import Group
 from zero_compiler.ranks.peer_waits import explained
+from zero_compiler.sharded.sharded_model import ShardedModel
 
 from . import activation_offload, peer_watchdog
 from .model import ModelRuntime
@@ -264,7 +265,7 @@ class Session:
         first = self.first
         assert first is not None
         for runtime in self.runtimes.values():
-            runtime.policy.check_whole()
+            runtime.policy.protocol.check_whole()
         if self._digest is None:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
@@ -294,9 +295,9 @@ class Session:
     def _text(self) -> str:
         """What this call is: the first line in which it differs from a peer's is what a message shows."""
         policies = [r.policy for r in self.runtimes.values()]
-        title = ", ".join(p.title() for p in policies)
+        title = ", ".join(p.identity.title() for p in policies)
         head = f"phase {self.program.title}"
-        return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
+        return "\n".join([head, title, *(p.protocol.describe() for p in policies), self._sequence])
 
     def _told_text(self) -> str:
         """The same for ranks that are in another call, with what the user was told of why."""
@@ -388,7 +389,7 @@ class Session:
         device copies may stand behind what a peer does not send any more."""
         try:
             if self._talks:
-                broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
+                broke_off(self._group, error, [r.policy.identity.title() for r in self.runtimes.values()])
         finally:
             self._hops.end()
             if self._moves is not None:
@@ -396,7 +397,7 @@ class Session:
             self._reductions.forget()
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
-            runtime.policy.break_off(f"{type(error).__name__}: {error}")
+            runtime.policy.protocol.break_off(f"{type(error).__name__}: {error}")
             runtime.fresh.clear()
         if self._talks:
             forsake(self.runtimes.values())
@@ -433,6 +434,7 @@ class Session:
 
     def _need(self, env: Sequence[Any]) -> call_admission.Need:
         """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
+        self.program = beside_now(self.program, self.frame)
         if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
             return call_admission.Need(0, self.program.idle_bytes)
         policies = [r.policy for r in self.runtimes.values()]
@@ -440,7 +442,7 @@ class Session:
         at, phase = None, self.program.phase
         if planned is not None and sized is not None:
             before = 0 if phase == "inference" else saved_before(self.frame, frames_of(related(policies)))
-            at = sized.call(phase, env, before, planned)
+            at = sized.call(phase, env, before, planned, self.frame.programs)
         if planned is not None:
             policies = related(policies)
         everyone = self.first.policy.group.everyone
@@ -461,7 +463,7 @@ class Session:
             self._around = now, [p.runtime for p in relatives if p.runtime is not None]
         return [r.engine for r in self._around[1]]
 
-    def _planned(self, policies: Sequence[Any]) -> call_admission.Planned | None:
+    def _planned(self, policies: Sequence[ShardedModel]) -> call_admission.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         assert self.first is not None
         state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)

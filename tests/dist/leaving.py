@@ -122,9 +122,9 @@ def before_init(job: Job) -> None:
 
 
 def in_shard(job: Job) -> None:
-    from zero_compiler.params.policy import Policy
+    from zero_compiler.sharded.chunk_storage import ChunkStorage
 
-    job.fails_in(Policy, "choose_transport")
+    job.fails_in(ChunkStorage, "choose_transport")
     job.sharded()
 
 
@@ -150,9 +150,9 @@ def in_init(job: Job) -> None:
 
 
 def in_init_end(job: Job) -> None:
-    from zero_compiler.params.policy import Policy
+    from zero_compiler.sharded.chunk_storage import ChunkStorage
 
-    job.fails_in(Policy, "check_settled")
+    job.fails_in(ChunkStorage, "check_settled")
     with zero.init(device="cpu", transport=job.transport):
         job.model = Net()
     job.call = job.model

@@ -29,7 +29,7 @@ from ..errors import ConfigError, ZeroError
 from ..ir import ops
 from ..ir.program import Program
 from ..memory.verify import verify_accumulating
-from ..params import ddp_fallback, eager, parameter_errors, recompile_limit
+from ..params import ddp_fallback, eager, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
 from ..plan import dynamic_shape_memory, tiling
@@ -38,6 +38,8 @@ from ..ranks.failing import mark_known
 from ..ranks.peer_connections import working
 from ..report.report import Frame
 from ..runtime.autograd_bridge import LocalRows
+from ..sharded import parameter_errors
+from ..sharded.managed_parameters import check_not_replaced
 from ..tensors.full_weight import FULL, AsParameter
 from .budget_search import Fitting
 from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
@@ -141,7 +143,7 @@ def compile_with(
             raise held_elsewhere(*p.__dict__[STALE])
     plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
     for policy in ops.owners() if plain_ones else ():
-        policy.check_not_replaced(plain_ones)
+        check_not_replaced(policy.places, plain_ones)
     owners = map(ops.owner_of, owners_in(gm))
     measured = next((p.footprint for p in owners if p.footprint is not None), None)
     with contextlib.nullcontext() if measured is None else measured.compiles():
@@ -301,13 +303,13 @@ class _FrameCompiler:
     def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
         state = self.state
         emitted = self.lowering.phase(gm, phase).emitted
-        program = emitted.program
         state.frame.planned_sizes.update(dynamic_shape_memory.planned_sizes(emitted.graph))
-        fns = compile_segments(emitted, self.segments, phase, state)
+        emitted, fns = compile_segments(emitted, self.segments, phase, state)
+        program = emitted.program
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
         timeline = self._simulated(program)
-        state.frame.add(program, state.kept_bytes(), timeline, state.choices[phase])
+        state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)
@@ -316,7 +318,7 @@ class _FrameCompiler:
     def _simulated(self, program: Program) -> Timeline:
         state = self.state
         sums, params = state.config.nvme_checksums, len(state.params)
-        budget = None if state.first is None else state.first.files_budget
+        budget = None if state.first is None else state.first.tiers.files_budget
         return simulate(
             program, state.machine, state.world, checksums=sums, params=params, files_budget=budget
         )

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import CaptureError
 from ..ir import ops
 from ..ir.facts import ParamRef
-from ..params import parameter_errors
 from ..params.weight_op import managed, placed, weight
+from ..sharded import parameter_errors
 from ..tensors import transforms
 from .captured_writes import Write, take_writes
 
@@ -477,7 +477,7 @@ def _fake_local(mode: Any, param: Any, ref: ParamRef) -> torch.Tensor:
         return local.detach().requires_grad_(param.requires_grad)
     with torch.no_grad():
         fake = mode.from_tensor(local.detach(), static_shapes=True)
-        device = ops.owner_of(ref.owner).computes_on(ref.name, local)
+        device = ops.owner_of(ref.owner).tiers.computes_on(ref.name, local)
         if device != fake.device:
             with mode:
                 fake = torch.empty_like(fake, device=device)

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import GradientError
-from ..params import parameter_errors
+from ..sharded import parameter_errors
 from ..tensors import transforms
 
 

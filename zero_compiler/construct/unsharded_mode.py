@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ShardError
 from ..layout import Layout, layout_of
-from ..params import blocking_transfers
 from ..params.parameter_memory import KEY
 from ..params.shard import SUCCESSOR, sharded_parameter
 from ..ranks.group import Group
+from ..sharded import blocking_transfers
 from ..storage.stores import region_of
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..ir import facts, ops
 from ..ir.facts import ParamRef
 from ..ir.program import Fetch, Instr, WaitFetch
+from ..passes.base import ParamPlan
 
 
 class Fetches:
@@ -25,7 +26,7 @@ class Fetches:
     """
 
     def __init__(
-        self, steps: list[Any], params: Mapping[ParamRef, Any], ahead: Sequence[Sequence[int]] = ()
+        self, steps: list[Any], params: Mapping[ParamRef, ParamPlan], ahead: Sequence[Sequence[int]] = ()
     ) -> None:
         nodes = [s for s in steps if not isinstance(s, list) and s.target is ops.gather]
         self._hops = [_hops(node, params) for node in nodes]
@@ -83,6 +84,6 @@ class Fetches:
         out.append(WaitFetch(index, hop))
 
 
-def _hops(node: Any, params: Mapping[ParamRef, Any]) -> int:
+def _hops(node: Any, params: Mapping[ParamRef, ParamPlan]) -> int:
     """How many steps the chunks of a gather take to the device: parameters of one bucket take the same."""
     return min(len(params[r].path) for r in facts.params(node))

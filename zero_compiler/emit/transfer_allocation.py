@@ -17,6 +17,7 @@ from ..ir import facts
 from ..ir.facts import Away, ParamRef, Tile
 from ..ir.program import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from ..memory.arena import Slot, check, pack
+from ..passes.base import ParamPlan
 from .prefetch_hops import Fetches
 
 # Gather buffers and staging of this rank; buffers that ranks share, and staging that peers read; pinned memory on the
@@ -69,7 +70,7 @@ def allocate_transfers(
     gathers: Sequence[GatherSpan],
     reduces: Sequence[ReduceSpan],
     offloads: Sequence[OffloadSpan],
-    params: Mapping[ParamRef, Any],
+    params: Mapping[ParamRef, ParamPlan],
     kept_offsets: Mapping[str, dict[str, int]],
     end: int,
     fetches: Fetches,
@@ -148,7 +149,7 @@ class _Bundle:
     chunks: list[int]
 
     @staticmethod
-    def of(node: fx.Node, params: Mapping[ParamRef, Any]) -> _Bundle:
+    def of(node: fx.Node, params: Mapping[ParamRef, ParamPlan]) -> _Bundle:
         plans = [params[ref] for ref in facts.params(node)]
         return _Bundle(node, plans, [_chunk(p, facts.tile(node)) for p in plans])
 

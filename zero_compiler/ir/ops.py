@@ -22,11 +22,25 @@ from ..errors import ShardError
 class Owner(Protocol):
     """What a marker needs of the sharded model that it belongs to."""
 
+    @property
+    def tiers(self) -> OwnerTiers: ...
+
+    @property
+    def gradients(self) -> OwnerGradients: ...
+
     def gather_now(self, name: str, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor: ...
 
+
+class OwnerTiers(Protocol):
+    """The same of where its parameters rest."""
+
     def computes_on(self, name: str, shard: torch.Tensor) -> torch.device: ...
+
+
+class OwnerGradients(Protocol):
+    """The same of its gradients."""
 
     def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
 
@@ -127,7 +141,7 @@ def unflat_sizes(sizes: Sequence[int], dims: Sequence[int]) -> list[tuple[int, .
 @torch.library.register_fake("zero::unshard", lib=_lib)
 def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
     model = _owners.get(owner)
-    device = shard.device if model is None else model.computes_on(name, shard)
+    device = shard.device if model is None else model.tiers.computes_on(name, shard)
     return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -179,7 +193,7 @@ def _(a: torch.Tensor, b: torch.Tensor, owner: str) -> torch.Tensor:
 @torch.library.impl(_lib, "land_mm", "CPU")
 def _(a: torch.Tensor, b: torch.Tensor, owner: str) -> torch.Tensor:
     model = _owners.get(owner)  # none where a Program is run by itself, to be looked at
-    out = None if model is None else model.landing((a.shape[0], b.shape[1]), a.dtype)
+    out = None if model is None else model.gradients.landing((a.shape[0], b.shape[1]), a.dtype)
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 

@@ -455,9 +455,10 @@ _KINDS: dict[str, type] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
-    """One phase of one captured frame.
+    """One phase of one captured frame: a value. What is found of it later (what its code takes, what other frames hold
+    beside it) is another one, made by ``dataclasses.replace``.
 
     Args:
         phase: "forward", "backward" or "inference".

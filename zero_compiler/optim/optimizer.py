@@ -22,11 +22,12 @@ from ..alignment import block_aligned
 from ..config import TIERS
 from ..errors import GradientError, OptimizerError
 from ..ir import ops
-from ..params.grads import AppliedGrad, check_reduced, used_up
 from ..ranks.call_handshake import meet, short_digest, tell
 from ..ranks.failing import MAKE
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
+from ..sharded.grads import AppliedGrad, check_reduced, used_up
+from ..sharded.sharded_model import ShardedModel
 from ..storage.double_buffer import BUFFERS
 from ..storage.stores import FileStore, region_of
 from ..storage.streaming import Stream
@@ -228,7 +229,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._overlap.check_free(group["params"])
         owners = _owners()
         for model in {owners[id(p)][0] for p in group["params"] if id(p) in owners}:
-            model.make_room_for_trained()
+            model.gradients.make_room_for_trained()
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
@@ -245,11 +246,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             entry = Entry(param, name, tier, {}, {})
             if region_of(local) is not None:
                 entry.streamed["param"] = local.element_size()
-            if policy is not None and policy.placed.tier("grads", name) == "nvme":
+            if policy is not None and policy.tiers.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
             if policy is not None:
                 nbytes = local.numel() * sum(d.itemsize for d in states.tensors.values())
-                rests = "host" if tier == "none" and policy.on_host(name) else tier
+                rests = "host" if tier == "none" and policy.tiers.on_host(name) else tier
                 taken.append((policy, name, param, (nbytes, rests)))
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
@@ -385,11 +386,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._states[key] = states_of(self.cls, self.kw, options, local)
         return self._states[key]
 
-    def _allocate(self, policy: Any, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
+    def _allocate(self, policy: ShardedModel, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
         def nbytes(entry: Entry, dtype: torch.dtype) -> int:
             return block_aligned(local_of(entry.param).numel() * dtype.itemsize)
 
-        store = policy.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
+        store = policy.storage.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
         self._stores.append(store)
         for entry, key, dtype in wanted:
             local = local_of(entry.param)
@@ -499,7 +500,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 kinds.setdefault(id(group.pg), set()).add(kind)
         with self._known_to_peers():
             for policy in self._policies():
-                policy.check_whole()
+                policy.protocol.check_whole()
             # The ranks of all models whose parameters it has, whether a model has been collected on this one or not.
             for key, group in {id(g.pg): g for g in self._groups if not g.alone}.items():
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
@@ -616,7 +617,7 @@ def _owners() -> dict[int, tuple[Any, str]]:
     return found
 
 
-def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = True) -> str:
+def tier_of(group: Mapping[str, Any], policy: ShardedModel, name: str, trained: bool = True) -> str:
     """The tier on which the states of a parameter rest.
 
     Args:
@@ -630,21 +631,21 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = Tr
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    known = policy is not None and (trained or not policy.placed.was_frozen(name))
-    tier = asked or (policy.placed.tier("optimizer", name) if known else "none")
+    known = policy is not None and (trained or not policy.tiers.placed.was_frozen(name))
+    tier = asked or (policy.tiers.placed.tier("optimizer", name) if known else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '
             "nvme_dir; call zero.shard(model, nvme_dir=...) first"
         )
-    if tier == "host" and policy is not None and (not policy.apart or policy.on_host(name)):
+    if tier == "host" and policy is not None and (not policy.tiers.apart or policy.tiers.on_host(name)):
         return "none"  # beside the parameter
     return str(tier)
 
 
-def unit_bytes(policies: Iterable[Any]) -> int:
+def unit_bytes(policies: Iterable[ShardedModel]) -> int:
     """Bytes that a unit streams, about, where parameters of these sharded models are updated."""
-    given = [p.files_budget for p in policies]
+    given = [p.tiers.files_budget for p in policies]
     return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
 
 

@@ -5,9 +5,9 @@ the weight any more: no weight changes under a backward that has yet to use it, 
 ``step()``. What cannot be told in time (a weight that other frames or eager code use too, a parameter with hooks) is
 updated at the end of the backward.
 
-Where gradients rest in files, some go there first, and their updates read them (`Policy.goes_by_file`): those that wait
-for the norm of all, those that come in tiles, and under a budget of memory all, since the buffers of files have their
-part of it, and gradients on their way to updates none.
+Where gradients rest in files, some go there first, and their updates read them (`RestTiers.goes_by_file`): those that
+wait for the norm of all, those that come in tiles, and under a budget of memory all, since the buffers of files have
+their part of it, and gradients on their way to updates none.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 
 from ..errors import OptimizerError
 from ..ir import ops
-from ..params import grads
 from ..params.ddp_fallback import averages_follow, check_averaged
-from ..params.grads import AppliedGrad
 from ..ranks.failing import STEP
+from ..sharded import grads
+from ..sharded.grads import AppliedGrad
 from ..storage import heap
 from .updates import Entry, OverlappedOptimizer, Unit
 
 if TYPE_CHECKING:
-    from ..params.files import GradientFiles
-    from ..params.policy import Policy
+    from ..sharded.files import GradientFiles
+    from ..sharded.sharded_model import ShardedModel
 
 
 class Overlap:
@@ -51,7 +51,9 @@ class Overlap:
         self._hooks: list[Any] = []
         self._own: set[int] = set()  # the ids of these: hooks that are not the user's
         self._params: list[weakref.ref[Any]] = []
-        self._names: dict[int, tuple[weakref.ref[Policy], str]] = {}  # of each parameter of a sharded model
+        self._names: dict[
+            int, tuple[weakref.ref[ShardedModel], str]
+        ] = {}  # of each parameter of a sharded model
         self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
         self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
@@ -142,7 +144,7 @@ class Overlap:
         grads.at_end(self._end, self._broke_off)
 
     def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
-        """See :class:`~zero_compiler.params.grads.Sink`."""
+        """See :class:`~zero_compiler.sharded.grads.Sink`."""
         if not self._takes(param):
             return False
         self.enter()
@@ -156,7 +158,7 @@ class Overlap:
         return True
 
     def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
-        """See :class:`~zero_compiler.params.grads.Sink`; an update waits for the whole of its gradient."""
+        """See :class:`~zero_compiler.sharded.grads.Sink`; an update waits for the whole of its gradient."""
         files = self._files_of(param, True) if self._takes(param) else None
         if files is None:
             return False
@@ -177,12 +179,12 @@ class Overlap:
         optimizer = self._optimizer()
         if policy is None or optimizer is None:
             return None
-        files = policy.gradient_files(name)
+        files = policy.gradients.files_of(name)
         # What is added to a gradient that went there goes there too, so that sums are in the order of autograd's.
         there = files is not None and files.has(name)
-        return files if there or policy.goes_by_file(name, optimizer.early, tiled) else None
+        return files if there or policy.tiers.goes_by_file(name, optimizer.early, tiled) else None
 
-    def _owner(self, param: Any) -> tuple[Policy | None, str]:
+    def _owner(self, param: Any) -> tuple[ShardedModel | None, str]:
         """The sharded model of a parameter, and its name there."""
         ref, name = self._names.get(id(param), (None, ""))
         return (ref() if ref is not None else None), name
@@ -193,7 +195,7 @@ class Overlap:
             return
         entry, units = self._of[id(param)]
         policy, name = self._owner(param)
-        if policy is not None and (files := policy.gradient_files(name)) is not None:
+        if policy is not None and (files := policy.gradients.files_of(name)) is not None:
             self._guarded(lambda: optimizer.receive(partial(files.settle, name)))
         entry.take_grad()
         for unit in units:
@@ -275,7 +277,7 @@ class Overlap:
             return
         check_averaged(params)
         for policy in self._policies:
-            self._guarded(partial(optimizer.receive, policy.settle_gradients))
+            self._guarded(partial(optimizer.receive, policy.gradients.settle))
         for entry, _ in self._of.values():
             entry.take_grad()
         for unit in self._units:
@@ -311,4 +313,4 @@ def _remove(hooks: list[Any], params: list[weakref.ref[Any]], policies: weakref.
         if (param := ref()) is not None and type(param.grad) is AppliedGrad:
             param.grad = None
     for policy in policies:
-        policy.restore_sinks()
+        policy.gradients.restore_sinks()

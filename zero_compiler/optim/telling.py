@@ -9,16 +9,16 @@ from typing import Any
 
 from ..errors import ZeroError
 from ..params.ddp_fallback import averaged_over
-from ..params.policy import Policy
 from ..ranks.call_handshake import fail_later
 from ..ranks.failing import STEP, Failure, is_known, mark_known
 from ..ranks.group import Group
+from ..sharded.sharded_model import ShardedModel
 
 
-def groups_of(policies: Iterable[Policy], params: Iterable[Any] = ()) -> list[Group]:
+def groups_of(policies: Iterable[ShardedModel], params: Iterable[Any] = ()) -> list[Group]:
     """All ranks that train the models of ``policies``, and those that average plain ``params``; no group twice, and in
     one order on all ranks."""
-    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.made)]
+    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.identity.made)]
     found += [group.everyone for group in averaged_over(params)]
     return list({id(group.pg): group for group in found if not (group.alone or group.destroyed)}.values())
 

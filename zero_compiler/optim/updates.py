@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import OptimizerError
-from ..params import grads
-from ..params.policy import local_of
+from ..sharded import grads
+from ..sharded.managed_parameters import local_of
 from ..storage import heap
 from ..storage.stores import FileSpan, Region, region_of, watch
 from ..storage.streaming import Job

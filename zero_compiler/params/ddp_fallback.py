@@ -23,8 +23,8 @@ from ..ranks.call_handshake import cannot_begin, meet, short_digest
 from ..ranks.group import Group
 from ..ranks.mesh import make_group
 from ..ranks.peer_waits import answered
+from ..sharded.grads import HOOKS, goes_to_grad
 from ..tensors.full_weight import FULL
-from .grads import HOOKS, goes_to_grad
 from .held import at_rest
 
 log = logging.getLogger("zero_compiler")

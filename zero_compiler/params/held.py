@@ -7,14 +7,13 @@ what it computes with. Outside of a forward, and inside ``zero.gathered``, these
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from .policy import Policy
+from ..sharded.sharded_model import ShardedModel
 
 
 def dynamo_asks() -> bool:
@@ -26,7 +25,7 @@ def dynamo_asks() -> bool:
     return torch._guards.CompileContext.try_get() is not None
 
 
-def inside(policy: Policy) -> bool:
+def inside(policy: ShardedModel) -> bool:
     """Whether eager code that runs is of a forward of the model.
 
     Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients enabled;
@@ -64,7 +63,7 @@ def named_members(
         yield name, member
 
 
-def _inside(policy: Policy) -> bool:
+def _inside(policy: ShardedModel) -> bool:
     return bool(policy.scope.calls) if torch.compiler.is_dynamo_compiling() else inside(policy)
 
 

@@ -19,18 +19,19 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardError, ZeroError
 from ..ranks.group import Group
+from ..sharded import grads, parameter_errors
+from ..sharded.sharded_model import ShardedModel
+from ..sharded.write_detector import Copies, may_write
 from ..tensors import transforms
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
-from . import ddp_fallback, eager, grads, parameter_errors, parameter_memory, recompile_limit
+from . import ddp_fallback, eager, parameter_memory, recompile_limit
 from .held import inside, named_members
 from .optimizer_guards import STALE, mark_stale
 from .penalties import watch_outputs
-from .policy import Policy
 from .refusals import refuse_tracers, refuse_wrappers, refusing
 from .sharded_state import state_dict_of
 from .weight_op import managed, placed, weight
-from .write_detector import Copies, may_write
 
 
 @dataclass
@@ -40,7 +41,7 @@ class ModuleState:
     ``full``: Dynamo has compiled something that it calls for the last time (see `recompile_limit.py`).
     """
 
-    policy: Policy
+    policy: ShardedModel
     names: dict[str, str]
     root: bool
     full: bool = False
@@ -70,10 +71,10 @@ def state_of(module: nn.Module) -> ModuleState | None:
 refuse_wrappers(lambda module: state_of(module) is not None)
 
 
-def policies_of(model: nn.Module) -> list[Policy]:
+def policies_of(model: nn.Module) -> list[ShardedModel]:
     """Policies of a plain, sharded or compiled module, outermost first, without repeats."""
     model = getattr(model, "_orig_mod", model)
-    out: dict[int, Policy] = {}
+    out: dict[int, ShardedModel] = {}
     for module in model.modules():
         state = state_of(module)
         if state is not None:
@@ -81,7 +82,7 @@ def policies_of(model: nn.Module) -> list[Policy]:
     return list(out.values())
 
 
-def swap_classes(model: nn.Module, policy: Policy) -> None:
+def swap_classes(model: nn.Module, policy: ShardedModel) -> None:
     """Give every module of the model its subclass; inner shards join the outer model's scope."""
     owned: dict[int, dict[str, str]] = {}
     names_by_id = {id(policy.param(name)): name for name in policy.places}
@@ -501,7 +502,7 @@ def _weight_property(attribute: str, name: str) -> property:
 
 
 @torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
-def read_eager(param: Any, name: str, policy: Policy) -> Any:
+def read_eager(param: Any, name: str, policy: ShardedModel) -> Any:
     """What ``module.attribute``, the parameter ``name``, is outside a compiled region."""
     if isinstance(param, DTensor) and not policy.opened:
         refuse_tracers(name)
@@ -527,7 +528,7 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
         return full
 
 
-def lent(value: Any, name: str, policy: Policy) -> Any:
+def lent(value: Any, name: str, policy: ShardedModel) -> Any:
     """A plain tensor where a sharded parameter was, for one call, by ``torch.func.functional_call``: one of the
     parameter's dtype is cast as that is. (A plain parameter, which ``nn.Module`` asks of what is to stay, is refused.)
     """

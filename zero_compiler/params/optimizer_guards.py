@@ -11,14 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import ShardError
 from ..ir import ops
+from ..sharded.grads import check_reduced
+from ..sharded.parameter_errors import dropped, was_dropped
 from ..storage import heap
 from ..tensors.foreach import MANAGED, count_writes
 from ..tensors.fused import take_shards
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import take_gradients
 from .ddp_fallback import check_averaged
-from .grads import check_reduced
-from .parameter_errors import dropped, was_dropped
 
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
@@ -138,9 +138,9 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
             param = policy.find(name)
             if param is None or id(param) not in given:
                 continue
-            tier = policy.placed.tier("optimizer", name)
-            beside = tier == "host" and policy.path("params", name)
-            frozen = policy.placed.was_frozen(name) and not param.requires_grad
+            tier = policy.tiers.placed.tier("optimizer", name)
+            beside = tier == "host" and policy.tiers.path("params", name)
+            frozen = policy.tiers.placed.was_frozen(name) and not param.requires_grad
             if tier != "none" and not beside and not streams and not frozen:
                 cls = type(optimizer).__name__
                 raise ShardError(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import parameter_errors
+from ..sharded import parameter_errors
 
 # Attribute of a tensor that construction has cut, and of its aliases: what it keeps of the memory (see
 # `unsharded_mode.py`).

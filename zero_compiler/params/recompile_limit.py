@@ -12,7 +12,7 @@ import contextlib
 import logging
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MemoryBudgetError
 from ..ranks.call_handshake import cannot_begin
-
-if TYPE_CHECKING:
-    from .policy import Policy, Scope
+from ..sharded.sharded_model import Scope, ShardedModel
 
 log = logging.getLogger("zero_compiler")
 ENTERED = "_entered"  # name of the code at which a module begins that is compiled by its own method
@@ -141,7 +139,7 @@ def eagerly(module: Any, args: Any, kwargs: Any) -> Iterator[None]:
         scope.eager = False
 
 
-def runs_eagerly(policy: Policy, what: str) -> None:
+def runs_eagerly(policy: ShardedModel, what: str) -> None:
     """``what`` runs eagerly, since Dynamo compiles it for no further values: say so, once.
 
     Raises:
@@ -162,7 +160,7 @@ def runs_eagerly(policy: Policy, what: str) -> None:
     scope.said = f"{said}: {advice}"
 
 
-def outside_budget(policy: Policy, name: str) -> None:
+def outside_budget(policy: ShardedModel, name: str) -> None:
     """The weight ``name`` is gathered by code that runs eagerly: say, once, that a memory budget does not count it."""
     scope = policy.scope
     if scope.outside_said or policy.group.rank != 0 or not any(_budgeted(p) for p in scope.members):
@@ -175,7 +173,7 @@ def outside_budget(policy: Policy, name: str) -> None:
     )
 
 
-def _budgeted(policy: Policy) -> bool:
+def _budgeted(policy: ShardedModel) -> bool:
     configs = [policy.config, *(frame.config for frame in policy.frames)]
     return any(config.memory_budget_bytes is not None for config in configs)
 

@@ -387,6 +387,6 @@ def _told(group: Group, header: bytes) -> ZeroError:
     failure = Failure.read(text)
     error = failure.error()
     for policy in ops.owners():
-        if policy.is_among(failure.broken, group.everyone):
-            policy.break_off(str(error))
+        if policy.identity.is_among(failure.broken, group.everyone):
+            policy.protocol.break_off(str(error))
     return error

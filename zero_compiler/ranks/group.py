@@ -223,7 +223,7 @@ class Group:
 def by_ranks(policies: Iterable[Any]) -> list[Any]:
     """Sharded models that compute together, the one of the most ranks first, the others in the order in which they were
     made, which is the same on all ranks."""
-    policies = sorted(policies, key=lambda p: p.made)
+    policies = sorted(policies, key=lambda p: p.identity.made)
     first = max(policies, key=lambda p: p.group.everyone.world, default=None)
     return sorted(policies, key=lambda p: p is not first)
 
@@ -244,10 +244,10 @@ def speaking(policies: Iterable[Any]) -> list[Any]:
     known = [set(p.group.mesh.mesh.flatten().tolist()) for p in policies]
     for policy, ranks in zip(policies, known, strict=True):
         if not ranks <= known[0]:
+            titles = policies[0].identity.title(), policy.identity.title()
             raise ShardError(
-                f"{policies[0].title()} is sharded over ranks {sorted(known[0])} and {policy.title()}, which computes "
-                f"with it, over ranks {sorted(ranks)}; give zero.shard a mesh for the one that has all ranks of the "
-                "other"
+                f"{titles[0]} is sharded over ranks {sorted(known[0])} and {titles[1]}, which computes with it, over "
+                f"ranks {sorted(ranks)}; give zero.shard a mesh for the one that has all ranks of the other"
             )
     return policies
 

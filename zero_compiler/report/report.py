@@ -15,6 +15,7 @@ from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..cost.timeline import Timeline, duration
 from ..ir.facts import ParamRef
 from ..ir.program import Program
+from ..passes.base import ParamPlan
 from ..storage.resident_memory import Footprint
 from . import picture
 
@@ -38,7 +39,7 @@ class Frame:
 
     index: int
     config: Config
-    params: Mapping[ParamRef, Any]
+    params: Mapping[ParamRef, ParamPlan]
     trace: Any
     programs: dict[str, Program] = field(default_factory=dict)
     timelines: dict[str, Timeline] = field(default_factory=dict)

@@ -17,11 +17,11 @@ from ..compile.loader import PlanLoader
 from ..config import PLACEMENT_FIELDS, Config
 from ..errors import ConfigError, ShardError, ZeroError
 from ..params.modules import policies_of
-from ..params.policy import Policy
 from ..params.shard import shard_over
 from ..ranks.group import Group
 from ..ranks.mesh import REPLICATE, SHARD, bare_mesh
 from ..report.report import Frame, Report
+from ..sharded.sharded_model import ShardedModel
 from .inspect import report_of
 
 
@@ -91,7 +91,7 @@ def _planned(
     device: torch.device | str,
     dynamic: bool,
     fields: dict[str, Any],
-) -> tuple[list[Frame], list[Policy]]:
+) -> tuple[list[Frame], list[ShardedModel]]:
     if policies_of(model):
         raise ShardError("planning takes a plain model, not one that is sharded already")
     config = Config.make(None, fields)

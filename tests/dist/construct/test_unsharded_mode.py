@@ -175,7 +175,7 @@ def peaks(rank, world, transport, file):
         with Held(world) as held:
             model = built(way, transport, file)
         assert all(isinstance(p, DTensor) and not p.is_meta for p in model.parameters())
-        assert model._zero.policy.transport.name == transport
+        assert model._zero.policy.storage.transport.name == transport
         rows[way] = held.peak, shards + owner + head + small, held.rest, shards, shards + small, whole
         del model
     return rows

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, OptimizerError
-from zero_compiler.params.grads import AppliedGrad
+from zero_compiler.sharded.grads import AppliedGrad
 from zero_compiler.storage import streaming
 from zero_compiler.storage.stores import region_of
 

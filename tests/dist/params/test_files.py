@@ -90,7 +90,7 @@ def _ranks(rank, world, transport, folder):
         }.values()
         assert program.host_bytes > 0
         if fields:
-            placed = policies_of(model)[0].placed
+            placed = policies_of(model)[0].tiers.placed
             assert placed.tier("params", "inner.weight") == placed.tier("optimizer", "first.weight") == "nvme"
             assert placed.tier("params", "first.weight") == "none"
     return True

@@ -9,8 +9,8 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import StorageError
-from zero_compiler.params.files import Files
 from zero_compiler.params.modules import policies_of
+from zero_compiler.sharded.files import Files
 from zero_compiler.storage.stores import region_of
 
 O = torch.optim
@@ -80,7 +80,7 @@ def test_what_is_frozen_takes_no_room(tmp_path):
     model = zero.shard(Net(), device="cpu", nvme_dir=str(tmp_path), **TIERS)
     zero.optimizer(O.AdamW, model)
     (policy,) = policies_of(model)
-    assert set(policy.files.gradients) == {"head.weight", "head.bias"}
+    assert set(policy.storage.files.gradients) == {"head.weight", "head.bias"}
     opt = zero.optimizer(O.AdamW, model.body.parameters())
     assert opt.buffer_bytes > 0
     assert not opt._stores
@@ -128,7 +128,7 @@ def test_a_disk_without_room_for_more_may_have_it_later(compiled, tmp_path, monk
         patch.setattr(Files, "add_gradients", full)
         with pytest.raises(StorageError, match="no room"):
             run(torch.ones(2, 64)) if compiled else zero.optimizer(O.AdamW, model)
-    assert "body.weight" not in policy.files.gradients
+    assert "body.weight" not in policy.storage.files.gradients
     model.zero_grad()
     run(torch.ones(2, 64)).sum().backward()
     assert in_file(model.body.weight.grad)

@@ -82,7 +82,7 @@ def _in_files(rank, world, folder):
         assert got == want
         report = zero.inspect(model)
         moved = sum(r.nbytes for r in _held(model).offloaded)
-        counters = model._zero.policy.nvme().engine.counters()
+        counters = model._zero.policy.storage.nvme().engine.counters()
         assert counters["bytes_written"] >= 3 * moved > 0
         assert counters["bytes_read"] >= 3 * moved
         assert measured <= report.memory.peak + ROWS * WIDTH * 4 * 2 + 4096
@@ -128,7 +128,7 @@ def _staged(rank, world, transport, folder):
             for phase, timeline in _held(model).timelines.items():
                 files_lane = WRITE if phase == "forward" else READ
                 assert min(timeline.nbytes(files_lane), timeline.nbytes(HOST)) >= moved
-            counters = model._zero.policy.nvme().engine.counters()
+            counters = model._zero.policy.storage.nvme().engine.counters()
             assert counters["bytes_written"] >= 3 * moved > 0
         rows.append((free - measured, moved))
         del model, report

@@ -45,7 +45,7 @@ def _run(budget):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    kept = sum(model._zero.policy.kept.values())
+    kept = sum(model._zero.policy.agreed.kept.values())
     gathers = model._zero.policy.runtime.engine.counters()["gathers"]
     return losses, kept, gathers, zero.inspect(model).memory
 
@@ -96,7 +96,7 @@ def _every_stage(rank, world, compute):
             memory = zero.inspect(model).memory
             rest = memory.parameters + memory.gradients + memory.optimizer
             rows[transport, stage] = measured, memory.peak, rest
-            assert model._zero.policy.transport.name == transport
+            assert model._zero.policy.storage.transport.name == transport
             del model
         budget = memory.peak + 1024  # of stage 3; not enough to keep a weight
         got, measured, model = train(
@@ -213,10 +213,10 @@ def _looks(rank, world):
     if rank == 1:
         frames = zero.inspect(model, (torch.randn(1, WIDTH),)).frames
         assert any(g.kept for f in frames for p in f.programs.values() for g in p.gathers)
-        assert (policy.kept, policy.tile_bytes, policy.runtime) == ({}, {}, None)
+        assert (policy.agreed.kept, policy.agreed.tile_bytes, policy.runtime) == ({}, {}, None)
     torch.distributed.barrier()
     torch.compile(model, backend="zero", options={"compute": "aten"})(torch.randn(BATCH, WIDTH)).backward()
-    return sorted(name for name, kept in policy.kept.items() if kept)
+    return sorted(name for name, kept in policy.agreed.kept.items() if kept)
 
 
 def test_one_rank_alone_looks_at_a_plan_and_settles_nothing():
@@ -248,7 +248,7 @@ class Accumulating:
 
     @property
     def kept(self):
-        return sum(self.model._zero.policy.kept.values())
+        return sum(self.model._zero.policy.agreed.kept.values())
 
     def backward(self, sync=True):
         with contextlib.nullcontext() if sync else zero.no_sync(self.call):

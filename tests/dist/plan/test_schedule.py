@@ -52,7 +52,12 @@ def _train(rank, hardware, rows_of):
         for phase in ("forward", "backward")
         for line in frame.programs[phase].collectives().splitlines()
     ]
-    return twin.errors, [sorted(d for d in c.distances.values()) for c in chosen], lines, policy.distances
+    return (
+        twin.errors,
+        [sorted(d for d in c.distances.values()) for c in chosen],
+        lines,
+        policy.agreed.distances,
+    )
 
 
 def _uneven(rank, world, hardware):
@@ -133,7 +138,7 @@ def _alone(rank, world, hardware):
         told = zero.inspect(model, (torch.zeros(4, 32),))
         assert "ahead for head" in told.summary()
     (policy,) = policies_of(model)
-    return policy.distances
+    return policy.agreed.distances
 
 
 def test_a_lone_look_decides_nothing(hardware):

@@ -24,7 +24,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.compile.budget_search import Fitting
 from zero_compiler.errors import MemoryBudgetError, RankMismatchError, ShardError
-from zero_compiler.params import policy
+from zero_compiler.sharded import model_identity
 from zero_compiler.tools.planning import report
 
 pytestmark = pytest.mark.dist
@@ -100,13 +100,13 @@ def too_large(rank: int, world: int, failing: tuple[int, ...]) -> list[str]:
     torch._dynamo.reset()
     fresh = sharded()
     want = trained(fresh, compiled(fresh, budget))
-    assert any(fresh._zero.policy.kept.values())
+    assert any(fresh._zero.policy.agreed.kept.values())
     model = sharded()
     call = compiled(model, budget)
     texts = [refused(MemoryBudgetError, call, MANY if rank in failing else FEW)]
     # Nothing is left of it: what is decided now is as if nobody had failed.
     assert trained(model, call) == want
-    assert model._zero.policy.kept == fresh._zero.policy.kept
+    assert model._zero.policy.agreed.kept == fresh._zero.policy.agreed.kept
     # Others have a Program by now, and wait in the call.
     texts.append(refused(MemoryBudgetError, call, MANY if rank in failing else FEW))
     losses, _ = trained(model, call)
@@ -179,7 +179,7 @@ def replaced(process: int, processes: int, folder: str) -> str | None:
     """A job of two ranks in which calls have failed goes on with a new process in the place of one of them."""
     text = None
     if process == 2:
-        policy._numbers[((0, 1),)] = 1  # as many models of two ranks as the others have made
+        model_identity._numbers[((0, 1),)] = 1  # as many models of two ranks as the others have made
     for job, members in (("first", (0, 1)), ("second", (2, 0))):
         if process not in members:
             continue

@@ -79,13 +79,15 @@ class Held:
     def groups(self):
         """All process groups there are, besides those that only we know."""
         found = set(dist.distributed_c10d._world.pg_map)
-        across = [p.transport.hosts._across[0] for p in policies_of(self.model) if p.transport.hosts]
+        across = [
+            p.storage.transport.hosts._across[0] for p in policies_of(self.model) if p.storage.transport.hosts
+        ]
         return [weakref.ref(pg) for pg in (*found, *across)]
 
 
 def ends(rank, world, kind):
     held = Held(kind, rank, world)
-    transports = {p.transport.name for p in policies_of(held.model)}
+    transports = {p.storage.transport.name for p in policies_of(held.model)}
     refs = held.groups()
     gc.collect()
     alive, before = [r() is not None for r in refs], threads()

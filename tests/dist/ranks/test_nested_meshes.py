@@ -62,7 +62,7 @@ def test_ranks_of_the_whole_wait_for_each_other(world, size, transport):
 def part(made, *ranks):
     mesh = SimpleNamespace(mesh=torch.tensor(ranks))
     group = SimpleNamespace(mesh=mesh, everyone=SimpleNamespace(world=len(ranks)))
-    return SimpleNamespace(made=made, group=group, title=lambda: f"model {made}")
+    return SimpleNamespace(group=group, identity=SimpleNamespace(made=made, title=lambda: f"model {made}"))
 
 
 def test_the_part_with_all_ranks_speaks_for_the_others():

@@ -66,7 +66,11 @@ def makes_one_alone(rank, world):
     model = zero.shard(_net())
     with zero.init():
         other = _net()
-    return [_run(model), _run(other), policies_of(model)[0].title() == policies_of(other)[0].title()]
+    return [
+        _run(model),
+        _run(other),
+        policies_of(model)[0].identity.title() == policies_of(other)[0].identity.title(),
+    ]
 
 
 def copies_one_alone(rank, world):
@@ -75,7 +79,11 @@ def copies_one_alone(rank, world):
     if rank == 2:
         copy.deepcopy(copy.deepcopy(model))
     trained = copy.deepcopy(model)
-    return [_run(trained), _run(model), policies_of(trained)[0].title() != policies_of(model)[0].title()]
+    return [
+        _run(trained),
+        _run(model),
+        policies_of(trained)[0].identity.title() != policies_of(model)[0].identity.title(),
+    ]
 
 
 def is_in_more_groups(rank, world):

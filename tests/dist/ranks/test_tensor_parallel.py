@@ -318,7 +318,7 @@ def activations_in_parts_that_wait_elsewhere(rank: int) -> list[str]:
         cut = [n for n in frame.programs["forward"].notes if "bytes are saved" in n]
         moved = sum(o.nbytes for o in frame.offloaded)
         parts = [o for o in frame.offloaded if o.name.endswith("_part")]
-        written = policies_of(model)[0].nvme().engine.counters()["bytes_written"]
+        written = policies_of(model)[0].storage.nvme().engine.counters()["bytes_written"]
         if not cut or not parts or not 0 < moved < whole or written < moved:
             errors.append(
                 f"{len(parts)} of {len(cut)} parts moved, {moved:,} of {whole:,} bytes, {written:,} written"

@@ -60,7 +60,7 @@ def _placed(rank, world, transport, folder):
         )
         assert train(model, compiled(model), zero.optimizer(O.AdamW, model), rank) == losses
         assert_same(model, want)
-    tiers = policies_of(model)[0].placed.tiers
+    tiers = policies_of(model)[0].tiers.placed.tiers
     assert set(tiers.values()) == {"none", "host", "nvme"}
     return tiers
 

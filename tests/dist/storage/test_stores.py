@@ -184,7 +184,7 @@ def test_a_file_system_where_the_two_ways_disagree_is_used_through_the_page_cach
     optimizer = zero.optimizer(O.AdamW, model)
     assert train(model, compiled(model), optimizer) == losses
     assert_same(model, want)
-    stores = list(policies_of(model)[0].nvme().stores)
+    stores = list(policies_of(model)[0].storage.nvme().stores)
     assert len(stores) == 3
     assert sorted(tried) == sorted((s.label, direct) for s in stores for direct in (False, True))
     assert not any(store.file.direct for store in stores)

@@ -190,7 +190,7 @@ def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
     zero.shard(model, nvme_dir=str(tmp_path), **dict.fromkeys(PLACED_FIELDS, "nvme"))
     optimizer = zero.optimizer(O.AdamW, model, overlap=overlap)
-    engine = policies_of(model)[0].nvme().engine
+    engine = policies_of(model)[0].storage.nvme().engine
 
     def values():
         states = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]

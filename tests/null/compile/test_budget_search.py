@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +18,15 @@ from torch import fx, nn
 from zero_compiler import passes
 from zero_compiler.compile import budget_search as fitting_module
 from zero_compiler.compile import phase_lowering as lowering_module
-from zero_compiler.compile.budget_search import _PLANNED, Fitting
+from zero_compiler.compile.budget_search import Fitting
 from zero_compiler.compile.phase_lowering import Lowering
+from zero_compiler.compile.plan_choice import PlanChoice
 from zero_compiler.cost.cost import smaller_buckets
 from zero_compiler.cost.hardware import load
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.plan.activation_search import Phases
+from zero_compiler.sharded.agreed_choices import AgreedChoices
 from zero_compiler.tools.planning import report
 
 WIDTH = 256
@@ -50,7 +53,7 @@ class Asked(SimulatedModel):
 
     def decide(self, policy, key, text, room_bytes=None):
         self.asked = (*self.asked, key)
-        policy.distances[key] = text
+        policy.agreed.distances[key] = text
         return text
 
 
@@ -64,7 +67,7 @@ def test_a_rank_that_compiles_again_asks_nobody():
     budget = int(0.9 * report(Wide(), rows(32), 2, bucket_bytes=0).memory.peak)
     model = Asked(Wide(), 2, stage=3, memory_budget_bytes=budget, bucket_bytes=0)
     model.check([rows(32), rows(32)], lambda out: out)
-    assert any(model.policy.tile_bytes.values())
+    assert any(model.policy.agreed.tile_bytes.values())
     assert model.asked
     model.asked = ()
     model.check([rows(24), rows(24)], lambda out: out)
@@ -282,20 +285,24 @@ def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNames
     what was tried for them elsewhere is left behind. The first rank wants what is ``decided``, else what this one does.
     """
     state = SimpleNamespace(
-        **dict.fromkeys(_PLANNED),
+        choice=PlanChoice(80_000),
         smaller_buckets=lambda: [40_000, 20_000, 10_000],
-        first=SimpleNamespace(distances={}),
+        first=SimpleNamespace(agreed=AgreedChoices()),
         loader=SimpleNamespace(decide=lambda first, key, text: decided or text),
         tried=[],
     )
-    state.bucket_bytes, state.order, state.tile_mlp = 80_000, [], False
-    state.take_buckets = lambda nbytes, why: setattr(state, "bucket_bytes", nbytes)
+
+    def take_buckets(nbytes: int, why: str) -> None:
+        state.choice = replace(state.choice, bucket_bytes=nbytes)
+
+    state.take_buckets = take_buckets
 
     def planned() -> Phases:
-        state.tried.append((state.bucket_bytes, state.tile_mlp))
-        if state.bucket_bytes < 80_000:
-            state.tile_mlp = True
-            raise MemoryBudgetError(f"no activations in {state.bucket_bytes}")
+        choice = state.choice
+        state.tried.append((choice.bucket_bytes, choice.tile_mlp))
+        if choice.bucket_bytes < 80_000:
+            state.choice = replace(choice, tile_mlp=True)
+            raise MemoryBudgetError(f"no activations in {choice.bucket_bytes}")
         return {}
 
     fitting = Fitting(state, None, None)
@@ -305,7 +312,7 @@ def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNames
 
 def test_a_size_in_which_activations_do_not_fit_leaves_nothing_behind(monkeypatch):
     _, state = fitted(monkeypatch)
-    assert (state.bucket_bytes, state.tile_mlp) == (80_000, False)
+    assert state.choice == PlanChoice(80_000)
     assert state.tried == [(size, False) for size in (40_000, 20_000, 10_000)]
 
 
@@ -328,28 +335,32 @@ def test_a_trial_that_the_first_rank_drops_leaves_nothing_behind(within, wanted,
         return str(wanted)
 
     state = SimpleNamespace(
-        **dict.fromkeys(_PLANNED),
-        first=SimpleNamespace(distances={}),
+        choice=PlanChoice(80_000, order=(owner,), away=frozenset({"a"})),
+        first=SimpleNamespace(agreed=AgreedChoices()),
         config=SimpleNamespace(tile_bytes=None),
         loader=SimpleNamespace(decide=decide),
     )
-    state.order, state.tile_mlp, state.tile_heads, state.away = [owner], False, False, frozenset({"a"})
-    before = {name: getattr(state, name) for name in _PLANNED}
+    before = state.choice
 
     def cut(nbytes):
-        state.order, state.away, state.backward_params = [owner, owner], frozenset({"b"}), frozenset({owner})
+        gathered = frozenset({owner})
+        state.choice = replace(
+            state.choice, order=(owner, owner), away=frozenset({"b"}), backward_params=gathered
+        )
         return {"forward": None, "backward": None}
 
     fitting = Fitting(state, None, None)
     monkeypatch.setattr(fitting_module, "within_memory", lambda cut, graphs, over, held: graphs)
     monkeypatch.setattr(fitting, "_over", lambda graphs, budget_bytes: 1)
     monkeypatch.setattr(fitting, "_held_over", lambda graphs: False)
-    monkeypatch.setattr(fitting, "_least_peak", lambda graphs, budget_bytes: 100 - 10 * len(state.order))
+    monkeypatch.setattr(
+        fitting, "_least_peak", lambda graphs, budget_bytes: 100 - 10 * len(state.choice.order)
+    )
     key = fitting._key({"_within_heads": "heads", "_within_memory": "mlp-memory"}[within])
     whole = {}
     out = getattr(fitting, within)(cut, whole, 1)
-    after = {name: getattr(state, name) for name in _PLANNED}
+    after = state.choice
     assert (out is whole) == (not wanted)
     assert (after == before) == (not wanted)
-    assert after["away"] == frozenset({"b"} if wanted else {"a"})
+    assert after.away == frozenset({"b"} if wanted else {"a"})
     assert asked == [key]

@@ -347,8 +347,8 @@ def test_mixed_placements_train_as_one_does(share, init, tmp_path):
     assert memory.parameters + memory.gradients + memory.optimizer <= budget
     assert memory.parameters + memory.gradients + memory.optimizer + memory.files == 16 * numel
     assert (memory.files == 0) == (share == 1.0)
-    assert made.to_dict()["placement"] == list(policy.placed.why)
-    assert f"at rest: {policy.placed.why[0]}" in str(made)
+    assert made.to_dict()["placement"] == list(policy.tiers.placed.why)
+    assert f"at rest: {policy.tiers.placed.why[0]}" in str(made)
     for row in made.params:
         param = policy.param(row["name"])
         assert (region_of(param._local_tensor) is not None) == (row["tiers"]["params"] == "nvme")
@@ -377,7 +377,7 @@ def test_an_accelerator_trains_with_mixed_placements(device, host, init, tmp_pat
         made = zero.inspect(model)
     (policy,) = policies_of(model)
     taken = dict.fromkeys(EVERYWHERE, 0)
-    for (kind, name), tier in policy.placed.tiers.items():
+    for (kind, name), tier in policy.tiers.placed.tiers.items():
         taken[tier] += policy.params[name].layout.bytes_local() * (2 if kind == "optimizer" else 1)
     assert sum(taken.values()) == 16 * numel
     assert taken["none"] <= fields["device_rest_bytes"]
@@ -396,7 +396,7 @@ def test_a_plain_optimizer_takes_what_lies_beside_its_parameters(tmp_path):
     """On the host too; what rests in files it cannot keep there, and says so."""
     with accelerator():
         model = deep(device_rest_bytes=0, host_rest_bytes=1 << 20)
-        assert set(policies_of(model)[0].placed.tiers.values()) == {"host"}
+        assert set(policies_of(model)[0].tiers.placed.tiers.values()) == {"host"}
         want = deep()
         assert train(model, torch.optim.AdamW(model.parameters())) == train(
             want, torch.optim.AdamW(want.parameters())

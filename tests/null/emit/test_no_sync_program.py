@@ -182,15 +182,13 @@ def test_a_reduction_that_is_left():
     base, kept = both()
     i = first(kept, Keep)
     keep = kept.instrs[i]
-    kept.reduces, kept.live = [base.reduces[keep.index]], []
+    kept = dataclasses.replace(kept, reduces=[base.reduces[keep.index]], live=[])
     kept.instrs[i : i + 1] = [
         Reduce(0, keep.ins, keep.free),
         WaitReduce(0, base.instrs[first(base, WaitReduce)].outs),
     ]
-    left = dataclasses.replace(kept, keeps=kept.keeps[1:])
-    left.instrs = [
-        dataclasses.replace(x, index=x.index - 1) if isinstance(x, Keep) else x for x in left.instrs
-    ]
+    instrs = [dataclasses.replace(x, index=x.index - 1) if isinstance(x, Keep) else x for x in kept.instrs]
+    left = dataclasses.replace(kept, keeps=kept.keeps[1:], instrs=instrs)
     refused(left, base, r"reduction of the gradients of h.1.w: they are to be kept")
     refused(kept, base, r"the sum of the gradients of h.1.w is not made")
     refused(base, base, r"reduction of the gradients of .*: they are to be kept")
@@ -202,7 +200,7 @@ def test_a_gradient_that_is_lost():
     del kept.instrs[i]
     refused(kept, base, r"the sum of the gradients of h.1.w is not made")
     del kept.keeps[0]
-    kept.instrs = [
+    kept.instrs[:] = [
         dataclasses.replace(x, index=x.index - 1) if isinstance(x, Keep) else x for x in kept.instrs
     ]
     verify_program(kept, WORLDS)  # by itself it is a Program of fewer gradients
@@ -229,7 +227,7 @@ def test_another_order_or_other_owners():
     base, kept = both()
     refused(kept, base, r"sum of the gradients of .*: they are to be reduced", owners=())
     base, kept = both()
-    kept.outputs = kept.outputs[:-1] + [0]
+    kept.outputs[-1] = 0
     refused(kept, base, r"output \d+ is lost")
 
 

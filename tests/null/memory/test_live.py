@@ -165,7 +165,7 @@ def reducing(phase: str, rows: list[tuple[int, int]]) -> Program:
 @settings(max_examples=300, deadline=None)
 def test_as_many_storages_of_gradients_wait_as_raise_no_peak(before, rows):
     forward, backward = reducing("forward", []), reducing("backward", rows)
-    forward.instrs, forward.live = [Compute(0, (), (), ())] * len(before), before
+    forward = dataclasses.replace(forward, instrs=[Compute(0, (), (), ())] * len(before), live=before)
     gradients = 4 * sum(numel for numel, _ in rows)
     peak = max(most(p, gradients) for p in (forward, backward))
     made, without = 0, []
@@ -210,8 +210,9 @@ def test_memory_of_results_that_pass_is_counted(data):
     order = data.draw(st.permutations([k for k in range(count) for _ in range(2)]))
     begun: set[int] = set()
     instrs = [WaitReduce(k, ()) if k in begun or begun.add(k) else Reduce(k, (), ()) for k in order]
-    program = Program("backward", 0, 0, instrs, [], [], reduces, [], 0, slots_ranks=ranks)
-    program.live = [0] * len(instrs)
+    program = Program(
+        "backward", 0, 0, instrs, [], [], reduces, [], 0, slots_ranks=ranks, live=[0] * len(instrs)
+    )
     live: dict[str, list[int]] = {"a": [], "b": []}
     idle: dict[str, list[int]] = {"a": [], "b": []}
     seen: set[int] = set()
@@ -255,8 +256,8 @@ def test_memory_of_results_that_pass_is_counted(data):
 @settings(max_examples=300, deadline=None)
 def test_full_gradients_wait_from_one_backward_to_the_next(rows, before, summed_in):
     forward, backward = reducing("forward", []), reducing("backward", rows)
-    forward.instrs, forward.live = [Compute(0, (), (), ())] * len(before), before
-    backward.reduces = [dataclasses.replace(r, dtype=summed_in) for r in backward.reduces]
+    forward = dataclasses.replace(forward, instrs=[Compute(0, (), (), ())] * len(before), live=before)
+    backward.reduces[:] = [dataclasses.replace(r, dtype=summed_in) for r in backward.reduces]
     item = 2 if summed_in == "bfloat16" else 4
     full, gradients = (sum(n * numel for numel, _ in rows) for n in (item, 4))
     worst = 0

@@ -81,7 +81,7 @@ def test_a_value_written_twice():
 
 def test_a_value_outside_the_table():
     p = program()
-    p.num_values -= 1
+    p = dataclasses.replace(p, num_values=p.num_values - 1)
     bad(p, r"value \d+ is outside the table of \d+ values")
 
 
@@ -111,7 +111,7 @@ def test_a_missing_step_of_a_transfer(phase, kind, fact):
 def test_a_reduction_that_nothing_waits_for():
     p = program("backward")
     i = at(p, WaitReduce)
-    p.outputs = [None if v in p.instrs[i].outs else v for v in p.outputs]
+    p.outputs[:] = [None if v in p.instrs[i].outs else v for v in p.outputs]
     del p.instrs[i]
     bad(p, "reduction of the gradients of h.1.w is not waited for")
 
@@ -146,7 +146,7 @@ def test_a_tile_of_a_gradient_that_is_reduced_whole():
     p.reduces.append(dataclasses.replace(p.reduces[0], tile=None))
     k = len(p.reduces) - 1
     p.instrs[:0] = [Reduce(k, (0,), ()), WaitReduce(k, (p.num_values,))]
-    p.num_values += 1
+    p = dataclasses.replace(p, num_values=p.num_values + 1)
     bad(p, "reduction of the gradients of w, tile 1 of 4: the whole of it is reduced already")
 
 
@@ -155,7 +155,7 @@ def test_a_tile_before_the_last_that_gives_the_gradient():
     i = next(i for i, x in enumerate(p.instrs) if isinstance(x, WaitReduce) and p.reduces[x.index].tile)
     assert p.instrs[i].outs == (-1,)
     p.instrs[i] = dataclasses.replace(p.instrs[i], outs=(p.num_values,))
-    p.num_values += 1
+    p = dataclasses.replace(p, num_values=p.num_values + 1)
     bad(p, "tile 1 of 4 is not the last one, and gives the gradient")
 
 
@@ -166,7 +166,7 @@ def test_a_gradient_whose_last_tile_is_not_reduced():
             p.reduces[k] = dataclasses.replace(r, tile=dataclasses.replace(r.tile, of=r.tile.of + 1))
     for i, x in enumerate(p.instrs):
         if isinstance(x, WaitReduce) and p.reduces[x.index].tile:
-            p.outputs = [None if v in x.outs else v for v in p.outputs]
+            p.outputs[:] = [None if v in x.outs else v for v in p.outputs]
             p.instrs[i] = dataclasses.replace(x, outs=(-1,))
     bad(p, "the last tile of the gradient of w is not reduced")
 
@@ -247,7 +247,7 @@ def test_a_bucket_of_gradients_without_staging():
 
 def test_a_slot_outside_the_arena():
     p = program()
-    p.transient_bytes = 16
+    p = dataclasses.replace(p, transient_bytes=16)
     bad(p, r"planned memory \(transient\): slot")
 
 
@@ -326,7 +326,7 @@ def test_live_bytes_that_pass_the_budget():
     with pytest.raises(VerifyError, match=f"{budget} bytes are live, and the budget leaves {budget - 1}"):
         verify_program(p, {OWNER: 2}, budget - 1)
     # The plan's own count stays, but what was freed is held to the end.
-    p.instrs = [dataclasses.replace(i, free=()) if isinstance(i, Compute) else i for i in p.instrs]
+    p.instrs[:] = [dataclasses.replace(i, free=()) if isinstance(i, Compute) else i for i in p.instrs]
     with pytest.raises(VerifyError, match=r"instruction \d+ \(compute\): .* bytes are live, and the budget"):
         verify_program(p, {OWNER: 2}, budget)
 

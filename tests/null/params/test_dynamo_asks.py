@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.params import eager
-from zero_compiler.params.policy import Policy
+from zero_compiler.sharded.sharded_model import ShardedModel
 
 
 class Breaks(nn.Module):
@@ -41,7 +41,7 @@ def method(model):
 @pytest.mark.parametrize("compiled", [whole, pytest.param(method, marks=pytest.mark.slow)])
 def test_nothing_is_gathered_beside_what_programs_gather(compiled, monkeypatch):
     gathered = []
-    for owner, name in ((Policy, "gather_now"), (eager, "read")):
+    for owner, name in ((ShardedModel, "gather_now"), (eager, "read")):
         monkeypatch.setattr(
             owner, name, lambda *given, **_: gathered.append(given) or pytest.fail("gathered")
         )

@@ -12,8 +12,8 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.params import policy
 from zero_compiler.params.shard import shard_over
+from zero_compiler.sharded import rest_tiers
 from zero_compiler.tools.planning import planned_group
 
 # --- what zero.shard takes ---------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_an_nvme_dir_that_goes_is_missed_by_nothing_that_makes_no_file(tmp_path)
 
 
 def test_host_on_a_cpu_means_none_and_says_so_once(caplog, monkeypatch):
-    monkeypatch.setattr(policy, "_said_host", False)  # as in a new process
+    monkeypatch.setattr(rest_tiers, "_said_host", False)  # as in a new process
     with caplog.at_level(logging.WARNING, logger="zero_compiler"):
         for fields in ({"offload_optimizer": "host"}, {"offload_params": "host", "offload_grads": "host"}):
             model = zero.shard(mlp(), device="cpu", **fields)

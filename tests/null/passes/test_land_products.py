@@ -273,7 +273,7 @@ def test_memory_is_used_again_and_within_the_plan(tmp_path):
     _, ours = model_in_files(tmp_path)
     run = torch.compile(ours, backend="zero", options={"compute": "aten"})
     gc.collect()  # what tests before left in cycles
-    files, before = ops.owners()[-1]._gradient_files, aio.live_bytes()
+    files, before = ops.owners()[-1].gradients.written, aio.live_bytes()
     for _ in range(4):
         run(X).square().mean().backward()
         ours.zero_grad()
@@ -291,10 +291,10 @@ def test_a_gradient_larger_than_may_be_under_way_goes_in_parts(tmp_path, monkeyp
     )
     plain, ours = model_in_files(tmp_path, memory_budget_bytes=14 << 20, offload_optimizer="nvme")
     policy = ops.owners()[-1]
-    assert policy._gradient_files.buffer_bytes < 2 << 20
+    assert policy.gradients.written.buffer_bytes < 2 << 20
     run = torch.compile(ours, backend="zero", options={"compute": "aten"})
     for m in (run, plain):
         m(X).square().mean().backward()
     assert_same_gradients(plain, ours)
     assert not any(landed)
-    assert policy._gradient_files.landing().limit == policy._gradient_files.buffer_bytes
+    assert policy.gradients.written.landing().limit == policy.gradients.written.buffer_bytes

@@ -135,7 +135,10 @@ def test_a_plan_of_a_sharded_model_makes_nothing(with_files):
     model = zero.shard(Net(), **with_files(FAST))
     assert waits(zero.inspect(model, x()))
     policy = model._zero.policy
-    assert (policy._nvme, policy.runtime) == (None, None)  # no file, and no thread that would write it
+    assert (policy.storage._nvme, policy.runtime) == (
+        None,
+        None,
+    )  # no file, and no thread that would write it
     assert not any(policy.config.nvme_dir in os.path.realpath(fd) for fd in glob.glob("/proc/self/fd/*"))
 
 

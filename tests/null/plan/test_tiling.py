@@ -17,23 +17,19 @@ from zero_compiler.tools.planning import report
 ROW = 1 << 10
 
 
-def noted(sizes, limit):
-    """Weights of so many rows each, in tiles of at most so many bytes: policies and plans as `coarsen` takes them."""
-    policy = SimpleNamespace(tile_bytes={})
-    plans = {}
-    for i, rows in enumerate(sizes):
-        tile_rows = limit // ROW if rows * ROW > limit else 0
-        plans[ParamRef("m", f"w{i}")] = SimpleNamespace(
-            gather_bytes=rows * ROW, chunk_rows=rows, tile_rows=tile_rows
+def tiled(sizes, limit):
+    """Plans of weights of so many rows each, in tiles of at most so many bytes."""
+    return {
+        ParamRef("m", f"w{i}"): SimpleNamespace(
+            gather_bytes=rows * ROW, chunk_rows=rows, tile_rows=limit // ROW if rows * ROW > limit else 0
         )
-        policy.tile_bytes[f"w{i}"] = limit
-    return {"m": policy}, plans
+        for i, rows in enumerate(sizes)
+    }
 
 
-def held(policies, plans):
+def held(limits, plans):
     """Bytes that each weight takes at a time."""
-    limits = policies["m"].tile_bytes
-    return {ref: min(p.gather_bytes, limits[ref.name] or p.gather_bytes) for ref, p in plans.items()}
+    return {ref: min(p.gather_bytes, limits[ref] or p.gather_bytes) for ref, p in plans.items()}
 
 
 SIZES = st.lists(st.sampled_from([8, 64, 256, 1024]), min_size=1, max_size=6)
@@ -43,54 +39,49 @@ SIZES = st.lists(st.sampled_from([8, 64, 256, 1024]), min_size=1, max_size=6)
 def test_no_weight_could_have_larger_tiles(sizes, beside, together):
     """Weights are there with others, or each alone with something that differs from place to place."""
     limit = 16 * ROW
-    policies, plans = noted(sizes, limit)
+    plans = tiled(sizes, limit)
 
-    def peak():
-        now = held(policies, plans).values()
+    def peak(limits):
+        now = held(limits, plans).values()
         return sum(now) if together else max(b + n for b, n in zip(beside, now, strict=False))
 
-    budget = peak() + (beside[0] if together else 0)
+    budget = peak(dict.fromkeys(plans, limit)) + (beside[0] if together else 0)
 
-    def fits():
-        return peak() <= budget
+    def fits(limits):
+        return peak(limits) <= budget
 
-    tiling.coarsen(policies, plans, limit, fits)
-    assert fits()
+    found = tiling.coarsen(plans, limit, fits)
+    assert fits(found)
     for nbytes in {p.gather_bytes for p in plans.values() if p.tile_rows}:
         same = [ref for ref, p in plans.items() if p.gather_bytes == nbytes]
-        now = policies["m"].tile_bytes[same[0].name]
-        assert all(policies["m"].tile_bytes[ref.name] == now for ref in same)
+        now = found[same[0]]
+        assert all(found[ref] == now for ref in same)
         if now is not None:
-            tiling.note(policies, same, 2 * now if 2 * now < nbytes else None)
-            assert not fits()
-            tiling.note(policies, same, now)
+            assert not fits({**found, **dict.fromkeys(same, 2 * now if 2 * now < nbytes else None)})
 
 
 @pytest.mark.parametrize("small_first", [False, True])
 def test_room_goes_to_the_weights_with_the_most_transfers(small_first):
     """Eight of 64 rows are 32 tiles, one of 256 rows is 16."""
     sizes = [64] * 8 + [256]
-    policies, plans = noted(sizes[::-1] if small_first else sizes, 16 * ROW)
-    budget = (
-        sum(held(policies, plans).values()) + 8 * 48 * ROW
-    )  # what the eight take more when they are whole
+    limit, plans = 16 * ROW, tiled(sizes[::-1] if small_first else sizes, 16 * ROW)
+    least = sum(held(dict.fromkeys(plans, limit), plans).values())
+    budget = least + 8 * 48 * ROW  # what the eight take more when they are whole
 
-    tiling.coarsen(policies, plans, 16 * ROW, lambda: sum(held(policies, plans).values()) <= budget)
-    chosen = {p.gather_bytes: policies["m"].tile_bytes[ref.name] for ref, p in plans.items()}
+    found = tiling.coarsen(plans, limit, lambda limits: sum(held(limits, plans).values()) <= budget)
+    chosen = {p.gather_bytes: found[ref] for ref, p in plans.items()}
     assert chosen == {64 * ROW: None, 256 * ROW: 16 * ROW}
 
 
 def test_what_fits_whole_is_not_touched():
-    policies, plans = noted([8, 1024], 16 * ROW)
-    tiling.coarsen(policies, plans, 16 * ROW, lambda: True)
-    assert policies["m"].tile_bytes == {"w0": 16 * ROW, "w1": None}
+    found = tiling.coarsen(tiled([8, 1024], 16 * ROW), 16 * ROW, lambda limits: True)
+    assert list(found.values()) == [16 * ROW, None]
 
 
 def test_no_more_of_the_classes_is_tried_than_bisection_needs():
-    policies, plans = noted([1024] * 40, 2 * ROW)
     tried = []
-    tiling.coarsen(policies, plans, 2 * ROW, lambda: tried.append(1) or False)
-    assert set(policies["m"].tile_bytes.values()) == {2 * ROW}
+    found = tiling.coarsen(tiled([1024] * 40, 2 * ROW), 2 * ROW, lambda limits: tried.append(1) or False)
+    assert set(found.values()) == {2 * ROW}
     assert len(tried) <= 5
 
 

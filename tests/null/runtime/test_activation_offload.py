@@ -21,7 +21,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, MemoryBudgetError, StorageError
 from zero_compiler.ir.program import Compute, Restore
-from zero_compiler.params.policy import Policy
+from zero_compiler.sharded.rest_tiers import RestTiers
 
 pytestmark = pytest.mark.slow
 ANYWHERE = [*thorough("cpu"), "accelerator"]  # the way from there is longer by the host
@@ -36,7 +36,7 @@ def test_losses_are_the_same_bits(with_files_anywhere, drop, calls):
     got, model = trained(drop, calls=calls, **with_files_anywhere(FAST))
     assert got == want
     policy = model._zero.policy
-    engine, moved = policy.nvme().engine.counters(), sum(r.nbytes for r in policy.frames[0].offloaded)
+    engine, moved = policy.storage.nvme().engine.counters(), sum(r.nbytes for r in policy.frames[0].offloaded)
     assert moved > 0
     assert engine["bytes_written"] >= 3 * calls * moved
     assert engine["bytes_read"] >= 3 * calls * moved
@@ -146,7 +146,9 @@ def test_checksums_find_a_changed_byte(with_files_anywhere):
 @pytest.fixture
 def on_host(tmp_path, monkeypatch):
     """The same with memory of the host, on a CPU that stands in for an accelerator: nothing else moves there."""
-    monkeypatch.setattr(Policy, "activation_tier", property(lambda policy: policy.config.offload_activations))
+    monkeypatch.setattr(
+        RestTiers, "activation_tier", property(lambda tiers: tiers._config.offload_activations)
+    )
 
     def write(link, **fields):
         path = tmp_path / "machine.json"

@@ -17,9 +17,9 @@ import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
 from zero_compiler.layout import layout_of
 from zero_compiler.params.modules import policies_of
-from zero_compiler.params.policy import Policy
 from zero_compiler.params.shard import sharded_parameter
 from zero_compiler.runtime.tier_copies import Aside
+from zero_compiler.sharded.rest_tiers import RestTiers
 from zero_compiler.storage.stores import region_of
 from zero_compiler.tools.planning import planned_group
 
@@ -57,7 +57,7 @@ def test_every_combination_of_the_three_options(tmp_path):
     losses, params, states = steps(small(("none",) * 3))
     assert len(states) == 3 * len(params)
     for tiers, apart in itertools.product(itertools.product(kinds, repeat=3), (False, True)):
-        with mock.patch.object(Policy, "apart", apart):
+        with mock.patch.object(RestTiers, "apart", apart):
             try:
                 model = small(tiers)
             except ConfigError:
@@ -288,5 +288,5 @@ def test_what_is_frozen_at_first_trains_on_the_host_later(tmp_path):
         losses += train(model, run, opt)
         seen.append(losses)
         (policy,) = policies_of(model)
-        assert policy.placed.tier("grads", "inner.weight") == tiers[1]
+        assert policy.tiers.placed.tier("grads", "inner.weight") == tiers[1]
     assert seen[0] == seen[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -89,12 +89,23 @@ class GradientFiles:
 
     When the backward is over ``.grad`` is a DTensor over the mapping of the file. What is added to a gradient that is
     there already goes through the mapping too: right, and slower.
+
+    Args:
+        find: the parameter of a name as it stands in the module now.
+        budget_bytes: the memory budget of which its buffers are a part.
+        regions: of each gradient, by the name of its parameter.
     """
 
     uses_up = False
 
-    def __init__(self, policy: Any, regions: Mapping[str, Region]) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        find: Callable[[str], torch.Tensor | None],
+        budget_bytes: int | None,
+        regions: Mapping[str, Region],
+    ) -> None:
+        self._find = find
+        self._budget_bytes = budget_bytes
         self._regions = dict(regions)
         self._names: dict[int, str] = {}
         # Parameters whose gradients landed in this backward; True: into the file alone, so that it may be added to.
@@ -117,8 +128,8 @@ class GradientFiles:
         """The name of a parameter as it stands in the module now: one that was made on meta is replaced when it is
         loaded."""
         name = self._names.get(id(param))
-        if name is None or self._policy.find(name) is not param:
-            self._names = {id(self._policy.find(name)): name for name in self._regions}
+        if name is None or self._find(name) is not param:
+            self._names = {id(self._find(name)): name for name in self._regions}
             name = self._names.get(id(param))
         return name
 
@@ -131,10 +142,10 @@ class GradientFiles:
     def _writes(self) -> tuple[int, int]:
         """Bytes of one write at most, and how many buffers there are."""
         largest = max((r.nbytes for r in self._regions.values()), default=0)
-        return write_buffers(largest, self._policy.files_budget)
+        return write_buffers(largest, self._budget_bytes)
 
     def land(self, param: Any, local: torch.Tensor, final: bool, ours: Collection[int] = ()) -> bool:
-        """See :class:`~zero_compiler.params.grads.Sink`; ``ours`` are the ids of hooks that are not the user's."""
+        """See :class:`~zero_compiler.sharded.grads.Sink`; ``ours`` are the ids of hooks that are not the user's."""
         name = self._name_of(param)
         if name is None or not grads.goes_to_grad(param) or grads.hooked(param, ours):
             return False
