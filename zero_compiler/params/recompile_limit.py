@@ -45,11 +45,12 @@ def _stance() -> str:
     return str(getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default"))
 
 
-def _why() -> str:
+def _why(scope: Scope) -> str:
     """Why Dynamo compiles no more, in words."""
     if _stance() != "default":
         return f"torch.compiler.set_stance({_stance()!r}) is in force"
-    return f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) was met"
+    limit = scope.limit or torch._dynamo.config.recompile_limit
+    return f"torch._dynamo.config.recompile_limit ({limit}) was met"
 
 
 def _advice(scope: Scope) -> str:
@@ -104,13 +105,29 @@ def compiled_again(
                 "%s: %s, past which calls at other sizes would run eagerly; from here on one more graph, for sizes "
                 "that may change, takes their place; %s",
                 _call(module, args, kwargs),
-                _why(),
+                _why(scope),
                 _advice(scope),
             )
-        scope.said = f"since {_why()}, compiled once more for sizes that may change; {_advice(scope)}"
+        scope.said = f"since {_why(scope)}, compiled once more for sizes that may change; {_advice(scope)}"
         renew(module)
         compiled = scope.again[module] = scope.compile(outermost())
-    return compiled(module, call, args, kwargs, True)
+    with _as_many_again(scope):
+        return compiled(module, call, args, kwargs, True)
+
+
+@contextlib.contextmanager
+def _as_many_again(scope: Scope) -> Iterator[None]:
+    """Functions that are no methods of the model's modules, and that a forward calls, have met the limit too, or are
+    about to where it has a graph break: their code is the user's, and compiled for further values."""
+    if scope.limit is not None:
+        yield
+        return
+    scope.limit = torch._dynamo.config.recompile_limit
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2 * scope.limit):
+            yield
+    finally:
+        scope.limit = None
 
 
 def renew(module: nn.Module) -> None:
@@ -146,7 +163,7 @@ def runs_eagerly(policy: ShardedModel, what: str) -> None:
         MemoryBudgetError: under a memory budget, on all ranks.
     """
     scope = policy.scope
-    said, advice = f"{what} runs eagerly, since {_why()}", _advice(scope)
+    said, advice = f"{what} runs eagerly, since {_why(scope)}", _advice(scope)
     if any(_budgeted(p) for p in scope.members):
         error = MemoryBudgetError(
             f"{said}, and memory_budget_bytes holds for what is compiled alone: {advice}"

@@ -51,8 +51,9 @@ class Scope:
     was asked to compile the model; ``again``: what it has made, by the module that is called; ``entered``: while a
     call runs, the state of the module at which its compiled code begins; ``begun``: that of the module that was
     called from outside, with the code of its forward, which may be compiled alone; ``eager``: a call runs that is not
-    compiled any more; ``said``: what messages about ranks that do not meet repeat of such calls; ``eager_said``,
-    ``outside_said``: whether the user was told of eager ones, and of eager code that a memory budget does not count.
+    compiled any more; ``limit``: Dynamo's, while a call is compiled past it; ``said``: what messages about ranks that
+    do not meet repeat of such calls; ``eager_said``, ``outside_said``: whether the user was told of eager ones, and of
+    eager code that a memory budget does not count.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class Scope:
         self.entered: Any = None
         self.begun: tuple[Any, Any] = None, None
         self.eager = False
+        self.limit: int | None = None
         self.said = ""
         self.eager_said = self.outside_said = False
         self.calls: list[Any] = []

@@ -37,6 +37,19 @@ class Net(nn.Module):
         return self.second(h) * (len(word) + 1 if word != "three" else 7)
 
 
+def behind_a_break(net, x):
+    h = torch.relu(net.first(x))
+    torch._dynamo.graph_break()
+    return net.second(h)
+
+
+class Calls(Net):
+    """Its graph breaks in a function that is no method."""
+
+    def forward(self, x):
+        return behind_a_break(self, x)
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -79,6 +92,8 @@ WAYS = {
     "graph break": (lambda: Net(breaks=True), whole, 2),
     "module.compile": (Net, method, 1),
     "module.compile, graph break": (lambda: Net(breaks=True), method, 2),
+    "graph break in a function": (Calls, whole, 2),
+    "module.compile, graph break in a function": (Calls, method, 2),
     "function": (Net, function, 1),
     "forward": (Net, forward, 1),
     "blocks": (Blocks, blocks, 2),
@@ -153,7 +168,7 @@ def test_what_is_not_compiled_at_all_runs_eagerly_and_says_so_once(caplog):
     plain, model, call, _ = made()
     for word in WORDS:
         compare(call, plain, model, batch(5), word)
-    assert frames_of(model) == 2 * LIMIT
+    assert frames_of(model) == 3 * LIMIT
     first, second = told(caplog)
     assert "would run eagerly" in first
     assert "a call of Net" in second
@@ -163,7 +178,7 @@ def test_what_is_not_compiled_at_all_runs_eagerly_and_says_so_once(caplog):
 @pytest.mark.slow
 def test_and_is_refused_under_a_memory_budget():
     plain, model, call, _ = made(memory_budget_bytes=60_000)
-    for word in WORDS[: 2 * LIMIT]:
+    for word in WORDS[: 3 * LIMIT]:
         compare(call, plain, model, batch(5), word)
     for _ in range(2):
         with pytest.raises(
