@@ -13,6 +13,7 @@ from zero_compiler.errors import ShardError
 from zero_compiler.params import blocking_transfers
 from zero_compiler.runtime import _C
 
+from ..storage import heap
 from ..storage.activation_store import Parcels
 from ..storage.aio import buffer
 from ..storage.stores import Region, region_of
@@ -49,6 +50,8 @@ class ModelRuntime:
             shared=None if segment is None else segment.for_engine(),
             hosts=None if hosts is None else hosts.for_engine(),
         )
+        if group.device.type == "cpu" and heap.may_be_tuned():
+            _C.install_cpu_allocator()
         self.transient = self.engine.add_arena(0, group.device)
         # Shared: gather buffers are the same memory on every rank; staging of reductions is read by peers.
         self.slots = self.own = self.transient

@@ -444,11 +444,10 @@ def _collected(
                 went = said[0]
                 end = went + patience_s
                 if how == "slow":
-                    continue
-                del waiting[pipe]
-            else:
+                    continue  # it ends, too
+            elif rank != gone:
                 ends[rank] = said
-                del waiting[pipe]
+            del waiting[pipe]
     assert went is not None, f"rank {gone} never came to the place: {ends}"
     for rank in pipes.values():
         if rank != gone and rank not in ends:

@@ -210,6 +210,10 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
             policy = ops.owner_of(write.owner)
             write.run(args, policy.params[write.name].layout, policy.group.rank)
         params = [args[i] for i in shard_args]
+        scope = ops.owner_of(owners[0]).scope if owners else None
+        if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
+            scope.compiled_reads.update(map(id, params))
+            scope.refuse_lost_hooks()
         if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}

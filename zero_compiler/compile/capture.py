@@ -161,6 +161,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     writes = take_writes(gm)
     _refuse_writes(gm, writes)
     _hoist_reads(gm)
+    _read_once_where_hooked(gm, goes_on)
     _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     weights = _weights_returned(gm, placeholders, taken=goes_on)
@@ -291,6 +292,21 @@ def _remove_unused(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=weight):
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def _read_once_where_hooked(gm: fx.GraphModule, goes_on: bool) -> None:
+    """Let a weight that the forward registers a hook on be one tensor: in plain PyTorch the hook is given the whole
+    gradient of the parameter, whichever of its reads it was registered on."""
+    hooks = [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == "register_hook"]
+    for node in hooks:
+        if node.args[0].target is not weight:
+            continue
+        if goes_on:
+            raise CaptureError(parameter_errors.hooked(str(node.args[0].args[2])))
+        first, *others = sorted(_markers_of(node.args[0].args[0]))
+        for other in others:
+            other.replace_all_uses_with(first)
+            gm.graph.erase_node(other)
 
 
 def _hoist_reads(gm: fx.GraphModule) -> None:

@@ -34,7 +34,7 @@ def inside(policy: Policy) -> bool:
     """
     if dynamo_asks():
         return False
-    return policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+    return bool(policy.scope.calls) or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
 
 
 def named_members(
@@ -65,7 +65,7 @@ def named_members(
 
 
 def _inside(policy: Policy) -> bool:
-    return policy.scope.active if torch.compiler.is_dynamo_compiling() else inside(policy)
+    return bool(policy.scope.calls) if torch.compiler.is_dynamo_compiling() else inside(policy)
 
 
 def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

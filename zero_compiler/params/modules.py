@@ -326,7 +326,7 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
     if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
         return _past_limit(self, call, args, kwargs)
-    if scope.active:
+    if scope.calls:
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         kept = len(scope.read)
@@ -334,6 +334,7 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
             return call(self, *args, **kwargs)
         finally:
             if len(scope.read) > kept:
+                scope.refuse_lost_hooks()
                 forget(scope.read, kept)
     return self._zero_outermost(call, args, kwargs)
 
@@ -353,7 +354,7 @@ def _past_limit(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
     if scope.compile is not None:
         return _again(self, call, args, kwargs)
     with recompile_limit.eagerly(self, args, kwargs):
-        return call(self, *args, **kwargs) if scope.active else self._zero_outermost(call, args, kwargs)
+        return call(self, *args, **kwargs) if scope.calls else self._zero_outermost(call, args, kwargs)
 
 
 def _compile(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -385,7 +386,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
             with recompile_limit.eagerly(self, args, kwargs):
                 return _outermost(self, call, args, kwargs, again)
-        if scope.active:
+        if scope.calls:
             return call(self, *args, **kwargs)
     elif state.full:
         return _again(self, call, args, kwargs)
@@ -394,11 +395,12 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         scope.begun = state, getattr(type(self).forward, "__code__", None)
         ddp_fallback.watch_beside(self)
         scope.copies = Copies()
-    scope.active = True
+    scope.calls.append(state)
     scope.read = {}
     try:
         out = call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
+            scope.refuse_lost_hooks()
             scope.copies.check()
     except RuntimeError as error:
         if parameter_errors.mixes(error):
@@ -407,12 +409,13 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
             scope.copies.check()  # autograd may have refused what was written to, in words of its own
         raise
     finally:
-        scope.active = False
+        scope.calls.clear()
         scope.read = {}
         scope.entered = None
         if not torch.compiler.is_compiling():
             scope.copies = None
             scope.begun = None, None
+            scope.compiled_reads.clear()
     if not torch.compiler.is_compiling():
         _check_plain(out, state.policy.group)
     return out
@@ -454,7 +457,7 @@ def _get(self: _Sharded) -> Any:
         return param
     policy = state.policy
     if torch.compiler.is_compiling():
-        if param is None or not policy.scope.active:
+        if param is None or not policy.scope.calls:
             return param
         if policy.opened:
             return param
@@ -465,7 +468,7 @@ def _get(self: _Sharded) -> Any:
             return full
         part = policy.params[name].part
         return full if part is None or full is param else placed(part.of(full), full)
-    if recompile_limit.passed() and policy.scope.active and not policy.scope.eager:
+    if recompile_limit.passed() and policy.scope.calls and not policy.scope.eager:
         recompile_limit.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)
 
@@ -513,13 +516,13 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     info = managed(param, name, policy)
     scope = policy.scope
     with transforms.below():
-        full = known(scope.read, param) if scope.active else None
+        full = known(scope.read, param) if scope.calls else None
         if full is None:
             full = eager.read(param, policy, name)
             if scope.copies is not None:
                 local = full._local_tensor if isinstance(full, DTensor) else full
                 scope.copies.add(info, param, local, policy.group.rank, policy.writes)
-            if scope.active:
+            if scope.calls:
                 remember(scope.read, param, full)
         return full
 

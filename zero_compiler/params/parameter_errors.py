@@ -106,6 +106,15 @@ def written(name: str) -> str:
     )
 
 
+def hooked(name: str) -> str:
+    """What is wrong with a forward that registers a hook on a weight and is compiled in parts."""
+    return (
+        f"this forward registers a hook on parameter {name!r}, and a graph break splits it into parts that read the "
+        "weight each for itself, so the hook would not be given all of its gradient: register the hook on the "
+        "parameter, outside of the forward, or remove the graph break (TORCH_LOGS=graph_breaks says where)"
+    )
+
+
 EXCHANGED = "_zero_exchanged"  # of a parameter: the count of its writes when it was given other memory
 
 

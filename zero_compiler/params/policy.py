@@ -58,8 +58,13 @@ class Scope:
     """What a sharded model and the parts of it that were sharded before have in common: whether a forward is running.
     Inside one, a managed attribute is the full weight.
 
+    ``calls``: the module that was called from outside, while its forward runs. It is a list that changes, and no
+    attribute that is set: where a compiled forward registers a hook on a tensor that it has computed, Dynamo forgets
+    what is set behind that (torch 2.13), and keeps how lists change.
+
     ``read``: weights that eager code has read in calls which run; ``copies``: what it was given as weights, where a
-    forward runs without compile. ``members``: their policies. ``changes`` counts what these learn of frames and
+    forward runs without compile; ``compiled_reads``: by id, parameters whose weights compiled frames of such a forward
+    have read. ``members``: their policies. ``changes`` counts what these learn of frames and
     optimizers.
 
     For calls past Dynamo's limit (`recompile_limit.py`). ``compile``: compiles a function once more, as the backend
@@ -78,11 +83,25 @@ class Scope:
         self.eager = False
         self.said = ""
         self.eager_said = self.outside_said = False
-        self.active = False
+        self.calls: list[Any] = []
         self.copies: Copies | None = None
         self.read: Read = {}
+        self.compiled_reads: set[int] = set()
         self.members: weakref.WeakSet[Policy] = weakref.WeakSet()
         self.changes = 0
+
+    def refuse_lost_hooks(self) -> None:
+        """A hook that eager code has registered on a weight is given the gradient of what eager code computes with it.
+
+        Raises:
+            ShardError: a compiled frame of the same forward reads that weight as well.
+        """
+        if not self.compiled_reads:
+            return
+        for param, _, _, full in self.read.values():
+            if full._backward_hooks and id(param) in self.compiled_reads:
+                names = (n for policy in self.members for n in policy.places if policy.find(n) is param)
+                raise ShardError(parameter_errors.hooked(next(names)))
 
     def told(self, text: str) -> str:
         """The description of a call, for ranks that are in another one."""

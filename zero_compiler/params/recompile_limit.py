@@ -190,7 +190,7 @@ def watch(codes: Any, scope: Scope) -> None:
     """
     entries: Callable[[Any], list[Any]] | None
     entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    if not (codes and entries and scope.active):
+    if not (codes and entries and scope.calls):
         return
     state, forward = scope.begun
     if scope.entered is not None:
