@@ -57,11 +57,11 @@ class LocalRows(torch.autograd.Function):
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
     ctx.calls = ctx.due = None
     _unmodified(ctx, given)
-    grown = (None if g is None else _Rows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
+    grown = (None if g is None else _GradientRows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
     return (None, None, None, *grown)
 
 
-class _Rows(torch.autograd.Function):
+class _GradientRows(torch.autograd.Function):
     """A gradient of local rows as the DTensor that it is a part of. It is not differentiated again."""
 
     @staticmethod

@@ -24,7 +24,7 @@ from ..ir.facts import ParamRef
 from ..params.weight_op import managed, placed, weight
 from ..sharded import parameter_errors
 from ..tensors import transforms
-from .captured_writes import Write, take_writes
+from .captured_writes import CapturedWrite, take_writes
 
 log = logging.getLogger("zero_compiler")
 
@@ -74,10 +74,10 @@ class Captured:
     differentiated: frozenset[ParamRef]
     code: str = ""
     goes_on: bool = False
-    writes: Sequence[Write] = ()
+    writes: Sequence[CapturedWrite] = ()
 
 
-def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
+def _refuse_writes(gm: fx.GraphModule, taken: Sequence[CapturedWrite]) -> None:
     """A gathered weight is a copy, so a write to it in forward would be lost, unless it is one of ``taken``."""
     for write in taken:
         if ops.owner_of(write.owner).params[write.name].part is not None:

@@ -76,7 +76,7 @@ def _read(param: Any, policy: ShardedModel, name: str) -> Any:
     return full if part is None else AsParameter.apply(part.of(full))
 
 
-class Gather(torch.autograd.Function):
+class GatherWhole(torch.autograd.Function):
     """The whole of a DTensor that is cut as ``param`` is, and is not the parameter itself: what a second derivative
     gives to a gradient."""
 
@@ -106,7 +106,7 @@ class Average(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return Gather.apply(grad, *ctx.of).to(ctx.dtype), None, None, None
+        return GatherWhole.apply(grad, *ctx.of).to(ctx.dtype), None, None, None
 
 
 def _whole(policy: ShardedModel, name: str, local: torch.Tensor) -> torch.Tensor:

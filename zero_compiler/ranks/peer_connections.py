@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .group import Group, in_store, is_registered, store_of
-from .peer_links import BEAT_S, Link, Watch, host_name, own_addresses
+from .peer_links import BEAT_S, PeerLink, PeerThread, host_name, own_addresses
 
 log = logging.getLogger("zero_compiler")
 
@@ -194,7 +194,7 @@ class Peers:
         self._pg = weakref.ref(group.pg)
         self.rank, self.world = group.rank, group.world
         self._peers = [_Peer(group.name_of(r)) for r in range(group.world)]
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, PeerLink] = {}
         self._server: socket.socket | None = None
         self._token = ""
         self._changed: set[int] = set()  # ranks of which the others are to be told
@@ -322,7 +322,7 @@ class Peers:
         except BaseException:
             connection.close()
             raise
-        self._links[0] = link = Link(connection, 0)
+        self._links[0] = link = PeerLink(connection, 0)
         _watch.register(connection, lambda: self._read(link))
         self.tell()  # what has changed meanwhile
 
@@ -336,10 +336,10 @@ class Peers:
         assert self._server is not None
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
-            link = Link(connection, None)
+            link = PeerLink(connection, None)
             _watch.register(connection, lambda: self._read(link))
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: PeerLink) -> None:
         try:
             for message in link.receive():
                 if self.rank != 0:
@@ -359,7 +359,7 @@ class Peers:
                 lost = f" (its connection was lost: {error})" if str(error) else ""
                 self._lost(link.rank, f"its process has ended{lost}, {self._peers[link.rank].text}")
 
-    def _greet(self, link: Link, message: dict[str, Any]) -> None:
+    def _greet(self, link: PeerLink, message: dict[str, Any]) -> None:
         rank = int(message["rank"])
         if not secrets.compare_digest(str(message["token"]), self._token) or not 0 < rank < self.world:
             raise EOFError("another process")
@@ -469,7 +469,7 @@ class Peers:
 _KEY = "peers"
 
 
-_watch = Watch()  # the thread of all groups
+_watch = PeerThread()  # the thread of all groups
 _known: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
 
 

@@ -15,7 +15,7 @@ BEAT_S = 1.0  # how often a rank says that it is alive
 _MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
 
 
-class Link:
+class PeerLink:
     """A connection to one other process, with messages of a line of JSON each."""
 
     def __init__(self, connection: socket.socket, rank: int | None) -> None:
@@ -104,7 +104,7 @@ class Served(Protocol):
         """Which a forked child is to close."""
 
 
-class Watch:
+class PeerThread:
     """The thread that serves the connections of all groups. It ends when there are none."""
 
     def __init__(self) -> None:

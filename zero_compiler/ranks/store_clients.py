@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 _ESTABLISHED, _LISTENS = "01", "0A"
 
 
-class _Row(NamedTuple):
+class _KernelRow(NamedTuple):
     """One connection of the kernel's list: addresses with ports, as it writes them."""
 
     local: str
@@ -50,13 +50,13 @@ def clients_of(store: Any) -> int | None:
     return None if len(owners) < len(inodes) else len(set(owners.values()))
 
 
-def _rows() -> list[_Row]:
+def _rows() -> list[_KernelRow]:
     rows = []
     for name in ("tcp", "tcp6"):
         with open(f"/proc/net/{name}") as f:
             for line in list(f)[1:]:
                 words = line.split()
-                rows.append(_Row(_mapped(words[1]), _mapped(words[2]), words[3], words[9]))
+                rows.append(_KernelRow(_mapped(words[1]), _mapped(words[2]), words[3], words[9]))
     return rows
 
 

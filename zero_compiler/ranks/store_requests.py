@@ -63,7 +63,7 @@ class StoreRequests:
         return asking.ask(self.store, request, self._within_s)
 
 
-class _Request:
+class _StoreRequest:
     def __init__(self, store: Any, request: Callable[[Any], Any]) -> None:
         self.store, self.request = store, request
         self.done = threading.Lock()
@@ -77,7 +77,7 @@ class _Asking:
     """The thread that asks one store, as long as there is that store."""
 
     def __init__(self, store: Any) -> None:
-        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_StoreRequest | None] = queue.SimpleQueue()
         self._since: float | None = None  # when the request was made that has no answer yet
         weakref.finalize(store, self._queue.put, None).atexit = False
         threading.Thread(target=self._run, name="zero-store", daemon=True).start()
@@ -88,7 +88,7 @@ class _Asking:
         left_s = since + within_s - now
         if left_s <= 0:
             raise Unanswered(now - since)
-        request = _Request(store, call)
+        request = _StoreRequest(store, call)
         self._queue.put(request)
         if not request.done.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             request.given_up = True

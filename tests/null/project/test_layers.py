@@ -187,6 +187,16 @@ def test_downward_import_passes(module, source):
     assert violations(module, source) == []
 
 
+def test_no_class_name_occurs_in_two_modules():
+    """Also not with an underscore before it in one of them: a name means one thing wherever it is read."""
+    places: dict[str, set[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), set()).add(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
 # Modules whose tests have another name, and which.
 TESTED_ELSEWHERE = {
     "zero_compiler._tree": "null/project/test_install.py",

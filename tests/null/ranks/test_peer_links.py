@@ -7,13 +7,13 @@ import socket
 
 import pytest
 
-from zero_compiler.ranks.peer_links import Link
+from zero_compiler.ranks.peer_links import PeerLink
 
 
 @pytest.fixture
 def pair():
     one, other = socket.socketpair()
-    yield Link(one, 0), other
+    yield PeerLink(one, 0), other
     one.close()
     other.close()
 
