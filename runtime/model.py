@@ -83,7 +83,7 @@ class ModelRuntime:
             raise ShardError(GONE)
         return policy
 
-    def kept_views(self, what: Any) -> list[torch.Tensor]:
+    def kept_views(self, what: object) -> list[torch.Tensor]:
         """The kept weights of the gather ``what``, from call to call: one list for all Programs with that gather.
 
         A rank that compiles a Program again, alone, thus finds what its peers find.
@@ -194,16 +194,16 @@ class ModelRuntime:
 class _Closed:
     """In the place of an engine whose model is gone: others that shared its pools may still come by."""
 
-    def place_arena(self, *_: Any) -> None:
+    def place_arena(self, *_: object) -> None:
         """Nothing: it transfers nothing any more."""
 
     trim = abandon = stop_waiting = close = place_arena
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise ShardError(GONE)
 
 
-def _place(policy: weakref.ref[ShardedModel], nbytes: int) -> Any:
+def _place(policy: weakref.ref[ShardedModel], nbytes: int) -> object:
     """Where activations of a model wait for backward."""
     model = policy()
     if model is None:

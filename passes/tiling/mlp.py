@@ -6,7 +6,6 @@ import heapq
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -55,7 +54,7 @@ class Mlp:
     """
 
     def __init__(
-        self, graph: fx.Graph, chain: Chain, tangents: Collection[fx.Node], known: Mapping[Any, int]
+        self, graph: fx.Graph, chain: Chain, tangents: Collection[fx.Node], known: Mapping[object, int]
     ) -> None:
         self.graph, self.chain, self.tangents, self.known = graph, chain, tangents, known
         self.total = row_propagation.shape(chain.down)[0]

@@ -51,7 +51,7 @@ from .single_backward import once_differentiable
 
 
 def zero(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: Any = None
+    gm: fx.GraphModule, example_inputs: Sequence[object], *, options: object = None, mode: object = None
 ) -> Callable[..., Any]:
     """Backend ``"zero"`` of ``torch.compile``.
 
@@ -88,7 +88,7 @@ def zero(
 ddp_fallback.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
 
 
-def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
+def _handed_on(error: ZeroError, frame: object) -> ZeroError:
     """The same error, of a class that Dynamo does not wrap in one of its own.
 
     Args:
@@ -107,12 +107,12 @@ def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
     return again
 
 
-def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
+def _raiser(error: ZeroError, broken: Broken) -> Callable[..., object]:
     # Not the error itself, whose traceback holds the graph.
     kind, args, told = type(error), error.args, vars(error)
 
     @torch._dynamo.disable(reason="a frame that did not compile")
-    def call(*_: Any) -> Any:
+    def call(*_: Any) -> Callable[..., object]:
         broken.end_call()
         again = kind(*args)
         again.__dict__.update(told)
@@ -122,8 +122,8 @@ def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, mode: Any
-) -> Callable[..., Any]:
+    gm: fx.GraphModule, example_inputs: Sequence[object], options: object, mode: object
+) -> Callable[..., object]:
     if mode is not None:
         raise ConfigError(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
@@ -135,8 +135,8 @@ def _compile(
 
 
 def compile_with(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
-) -> Callable[..., Any]:
+    gm: fx.GraphModule, example_inputs: Sequence[object], options: object, loader: Loader
+) -> Callable[..., object]:
     """The callable that Dynamo is given for a frame whose Programs go to ``loader``."""
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
@@ -154,7 +154,7 @@ def compile_with(
     return ddp_fallback.watched(compiled, example_inputs)
 
 
-def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
+def _watch_limit(gm: fx.GraphModule, options: object) -> None:
     """What is compiled here may pass Dynamo's ``recompile_limit`` later on."""
     compiles_again = functools.partial(torch.compile, backend=zero, options=options, dynamic=True)
     context = torch._guards.TracingContext.try_get()
@@ -165,8 +165,8 @@ def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
 
 
 def compile_frame(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
-) -> tuple[Callable[..., Any], Captured, Frame]:
+    gm: fx.GraphModule, example_inputs: Sequence[object], options: object, loader: Loader
+) -> tuple[Callable[..., object], Captured, Frame]:
     """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
     captured, inputs = lower_parameters(gm, example_inputs)
     compiler = _FrameCompiler(captured, options, loader)
@@ -185,7 +185,7 @@ def compile_frame(
     return once_differentiable(compiled), captured, compiler.state.frame
 
 
-def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
+def _backward_ahead() -> contextlib.AbstractContextManager[object]:
     """Compile the backward with the forward: its plan is known before step 1."""
     config = torch._functorch.config
     if hasattr(config, "force_non_lazy_backward_lowering"):
@@ -193,7 +193,7 @@ def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()  # older torch does so by itself
 
 
-def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., Any]:
+def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., object]:
     """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
     shards, keep = captured.shards, captured.keep
     names = [s.ref.name for s in shards]
@@ -207,7 +207,7 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
         sources.append((True, at[i]) if i in at else (False, next(rest)))
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> Callable[..., object]:
         for write in captured.writes:
             policy = ops.owner_of(write.owner)
             write.run(args, policy.params[write.name].layout, policy.group.rank)
@@ -230,11 +230,11 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
     return _with_weights(call, captured.weights) if captured.weights else call
 
 
-def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., Any]:
+def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., object]:
     """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> object:
         out = list(frame(*args))
         for w in weights:
             if w.taken:
@@ -264,7 +264,7 @@ class _FrameCompiler:
         known = state.first.compilers
         return known.setdefault(state.config.compute, SegmentCompiler(state.config.compute))
 
-    def decompositions(self) -> Any:
+    def decompositions(self) -> object:
         state = self.state
         if not state.fused:
             return None
@@ -294,13 +294,13 @@ class _FrameCompiler:
         _nothing_donated()
         return self._phase(gm, "backward")
 
-    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
         state = self.state
         if state.fused:
             _inductor_joint_passes(gm, inputs)
         return self._phase(self.fitting.inference(gm), "inference")
 
-    def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
+    def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., object]:
         state = self.state
         emitted = self.lowering.phase(gm, phase).emitted
         state.frame.planned_sizes.update(dynamic_shape_memory.planned_sizes(emitted.graph))
@@ -347,7 +347,7 @@ def _nothing_donated() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -359,9 +359,9 @@ def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         joint_graph_passes(gm, device)
 
 
-def _boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _boxed(fn: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(fn)
-    def run(args: list[Any]) -> Any:
+    def run(args: list[Any]) -> object:
         return fn(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -141,11 +141,11 @@ class _WriteChain:
         return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _version(value: Any) -> int:
+def _version(value: object) -> int:
     return value._version if isinstance(value, FakeTensor) and not value.is_inference() else 0
 
 
-def _unwritten(value: Any) -> Any:
+def _unwritten(value: Any) -> object:
     """The same fake value, of which no writes have been counted."""
     with torch.no_grad():
         return torch.empty_like(value).requires_grad_(value.requires_grad)
@@ -168,6 +168,6 @@ def _elementwise(node: fx.Node) -> bool:
     return node.target is _DATA or node.target in _PLAIN_OPERATORS or _of_torch(node.target)
 
 
-def _of_torch(target: Any) -> bool:
+def _of_torch(target: object) -> bool:
     name = getattr(target, "__name__", "")
     return name in _OUT_OF_PLACE and getattr(torch, name, None) is target

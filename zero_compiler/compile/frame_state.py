@@ -44,7 +44,7 @@ class FrameState:
         loader: where its Programs go.
     """
 
-    def __init__(self, captured: Captured, options: Any, loader: Loader) -> None:
+    def __init__(self, captured: Captured, options: dict[str, object] | None, loader: Loader) -> None:
         self.loader = loader
         self.index = next(_frames)
         owners = {s.ref.owner: ops.owner_of(s.ref.owner) for s in captured.shards}
@@ -127,7 +127,7 @@ class FrameState:
         self.frame.bucket_bytes = nbytes
         self.frame.bucket_why = why
 
-    def _config(self, options: Any) -> Config:
+    def _config(self, options: dict[str, object] | None) -> Config:
         if not self.policies:
             given = Config.make(None, options or {})
             for name in options or {}:

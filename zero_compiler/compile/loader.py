@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import ShardError
 from ..ir.program import Program
@@ -48,8 +48,8 @@ class Loader(Protocol):
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
-    ) -> Callable[[list[Any]], list[Any]]:
+        self, program: Program, segments: Sequence[object], frame: Frame
+    ) -> Callable[[list[object]], list[object]]:
         """A callable that runs ``program``, a phase of ``frame``, on a list of inputs, which it may empty."""
 
 
@@ -104,8 +104,8 @@ class EngineLoader:
         return list(policy.agreed.shown[text])
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
-    ) -> Callable[[list[Any]], list[Any]]:
+        self, program: Program, segments: Sequence[object], frame: Frame
+    ) -> Callable[[list[object]], list[object]]:
         return Session(program, segments, self.runtimes, self.first, frame).run
 
 
@@ -138,9 +138,9 @@ class PlanLoader:
         return [text]
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
-    ) -> Callable[[list[Any]], list[Any]]:
-        def run(inputs: list[Any]) -> list[Any]:
+        self, program: Program, segments: Sequence[object], frame: Frame
+    ) -> Callable[[list[object]], list[object]]:
+        def run(inputs: list[object]) -> list[object]:
             raise ShardError("this Program was only planned and cannot run")
 
         return run

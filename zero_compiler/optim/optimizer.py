@@ -46,11 +46,11 @@ _NORM = "norm of the gradients in a step of zero.optimizer"
 @working("zero.optimizer")
 def optimizer(
     cls: type[Optimizer],
-    model_or_params_or_groups: Any,
+    model_or_params_or_groups: object,
     *,
     overlap: bool = False,
     max_grad_norm: float | None = None,
-    **kw: Any,
+    **kw: object,
 ) -> StreamedOptimizer:
     """``cls`` over the parameters of a sharded model, with states where ``offload_optimizer`` says.
 
@@ -78,7 +78,7 @@ def optimizer(
 
 
 def _made(
-    cls: type[Optimizer], given: Any, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
+    cls: type[Optimizer], given: object, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
 ) -> StreamedOptimizer:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
@@ -96,7 +96,7 @@ def _made(
     )
 
 
-def _policies_of(given: Any) -> list[Any]:
+def _policies_of(given: object) -> list[object]:
     """The sharded models of the parameters that an optimizer was to have, as far as they can still be read."""
     if isinstance(given, nn.Module):
         given = given.parameters()
@@ -121,7 +121,7 @@ class _StatePlacement:
 
     group: dict[str, Any]
     entries: list[list[Entry]]
-    needs: dict[Any, list[tuple[Entry, str, torch.dtype]]]
+    needs: dict[object, list[tuple[Entry, str, torch.dtype]]]
     taken: list[tuple[Any, str, Any, tuple[int, str]]]
     unit_bytes: int
 
@@ -149,10 +149,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._stores: list[FileStore] = []
         self._stream: Stream | None = None
         self._broken: str | None = None
-        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._states: dict[tuple[Any, ...], States] = {}
+        self._changed: list[tuple[dict[str, object], dict[str, object]]] = []
+        self._states: dict[tuple[object, ...], States] = {}
         self._held: dict[tuple[str, str], tuple[int, str]] = {}
-        self._new: list[dict[str, Any]] | None = []  # groups that are placed together, while it is made
+        self._new: list[dict[str, object]] | None = []  # groups that are placed together, while it is made
         self._managed: list[tuple[Any, str, Any]] = []  # sharded model (weakly), name and parameter
         self._groups: list[Group] = []  # of each of these, all ranks of its model
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
@@ -172,14 +172,14 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     def __repr__(self) -> str:
         return f"zero.optimizer of {super().__repr__().replace(type(self).__name__, self.cls.__name__, 1)}"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         raise OptimizerError(
             "zero.optimizer cannot be copied or pickled, since its states may lie in files; save its state_dict()"
         )
 
     # Placement ---------------------------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """As in torch; the states of the group are placed at once, and room for them is checked.
 
         Raises:
@@ -197,7 +197,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self.param_groups.pop()
             raise
 
-    def _place_all(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _place_all(self, groups: Sequence[dict[str, object]]) -> None:
         """Give the states of ``groups`` a place: one file for all of a model's, since each takes descriptors."""
         units, stores = list(self._units), len(self._stores)
         try:
@@ -232,7 +232,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             model.gradients.make_room_for_trained()
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
-        needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        needs: dict[object, list[tuple[Entry, str, torch.dtype]]] = {}
         taken: list[tuple[Any, str, Any, tuple[int, str]]] = []
         seen: set[int] = set()
         for param, given in zip(group["params"], names, strict=True):
@@ -377,7 +377,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 "new ones to add_param_group, stop others with requires_grad_(False), or make the optimizer anew"
             )
 
-    def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
+    def _states_of(self, group: dict[str, object], local: torch.Tensor) -> States:
         if not (local.is_floating_point() or local.is_complex()):
             return States({}, False)  # it never has a gradient
         options = options_of(group)
@@ -579,7 +579,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         if (region := region_of(local_of(param))) is not None:
             region.store.written(region)
 
-    def note_options(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
+    def note_options(self, group: dict[str, object], changed: dict[str, object]) -> None:
         """The class has changed options of a group in its step; they hold from the next one on."""
         if changed and not any(g is group for g, _ in self._changed):
             self._changed.append((group, changed))
@@ -608,7 +608,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
 def _owners() -> dict[int, tuple[Any, str]]:
     """Sharded model and name of every managed parameter of this process, by identity."""
-    found: dict[int, tuple[Any, str]] = {}
+    found: dict[int, tuple[ShardedModel, str]] = {}
     for policy in ops.owners():
         for name in policy.places:
             param = policy.find(name)
@@ -617,7 +617,7 @@ def _owners() -> dict[int, tuple[Any, str]]:
     return found
 
 
-def tier_of(group: Mapping[str, Any], policy: ShardedModel, name: str, trained: bool = True) -> str:
+def tier_of(group: Mapping[str, object], policy: ShardedModel | None, name: str, trained: bool = True) -> str:
     """The tier on which the states of a parameter rest.
 
     Args:
@@ -631,8 +631,8 @@ def tier_of(group: Mapping[str, Any], policy: ShardedModel, name: str, trained: 
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    known = policy is not None and (trained or not policy.tiers.placed.was_frozen(name))
-    tier = asked or (policy.tiers.placed.tier("optimizer", name) if known else "none")
+    known = policy if policy is not None and (trained or not policy.tiers.placed.was_frozen(name)) else None
+    tier = asked or (known.tiers.tier("optimizer", name) if known is not None else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+
+from torch.distributed.tensor import DTensor
 
 from ..cost.hardware import HardwareSpec
 from ..cost.simulate import UpdateTurn, simulate
@@ -119,7 +120,7 @@ def _turns(
     return early, late, "; ".join(told)
 
 
-def _assumed(policy: ShardedModel, name: str, param: Any) -> Entry:
+def _assumed(policy: ShardedModel, name: str, param: DTensor) -> Entry:
     """A parameter as an optimizer would take it that keeps two states."""
     tier = tier_of({}, policy, name)
     item = policy.params[name].layout.dtype.itemsize

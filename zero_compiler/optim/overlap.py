@@ -17,9 +17,11 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import OptimizerError
 from ..ir import ops
@@ -27,6 +29,7 @@ from ..params.ddp_fallback import averages_follow, check_averaged
 from ..ranks.failing import STEP
 from ..sharded import grads
 from ..sharded.grads import AppliedGrad
+from ..sharded.sharded_model import ShardedModel
 from ..storage import heap
 from .updates import Entry, OverlappedOptimizer, Unit
 
@@ -48,13 +51,13 @@ class Overlap:
         self._missing: dict[
             int, set[int]
         ] = {}  # of each unit that has not run, parameters without a final gradient
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._own: set[int] = set()  # the ids of these: hooks that are not the user's
-        self._params: list[weakref.ref[Any]] = []
+        self._params: list[weakref.ref[torch.Tensor]] = []
         self._names: dict[
             int, tuple[weakref.ref[ShardedModel], str]
         ] = {}  # of each parameter of a sharded model
-        self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
+        self._policies: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # whose gradients come here
         self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
         self.due = False  # one has updated, and no step() came since
@@ -72,7 +75,7 @@ class Overlap:
                 del policy.sinks[name]
         self._end_of_life()
 
-    def check_free(self, params: Sequence[Any]) -> None:
+    def check_free(self, params: Sequence[object]) -> None:
         """Nobody else takes the gradients of ``params``.
 
         Raises:
@@ -86,7 +89,7 @@ class Overlap:
                     "other; delete the first one and what refers to it (LR schedulers), or leave overlap out"
                 )
 
-    def _taken(self, params: Sequence[Any]) -> bool:
+    def _taken(self, params: Sequence[object]) -> bool:
         return any(id(p) in other._of for other in list(_all) if other is not self for p in params)
 
     def watch(self, units: Sequence[Unit]) -> None:
@@ -143,7 +146,7 @@ class Overlap:
         self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
         grads.at_end(self._end, self._broke_off)
 
-    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
+    def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.sharded.grads.Sink`."""
         if not self._takes(param):
             return False
@@ -157,7 +160,7 @@ class Overlap:
             self._ready(param)
         return True
 
-    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
+    def land_part(self, param: DTensor, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
         """See :class:`~zero_compiler.sharded.grads.Sink`; an update waits for the whole of its gradient."""
         files = self._files_of(param, True) if self._takes(param) else None
         if files is None:
@@ -168,12 +171,12 @@ class Overlap:
             self._ready(param)
         return taken
 
-    def _takes(self, param: Any) -> bool:
+    def _takes(self, param: torch.Tensor) -> bool:
         """Whether its gradient is used up here. One that was replaced is not: ``step()`` says so."""
         known = id(param) in self._of
         return known and grads.goes_to_grad(param) and not grads.hooked(param, self._own)
 
-    def _files_of(self, param: Any, tiled: bool) -> GradientFiles | None:
+    def _files_of(self, param: torch.Tensor, tiled: bool) -> GradientFiles | None:
         """Who takes a gradient to its file; None for one that goes from memory to its update."""
         policy, name = self._owner(param)
         optimizer = self._optimizer()
@@ -184,7 +187,7 @@ class Overlap:
         there = files is not None and files.has(name)
         return files if there or policy.tiers.goes_by_file(name, optimizer.early, tiled) else None
 
-    def _owner(self, param: Any) -> tuple[ShardedModel | None, str]:
+    def _owner(self, param: object) -> tuple[ShardedModel | None, str]:
         """The sharded model of a parameter, and its name there."""
         ref, name = self._names.get(id(param), (None, ""))
         return (ref() if ref is not None else None), name
@@ -305,7 +308,11 @@ class Overlap:
 _all: weakref.WeakSet[Overlap] = weakref.WeakSet()
 
 
-def _remove(hooks: list[Any], params: list[weakref.ref[Any]], policies: weakref.WeakSet[Any]) -> None:
+def _remove(
+    hooks: list[RemovableHandle],
+    params: list[weakref.ref[torch.Tensor]],
+    policies: weakref.WeakSet[ShardedModel],
+) -> None:
     """The optimizer is gone: gradients come to ``.grad`` again, or to files where they rest there."""
     for hook in hooks:
         hook.remove()

@@ -65,7 +65,7 @@ def _ranks_of(model: nn.Module) -> Group | None:
     )
 
 
-def _check_module(what: str, model: Any) -> None:
+def _check_module(what: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ShardError(f"{what} takes an nn.Module, plain or compiled, not {type(model).__name__}")
 
@@ -162,13 +162,13 @@ def _open(policy: ShardedModel, opened: list[_Opened]) -> None:
     policy.opened = True
 
 
-def _standing(policy: ShardedModel) -> dict[str, tuple[Any, Places]]:
+def _standing(policy: ShardedModel) -> dict[str, tuple[DTensor, Places]]:
     """The sharded parameters of a model, by name, and where they stand; but for what was deleted, or set to None.
 
     Raises:
         ShardError: another one stands in the place of one of them.
     """
-    found: dict[str, tuple[Any, Places]] = {}
+    found: dict[str, tuple[DTensor, Places]] = {}
     for name in policy.params:
         at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
         if at:

@@ -38,11 +38,11 @@ def inside(policy: ShardedModel) -> bool:
 
 def named_members(
     self: Any,
-    get_members_fn: Callable[[nn.Module], Any],
+    get_members_fn: Callable[[nn.Module], object],
     prefix: str = "",
     recurse: bool = True,
     remove_duplicate: bool = True,
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """What ``nn.Module`` makes these methods of, with each sharded parameter as the attribute that it stands at.
 
     Parameters that are tied are known by the shard, before any is gathered, and none is gathered before

@@ -67,7 +67,7 @@ def _advice(scope: Scope) -> str:
     )
 
 
-def sizes_of(args: Any, kwargs: Any) -> str:
+def sizes_of(args: object, kwargs: object) -> str:
     """The inputs of a call that Dynamo compiles for, in words: sizes of tensors, and numbers."""
     found = []
     for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
@@ -80,7 +80,7 @@ def sizes_of(args: Any, kwargs: Any) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
-def _call(module: nn.Module, args: Any, kwargs: Any) -> str:
+def _call(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
     base = getattr(type(module), "_zero_base", type(module))
     given = sizes_of(args, kwargs)
     return f"a call of {base.__name__}" + (f" with {given}" if given else "")

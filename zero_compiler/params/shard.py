@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +53,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     config: Config | None = None,
-    **fields: Any,
+    **fields: object,
 ) -> nn.Module:
     """Partition the parameters of ``model`` over the ranks, in place, and return it.
 
@@ -203,7 +202,7 @@ _KNOWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_fl
 def _check_held(model: nn.Module, names: dict[int, str]) -> None:
     """No module keeps a parameter that is replaced, but as its parameter."""
 
-    def held(value: Any, depth: int = 2) -> str | None:
+    def held(value: object, depth: int = 2) -> str | None:
         if isinstance(value, torch.Tensor):
             return names.get(id(value))
         if isinstance(value, dict):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..ir import ops
@@ -21,7 +22,7 @@ _SEEN = "_zero_seen"
 
 # Dynamo follows Python one bytecode at a time, for every parameter of the model: what is in here it only runs.
 @torch._dynamo.allow_in_graph
-def weight(param: Any, owner: str, name: str) -> torch.Tensor:
+def weight(param: DTensor, owner: str, name: str) -> torch.Tensor:
     """The full weight of ``param``, a DTensor, which is ``name`` of the sharded model ``owner``; differentiable.
 
     In a graph this is a *marker* as ``zero.unshard`` is, for the parameter itself: `capture.py` gives that the local
@@ -43,7 +44,7 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
         return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
-def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: ShardedModel) -> torch.Tensor:
+def _as_dynamo_sees_it(param: DTensor, info: ParamInfo, policy: ShardedModel) -> torch.Tensor:
     """The full weight without values: a parameter and a leaf, as in plain PyTorch, and the same object at every read.
 
     AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
@@ -77,7 +78,7 @@ def placed(whole: Any, full: torch.Tensor) -> Any:
     return seen
 
 
-def managed(param: Any, name: str, policy: ShardedModel) -> ParamInfo:
+def managed(param: DTensor, name: str, policy: ShardedModel) -> ParamInfo:
     """Layout of the sharded parameter that stands where ``name`` does.
 
     Raises:
@@ -91,6 +92,6 @@ def managed(param: Any, name: str, policy: ShardedModel) -> ParamInfo:
     return info
 
 
-def _stands(param: Any, info: ParamInfo, policy: ShardedModel) -> bool:
+def _stands(param: DTensor, info: ParamInfo, policy: ShardedModel) -> bool:
     found = param.dtype, param.device.type, tuple(param.shape)
     return found == (info.layout.dtype, policy.tiers.rests_on(info.name).type, info.shape)

@@ -115,7 +115,7 @@ def _pool_bytes(
         Any, Any
     ] = {}  # of each scope one that it shares pools with; itself at the end of such a chain
 
-    def first(scope: Any) -> Any:
+    def first(scope: object) -> Any:
         while (before := common.setdefault(scope, scope)) is not scope:
             scope = before
         return scope

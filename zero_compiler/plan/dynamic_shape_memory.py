@@ -31,7 +31,7 @@ class _Symbol:
     """A size that may change: where a phase is given it (number of the input; dimension, or None for a number), what it
     was when the graph was captured, and its name for messages."""
 
-    symbol: Any
+    symbol: object
     input: int
     dim: int | None
     planned: int
@@ -61,7 +61,7 @@ class Sized:
     def __init__(self) -> None:
         self.saved_now: int | None = None
         self._phases: dict[str, _SizedPhase] = {}
-        self._known: OrderedDict[Any, tuple[AtSizes, int | None]] = OrderedDict()
+        self._known: OrderedDict[object, tuple[AtSizes, int | None]] = OrderedDict()
         self._saved: OrderedDict[tuple[int, ...], int] = OrderedDict()
 
     def add(self, emitted: Emitted) -> None:
@@ -82,7 +82,7 @@ class Sized:
         handed = partial(facts.saved_bytes, graph) if program.phase == "backward" else None
         self._phases[program.phase] = _SizedPhase(program, _symbols(graph), at, handed)
 
-    def more_saved(self, inputs: Sequence[Any]) -> tuple[int, str]:
+    def more_saved(self, inputs: Sequence[object]) -> tuple[int, str]:
         """By how many bytes a forward hands more to its backward than was planned, at the sizes of this call; and these
         in words."""
         symbols = self._phases["forward"].symbols if "forward" in self._phases else []
@@ -169,9 +169,9 @@ def planned_sizes(graph: fx.Graph) -> dict[str, int]:
 
 def _symbols(graph: fx.Graph) -> list[_Symbol]:
     """Every symbol that an input of the graph is, or that is a size of one."""
-    found: dict[Any, _Symbol] = {}
+    found: dict[object, _Symbol] = {}
 
-    def see(size: Any, at: int, dim: int | None) -> None:
+    def see(size: object, at: int, dim: int | None) -> None:
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
             symbol = size.node.expr
             if symbol not in found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -74,7 +73,7 @@ def undecided(policies: Mapping[str, ShardedModel], params: Mapping[ParamRef, Pa
     ]
 
 
-def largest_bytes(plans: Iterable[Any]) -> int:
+def largest_bytes(plans: Iterable[ParamPlan]) -> int:
     """Most bytes that are gathered at a time, of any of the weights that can be tiled."""
     most = 0
     for plan in plans:

@@ -220,7 +220,7 @@ class _Exchange:
         with _named(self._group, None, what):
             return [bytes(row) for row in self._got.tolist()]
 
-    def _until_done(self, work: Any, what: str) -> None:
+    def _until_done(self, work: dist.Work, what: str) -> None:
         """The backend would not notice that a peer is gone.
 
         Raises:

@@ -70,7 +70,7 @@ class _Awaits(NamedTuple):
         return [self.what, self.of if self.rank is not None else _name(self.of), self.number, self.rank]
 
 
-def _name(pg: Any) -> str:
+def _name(pg: dist.ProcessGroup) -> str:
     """Of a process group, equal on its ranks; "" where it has been destroyed."""
     try:
         return f"{getattr(pg, 'group_name', '')}.{dist.get_global_rank(pg, 0)}"
@@ -113,14 +113,14 @@ def waiting() -> Iterator[None]:
         _doing.say(text, works)
 
 
-def enter_header(pg: Any) -> int:
+def enter_header(pg: dist.ProcessGroup) -> int:
     """This rank enters the next header of its process group, and need not wait for it at once; its number."""
     number = _headers[pg] = _headers.get(pg, 0) + 1
     return number
 
 
 @contextlib.contextmanager
-def awaiting_header(pg: Any, number: int, what: str) -> Iterator[None]:
+def awaiting_header(pg: dist.ProcessGroup, number: int, what: str) -> Iterator[None]:
     """Inside, this rank waits in a header for all others. Peers learn of it where it takes longer than a second."""
     with _awaiting(_Awaits(what, pg, number)):
         yield
@@ -179,7 +179,7 @@ class _Peer:
         self.text, self.works = str(text), bool(works)
         self.awaits = None if awaits is None else _Awaits(*awaits)
 
-    def shown(self) -> list[Any]:
+    def shown(self) -> list[object]:
         return [self.text, self.works, None if self.awaits is None else list(self.awaits)]
 
 
@@ -198,7 +198,7 @@ class Peers:
         self._server: socket.socket | None = None
         self._token = ""
         self._changed: set[int] = set()  # ranks of which the others are to be told
-        self._told: list[Any] | None = None  # what this rank waits for, as the others know it
+        self._told: list[object] | None = None  # what this rank waits for, as the others know it
         self._tried, self._next_try = 0, 0.0
         self._next_beat = 0.0
         self._beat_s = BEAT_S * max(1.0, self.world / _RANKS_A_BEAT)
@@ -244,7 +244,7 @@ class Peers:
         others = (p for r, p in enumerate(self._peers) if r not in (rank, self.rank) and p.works)
         return max((p.heard for p in others if p.gone is None and p.heard is not None), default=None)
 
-    def waits_for_this(self, rank: int, store: Any) -> str | None:
+    def waits_for_this(self, rank: int, store: object) -> str | None:
         """The call in which that rank waits for something that this one has not done."""
         awaits = self._peers[rank].awaits
         return awaits.what if awaits is not None and _waits_for_this(awaits, store) else None
@@ -371,7 +371,7 @@ class Peers:
         gone = {r: p.gone for r, p in enumerate(self._peers) if p.gone is not None}
         link.send({"ranks": known, "silent": self._silent(), "gone": gone})
 
-    def _from_other(self, rank: int, message: dict[str, Any]) -> None:
+    def _from_other(self, rank: int, message: dict[str, object]) -> None:
         peer = self._peers[rank]
         peer.heard = time.monotonic()
         if "text" in message:
@@ -470,7 +470,7 @@ _KEY = "peers"
 
 
 _watch = PeerThread()  # the thread of all groups
-_known: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[object, Peers] = weakref.WeakKeyDictionary()
 
 
 def _forked() -> None:

@@ -37,7 +37,7 @@ class PeerLink:
                 while self._out:
                     del self._out[: self.socket.send(self._out)]
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[dict[str, object]]:
         """The messages that have come.
 
         Raises:
@@ -65,7 +65,7 @@ class PeerLink:
             raise EOFError("no message of ours") from None
 
 
-def own_addresses(store: Any) -> list[str]:
+def own_addresses(store: object) -> list[str]:
     """Where other hosts may reach this one, best first."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -123,7 +123,7 @@ class PeerThread:
                 self._thread = threading.Thread(target=self._run, name="zero-peers", daemon=True)
                 self._thread.start()
 
-    def register(self, connection: socket.socket, read: Any) -> None:
+    def register(self, connection: socket.socket, read: object) -> None:
         self._selector.register(connection, selectors.EVENT_READ, read)
 
     def unregister(self, connection: socket.socket) -> None:

@@ -7,7 +7,7 @@ which has not come to its first call of this package, where the backend of the g
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _ESTABLISHED, _LISTENS = "01", "0A"
 
@@ -21,7 +21,7 @@ class _KernelRow(NamedTuple):
     inode: str
 
 
-def clients_of(store: Any) -> int | None:
+def clients_of(store: object) -> int | None:
     """Processes that are connected to ``store``; None where that cannot be known: it is served by another host or to
     one, it is no TCPStore, or the kernel does not show whose a connection is."""
     while hasattr(store, "underlying_store"):

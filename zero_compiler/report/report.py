@@ -130,7 +130,7 @@ class Update:
         lines = self.timeline.lines() if self.late else []
         return [f"update: {self.early + self.late} turns, {', '.join(when)} ({self.what})", *lines]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
             "what": self.what,
@@ -222,7 +222,7 @@ class Report:
     world: int
     stage: int
     memory: Memory
-    params: list[dict[str, Any]]
+    params: list[dict[str, object]]
     frames: list[Frame]
     planned_only: bool
     transport: str = "local"
@@ -238,7 +238,7 @@ class Report:
         phases = [t.total_us for f in self.frames for p, t in f.timelines.items() if p in picture.STEP]
         return math.fsum([*phases, *([self.update.timeline.total_us] if self.update is not None else [])])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
             "rank": self.rank,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +91,7 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor, away: b
     return chunk
 
 
-def sent(group: Group, work: Any) -> None:
+def sent(group: Group, work: dist.Work) -> None:
     """Wait until values have been sent between the ranks of a model that is made.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..config import Config
 from ..cost.hardware import HardwareSpec
@@ -43,7 +42,7 @@ class CallProtocol:
         self.only_planned = False
         self.broken: str | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_digests": {}}  # a copy of the model has a title of its own
 
     def meet(self, operation: str, details: str, told: Callable[[str], str]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from ..config import Config
 from ..cost.hardware import HardwareSpec
@@ -139,7 +139,7 @@ class ChunkStorage:
             key = f"memory/{self._identity.title()}"
             raise_together(self._group, key, "place its part of the model", self._refused)
 
-    def bring_home(self, name: str, param: Any) -> None:
+    def bring_home(self, name: str, param: DTensor) -> None:
         """Move the rows of a parameter that peers read in place to where they do."""
         segment, layout = self.transport.segment, self._params[name].layout
         if segment is None or name not in segment.chunks:

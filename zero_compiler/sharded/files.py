@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..alignment import block_aligned
 from ..layout import Layout
@@ -124,7 +125,7 @@ class GradientFiles:
             self._landing.drain()
             self._landing = None  # it was made for the largest of those before
 
-    def _name_of(self, param: Any) -> str | None:
+    def _name_of(self, param: DTensor) -> str | None:
         """The name of a parameter as it stands in the module now: one that was made on meta is replaced when it is
         loaded."""
         name = self._names.get(id(param))
@@ -144,7 +145,7 @@ class GradientFiles:
         largest = max((r.nbytes for r in self._regions.values()), default=0)
         return write_buffers(largest, self._budget_bytes)
 
-    def land(self, param: Any, local: torch.Tensor, final: bool, ours: Collection[int] = ()) -> bool:
+    def land(self, param: DTensor, local: torch.Tensor, final: bool, ours: Collection[int] = ()) -> bool:
         """See :class:`~zero_compiler.sharded.grads.Sink`; ``ours`` are the ids of hooks that are not the user's."""
         name = self._name_of(param)
         if name is None or not grads.goes_to_grad(param) or grads.hooked(param, ours):
@@ -165,7 +166,7 @@ class GradientFiles:
 
     def land_part(
         self,
-        param: Any,
+        param: DTensor,
         part: torch.Tensor,
         begin: int,
         last: bool,
@@ -196,7 +197,7 @@ class GradientFiles:
             self._landed[name] = (param, written or not added)
         return True
 
-    def _takes_parts(self, name: str, param: Any, ours: Collection[int]) -> bool | None:
+    def _takes_parts(self, name: str, param: DTensor, ours: Collection[int]) -> bool | None:
         """Whether they are added to what the file has; None: they are to be added to what lies elsewhere, or somebody
         wants to see the whole."""
         if not grads.goes_to_grad(param) or grads.hooked(param, ours):

@@ -40,16 +40,18 @@ class PendingGrad(torch.Tensor):
         self.full, self.base = full, base
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"PendingGrad(shape={tuple(self.shape)}, not reduced yet)"
 
-    def full_tensor(self, **_: Any) -> NoReturn:
+    def full_tensor(self, **_: object) -> NoReturn:
         raise _not_reduced()
 
     to_local = redistribute = full_tensor
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         name = getattr(func, "__name__", "")
         own = bool(args) and isinstance(args[0], PendingGrad)
         if name in ("__get__", "__set__") or (own and name in _HARMLESS):
@@ -63,8 +65,8 @@ class PendingGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         first = args[0] if args else None
         if isinstance(first, PendingGrad):
             if func is torch.ops.aten.detach.default or func is torch.ops.aten.detach_.default:
@@ -103,11 +105,13 @@ class AppliedGrad(torch.Tensor):
             cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"AppliedGrad(shape={tuple(self.shape)}, used up by overlap=True)"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") or (name in _HARMLESS and name not in ("add", "add_", "zero_")):
             with torch._C.DisableTorchFunctionSubclass():
@@ -116,8 +120,8 @@ class AppliedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
             return args[0]
         raise used_up()
@@ -142,7 +146,7 @@ def used_up(again: bool = False) -> GradientError:
     )
 
 
-def check_reduced(params: Iterable[Any]) -> None:
+def check_reduced(params: Iterable[torch.Tensor]) -> None:
     """Raise where a gradient of ``params`` waits for its reduction.
 
     Raises:
@@ -159,7 +163,7 @@ def _not_reduced() -> GradientError:
     )
 
 
-def as_dtensor(param: Any, local: torch.Tensor) -> DTensor:
+def as_dtensor(param: DTensor, local: torch.Tensor) -> DTensor:
     """``local`` rows as a DTensor with the placement of ``param``; no communication, no check."""
     # Without __init__, which does nothing and costs as much as the rest.
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
@@ -175,7 +179,7 @@ def keep_pending(param: Any, full: torch.Tensor, dtype: torch.dtype) -> None:
         param.grad = PendingGrad(param, full.detach().to(dtype, copy=True), grad)
 
 
-def check_unhooked(param: Any, name: str) -> None:
+def check_unhooked(param: DTensor, name: str) -> None:
     """Raise where a hook would have to see a gradient that is not reduced: it has the form of the parameter.
 
     Raises:
@@ -188,7 +192,7 @@ def check_unhooked(param: Any, name: str) -> None:
         )
 
 
-def take_pending(param: Any, full: torch.Tensor) -> torch.Tensor:
+def take_pending(param: DTensor, full: torch.Tensor) -> torch.Tensor:
     """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
     grad = param.grad
     if not isinstance(grad, PendingGrad):
@@ -218,7 +222,7 @@ def take_pending_rows(
     return out
 
 
-def publish(param: Any, local: torch.Tensor) -> None:
+def publish(param: DTensor, local: torch.Tensor) -> None:
     """Add this rank's reduced rows to ``param.grad``, as autograd's accumulation would."""
     grad = param.grad
     if grad is None:
@@ -232,7 +236,7 @@ def publish(param: Any, local: torch.Tensor) -> None:
         )
 
 
-def added(param: Any, local: torch.Tensor) -> bool:
+def added(param: DTensor, local: torch.Tensor) -> bool:
     """Add this rank's reduced rows to ``param.grad`` without autograd, whose accumulation detaches a DTensor by way of
     Python's dispatch; False where what stands there is for autograd to add to."""
     grad = param.grad
@@ -253,7 +257,7 @@ class Sink(Protocol):
 
     uses_up: bool
 
-    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
+    def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
         """This rank's rows of the gradient, in a backward that runs.
 
         Args:
@@ -262,7 +266,7 @@ class Sink(Protocol):
         Returns whether it was taken; else autograd goes on with it.
         """
 
-    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
+    def land_part(self, param: DTensor, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
         """A tile of this rank's rows, from element ``begin`` on; returns whether it was taken. ``final`` is said of the
         whole gradient, with the last tile."""
 
@@ -285,7 +289,7 @@ def will_run(nodes: Sequence[Any], given: Sequence[torch.Tensor | None]) -> list
 HOOKS = "_zero_hooks"  # of a parameter: ids of hooks that are not the user's
 
 
-def hooked(param: Any, ours: Collection[int] = ()) -> bool:
+def hooked(param: torch.Tensor, ours: Collection[int] = ()) -> bool:
     """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
     other = param.__dict__.get(HOOKS, ())
     both = (param._backward_hooks, param._post_accumulate_grad_hooks)

@@ -7,7 +7,6 @@ import itertools
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch.distributed as dist
 
@@ -56,7 +55,7 @@ class ModelIdentity:
         self.made = next(_order)  # of all in this process: which of two came first
         self._of_some = not group.alone and group.everyone.world < dist.get_world_size()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._copy_of, self._serial = self._serial or self._copy_of, None
         self.made = next(_order)

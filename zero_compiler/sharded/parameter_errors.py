@@ -71,12 +71,12 @@ _OWN = (
 )
 
 
-def note_storage(param: Any) -> None:
+def note_storage(param: torch.Tensor) -> None:
     """From here on :func:`was_dropped` finds a DTensor that is put in the place of ``param`` by ``.data``."""
     param.__dict__[_OWN] = id(param), param.untyped_storage()._cdata
 
 
-def was_dropped(param: Any) -> bool:
+def was_dropped(param: DTensor) -> bool:
     """Whether ``param.data = value`` has been written, which leaves a DTensor at its old values without a word."""
     if not isinstance(param, DTensor):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
@@ -35,6 +35,12 @@ from .write_detector import Copies
 _keys = itertools.count()  # not the serial, which another process may have given out too
 
 
+class CompiledOnce(Protocol):
+    """What a module knows of how often Dynamo has compiled what it calls (see `recompile_limit.py`)."""
+
+    full: bool
+
+
 class Scope:
     """What a sharded model and the parts of it that were sharded before have in common: whether a forward is running.
     Inside one, a managed attribute is the full weight.
@@ -57,10 +63,10 @@ class Scope:
     """
 
     def __init__(self) -> None:
-        self.compile: Callable[[Any], Callable[..., Any]] | None = None
+        self.compile: Callable[[object], Callable[..., object]] | None = None
         self.again: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
-        self.entered: Any = None
-        self.begun: tuple[Any, Any] = None, None
+        self.entered: CompiledOnce | None = None
+        self.begun: tuple[CompiledOnce | None, object] = None, None
         self.eager = False
         self.limit: int | None = None
         self.said = ""
@@ -164,10 +170,10 @@ class ShardedModel:
         self.key = f"m{next(_keys)}"
         self.runtime: Any = None  # made by the first compile; dies with this
         self.frames: list[Any] = []  # compiled ones, for the report
-        self.compilers: dict[str, Any] = {}
+        self.compilers: dict[str, object] = {}
         # Flat chunks by name, with where they were found: module, attribute, all places, parameter, local tensor and
         # its address.
-        self.at_rest: dict[str, tuple[Any, ...]] = {}
+        self.at_rest: dict[str, tuple[object, ...]] = {}
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: WeakValueDictionary[str, grads.Sink] = WeakValueDictionary()
         self.calls: WeakSet[grads.ForwardCall] = WeakSet()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ShardError
@@ -89,7 +90,7 @@ class _Copy:
     """One copy: of which parameter, and how that lies."""
 
     name: str
-    param: Any
+    param: DTensor
     layout: Layout
     rank: int
     copies: weakref.ref[Copies]
@@ -114,7 +115,7 @@ class _Copy:
         data.__dict__[_NOTE] = again
         return data
 
-    def write(self, method: str, args: Any, kwargs: Any) -> None:
+    def write(self, method: str, args: object, kwargs: object) -> None:
         """``method`` was called on the copy: do the same to the shard."""
 
         def write(rows: torch.Tensor) -> None:
@@ -159,11 +160,11 @@ def _heard(base: type) -> type:
     return made
 
 
-def _writing(base: type, name: str) -> Callable[..., Any]:
+def _writing(base: type, name: str) -> Callable[..., object]:
     method: Any = getattr(base, name)
 
     @functools.wraps(method)
-    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch.Tensor, *args: object, **kwargs: Any) -> Callable[..., object]:
         copy = self.__dict__.get(_NOTE)
         # Of what autograd is to follow, plain PyTorch would refuse it: such a write is counted, and refused.
         if copy is None or copy.itself or (self.requires_grad and torch.is_grad_enabled()):

@@ -26,7 +26,7 @@ class _FrameIsPlanned(Exception):
 
 
 @working("zero.inspect")
-def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
+def inspect(model: nn.Module, example_inputs: object = None) -> Report:
     """The programs, bytes and peaks of a sharded model.
 
     Args:
@@ -117,7 +117,7 @@ def _rows(policy: ShardedModel) -> list[dict[str, Any]]:
     ]
 
 
-def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[ShardedModel]) -> list[Frame]:
+def _plan(model: nn.Module, example_inputs: object, policies: Sequence[ShardedModel]) -> list[Frame]:
     from ..compile.backend import compile_frame
     from ..compile.loader import PlanLoader
 
@@ -127,7 +127,7 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[ShardedModel
     decided = [(p, dict(p.agreed.kept), dict(p.agreed.tile_bytes)) for p in policies]
     loader = PlanLoader(policies)
 
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> object:
         compile_frame(gm, inputs, {}, loader)  # settles nothing: this rank may be alone
         raise _FrameIsPlanned
 
