@@ -115,7 +115,7 @@ class ModelRuntime:
 
         Only while no peer reads: before a call begins.
         """
-        for name in names:
+        for name in names if self.shared else ():
             self.policy.storage.bring_home(name, self.policy.param(name))
 
     def moves(self, program: Any) -> Moves:
