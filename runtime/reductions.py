@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from zero_compiler.errors import TransferError
-from zero_compiler.ir.program import Compute, Program, Reduce, ReduceDesc
+from zero_compiler.ir.instructions import Compute, Reduce
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import ReduceDesc
 from zero_compiler.layout import tiled_rows
 from zero_compiler.params import grads
 

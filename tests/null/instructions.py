@@ -7,7 +7,8 @@ import dataclasses
 from machines import machine
 
 from zero_compiler.cost.hardware import HardwareSpec, Link
-from zero_compiler.ir.program import GatherDesc, Program, ReduceDesc
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import GatherDesc, ReduceDesc
 
 
 def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0, **fields) -> HardwareSpec:

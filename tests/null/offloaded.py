@@ -20,7 +20,7 @@ import zero_compiler as zero
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir import facts
-from zero_compiler.ir.program import Compute
+from zero_compiler.ir.instructions import Compute
 from zero_compiler.passes import OffloadActivations, run_split
 from zero_compiler.tools.planning import report
 

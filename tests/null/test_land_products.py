@@ -15,7 +15,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.ir import ops
-from zero_compiler.ir.program import Reduce
+from zero_compiler.ir.instructions import Reduce
 from zero_compiler.storage import aio, writeback_buffers
 
 SIDE = 512  # a square of float32 is 1 MiB, the least that lands so

@@ -17,7 +17,8 @@ from zero_compiler.cost.hardware import PythonTime, load
 from zero_compiler.cost.prefetch import phase_us
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import COMPUTE, LINK, PYTHON, READ, WRITE
-from zero_compiler.ir.program import Compute, Fetch, Gather, Hop, Reduce, WaitFetch, WaitGather, WaitReduce
+from zero_compiler.ir.instructions import Compute, Fetch, Gather, Reduce, WaitFetch, WaitGather, WaitReduce
+from zero_compiler.ir.transfers import Hop
 from zero_compiler.plan import schedule
 from zero_compiler.storage.writeback_buffers import write_buffers
 from zero_compiler.tools.planning import plan, report

@@ -23,11 +23,10 @@ from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.emit import emit, transfer_allocation
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import facts
-from zero_compiler.ir.program import (
+from zero_compiler.ir.instructions import (
     Bring,
     Compute,
     Gather,
-    Program,
     Reduce,
     Release,
     WaitGather,
@@ -36,6 +35,7 @@ from zero_compiler.ir.program import (
     WaitRestore,
     Write,
 )
+from zero_compiler.ir.program import Program
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.verify import verify_program
 from zero_compiler.passes import OffloadActivations

@@ -14,6 +14,7 @@ from ..report.report import Frame
 from ..runtime.model import ModelRuntime
 from ..runtime.pools import joined
 from ..runtime.session import Session
+from .call_decisions import CallDecisions
 
 _PLANNING = "decision on the plan of the model"
 
@@ -104,7 +105,8 @@ class EngineLoader:
     def load(
         self, program: Program, segments: Sequence[Any], frame: Frame
     ) -> Callable[[list[Any]], list[Any]]:
-        return Session(program, segments, self.runtimes, self.first, frame).run
+        decisions = CallDecisions(program, self.runtimes, self.first, frame)
+        return Session(program, segments, self.runtimes, self.first, decisions).run
 
 
 class PlanLoader:

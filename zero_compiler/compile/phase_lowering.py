@@ -16,7 +16,8 @@ from ..cost.prefetch import PrefetchChoice
 from ..emit.emit import Emitted, emit
 from ..emit.segments import SegmentCompiler
 from ..ir import facts, ops
-from ..ir.program import Compute, Program
+from ..ir.instructions import Compute
+from ..ir.program import Program
 from ..passes import Context, run_passes
 from ..plan import schedule
 from .frame_state import FrameState

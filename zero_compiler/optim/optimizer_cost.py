@@ -16,7 +16,8 @@ from ..cost.hardware import HardwareSpec
 from ..cost.simulate import UpdateTurn, simulate
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..cost.timeline import Timeline
-from ..ir.program import Program, few
+from ..ir.program import Program
+from ..ir.transfers import few
 from ..params.policy import Policy, local_of
 from ..report.report import Frame, Update
 from .optimizer import batches_of, tier_of, unit_bytes
