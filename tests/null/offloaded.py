@@ -6,7 +6,6 @@ import functools
 import gc
 import json
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,8 +79,7 @@ def placed(tiers: tuple[str, ...]) -> tuple[Build, Build]:
     spec = HardwareSpec.from_dict(machine(nvme_read=FAST, nvme_write=FAST, host_device=FAST))
     context = forward.context("joint", machine=spec)
     facts.send_away(find(forward, aten.tanh.default))
-    context = replace(context, away=frozenset(), activation_bytes=0, tiers=tiers)
-    run_split(OffloadActivations(), forward.graph, backward.graph, 1, context)
+    run_split(OffloadActivations((), frozenset(), tiers, 0), forward.graph, backward.graph, 1, context)
     lower(forward, "forward", "place-offloads", machine=context.machine)
     lower(backward, "backward", "place-offloads", machine=context.machine)
     return forward, backward

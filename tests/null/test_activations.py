@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 from null.blocks import LAYERS, TOKENS, WIDTH, Net, x
-from null.graphs import Build, aten
+from null.graphs import Build, aten, lower_joint
 from null.test_compile_time import joint
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -25,7 +25,7 @@ from zero_compiler.cost.cost import CostModel
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import ConfigError, MemoryBudgetError
 from zero_compiler.ir.instructions import Gather
-from zero_compiler.passes import JOINT, activations, run_passes
+from zero_compiler.passes import activations
 from zero_compiler.passes.activations import Activations
 from zero_compiler.passes.choose_saved import choose
 from zero_compiler.passes.repeats import stand_ins
@@ -54,7 +54,7 @@ def two_layers(**kw) -> Build:
 
 def tagged(b: Build, **fields) -> str:
     """The policy of every value of forward that has one."""
-    run_passes(b.graph, JOINT, b.context("joint", recompute=True, machine=SPEC, forward_outputs=1, **fields))
+    lower_joint(b, recompute=True, machine=SPEC, forward_outputs=1, **fields)
     rows = []
     for n in b.graph.nodes:
         policy = n.meta.get("recompute")

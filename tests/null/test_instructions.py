@@ -83,6 +83,7 @@ def test_every_step_that_is_started_is_waited_for_once(build):
     assert lanes == {LINK}
 
 
+@pytest.mark.usefixtures("on_accelerator")
 def test_a_reduction_whose_result_goes_to_the_host_has_two_steps():
     program = programs(offload_grads="host")["backward"]
     lanes = {t.step: t.lane for i in program.instrs if (t := i.transfer(program)) is not None}

@@ -110,6 +110,13 @@ def test_imports_between_rooms_run_one_way():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_the_session_sees_nothing_that_plans():
+    """It is told what is decided of its calls (`compile/call_decisions.py`)."""
+    module = "zero_compiler.runtime.session"
+    rooms = {room_of(there) for _, there in imports_of(module, FILES[module].read_text())}
+    assert rooms <= {"root", "ir", "ranks", "storage", "runtime"}
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """Modules that import each other in a circle; none where there is no circle."""
     try:

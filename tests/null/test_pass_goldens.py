@@ -10,6 +10,7 @@ from null.graphs import (
     aten,
     head_graph,
     lower,
+    lower_joint,
     tied,
     two_layers,
     two_layers_backward,
@@ -20,13 +21,13 @@ from null.test_pick_kernels import three_products
 
 from zero_compiler import passes
 from zero_compiler.ir import dump, ops
-from zero_compiler.passes import JOINT, PHASE, SPLIT, KeepOldValues, TagRecompute, run_passes
+from zero_compiler.passes import SPLIT, KeepOldValues, TagRecompute, joint_passes, phase_passes
 
 
 class Goldens(TestCase):
     def test_merge_markers(self):
         b = tied()
-        run_passes(b.graph, JOINT[:1], b.context("joint"))
+        lower_joint(b, "merge-markers")
         self.assertExpectedInline(
             dump.text(b.graph),
             """\
@@ -84,7 +85,7 @@ return %mm_default_1, %reduce_grad_default_2
 
     def test_tag_recompute(self):
         b = two_layers()
-        TagRecompute().run(b.graph, b.context("joint"))
+        TagRecompute(1 << 20).run(b.graph, b.context("joint"))
         rows = [
             f"{n.name}: {n.meta['recompute'].name}" if "recompute" in n.meta else f"{n.name}: -"
             for n in b.graph.nodes
@@ -252,7 +253,7 @@ return %mm_default, %relu_default
 
 def tiled_head(tile_bytes: int) -> Build:
     b = head_graph()
-    run_passes(b.graph, JOINT[:-1], b.context("joint", tile_bytes=tile_bytes))
+    lower_joint(b, "tag-recompute", tile_bytes=tile_bytes)
     return b
 
 
@@ -402,7 +403,7 @@ def test_every_pass_has_a_golden():
         for name in vars(cls)
         if name.startswith("test_")
     }
-    assert {p.name for p, _ in (*JOINT, *PHASE)} <= tested
+    assert {p.name for p, _ in (*joint_passes(), *phase_passes())} <= tested
     # Of passes over a partition: both graphs, and all that happens to what is handed over.
     assert SPLIT == [passes.OffloadActivations, passes.PartitionActivations]
     assert hasattr(test_offload_activations.Goldens, "test_place_offloads")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from null.graphs import (
@@ -10,6 +12,7 @@ from null.graphs import (
     aten,
     check_numbers,
     lower,
+    lower_joint,
     names_of,
     tied,
     two_layers,
@@ -19,7 +22,15 @@ from null.graphs import (
 from zero_compiler import passes
 from zero_compiler.errors import PassRefused, VerifyError
 from zero_compiler.ir import facts, spec
-from zero_compiler.passes import INFERENCE, JOINT, PHASE, SPLIT, MergeMarkers, run_passes, run_split
+from zero_compiler.passes import (
+    SPLIT,
+    MergeMarkers,
+    inference_passes,
+    joint_passes,
+    phase_passes,
+    run_passes,
+    run_split,
+)
 
 
 def test_every_pass_stands_on_the_screen():
@@ -29,7 +40,7 @@ def test_every_pass_stands_on_the_screen():
         for n in passes.__all__
         if hasattr(c := getattr(passes, n), "run") and not vars(c).get("_is_protocol")
     }
-    assert every == {*(type(p) for p, _ in (*JOINT, *INFERENCE, *PHASE)), *SPLIT}
+    assert every == {*(type(p) for p, _ in (*joint_passes(), *inference_passes(), *phase_passes())), *SPLIT}
 
 
 class Careless:
@@ -55,13 +66,20 @@ def test_a_careless_pass_over_a_partition_is_caught(tmp_path):
     assert sorted(p.name for p in (tmp_path / "careless").iterdir()) == ["00-forward.txt", "01-backward.txt"]
 
 
+def test_options_are_fields_of_passes_and_none_is_in_the_context():
+    options, context = ({f.name for f in fields(c)} for c in (passes.Options, passes.Context))
+    every = [type(p) for p, _ in (*joint_passes(), *phase_passes())] + SPLIT
+    assert options <= {f.name for c in every for f in fields(c)}
+    assert not options & context
+
+
 def test_every_pass_says_what_it_refuses():
     every = [
         c
         for name in passes.__all__
         if hasattr(c := getattr(passes, name), "run") and c not in (passes.Pass, passes.SplitPass)
     ]
-    assert {type(p) for p, _ in (*JOINT, *PHASE)} <= set(every)
+    assert {type(p) for p, _ in (*joint_passes(), *phase_passes())} <= set(every)
     assert [c.__name__ for c in every if "    Refuses: " not in c.__doc__] == []
 
 
@@ -79,7 +97,7 @@ def test_passes_of_a_phase_keep_the_numbers(world, stage, bucket_bytes):
 def test_merge_markers_keeps_the_numbers(adds):
     b = tied(adds)
     want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    lower_joint(b, "merge-markers")
     torch.testing.assert_close(b.by_markers(b.graph), want)
 
 
@@ -90,7 +108,7 @@ def test_sums_of_sums_become_one_reduction():
     left, right = b.op(aten.add.Tensor, r[0], r[1]), b.op(aten.add.Tensor, r[3], r[2])
     b.done(b.op(aten.add.Tensor, left, right))
     want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    lower_joint(b, "merge-markers")
     assert names_of(b.graph) == ["aten.add.Tensor"] * 3 + ["zero.reduce_grad"]
     torch.testing.assert_close(b.by_markers(b.graph), want)
 
@@ -159,7 +177,7 @@ def test_merge_refuses_what_is_no_sum(kind):
 @pytest.mark.parametrize("part", ["run", "lint", "verify"])
 def test_the_time_of_a_pass_has_its_checks_in_it(monkeypatch, part):
     b = two_layers()
-    (one, level) = JOINT[0]
+    (one, level) = joint_passes()[0]
     now = [0.0]
     spend = lambda *_: now.__setitem__(0, now[0] + 2.0)  # noqa: E731
     monkeypatch.setattr("zero_compiler.passes.base.time.perf_counter", lambda: now[0])

@@ -19,7 +19,7 @@ from ..ir import facts, ops, spec
 from ..ir.facts import ParamRef
 from ..memory import live
 from ..memory.verify import verify_program
-from ..passes import Context, run_passes, run_split
+from ..passes import Context, Options, run_passes, run_split
 from ..plan import budget, cross_frame_memory, schedule, tiling
 from ..plan.activation_search import Cut, Phases, check_held, within_activations, within_memory
 from .frame_state import FrameState
@@ -48,7 +48,7 @@ _CUT = ("order", "away", "backward_params", "reduced")
 class _Known:
     """Phases that were cut, all that they follow from beside the joint graph, and what the state was told of them."""
 
-    asked: tuple[int, Context]
+    asked: tuple[int, Context, Options]
     graphs: Phases
     tiles: dict[str, list[int]]
     state: dict[str, Any]
@@ -66,13 +66,9 @@ class Fitting:
 
     def _joint(self, gm: fx.GraphModule, outputs: int, activation_bytes: int | None) -> None:
         state = self.state
-        context = replace(
-            state.context("joint"),
-            forward_outputs=outputs,
-            activation_bytes=activation_bytes,
-            cuts=self._cuts,
-        )
-        run_passes(gm.graph, passes.JOINT, context, state.trace, state.dump_dir())
+        context = replace(state.context("joint"), forward_outputs=outputs)
+        options = replace(state.options("joint"), activation_bytes=activation_bytes)
+        run_passes(gm.graph, passes.joint_passes(options, self._cuts), context, state.trace, state.dump_dir())
         state.order_weights(gm.graph)
 
     def partition(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Phases:
@@ -172,7 +168,8 @@ class Fitting:
 
     def _inferred(self, gm: fx.GraphModule) -> fx.GraphModule:
         state = self.state
-        run_passes(gm.graph, passes.INFERENCE, state.context("joint"), state.trace, state.dump_dir())
+        pipeline = passes.inference_passes(state.options("joint"))
+        run_passes(gm.graph, pipeline, state.context("joint"), state.trace, state.dump_dir())
         state.order_weights(gm.graph)
         return gm
 
@@ -182,7 +179,8 @@ class Fitting:
         state = self.state
         marks = joint.find_nodes(op="call_function", target=ops.unshard)
         small = sum(facts.bytes_of(facts.value(m)) < state.bucket_bytes for m in marks)
-        asked = small, replace(state.context("joint"), bucket_bytes=0, units={})
+        options = replace(state.options("joint"), bucket_bytes=0)
+        asked = small, replace(state.context("joint"), units={}), options
         for known in self._known:
             if known.asked == asked:
                 vars(state).update(known.state)
@@ -206,10 +204,10 @@ class Fitting:
         state = self.state
         if state.away is None:
             return
-        context = replace(state.context("joint"), activation_bytes=activation_bytes)
-        offload = passes.OffloadActivations(tuple(self._fetched_us(tier) for tier in state.tiers))
+        busy_us = tuple(self._fetched_us(tier) for tier in state.tiers)
+        offload = passes.OffloadActivations(busy_us, state.away, state.tiers, activation_bytes)
         graphs = forward.graph, backward.graph
-        run_split(offload, *graphs, num_outputs, context, state.trace, state.dump_dir())
+        run_split(offload, *graphs, num_outputs, state.context("joint"), state.trace, state.dump_dir())
         if activation_bytes is None:
             state.away = frozenset(a.name for a in passes.offloaded(backward.graph))
 

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..ir import ops
 from ..ir.facts import ParamRef
 from ..ir.program import Program
-from ..passes import Context, ParamPlan, Trace
+from ..passes import Context, Options, ParamPlan, Trace
 from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
 from ..ranks.group import speaking
@@ -191,22 +191,19 @@ class FrameState:
         return folder
 
     def context(self, phase: str) -> Context:
-        """What the passes of a phase ("joint" too) are told."""
+        """The facts of the graph of a phase, or of the joint graph ("joint")."""
         back = phase == "backward"
         gathered, reduced = (self.backward_params, self.reduced) if back else (None, None)
-        return Context(
-            self.params,
-            phase,
+        return Context(self.params, phase, self.units, gathered, reduced, self.machine, self.fused)
+
+    def options(self, phase: str) -> Options:
+        """What is chosen of these passes."""
+        return Options(
             self.bucket_bytes,
-            self.units,
-            gathered,
-            reduced,
             self.config.tile_bytes,
-            self.machine,
             self.choices[phase].distances if phase in self.choices else {},
             self.fused and self.config.kernels == "auto",
-            recompute=self.recompute,
-            fused=self.fused,
+            self.recompute,
             tile_mlp=self.tile_mlp,
             mlp_bytes=self.mlp_bytes,
             tile_heads=self.tile_heads,
