@@ -21,16 +21,10 @@ from zero_compiler.ir.instructions import (
     WaitGather,
     WaitReduce,
 )
-from zero_compiler.ir.program import Program, last_reads, outputs_of
-from zero_compiler.ranks.call_handshake import (
-    broke_off,
-    cannot_begin,
-    laid_text,
-    lay_text,
-    meet,
-    short_digest,
-)
+from zero_compiler.ir.program import Need, Program, last_reads, outputs_of
+from zero_compiler.ranks.call_handshake import laid_text, lay_text, meet, short_digest
 from zero_compiler.ranks.failing import noticed
+from zero_compiler.ranks.failure_broadcast import broke_off, cannot_begin
 from zero_compiler.ranks.group import Group
 from zero_compiler.ranks.peer_waits import explained
 
@@ -44,20 +38,6 @@ _NEED_BYTES = 8  # of a header: what a rank needs of memory
 _REASON_BYTES = 8  # behind it: where the reason lies
 
 _Step = Callable[[list[Any]], None]  # what an instruction does, given the values of a call
-
-
-class Need(Protocol):
-    """What a call takes: ``nbytes`` on this rank, with the reason why they are too many, or 0 where it fits. Of the
-    storages of gradients that nobody holds ``idle_bytes`` may wait while it runs; -1: all of them."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def idle_bytes(self) -> int: ...
-
-    @property
-    def refusal(self) -> str: ...
 
 
 class Decisions(Protocol):

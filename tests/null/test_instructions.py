@@ -12,7 +12,7 @@ from null.instructions import program_of, spec_of
 
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.errors import TransferError, VerifyError
-from zero_compiler.ir.instructions import KINDS, Instruction, Step, Work
+from zero_compiler.ir.instructions import KINDS, Effects, Instruction, Step, Work
 from zero_compiler.ir.transfers import HOST, LINK
 from zero_compiler.memory import peak_check
 from zero_compiler.memory.verify import verify_program
@@ -38,8 +38,7 @@ class Sent(Instruction):
     index: int = 0
     op: str = "sent"
 
-    table: ClassVar[str] = "offloads"
-    started: ClassVar[int | None] = 0
+    effects: ClassVar[Effects] = Effects("offloads", starts=0)
 
 
 def test_the_verifier_knows_every_instruction():

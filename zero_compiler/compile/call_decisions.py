@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..emit.no_sync_program import accumulating
-from ..ir.program import Program
+from ..ir.program import Need, Program
 from ..memory.arena_extents import Ends, ends_by_owner
 from ..memory.verify import verify_accumulating
 from ..plan import call_admission
@@ -42,10 +42,10 @@ class CallDecisions:
         verify_accumulating(program, self._program, owners, worlds)
         return program
 
-    def need(self, program: Program, values: Sequence[Any], talks: bool) -> call_admission.Need:
+    def need(self, program: Program, values: Sequence[Any], talks: bool) -> Need:
         """What a call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
         if self._first is None or (not talks and self._first.policy.group.everyone.world > 1):
-            return call_admission.Need(0, program.idle_bytes)
+            return Need(0, program.idle_bytes)
         policies = [r.policy for r in self._runtimes.values()]
         planned, sized = self._planned(self._first, policies), getattr(self._frame, "sized", None)
         at, phase = None, program.phase

@@ -38,7 +38,8 @@ from ..params.policy import Policy, made_together
 from ..params.shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
 from ..ranks import peer_connections
 from ..ranks.agreement import agree, give_up
-from ..ranks.call_handshake import begin, tell, together
+from ..ranks.call_handshake import begin
+from ..ranks.failure_broadcast import tell, together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
 from ..storage import heap

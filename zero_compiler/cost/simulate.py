@@ -151,7 +151,7 @@ class _Execution:
             self._summed(ended, self._files.check(self._tasks[ended]))
         if (transfer := instr.transfer(program)) is not None:
             self._start(transfer)
-        if instr.lands:
+        if instr.effects.lands:
             self._land(at, program.reduces[instr.index])
 
     def _start(self, transfer: Transfer) -> None:

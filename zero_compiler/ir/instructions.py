@@ -24,7 +24,6 @@ from .transfers import (
     KeepDesc,
     OffloadDesc,
     ReduceDesc,
-    few,
     named_shapes,
     tile_text,
 )
@@ -95,6 +94,27 @@ class Work:
     kernels: int = 0
 
 
+class Effects(NamedTuple):
+    """What an instruction does to what it moves.
+
+    Args:
+        table: of the Program, in which what is moved is described.
+        needs: the state in which that must be before the instruction, for the verifier; ``leaves``: that behind it.
+        starts: number of the step that is started; None: none is; -1: the last one.
+        ends: the same of the step that is waited for.
+        out: whether steps go away from the compute device.
+        lands: whether the result of a reduction, or a tile of it, is in its place behind the instruction.
+    """
+
+    table: str = ""
+    needs: str = "idle"
+    leaves: str = "idle"
+    starts: int | None = None
+    ends: int | None = None
+    out: bool = False
+    lands: bool = False
+
+
 class Instruction:
     """What every instruction says of itself, given the Program's tables; here: that it does nothing.
 
@@ -104,17 +124,12 @@ class Instruction:
     __dataclass_fields__: ClassVar[dict[str, Any]]
     op: str  # names the kind in JSON, which keeps the fields of an instruction in order
     index: int  # in ``table``, of an instruction that has one
-    # Of the Program: where what the instruction moves is described.
-    table: ClassVar[str] = ""
-    # Numbers of the steps that it waits for and starts; None: of none; -1: of the last one.
-    ended: ClassVar[int | None] = None
-    started: ClassVar[int | None] = None
-    # Whether steps go away from the compute device.
-    out: ClassVar[bool] = False
-    # Whether the result of a reduction is where it rests, or a tile of it in its place, behind the instruction.
-    lands: ClassVar[bool] = False
-    # For the verifier: the state in which what is moved must be before the instruction, and that behind it.
-    states: ClassVar[tuple[str, str]] = ("idle", "idle")
+    effects: ClassVar[Effects] = Effects()
+
+    @property
+    def table(self) -> str:
+        """Of the Program, in which what is moved is described."""
+        return self.effects.table
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -133,7 +148,7 @@ class Instruction:
 
     def needs(self, of: Tables) -> str:
         """The state in which what is moved must be before the instruction."""
-        return self.states[0]
+        return self.effects.needs
 
     def misplaced(self, of: Tables) -> str:
         """Why what is described in the table takes no such instruction; "" where it does."""
@@ -141,11 +156,11 @@ class Instruction:
 
     def ends(self, of: Tables) -> Step | None:
         """The step that is waited for."""
-        return self._step(of, self.ended)
+        return self._step(of, self.effects.ends)
 
     def starts(self, of: Tables) -> Step | None:
         """The step that is under way from here on."""
-        return self._step(of, self.started)
+        return self._step(of, self.effects.starts)
 
     def _step(self, of: Tables, number: int | None) -> Step | None:
         if number == -1:
@@ -155,7 +170,7 @@ class Instruction:
     def transfer(self, of: Tables) -> Transfer | None:
         """The step that is started, with its lane and bytes."""
         step = self.starts(of)
-        return None if step is None else Transfer(step, self.out, *self.moves(of, step.number))
+        return None if step is None else Transfer(step, self.effects.out, *self.moves(of, step.number))
 
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
         """Of a step that is started: the tier, the bytes and the label that a :class:`Transfer` has."""
@@ -204,16 +219,8 @@ class Compute(Instruction):
         return f": {of.modules[self.segment]}" if self.segment < len(of.modules) else ""
 
 
-class _OfGather(Instruction):
-    table: ClassVar[str] = "gathers"
-
-    def _named(self, of: Tables) -> str:
-        g = of.gathers[self.index]
-        return f"{few(g.names)}{tile_text(g.tile)}"
-
-
 @dataclass(frozen=True)
-class Fetch(_OfGather):
+class Fetch(Instruction):
     """Start hop ``hop`` of this rank's chunks of gather ``index``: to read them from files, or to copy them to the
     device."""
 
@@ -221,7 +228,7 @@ class Fetch(_OfGather):
     hop: int = 0
     op: str = "fetch"
 
-    states: ClassVar[tuple[str, str]] = ("idle", "fetching")
+    effects: ClassVar[Effects] = Effects("gathers", "idle", "fetching")
 
     def needs(self, of: Tables) -> str:
         return "fetched" if self.hop else "idle"
@@ -236,35 +243,35 @@ class Fetch(_OfGather):
     def text(self, of: Tables) -> str:
         g = of.gathers[self.index]
         to = ", to the device" if g.hops[self.hop].pool == "device" else ""
-        return f"fetch           {self._named(of)}, {g.chunk_bytes:,} bytes a rank{to}"
+        return f"fetch           {g.what}, {g.chunk_bytes:,} bytes a rank{to}"
 
 
 @dataclass(frozen=True)
-class WaitFetch(_OfGather):
+class WaitFetch(Instruction):
     """Wait until hop ``hop`` of the chunks of gather ``index`` is done."""
 
     index: int
     hop: int = 0
     op: str = "wait_fetch"
 
-    states: ClassVar[tuple[str, str]] = ("fetching", "fetched")
+    effects: ClassVar[Effects] = Effects("gathers", "fetching", "fetched")
 
     def ends(self, of: Tables) -> Step:
         return Step(self.table, self.index, self.hop)
 
     def text(self, of: Tables) -> str:
-        return f"wait            {of.gathers[self.index].hops[self.hop].what} of {self._named(of)}"
+        g = of.gathers[self.index]
+        return f"wait            {g.hops[self.hop].what} of {g.what}"
 
 
 @dataclass(frozen=True)
-class Gather(_OfGather):
+class Gather(Instruction):
     """Start gather ``index``."""
 
     index: int
     op: str = "gather"
 
-    started: ClassVar[int | None] = -1
-    states: ClassVar[tuple[str, str]] = ("idle", "started")
+    effects: ClassVar[Effects] = Effects("gathers", "idle", "started", starts=-1)
 
     def needs(self, of: Tables) -> str:
         return "fetched" if of.gathers[self.index].hops else "idle"
@@ -289,44 +296,35 @@ class Gather(_OfGather):
 
 
 @dataclass(frozen=True)
-class WaitGather(_OfGather):
+class WaitGather(Instruction):
     """Wait for gather ``index``; ``outs`` are its weights (-1: not read)."""
 
     index: int
     outs: tuple[int, ...]
     op: str = "wait_gather"
 
-    ended: ClassVar[int | None] = -1
-    states: ClassVar[tuple[str, str]] = ("started", "ready")
+    effects: ClassVar[Effects] = Effects("gathers", "started", "ready", ends=-1)
 
     def text(self, of: Tables) -> str:
-        return f"wait            {self._named(of)}"
+        return f"wait            {of.gathers[self.index].what}"
 
 
 @dataclass(frozen=True)
-class Release(_OfGather):
+class Release(Instruction):
     """The weights of gather ``index`` are dead: their slots may be used again."""
 
     index: int
     values: tuple[int, ...]
     op: str = "release"
 
-    states: ClassVar[tuple[str, str]] = ("ready", "released")
+    effects: ClassVar[Effects] = Effects("gathers", "ready", "released")
 
     def text(self, of: Tables) -> str:
-        return f"release         {self._named(of)}"
-
-
-class _OfReduction(Instruction):
-    table: ClassVar[str] = "reduces"
-
-    def _named(self, of: Tables) -> str:
-        r = of.reduces[self.index]
-        return f"gradients of {few(r.names)}{tile_text(r.tile)}"
+        return f"release         {of.gathers[self.index].what}"
 
 
 @dataclass(frozen=True)
-class Reduce(_OfReduction):
+class Reduce(Instruction):
     """Start reduction ``index`` of the gradients ``ins``."""
 
     index: int
@@ -334,8 +332,7 @@ class Reduce(_OfReduction):
     free: tuple[int, ...]
     op: str = "reduce"
 
-    started: ClassVar[int | None] = 0
-    states: ClassVar[tuple[str, str]] = ("idle", "started")
+    effects: ClassVar[Effects] = Effects("reduces", "idle", "started", starts=0)
 
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
         return "", 0, of.reduces[self.index].label
@@ -354,16 +351,13 @@ class Reduce(_OfReduction):
 
 
 @dataclass(frozen=True)
-class Store(_OfReduction):
+class Store(Instruction):
     """Wait for reduction ``index``, and start to copy its result to the host of the accelerator."""
 
     index: int
     op: str = "store"
 
-    ended: ClassVar[int | None] = 0
-    started: ClassVar[int | None] = 1
-    out: ClassVar[bool] = True
-    states: ClassVar[tuple[str, str]] = ("started", "stored")
+    effects: ClassVar[Effects] = Effects("reduces", "started", "stored", starts=1, ends=0, out=True)
 
     def misplaced(self, of: Tables) -> str:
         copied = of.reduces[self.index].copied
@@ -374,11 +368,12 @@ class Store(_OfReduction):
         return "host", r.result_bytes, f"copy of the {r.label}"
 
     def text(self, of: Tables) -> str:
-        return f"store           {self._named(of)}, {of.reduces[self.index].result_bytes:,} bytes a rank"
+        r = of.reduces[self.index]
+        return f"store           gradients of {r.what}, {r.result_bytes:,} bytes a rank"
 
 
 @dataclass(frozen=True)
-class WaitReduce(_OfReduction):
+class WaitReduce(Instruction):
     """Wait for reduction ``index``, or for the copy of its result; ``outs`` are this rank's rows of the mean gradients,
     where they rest."""
 
@@ -386,15 +381,13 @@ class WaitReduce(_OfReduction):
     outs: tuple[int, ...]
     op: str = "wait_reduce"
 
-    ended: ClassVar[int | None] = -1
-    lands: ClassVar[bool] = True
-    states: ClassVar[tuple[str, str]] = ("started", "done")
+    effects: ClassVar[Effects] = Effects("reduces", "started", "done", ends=-1, lands=True)
 
     def needs(self, of: Tables) -> str:
         return "stored" if of.reduces[self.index].copied else "started"
 
     def text(self, of: Tables) -> str:
-        return f"wait            {self._named(of)}"
+        return f"wait            gradients of {of.reduces[self.index].what}"
 
 
 @dataclass(frozen=True)
@@ -406,8 +399,7 @@ class Keep(Instruction):
     free: tuple[int, ...]
     op: str = "keep"
 
-    table: ClassVar[str] = "keeps"
-    states: ClassVar[tuple[str, str]] = ("idle", "done")
+    effects: ClassVar[Effects] = Effects("keeps", "idle", "done")
 
     def work(self, of: Tables) -> Work:
         """The gradients are read, and the sums are read and written."""
@@ -421,40 +413,32 @@ class Keep(Instruction):
 
 
 class _OfOffload(Instruction):
-    table: ClassVar[str] = "offloads"
-
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
         o = of.offloads[self.index]
-        tier = o.tiers[number if self.out else -1 - number]
+        tier = o.tiers[number if self.effects.out else -1 - number]
         return tier, o.nbytes, f"{_what(tier)} of the {o.label}"
 
 
 class _SentOn(_OfOffload):
     """The second of two steps, which begins where the first one ends."""
 
-    ended: ClassVar[int | None] = 0
-    started: ClassVar[int | None] = 1
-    states: ClassVar[tuple[str, str]] = ("started", "sent on")
-
     def misplaced(self, of: Tables) -> str:
         staged = of.offloads[self.index].staged
         return "" if staged else f"offload {self.index} has one step to go, and is not sent on"
 
     def text(self, of: Tables) -> str:
-        return _moved(self.op, of.offloads[self.index]) + ("" if self.out else ", to the device")
+        return _moved(self.op, of.offloads[self.index]) + ("" if self.effects.out else ", to the device")
 
 
 class _Arrived(_OfOffload):
     """The wait for the last step."""
-
-    ended: ClassVar[int | None] = -1
 
     def needs(self, of: Tables) -> str:
         return "sent on" if of.offloads[self.index].staged else "started"
 
     def text(self, of: Tables) -> str:
         o = of.offloads[self.index]
-        return f"wait            {_what(o.tiers[-1 if self.out else 0])} of {o.name}"
+        return f"wait            {_what(o.tiers[-1 if self.effects.out else 0])} of {o.name}"
 
 
 @dataclass(frozen=True)
@@ -468,9 +452,7 @@ class Offload(_OfOffload):
     free: tuple[int, ...]
     op: str = "offload"
 
-    started: ClassVar[int | None] = 0
-    out: ClassVar[bool] = True
-    states: ClassVar[tuple[str, str]] = ("idle", "started")
+    effects: ClassVar[Effects] = Effects("offloads", "idle", "started", starts=0, out=True)
 
     def lends(self, of: Tables) -> bool:
         return of.offloads[self.index].copied
@@ -486,7 +468,7 @@ class Write(_SentOn):
     index: int
     op: str = "write"
 
-    out: ClassVar[bool] = True
+    effects: ClassVar[Effects] = Effects("offloads", "started", "sent on", out=True, starts=1, ends=0)
 
 
 @dataclass(frozen=True)
@@ -496,8 +478,7 @@ class WaitOffload(_Arrived):
     index: int
     op: str = "wait_offload"
 
-    out: ClassVar[bool] = True
-    states: ClassVar[tuple[str, str]] = ("started", "released")
+    effects: ClassVar[Effects] = Effects("offloads", "started", "released", out=True, ends=-1)
 
 
 @dataclass(frozen=True)
@@ -509,8 +490,7 @@ class Restore(_OfOffload):
     ins: tuple[int, ...]
     op: str = "restore"
 
-    started: ClassVar[int | None] = 0
-    states: ClassVar[tuple[str, str]] = ("idle", "started")
+    effects: ClassVar[Effects] = Effects("offloads", "idle", "started", starts=0)
 
     def device_bytes(self, of: Tables) -> tuple[int, int]:
         o = of.offloads[self.index]
@@ -527,6 +507,8 @@ class Bring(_SentOn):
     index: int
     op: str = "bring"
 
+    effects: ClassVar[Effects] = Effects("offloads", "started", "sent on", starts=1, ends=0)
+
     def device_bytes(self, of: Tables) -> tuple[int, int]:
         return of.offloads[self.index].nbytes, 0
 
@@ -539,7 +521,7 @@ class WaitRestore(_Arrived):
     outs: tuple[int, ...]
     op: str = "wait_restore"
 
-    states: ClassVar[tuple[str, str]] = ("started", "ready")
+    effects: ClassVar[Effects] = Effects("offloads", "started", "ready", ends=-1)
 
 
 @dataclass(frozen=True)
@@ -550,7 +532,7 @@ class Discard(_OfOffload):
     values: tuple[int, ...]
     op: str = "discard"
 
-    states: ClassVar[tuple[str, str]] = ("ready", "released")
+    effects: ClassVar[Effects] = Effects("offloads", "ready", "released")
 
     def device_bytes(self, of: Tables) -> tuple[int, int]:
         o = of.offloads[self.index]
@@ -591,4 +573,4 @@ def reducing(of: Tables, instr: Instruction) -> Reducing | None:
         return None
     collective = Step("reduces", instr.index, 0)
     begun, waited = instr.starts(of), instr.ends(of)
-    return Reducing(of.reduces[instr.index], begun == collective, waited == collective, instr.lands)
+    return Reducing(of.reduces[instr.index], begun == collective, waited == collective, instr.effects.lands)

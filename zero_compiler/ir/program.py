@@ -37,6 +37,16 @@ class Constant:
         return Constant(complex(*data["value"]) if data["constant"] == "complex" else data["value"])
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a call of a Program takes: ``nbytes`` on this rank, with the reason why they are too many, or 0 where it
+    fits. Of the storages of gradients that nobody holds ``idle_bytes`` may wait while it runs; -1: all of them."""
+
+    nbytes: int
+    idle_bytes: int
+    refusal: str = ""
+
+
 @dataclass
 class Program:
     """One phase of one captured frame.

@@ -97,8 +97,12 @@ class GatherDesc:
         return sum(self.chunk_numels) * getattr(torch, self.rest_dtype or self.dtype).itemsize
 
     @property
+    def what(self) -> str:
+        return f"{few(self.names)}{tile_text(self.tile)}"
+
+    @property
     def label(self) -> str:
-        return f"gather of {few(self.names)}{tile_text(self.tile)}"
+        return f"gather of {self.what}"
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,12 @@ class ReduceDesc:
         return first if self.copies == 1 else f"{first}, all-reduce x {self.copies}"
 
     @property
+    def what(self) -> str:
+        return f"{few(self.names)}{tile_text(self.tile)}"
+
+    @property
     def label(self) -> str:
-        return f"reduction of the gradients of {few(self.names)}{tile_text(self.tile)}"
+        return f"reduction of the gradients of {self.what}"
 
 
 @dataclass(frozen=True)

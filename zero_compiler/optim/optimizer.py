@@ -23,8 +23,9 @@ from ..config import TIERS
 from ..errors import GradientError, OptimizerError
 from ..ir import ops
 from ..params.grads import AppliedGrad, check_reduced, used_up
-from ..ranks.call_handshake import meet, short_digest, tell
+from ..ranks.call_handshake import meet, short_digest
 from ..ranks.failing import MAKE
+from ..ranks.failure_broadcast import tell
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
 from ..storage.double_buffer import BUFFERS

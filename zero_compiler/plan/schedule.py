@@ -244,7 +244,7 @@ def _other_us(program: Program, instr: Instruction, lanes: Collection[str], spec
     transfer = instr.transfer(program)
     if transfer is not None and transfer.step.table != "gathers" and transfer.lane in lanes:
         return transfer_us(transfer, spec)
-    if instr.lands and WRITE in lanes:
+    if instr.effects.lands and WRITE in lanes:
         r = program.reduces[instr.index]
         return spec.nvme_write.us(r.result_bytes) if r.tiers[-1:] == ("nvme",) else 0.0
     return 0.0
