@@ -24,7 +24,6 @@ from .transfers import (
     KeepDesc,
     OffloadDesc,
     ReduceDesc,
-    named_shapes,
     tile_text,
 )
 
@@ -94,6 +93,9 @@ class Work:
     kernels: int = 0
 
 
+_MOVED = "{i.op:<15} {d.name} {d.shaped}, {d.nbytes:,} bytes"
+
+
 class Effects(NamedTuple):
     """What an instruction does to what it moves.
 
@@ -103,6 +105,7 @@ class Effects(NamedTuple):
         starts: number of the step that is started; None: none is; -1: the last one.
         ends: the same of the step that is waited for.
         out: whether steps go away from the compute device.
+        words: the instruction as a line of a Program, in columns, of itself (``i``) and of what it moves (``d``).
         lands: whether the result of a reduction, or a tile of it, is in its place behind the instruction.
     """
 
@@ -113,6 +116,7 @@ class Effects(NamedTuple):
     ends: int | None = None
     out: bool = False
     lands: bool = False
+    words: str = ""
 
 
 class Instruction:
@@ -195,7 +199,8 @@ class Instruction:
 
     def text(self, of: Tables) -> str:
         """In words, in columns: what the instruction does, and to what."""
-        return self.op
+        moved = getattr(of, self.table)[self.index] if self.table else None
+        return self.effects.words.format(i=self, d=moved) or self.op
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,9 @@ class Gather(Instruction):
     index: int
     op: str = "gather"
 
-    effects: ClassVar[Effects] = Effects("gathers", "idle", "started", starts=-1)
+    effects: ClassVar[Effects] = Effects(
+        "gathers", "idle", "started", starts=-1, words="{d.how:<15} {d.shaped}"
+    )
 
     def needs(self, of: Tables) -> str:
         return "fetched" if of.gathers[self.index].hops else "idle"
@@ -289,11 +296,6 @@ class Gather(Instruction):
         what = f"{', '.join(g.names)}{tile_text(g.tile)} {g.dtype}"
         return f"gather {what} {sum(g.chunk_numels)} elements a rank{where}"
 
-    def text(self, of: Tables) -> str:
-        g = of.gathers[self.index]
-        what = named_shapes(g.names, g.shapes, g.dtype)
-        return f"{'in place' if g.home else 'gather':<15} {what}{tile_text(g.tile)}"
-
 
 @dataclass(frozen=True)
 class WaitGather(Instruction):
@@ -303,10 +305,9 @@ class WaitGather(Instruction):
     outs: tuple[int, ...]
     op: str = "wait_gather"
 
-    effects: ClassVar[Effects] = Effects("gathers", "started", "ready", ends=-1)
-
-    def text(self, of: Tables) -> str:
-        return f"wait            {of.gathers[self.index].what}"
+    effects: ClassVar[Effects] = Effects(
+        "gathers", "started", "ready", ends=-1, words="wait            {d.what}"
+    )
 
 
 @dataclass(frozen=True)
@@ -317,10 +318,7 @@ class Release(Instruction):
     values: tuple[int, ...]
     op: str = "release"
 
-    effects: ClassVar[Effects] = Effects("gathers", "ready", "released")
-
-    def text(self, of: Tables) -> str:
-        return f"release         {of.gathers[self.index].what}"
+    effects: ClassVar[Effects] = Effects("gathers", "ready", "released", words="release         {d.what}")
 
 
 @dataclass(frozen=True)
@@ -332,7 +330,9 @@ class Reduce(Instruction):
     free: tuple[int, ...]
     op: str = "reduce"
 
-    effects: ClassVar[Effects] = Effects("reduces", "idle", "started", starts=0)
+    effects: ClassVar[Effects] = Effects(
+        "reduces", "idle", "started", starts=0, words="{d.how:<15} {d.shaped}"
+    )
 
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
         return "", 0, of.reduces[self.index].label
@@ -345,10 +345,6 @@ class Reduce(Instruction):
         what = f"{', '.join(r.names)}{tile_text(r.tile)} {r.dtype}"
         return f"{r.how} {what} {sum(r.chunk_numels)} elements a rank"
 
-    def text(self, of: Tables) -> str:
-        r = of.reduces[self.index]
-        return f"{r.how:<15} {named_shapes(r.names, r.shapes, r.dtype)}{tile_text(r.tile)}"
-
 
 @dataclass(frozen=True)
 class Store(Instruction):
@@ -357,7 +353,15 @@ class Store(Instruction):
     index: int
     op: str = "store"
 
-    effects: ClassVar[Effects] = Effects("reduces", "started", "stored", starts=1, ends=0, out=True)
+    effects: ClassVar[Effects] = Effects(
+        "reduces",
+        "started",
+        "stored",
+        starts=1,
+        ends=0,
+        out=True,
+        words="store           gradients of {d.what}, {d.result_bytes:,} bytes a rank",
+    )
 
     def misplaced(self, of: Tables) -> str:
         copied = of.reduces[self.index].copied
@@ -366,10 +370,6 @@ class Store(Instruction):
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
         r = of.reduces[self.index]
         return "host", r.result_bytes, f"copy of the {r.label}"
-
-    def text(self, of: Tables) -> str:
-        r = of.reduces[self.index]
-        return f"store           gradients of {r.what}, {r.result_bytes:,} bytes a rank"
 
 
 @dataclass(frozen=True)
@@ -381,13 +381,12 @@ class WaitReduce(Instruction):
     outs: tuple[int, ...]
     op: str = "wait_reduce"
 
-    effects: ClassVar[Effects] = Effects("reduces", "started", "done", ends=-1, lands=True)
+    effects: ClassVar[Effects] = Effects(
+        "reduces", "started", "done", ends=-1, lands=True, words="wait            gradients of {d.what}"
+    )
 
     def needs(self, of: Tables) -> str:
         return "stored" if of.reduces[self.index].copied else "started"
-
-    def text(self, of: Tables) -> str:
-        return f"wait            gradients of {of.reduces[self.index].what}"
 
 
 @dataclass(frozen=True)
@@ -399,17 +398,13 @@ class Keep(Instruction):
     free: tuple[int, ...]
     op: str = "keep"
 
-    effects: ClassVar[Effects] = Effects("keeps", "idle", "done")
+    effects: ClassVar[Effects] = Effects("keeps", "idle", "done", words="keep            {d.shaped}")
 
     def work(self, of: Tables) -> Work:
         """The gradients are read, and the sums are read and written."""
         k = of.keeps[self.index]
         item = getattr(torch, k.grad_dtype).itemsize + 2 * getattr(torch, k.dtype).itemsize
         return Work(k.label, memory_bytes=sum(map(math.prod, k.shapes)) * item, kernels=len(k.names))
-
-    def text(self, of: Tables) -> str:
-        k = of.keeps[self.index]
-        return f"keep            {named_shapes(k.names, k.shapes, k.dtype)}{tile_text(k.tile)}"
 
 
 class _OfOffload(Instruction):
@@ -425,9 +420,6 @@ class _SentOn(_OfOffload):
     def misplaced(self, of: Tables) -> str:
         staged = of.offloads[self.index].staged
         return "" if staged else f"offload {self.index} has one step to go, and is not sent on"
-
-    def text(self, of: Tables) -> str:
-        return _moved(self.op, of.offloads[self.index]) + ("" if self.effects.out else ", to the device")
 
 
 class _Arrived(_OfOffload):
@@ -452,13 +444,10 @@ class Offload(_OfOffload):
     free: tuple[int, ...]
     op: str = "offload"
 
-    effects: ClassVar[Effects] = Effects("offloads", "idle", "started", starts=0, out=True)
+    effects: ClassVar[Effects] = Effects("offloads", "idle", "started", starts=0, out=True, words=_MOVED)
 
     def lends(self, of: Tables) -> bool:
         return of.offloads[self.index].copied
-
-    def text(self, of: Tables) -> str:
-        return _moved(self.op, of.offloads[self.index])
 
 
 @dataclass(frozen=True)
@@ -468,7 +457,9 @@ class Write(_SentOn):
     index: int
     op: str = "write"
 
-    effects: ClassVar[Effects] = Effects("offloads", "started", "sent on", out=True, starts=1, ends=0)
+    effects: ClassVar[Effects] = Effects(
+        "offloads", "started", "sent on", out=True, starts=1, ends=0, words=_MOVED
+    )
 
 
 @dataclass(frozen=True)
@@ -490,14 +481,11 @@ class Restore(_OfOffload):
     ins: tuple[int, ...]
     op: str = "restore"
 
-    effects: ClassVar[Effects] = Effects("offloads", "idle", "started", starts=0)
+    effects: ClassVar[Effects] = Effects("offloads", "idle", "started", starts=0, words=_MOVED)
 
     def device_bytes(self, of: Tables) -> tuple[int, int]:
         o = of.offloads[self.index]
         return o.nbytes if o.copied and not o.staged else 0, 0
-
-    def text(self, of: Tables) -> str:
-        return _moved(self.op, of.offloads[self.index])
 
 
 @dataclass(frozen=True)
@@ -507,7 +495,9 @@ class Bring(_SentOn):
     index: int
     op: str = "bring"
 
-    effects: ClassVar[Effects] = Effects("offloads", "started", "sent on", starts=1, ends=0)
+    effects: ClassVar[Effects] = Effects(
+        "offloads", "started", "sent on", starts=1, ends=0, words=f"{_MOVED}, to the device"
+    )
 
     def device_bytes(self, of: Tables) -> tuple[int, int]:
         return of.offloads[self.index].nbytes, 0
@@ -532,22 +522,15 @@ class Discard(_OfOffload):
     values: tuple[int, ...]
     op: str = "discard"
 
-    effects: ClassVar[Effects] = Effects("offloads", "ready", "released")
+    effects: ClassVar[Effects] = Effects("offloads", "ready", "released", words="discard         {d.name}")
 
     def device_bytes(self, of: Tables) -> tuple[int, int]:
         o = of.offloads[self.index]
         return 0, o.nbytes if o.copied else 0
 
-    def text(self, of: Tables) -> str:
-        return f"discard         {of.offloads[self.index].name}"
-
 
 def _what(tier: str) -> str:
     return "copy" if tier == "host" else "file"
-
-
-def _moved(op: str, o: OffloadDesc) -> str:
-    return f"{op:<15} {o.name} {o.dtype}{list(o.shape)}, {o.nbytes:,} bytes"
 
 
 def _kinds(of: type[Instruction]) -> list[type[Instruction]]:

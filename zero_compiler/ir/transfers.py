@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +100,14 @@ class GatherDesc:
         return f"{few(self.names)}{tile_text(self.tile)}"
 
     @property
+    def how(self) -> str:
+        return "in place" if self.home else "gather"
+
+    @property
+    def shaped(self) -> str:
+        return _shaped(self)
+
+    @property
     def label(self) -> str:
         return f"gather of {self.what}"
 
@@ -180,6 +187,10 @@ class ReduceDesc:
         return f"{few(self.names)}{tile_text(self.tile)}"
 
     @property
+    def shaped(self) -> str:
+        return _shaped(self)
+
+    @property
     def label(self) -> str:
         return f"reduction of the gradients of {self.what}"
 
@@ -208,6 +219,10 @@ class KeepDesc:
         if self.tile is None and self.grad_dtype == self.dtype:
             return 0
         return max(map(math.prod, self.shapes)) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def shaped(self) -> str:
+        return _shaped(self)
 
     @property
     def label(self) -> str:
@@ -259,13 +274,19 @@ class OffloadDesc:
         return len(self.tiers) > 1
 
     @property
+    def shaped(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
     def label(self) -> str:
         return f"activation {self.name}{' of ' if self.module else ''}{self.module}"
 
 
-def named_shapes(names: Iterable[str], shapes: Iterable[tuple[int, ...]], dtype: str) -> str:
-    pairs = [f"{n} {dtype}{list(s)}" for n, s in zip(names, shapes, strict=True)]
-    return ", ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")
+def _shaped(desc: GatherDesc | ReduceDesc | KeepDesc) -> str:
+    """Names with what they are."""
+    pairs = [f"{n} {desc.dtype}{list(s)}" for n, s in zip(desc.names, desc.shapes, strict=True)]
+    more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+    return ", ".join(pairs[:3]) + more + tile_text(desc.tile)
 
 
 def few(names: tuple[str, ...]) -> str:
