@@ -149,6 +149,22 @@ def test_folders_are_small():
     assert not {name: count for name, count in crowded.items() if count > MOST_FILES}
 
 
+def test_functions_are_short():
+    """Of at most 80 lines; above 60 a comment before the function says why it is long."""
+    too_long, unexplained = [], []
+    for module, path in FILES.items():
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length, name = node.end_lineno - node.lineno + 1, f"{module}.{node.name}"
+                begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                too_long += [name] if length > 80 else []
+                explained = lines[begin - 2].lstrip().startswith("# Long: ")
+                unexplained += [name] if length > 60 and not explained else []
+    assert not too_long
+    assert not unexplained
+
+
 def test_every_folder_is_a_room():
     folders = {path.name for path in (ROOT / "zero_compiler").iterdir() if (path / "__init__.py").exists()}
     assert folders | {"passes", "runtime", "root", "surface"} == set(ROOMS)

@@ -71,6 +71,7 @@ class Fitting:
         run_passes(gm.graph, passes.joint_passes(options, self._cuts), context, state.trace, state.dump_dir())
         state.order_weights(gm.graph)
 
+    # Long: what is tried for a budget, in order, from what costs least to what costs most.
     def partition(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Phases:
         """Rewrite the joint graph and cut it into forward and backward, within the budgets."""
         state = self.state

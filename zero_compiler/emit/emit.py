@@ -45,6 +45,7 @@ class Emitted:
     numbers: dict[fx.Node, int]  # value of each node
 
 
+# Long: every field of a Program is given here, by name.
 def emit(
     gm: fx.GraphModule,
     params: Mapping[ParamRef, Any],

@@ -30,6 +30,7 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+# Long: each way in which a mesh and a device do not fit has its own sentence.
 def make_group(
     mesh: DeviceMesh | None, device: torch.device | str | None, tensor: DeviceMesh | None = None
 ) -> Group:
