@@ -5,6 +5,8 @@
 #   JOBS    compilers and test workers at a time           VENV_ARGS  e.g. --system-site-packages
 #   EXTRAS  what of pyproject.toml's extras to install; bench adds `deepspeed`, to be measured beside it
 #   RANKS, DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS              passed on to what runs
+#   ROOM    the room whose tests `make test` and `make check` run, without lint, types and C++ tests: passes, say,
+#           or passes/tiling
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -19,6 +21,7 @@ TORCH ?= torch
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 RANKS ?= 2
 EXTRAS ?= dev
+ROOM ?=
 
 override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
@@ -34,7 +37,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo       train a small model on $(RANKS) ranks"
 	@echo "make check      lint, types and quick tests"
-	@echo "make test       lint, types, C++ tests, Python tests"
+	@echo "make test       lint, types, C++ tests, Python tests; make test ROOM=passes: the tests of one room"
 	@echo "make test-all   the same, with the exhaustive combinations that the others sample"
 	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
 	@echo "make cpp-test   the engine's own tests, under ASan and TSan"
@@ -111,10 +114,17 @@ bench:
 	$(VENV)-bench/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 # --- checking ---------------------------------------------------------------------------------------------------
-check: lint types
-	$(PY) -m pytest -q -n $(JOBS) -m "not slow" tests/null $(PYTEST_ARGS)
+# Tests lie by room below tests/null (one process) and tests/dist (several ranks).
+ONE_PROCESS := $(wildcard tests/null$(ROOM:%=/%))
+RANKED := $(strip $(wildcard tests/dist$(ROOM:%=/%)) $(if $(ROOM),,$(wildcard tests/gpu)))
+ifeq ($(ONE_PROCESS)$(RANKED),)
+$(error there are no tests of a room $(ROOM); there are: $(sort $(notdir $(filter-out %.py %__,$(wildcard tests/null/* tests/dist/*)))))
+endif
 
-test: lint types cpp-test pytest
+check: $(if $(ROOM),setup,lint types)
+	$(PY) -m pytest -q -n $(JOBS) -m "not slow" $(ONE_PROCESS) $(PYTEST_ARGS)
+
+test: $(if $(ROOM),,lint types cpp-test) pytest
 
 test-all: override PYTEST_ARGS += --thorough
 test-all: test
@@ -123,23 +133,20 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-# mypy gets the packages laid out as they are imported; messages name the files of the tree.
 types: setup
-	@rm -rf build/types && mkdir -p build/types/zero_compiler
-	@ln -s $(CURDIR)/zero_compiler/* $(CURDIR)/passes $(CURDIR)/runtime build/types/zero_compiler/
-	cd build/types && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
-	  -p zero_compiler | sed -E 's#^zero_compiler/(passes|runtime)/#\1/#'
+	$(PY) tests/run_mypy.py
 
 cpp-test: setup
 	$(MAKE) -C csrc test PYTHON=$(PY) JOBS=$(JOBS)
 
 # Tests run side by side, but for those that hold ranks to a deadline. A failure of the first does not hide those of
-# the others.
-RANKED := $(sort $(dir $(wildcard tests/dist/test_*.py tests/gpu/test_*.py)))
+# the others. pytest's status 5 says that it found no test, which is no failure where one room was asked for.
 pytest: setup
-	@status=0; set -x; $(PY) -m pytest -n $(JOBS) --durations 20 tests/null $(PYTEST_ARGS) || status=1; \
-	$(PY) -m pytest -n $(JOBS) -m "not alone" --durations 30 $(RANKED) $(PYTEST_ARGS) || status=1; \
-	$(PY) -m pytest -m alone --durations 10 $(RANKED) $(PYTEST_ARGS) || status=1; exit $$status
+	@status=0; tests() { $(PY) -m pytest "$$@" $(PYTEST_ARGS) || [[ $$? = 5 && -n "$(ROOM)" ]] || status=1; }; set -x; \
+	$(if $(ONE_PROCESS),tests -n $(JOBS) --durations 20 $(ONE_PROCESS);) \
+	$(if $(RANKED),tests -n $(JOBS) -m "not alone" --durations 30 $(RANKED);) \
+	$(if $(RANKED),tests -m alone --durations 10 $(RANKED);) \
+	exit $$status
 
 clean:
 	rm -rf build dist *.egg-info runtime/*.so zero_compiler/storage/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)

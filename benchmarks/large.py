@@ -1,6 +1,6 @@
 """A model that does not fit: parameters, gradients and optimizer states rest in files, under a limit of memory.
 
-    python benchmarks/large.py DIR --json benchmarks/results/large.json
+    python benchmarks/large.py DIR --json benchmarks/results/large/HOST.json
 
 Trains a GPT of 1.6 billion parameters (24.5 GiB of Adam's model states in fp32) for some steps under 6 GiB. The limit
 holds from before the model is built: by a memory cgroup, page cache included, where one can be made, and by samples of

@@ -205,6 +205,13 @@ MODELS: dict[str, Spec] = {
     "tiny": Spec(
         "GPT, 2 layers, width 64, for trying the benchmark itself", lambda: gpt(2, 64, 256, 32), 256, 32, 2
     ),
+    "tiny-16x256": Spec(
+        "GPT, 16 layers, width 256, vocabulary 1024, sequence 128, batch 1 a rank",
+        lambda: gpt(16, 256, 1024, 128),
+        1024,
+        128,
+        1,
+    ),
     "tiny-moe": Spec(
         "Mixture of Experts, 2 layers, width 64, for trying the benchmark itself",
         lambda: moe(2, 64, 128, 4, 256, 32),

@@ -1,6 +1,6 @@
 """A single linear layer larger than the memory of its process: tiles of the weight, everything else in files.
 
-    python benchmarks/one_layer.py DIR --json benchmarks/results/one_layer.json
+    python benchmarks/one_layer.py DIR --json benchmarks/results/one_layer/HOST.json
 
 First plain PyTorch trains one nn.Linear without a limit, and leaves its first values in DIR as safetensors. Then
 zero_compiler trains it from there under a limit of memory that is below the bytes of the fp32 weight: the module is

@@ -1,6 +1,6 @@
 """Predicted beside measured: time of forward and backward, and peak memory, of every model.
 
-    python benchmarks/predict.py --json benchmarks/results/predict.json
+    python benchmarks/predict.py --json benchmarks/results/predict/HOST.json
 
 The prediction is made from shapes and the hardware file alone, before the first step; each model is then trained in
 fresh processes. Time is that of forward and backward of the slowest rank, median of the steps: the optimizer is the

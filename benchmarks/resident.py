@@ -5,7 +5,8 @@
 Each mode runs under ``torchrun`` in a cgroup of its own, as in a container. At the end of each phase the ranks meet,
 and the cgroup is read: what its processes have of anonymous memory, of shared memory, of page cache and of the kernel's
 own. ``--limit`` trains one rank instead, in a cgroup of the report's expected resident memory and a tenth more: with
-everything in memory, and with parameters, gradients and states in files. A phase is
+everything in memory, and with parameters, gradients and states in files. With ``--beyond-mib`` the cgroup has instead
+what a process takes that imports the libraries and does nothing, the budget, and so much more. A phase is
 
   libraries   torch, Inductor and zero_compiler are imported, the group is made
   built       the model, sharded or wrapped, and its optimizer
@@ -46,7 +47,7 @@ KINDS = ("anonymous", "shared", "cache", "kernel")
 def main() -> None:
     call = common.called()
     if call is not None:
-        train(call) if "files" in call else measure(call)
+        train(call) if "files" in call else libraries(call) if "libraries" in call else measure(call)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the cgroup is left and removed
     parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=["gpt-12x1024"])
@@ -59,20 +60,29 @@ def main() -> None:
     parser.add_argument(
         "--budget-mib", type=int, help="with --limit: memory_budget_bytes of what is in files"
     )
+    parser.add_argument(
+        "--beyond-mib",
+        type=int,
+        help="with --budget-mib: what is in files, limited to libraries, budget and so much more",
+    )
     parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor", help="with --limit")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.beyond_mib is not None and (args.budget_mib is None or args.limit is None):
+        parser.error("--beyond-mib takes --limit and --budget-mib")
     common.hardware(args.hardware, args.ranks if args.limit is None else 1)
     m = common.machine()
     print(common.machine_text(m), flush=True)
     result: dict[str, Any] = {"machine": m, "runs": []}
     pages = []
     if args.limit is not None:
-        result["runs"] = [limited(args, name, files) for name in args.model for files in (False, True)]
-        text = limited_report(args, result["runs"])
-        if args.json:
-            common.save(args.json, result, common.heading("Under the expected resident memory", m) + text)
+        for name in args.model:
+            for files in (False, True) if args.beyond_mib is None else (True,):
+                result["runs"].append(limited(args, name, files))
+            text = limited_report(args, result["runs"])
+            if args.json:
+                common.save(args.json, result, common.heading("Under the expected resident memory", m) + text)
         return
     for name in args.model:
         rows = {}
@@ -114,13 +124,17 @@ def run(model: str, mode: str, steps: int, ranks: int) -> dict[str, Any]:
 
 
 def limited(args: argparse.Namespace, name: str, files: bool) -> dict[str, Any]:
-    """What the report expects of a model that has run for a step, and whether it lives with a tenth more."""
+    """What the report expects of a model that has run for a step, and whether it lives under its limit."""
     call = {"model": name, "files": args.limit if files else None, "compute": args.compute}
     call["budget_mib"] = args.budget_mib if files else None
     first = trained(call | {"steps": 1}, NO_LIMIT)
     if "expected" not in first:
         raise RuntimeError(f"{name} does not train without a limit either")
     limit = int(1.1 * first["expected"])
+    if args.beyond_mib is not None:
+        imported = trained({"libraries": True}, NO_LIMIT)["imported"]
+        limit = imported + (args.budget_mib + args.beyond_mib << 20)
+        first["imported"] = imported
     found = trained(call | {"steps": args.steps}, limit)
     row = {"model": name, "files": files, "limit": limit, "lives": "expected" in found} | first
     row |= {"peak": found["peak"], "steps": found.get("steps", 0)}
@@ -139,6 +153,18 @@ def trained(call: dict[str, Any], limit: int) -> dict[str, Any]:
         answer = Path(folder, "answer")
         found = json.loads(answer.read_text()) if answer.exists() else {}
         return {**found, "peak": group.peak_bytes()}
+
+
+def libraries(call: dict[str, Any]) -> None:
+    """What a process has that has imported them, and does nothing."""
+    import torch
+    from torch._inductor import compile_fx  # noqa: F401
+
+    from zero_compiler.storage.resident_memory import Resident
+
+    torch.set_num_threads(1)
+    now = Resident.now()
+    common.answer(call, {"imported": now.own + now.shared + now.tables})
 
 
 def train(call: dict[str, Any]) -> None:
@@ -171,9 +197,6 @@ def train(call: dict[str, Any]) -> None:
         if i == 0:
             memory = zero.inspect(model).memory
             said = zero.inspect(model).to_dict()["memory"]["resident_parts"] | {"expected": memory.resident}
-            from zero_compiler.storage.resident_memory import Resident
-
-            print(said, Resident.now(), flush=True)
     common.answer(call, {**said, "steps": call["steps"]})
 
 
@@ -206,7 +229,11 @@ def limited_report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
         ]
         for r in rows
     ]
-    title = f"One rank in a cgroup of the expected resident memory and a tenth more, MiB, {args.compute}"
+    limit = "the expected resident memory and a tenth more"
+    if args.beyond_mib is not None:
+        imported = mib(rows[0]["imported"])
+        limit = f"libraries ({imported}), the budget of {args.budget_mib} and {args.beyond_mib} more"
+    title = f"One rank in a cgroup of {limit}, MiB, {args.compute}"
     common.print_table(title, head, table)
     return common.table(title, head, table)
 

@@ -1,6 +1,6 @@
 """Step time by what rests in files, one model: each placement beside the physical limit of the bytes that it moves.
 
-    python benchmarks/tiers.py DIR --json benchmarks/results/tiers.json
+    python benchmarks/tiers.py DIR --json benchmarks/results/tiers/HOST.json
 
 Runs `large.py` once for each placement, on one rank, with everything on the compute device first. Where that is the
 CPU, this is the host's memory too; where there is an accelerator, its host is one more tier. The row "optimizer in

@@ -1,6 +1,6 @@
 """What each way to hold less is worth: peak memory and step time with it and without, predicted and measured.
 
-    python benchmarks/without.py DIR --json benchmarks/results/without.json
+    python benchmarks/without.py DIR --json benchmarks/results/without/HOST.json
 
 One case a way, on a model that shows it; the first row of a case is without:
   weights      linear layers whose weights are gathered and reduced in tiles (`tile_bytes`)

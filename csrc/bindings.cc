@@ -16,6 +16,7 @@
 
 #include "zero/alloc_meter.h"
 #include "zero/c10d_transport.h"
+#include "zero/cpu_allocator.h"
 #include "zero/engine.h"
 #include "zero/hosts_transport.h"
 #include "zero/shared_segment.h"
@@ -428,6 +429,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         without_gil([&] { engine.close(); });
       });
 
+  module.def("install_cpu_allocator", &zero::install_cpu_allocator);
+  module.def("cpu_allocator_is_installed", &zero::cpu_allocator_is_installed);
   module.def("meter_install", &zero::meter::install);
   module.def("meter_uninstall", &zero::meter::uninstall);
   module.def("meter_current", &zero::meter::current);

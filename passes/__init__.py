@@ -5,7 +5,7 @@ over both sides change what is handed from one to the other; then each phase is 
 """
 
 from .activations import Remade, held_bytes, remade
-from .base import Context, Options, ParamPlan, Pass, SplitPass, Trace, run_passes, run_split
+from .base import Context, ParamPlan, Pass, PassOptions, SplitPass, Trace, run_passes, run_split
 from .bucket_transfers import BucketTransfers
 from .choose_saved import ChooseSaved, Cuts
 from .clone_escapes import CloneEscapes
@@ -25,14 +25,14 @@ from .tiling.tile_loss import TileLoss
 from .tiling.tile_mlp import TileMlp
 from .tiling.tile_operators import TileOperators
 
-_DEFAULT = Options()
+_DEFAULT = PassOptions()
 # Over both sides of a partition: each is made where it runs, with what it needs to know of links and ranks.
 SPLIT: list[type[SplitPass]] = [OffloadActivations, PartitionActivations]
 # (pass, level of lowering that the verifier proves after it), in order
 Pipeline = list[tuple[Pass, str]]
 
 
-def inference_passes(o: Options = _DEFAULT) -> Pipeline:
+def inference_passes(o: PassOptions = _DEFAULT) -> Pipeline:
     """Passes over a forward without a backward, before those of a phase."""
     return [
         (MergeMarkers(), "merged"),
@@ -41,7 +41,7 @@ def inference_passes(o: Options = _DEFAULT) -> Pipeline:
     ]
 
 
-def joint_passes(o: Options = _DEFAULT, cuts: Cuts | None = None) -> Pipeline:
+def joint_passes(o: PassOptions = _DEFAULT, cuts: Cuts | None = None) -> Pipeline:
     """Passes over a joint graph.
 
     Args:
@@ -60,7 +60,7 @@ def joint_passes(o: Options = _DEFAULT, cuts: Cuts | None = None) -> Pipeline:
     ]
 
 
-def phase_passes(o: Options = _DEFAULT) -> Pipeline:
+def phase_passes(o: PassOptions = _DEFAULT) -> Pipeline:
     """Passes over a forward, a backward, or an inference."""
     return [
         (MergeMarkers(), "merged"),
@@ -91,7 +91,7 @@ __all__ = [
     "MergeMarkers",
     "ParamPlan",
     "OffloadActivations",
-    "Options",
+    "PassOptions",
     "PartitionActivations",
     "Pass",
     "PickKernels",

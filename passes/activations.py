@@ -11,7 +11,6 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped]
 import torch
@@ -160,7 +159,7 @@ class Activations:
 
     # What it costs ----------------------------------------------------------------------------------------
 
-    def _number(self, cost: Any) -> float:
+    def _number(self, cost: object) -> float:
         return at_hints(cost, self._known)
 
     def _us(self, node: fx.Node) -> float:
@@ -238,7 +237,7 @@ class Activations:
         """What is cheaper in a file than in memory."""
         return frozenset(n for n, us in self.away_us.items() if us <= us_per_byte * self.bytes[n])
 
-    def _kind(self, node: fx.Node) -> tuple[Any, ...]:
+    def _kind(self, node: fx.Node) -> tuple[object, ...]:
         """All that a network says of a node."""
         return (
             node.target if node.op == "call_function" else node.op,
@@ -410,7 +409,7 @@ def _bytes(node: fx.Node) -> int:
     return facts.bytes_of(val) if isinstance(val, torch.Tensor) else 0
 
 
-def _node_us(cost: CostModel, node: fx.Node) -> Any:
+def _node_us(cost: CostModel, node: fx.Node) -> object:
     return facts.tiling(node).us if node.target is ops.tiled else cost.node_us(node)
 
 

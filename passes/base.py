@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 from torch import fx
 
 from zero_compiler.cost.hardware import HardwareSpec
@@ -21,9 +22,9 @@ class ParamPlan:
 
     ref: ParamRef
     shape: tuple[int, ...]
-    dtype: Any
-    gather_dtype: Any
-    reduce_dtype: Any
+    dtype: torch.dtype
+    gather_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     cut: bool
     world: int
     stage: int
@@ -104,7 +105,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Options:
+class PassOptions:
     """What is chosen of passes: `passes/__init__.py` gives each pass those that are its own, as fields.
 
     Args:

@@ -69,11 +69,11 @@ def _sink_derived(graph: fx.Graph) -> None:
 
 
 def buckets(
-    refs: Iterable[ParamRef], ctx: Context, bucket_bytes: int, key: Callable[[ParamRef], Any]
+    refs: Iterable[ParamRef], ctx: Context, bucket_bytes: int, key: Callable[[ParamRef], object]
 ) -> list[list[ParamRef]]:
     """Cut ``refs`` into buckets: one key each, large members alone, order kept among the small ones."""
     out: list[list[ParamRef]] = []
-    open_: dict[Any, tuple[list[ParamRef], int]] = {}
+    open_: dict[object, tuple[list[ParamRef], int]] = {}
     for ref in refs:
         size = ctx.params[ref].gather_bytes
         if size >= bucket_bytes:
@@ -101,7 +101,7 @@ def _by_unit(refs: Iterable[ParamRef], ctx: Context) -> list[tuple[str, list[Par
 
 def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
     old: dict[ParamRef, fx.Node] = {}
-    device: Any = None
+    device: torch.device | None = None
     for node in graph.find_nodes(op="call_function", target=ops.gather):
         (ref,) = facts.params(node)
         if facts.tile(node) is not None:
@@ -146,13 +146,13 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
             graph.erase_node(node)
 
 
-def _gather_key(ctx: Context, ref: ParamRef) -> Any:
+def _gather_key(ctx: Context, ref: ParamRef) -> object:
     """What all members of a gather have in common. The dtype at rest too: hops from other tiers bring those bytes."""
     plan = ctx.params[ref]
     return plan.dtype, plan.gather_dtype, ref.owner, plan.released, plan.path
 
 
-def _device(graph: fx.Graph) -> Any:
+def _device(graph: fx.Graph) -> torch.device:
     values = (facts.value(n) for n in graph.find_nodes(op="placeholder"))
     return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
 
@@ -173,7 +173,7 @@ def _first_use(element: fx.Node) -> fx.Node:
 
 
 def emit_gather(
-    graph: fx.Graph, refs: Sequence[ParamRef], unit: str, ctx: Context, device: Any
+    graph: fx.Graph, refs: Sequence[ParamRef], unit: str, ctx: Context, device: object
 ) -> list[fx.Node]:
     """A gather, its wait and its elements, at the graph's point of insertion."""
     plans = [ctx.params[r] for r in refs]
@@ -185,11 +185,11 @@ def emit_gather(
 
 def _emit(
     graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
+    target: fx.node.Target,
+    args: tuple[object, ...],
     refs: Sequence[ParamRef],
     unit: str,
-    vals: Sequence[Any],
+    vals: Sequence[object],
 ) -> list[fx.Node]:
     start = graph.call_function(target, args)
     facts.set_params(start, refs)
@@ -206,7 +206,7 @@ def _emit(
     return elements
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, device: Any, graph: fx.Graph) -> Any:
+def _empty(shape: tuple[int, ...], dtype: Any, device: Any, graph: fx.Graph) -> object:
     return facts.fake_empty(graph, shape, dtype, device)
 
 
@@ -314,7 +314,7 @@ def _reduced_together(
     return out
 
 
-def _reduce_key(ctx: Context, ref: ParamRef) -> Any:
+def _reduce_key(ctx: Context, ref: ParamRef) -> object:
     plan = ctx.params[ref]
     return (plan.dtype, plan.reduce_dtype, plan.cut, plan.grad_path)
 

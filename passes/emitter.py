@@ -30,7 +30,7 @@ class Emitter:
             next((v for v in values if isinstance(v, FakeTensor)), None)
         )
 
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def __call__(self, target: Any, *args: object, **kwargs: Any) -> fx.Node:
         args, kwargs = tree_map(
             lambda a: self.number(a) if isinstance(a, torch.SymInt) else a, (args, kwargs)
         )
@@ -39,7 +39,13 @@ class Emitter:
             val = target(*given[0], **given[1])
         return self.node(target, args, kwargs, val)
 
-    def node(self, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
+    def node(
+        self,
+        target: fx.node.Target,
+        args: tuple[fx.node.Argument, ...],
+        kwargs: dict[str, fx.node.Argument],
+        val: object,
+    ) -> fx.Node:
         """A node whose value is known."""
         node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)
@@ -74,7 +80,7 @@ class Emitter:
         made: fx.Proxy = sympy_interp(PythonReferenceAnalysis, env, expr)
         return made.node
 
-    def _symbol(self, symbol: Any) -> fx.Node:
+    def _symbol(self, symbol: object) -> fx.Node:
         for node in self.graph.find_nodes(op="placeholder"):
             val = facts.value(node)
             if isinstance(val, torch.SymInt) and val.node.expr == symbol:
@@ -86,7 +92,7 @@ class Emitter:
                     return self(torch.ops.aten.sym_size.int, node, dim)
         raise ValueError(f"no input has the size {symbol}")
 
-    def reshaped(self, node: fx.Node, sizes: Sequence[Any]) -> fx.Node:
+    def reshaped(self, node: fx.Node, sizes: Sequence[object]) -> fx.Node:
         """``node`` with other sizes; copied where they cannot be a view of it."""
         have = facts.value(node).shape
         if len(have) == len(sizes) and all(
@@ -99,12 +105,12 @@ class Emitter:
             copy = self(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
             return self(torch.ops.aten.view.default, copy, list(sizes))
 
-    def empty(self, sizes: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+    def empty(self, sizes: Sequence[fx.node.Argument], like: torch.Tensor) -> torch.Tensor:
         """A fake contiguous value."""
         with self.fake():
             return torch.empty(list(sizes), dtype=like.dtype, device=like.device)
 
-    def fake(self) -> contextlib.AbstractContextManager[Any]:
+    def fake(self) -> contextlib.AbstractContextManager[object]:
         return self.mode if self.mode is not None else contextlib.nullcontext()
 
 
@@ -115,6 +121,8 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
         super().__init__(emit.graph)
         self._emit = emit
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:
+    def create_node(
+        self, kind: str, target: object, args: fx.node.Argument, kwargs: fx.node.Argument, *_: Any, **__: Any
+    ) -> fx.Node:
         assert kind == "call_function"
         return self._emit(target, *args, **kwargs)

@@ -77,7 +77,7 @@ def _product(grad: fx.Node) -> fx.Node | None:
 
     Nothing else reads it: what is under way to a file must not be written over.
     """
-    node: Any = grad
+    node: fx.node.Argument = grad
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.args[0]
     if node.op != "call_function" or node.target != _aten.mm.default or len(node.users) != 1:

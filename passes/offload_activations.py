@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -286,7 +285,7 @@ def _clock(graph: fx.Graph, cost: CostModel, fused: bool, begin: bool = False) -
     return out
 
 
-def node_us(cost: CostModel, node: fx.Node, fused: bool, known: Mapping[Any, int]) -> float:
+def node_us(cost: CostModel, node: fx.Node, fused: bool, known: Mapping[object, int]) -> float:
     """Time of an operator in a segment; 0 for what computes nothing."""
     if not facts.is_compute(node) or node.target in (ops.unshard, ops.reduce_grad):
         return 0.0

@@ -6,7 +6,6 @@ import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -125,7 +124,7 @@ class PartitionActivations:
         return facts.sends(node) and node.args[-1] == self.group
 
     def _wanted(
-        self, values: list[Any], num_outputs: int, roots: Mapping[fx.Node, frozenset[fx.Node]]
+        self, values: list[fx.node.Argument], num_outputs: int, roots: Mapping[fx.Node, frozenset[fx.Node]]
     ) -> list[fx.Node]:
         """Saved tensors that can be cut, in order."""
         users_own = {r for v in values[:num_outputs] if isinstance(v, fx.Node) for r in roots[v]}
@@ -209,7 +208,7 @@ def common(shown: Sequence[Sequence[str]]) -> list[str]:
     return first if all(texts == first for texts in others) else []
 
 
-def _after(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+def _after(node: fx.Node, target: fx.node.Target, args: tuple[fx.node.Argument, ...], name: str) -> fx.Node:
     with node.graph.inserting_after(node):
         new = node.graph.create_node("call_function", target, args, name=name)
     facts.set_value(new, target(*tree_map_only(fx.Node, facts.value, args)))
@@ -226,7 +225,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _way(node: fx.Node, made: Mapping[fx.Node, str]) -> str:
-    def text(arg: Any) -> Any:
+    def text(arg: object) -> object:
         return made[arg] if isinstance(arg, fx.Node) else arg.type if isinstance(arg, torch.device) else arg
 
     args = tree_map(text, (node.args, dict(node.kwargs)))

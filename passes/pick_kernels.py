@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -82,7 +81,7 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
         bias, a, b = node.args
     else:
         return None
-    given: Any = [n for n in (node, a, b, bias) if n is not None]
+    given: list[fx.Node] = [n for n in (node, a, b, bias) if n is not None]
     if not all(_float32_on_cpu(facts.value(n)) for n in given):
         return None
     if bias is not None and not _is_row(facts.value(bias), facts.value(node).shape[1]):
@@ -90,12 +89,12 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     return a, b, bias
 
 
-def _is_row(bias: torch.Tensor, columns: Any) -> bool:
+def _is_row(bias: torch.Tensor, columns: object) -> bool:
     # Of symbolic sizes a comparison would be a new condition on the batch.
     return bias.dim() == 1 and type(bias.shape[0]) is type(columns) is int and bias.shape[0] == columns
 
 
-def _float32_on_cpu(val: Any) -> bool:
+def _float32_on_cpu(val: object) -> bool:
     return isinstance(val, torch.Tensor) and val.dtype == torch.float32 and val.device.type == "cpu"
 
 

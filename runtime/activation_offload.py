@@ -177,7 +177,7 @@ class Staged(ActivationFiles):
         super().__init__(parcels, offloads, nbytes, pool)
         self._device, self._aside = device, aside
         # Events of copies, and what they read or write on the device: it is held until nothing needs it there.
-        self._copying: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._copying: dict[int, tuple[object, torch.Tensor]] = {}
 
     def step(self, instr: Any) -> Step:
         if not isinstance(instr, (Write, Bring)):

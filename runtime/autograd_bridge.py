@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from zero_compiler.params import grads, parameter_errors
+from zero_compiler.report.report import Frame
+from zero_compiler.sharded import grads, parameter_errors
+from zero_compiler.sharded.sharded_model import ShardedModel
 from zero_compiler.tensors.foreach import MANAGED
 
 
@@ -20,7 +23,7 @@ class LocalRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, names: Sequence[str], owners: Sequence[Any], frame: Any, *params: Any
+        ctx: Any, names: Sequence[str], owners: Sequence[ShardedModel], frame: Frame, *params: DTensor
     ) -> tuple[torch.Tensor, ...]:
         """``names`` and ``owners`` of each of ``params``."""
         ctx.params, ctx.names, ctx.owners = params, names, owners
@@ -36,7 +39,7 @@ class LocalRows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:
         if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
             return _through_autograd(ctx, *given)
         ctx.calls = ctx.due = None
@@ -47,22 +50,22 @@ class LocalRows(torch.autograd.Function):
         return (None, None, None, *map(grads.handed_on, ctx.params, given, runs))
 
 
-def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> Any:
+def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:
     ctx.calls = ctx.due = None
     _unmodified(ctx, given)
-    grown = (None if g is None else _Rows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
+    grown = (None if g is None else _GradientRows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
     return (None, None, None, *grown)
 
 
-class _Rows(torch.autograd.Function):
+class _GradientRows(torch.autograd.Function):
     """A gradient of local rows as the DTensor that it is a part of. It is not differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, param: Any) -> Any:
+    def forward(ctx: object, grad: torch.Tensor, param: DTensor) -> DTensor:
         return grads.as_dtensor(param, grad.detach())
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: object, grad: torch.Tensor) -> NoReturn:
         raise parameter_errors.differentiated_twice()
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from zero_compiler.errors import ShardError
-from zero_compiler.params import blocking_transfers
 from zero_compiler.runtime import _C
+from zero_compiler.sharded import blocking_transfers
+from zero_compiler.sharded.sharded_model import ShardedModel
 
+from ..storage import heap
 from ..storage.activation_store import Parcels
 from ..storage.aio import buffer
 from ..storage.stores import Region, region_of
@@ -29,26 +31,28 @@ class ModelRuntime:
     Compiled calls of several threads take turns (`pools.in_turn`); what is eager is not safe for two at once.
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: ShardedModel) -> None:
         group = policy.group
         self._policy = weakref.ref(policy)
         self._kept: dict[Any, list[torch.Tensor]] = {}
         self._homes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        segment, hosts = policy.transport.segment, policy.transport.hosts
+        segment, hosts = policy.storage.transport.segment, policy.storage.transport.hosts
         self.shared = segment is not None
         # Of a model that was made on meta and given storage since: here no call has begun. Before the engine is made,
         # of which a segment sees one: where there is no memory now, a later call may find it.
         for name in segment.chunks if segment is not None else ():
             if (param := policy.find(name)) is not None and not param.is_meta:
-                policy.bring_home(name)
+                policy.storage.bring_home(name, param)
         self.engine: Any = _C.Engine(
             group.pg if group.world > 1 else None,  # one rank talks to nobody
             group.rank,
             group.world,
-            series=policy.series,
+            series=policy.identity.series,
             shared=None if segment is None else segment.for_engine(),
             hosts=None if hosts is None else hosts.for_engine(),
         )
+        if group.device.type == "cpu" and heap.may_be_tuned():
+            _C.install_cpu_allocator()
         self.transient = self.engine.add_arena(0, group.device)
         # Shared: gather buffers are the same memory on every rank; staging of reductions is read by peers.
         self.slots = self.own = self.transient
@@ -79,7 +83,7 @@ class ModelRuntime:
             raise ShardError(GONE)
         return policy
 
-    def kept_views(self, what: Any) -> list[torch.Tensor]:
+    def kept_views(self, what: object) -> list[torch.Tensor]:
         """The kept weights of the gather ``what``, from call to call: one list for all Programs with that gather.
 
         A rank that compiles a Program again, alone, thus finds what its peers find.
@@ -101,7 +105,7 @@ class ModelRuntime:
         """Full weights where they lie at rest, in memory that all ranks share: one list for all Programs."""
         views = self._homes.setdefault(names, [])
         if not views:
-            segment = self.policy.transport.segment
+            segment = self.policy.storage.transport.segment
             views[:] = [segment.fulls[n] for n in names]
         return views
 
@@ -112,7 +116,7 @@ class ModelRuntime:
         Only while no peer reads: before a call begins.
         """
         for name in names:
-            self.policy.bring_home(name)
+            self.policy.storage.bring_home(name, self.policy.param(name))
 
     def moves(self, program: Any) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
@@ -123,7 +127,7 @@ class ModelRuntime:
         if program.phase == "forward":
             self.parcels.reserve(program.file_bytes)
         what = self.parcels, program.offloads, program.file_bytes
-        device, path = self.policy.group.device, self.policy.activation_path
+        device, path = self.policy.group.device, self.policy.tiers.activation_path
         if path == ("host",):
             return HostCopies(*what, device, lambda: self.pools.stream)
         if path == ("nvme",):
@@ -160,10 +164,11 @@ class ModelRuntime:
             out.append(self._flat_chunk(policy, name))
         return out
 
-    def _flat_chunk(self, policy: Any, name: str) -> torch.Tensor:
+    def _flat_chunk(self, policy: ShardedModel, name: str) -> torch.Tensor:
         policy.at_rest.pop(name, None)
         module, attribute = policy.place_of(name)
-        param, layout = module._parameters[attribute], policy.params[name].layout
+        param: Any = module._parameters[attribute]
+        layout = policy.params[name].layout
         local = param._local_tensor
         flat: torch.Tensor = blocking_transfers.flat_chunk(layout, local)
         copied = flat.untyped_storage()._cdata != local.untyped_storage()._cdata
@@ -189,17 +194,20 @@ class ModelRuntime:
 class _Closed:
     """In the place of an engine whose model is gone: others that shared its pools may still come by."""
 
-    def place_arena(self, *_: Any) -> None:
+    def place_arena(self, *_: object) -> None:
         """Nothing: it transfers nothing any more."""
 
     trim = abandon = stop_waiting = close = place_arena
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise ShardError(GONE)
 
 
-def _place(policy: Any, nbytes: int) -> Any:
-    """Where activations of a model wait for backward; ``policy`` is a weak reference."""
-    if policy().activation_tier == "host":
+def _place(policy: weakref.ref[ShardedModel], nbytes: int) -> object:
+    """Where activations of a model wait for backward."""
+    model = policy()
+    if model is None:
+        raise ShardError(GONE)
+    if model.tiers.activation_tier == "host":
         return buffer(nbytes)
-    return policy().nvme().store("activations", nbytes, keep=False)  # nobody could read them later
+    return model.storage.nvme().store("activations", nbytes, keep=False)  # nobody could read them later

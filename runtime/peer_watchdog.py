@@ -81,7 +81,7 @@ def wait(work: Any, group: Group) -> None:
                 raise
 
 
-class _Watch:
+class _Watchdog:
     """One thread, which ends when there is nothing to look at, and is started by the next call."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class _Watch:
             seen = calls
 
 
-_watch = _Watch()
+_watch = _Watchdog()
 begin, end = _watch.begin, _watch.end
 atexit.register(_watch.leave)
 os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # no thread of the parent's runs there

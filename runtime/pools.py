@@ -42,7 +42,7 @@ class Pools:
         self.near: torch.Tensor | None = None
         self.forsaken = False  # of calls that broke off: nobody joins them
         # Runtimes by id. A plain dict, as a model may be dropped in any thread while another one looks through it.
-        self._users: dict[int, weakref.ref[Any]] = {}
+        self._users: dict[int, weakref.ref[object]] = {}
         self.turn = threading.Lock()  # of whoever runs a Program in them, or changes them
         self.thread: int | None = None  # where that is
         self.turns = 0  # how many there were
@@ -93,7 +93,7 @@ class Pools:
                 self.near = None
                 self.near = torch.empty(program.device_bytes, dtype=torch.uint8, device=self.device)
 
-    def leave(self, runtime: Any) -> None:
+    def leave(self, runtime: object) -> None:
         """A runtime is at its end; with the last one the memory is.
 
         Of others that go on nothing is waited for: this may be any thread, in no turn.
@@ -110,7 +110,7 @@ class Pools:
         other._users.clear()
         other._empty()
 
-    def keep(self, broken: Collection[Any]) -> None:
+    def keep(self, broken: Collection[object]) -> None:
         """Keep these runtimes alone, for good; the others take other memory."""
         self.forsaken = True
         rest = [u for u in self.users() if u not in broken]
@@ -134,7 +134,7 @@ class Pools:
 
 
 def in_turn(
-    runtimes: Iterable[Any], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
+    runtimes: Iterable[object], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
 ) -> T:
     """``do`` with the pools of these to this thread alone: waits for Programs of other threads.
 
@@ -229,7 +229,7 @@ def _nested(pools: Sequence[Pools], do: Callable[[], None]) -> None:
             pools[0].thread = None
 
 
-def joined(runtimes: Iterable[Any]) -> list[Any]:
+def joined(runtimes: Iterable[object]) -> list[object]:
     """Let models use the same pools from here on. Of each device one of them, whose pools these are; none of those that
     broke off."""
     runtimes = list(runtimes)

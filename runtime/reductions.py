@@ -12,7 +12,7 @@ from zero_compiler.errors import TransferError
 from zero_compiler.ir.instructions import Compute, Reduce
 from zero_compiler.ir.program import Program
 from zero_compiler.ir.transfers import ReduceDesc
-from zero_compiler.params import grads
+from zero_compiler.sharded import grads
 
 from . import peer_watchdog
 from .model import ModelRuntime
@@ -94,7 +94,7 @@ class Reductions:
         """Gradients that are kept go to no hook of the user's before they are reduced.
 
         Raises:
-            ZeroError: see :func:`zero_compiler.params.grads.check_unhooked`.
+            ZeroError: see :func:`zero_compiler.sharded.grads.check_unhooked`.
         """
         for runtime, keep in self._keeps:
             for name in keep.names:

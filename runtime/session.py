@@ -223,7 +223,7 @@ class Session:
         first = self.first
         assert first is not None
         for runtime in self.runtimes.values():
-            runtime.policy.check_whole()
+            runtime.policy.protocol.check_whole()
         if self._digest is None:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
@@ -256,9 +256,9 @@ class Session:
     def _text(self) -> str:
         """What this call is: the first line in which it differs from a peer's is what a message shows."""
         policies = [r.policy for r in self.runtimes.values()]
-        title = ", ".join(p.title() for p in policies)
+        title = ", ".join(p.identity.title() for p in policies)
         head = f"phase {self.program.title}"
-        return "\n".join([head, title, *(p.describe() for p in policies), self._sequence])
+        return "\n".join([head, title, *(p.protocol.describe() for p in policies), self._sequence])
 
     def _told_text(self) -> str:
         """The same for ranks that are in another call, with what the user was told of why."""
@@ -328,7 +328,7 @@ class Session:
         device copies may stand behind what a peer does not send any more."""
         try:
             if self._talks:
-                broke_off(self._group, error, [r.policy.title() for r in self.runtimes.values()])
+                broke_off(self._group, error, [r.policy.identity.title() for r in self.runtimes.values()])
         finally:
             self._gathers.hops.end()
             if self._moves is not None:
@@ -336,7 +336,7 @@ class Session:
             self._reductions.forget()
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
-            runtime.policy.break_off(f"{type(error).__name__}: {error}")
+            runtime.policy.protocol.break_off(f"{type(error).__name__}: {error}")
             runtime.fresh.clear()
         if self._talks:
             forsake(self.runtimes.values())

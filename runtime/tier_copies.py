@@ -28,23 +28,23 @@ class Aside:
         # Of copies from the pool on the host: their events, and the bytes that they read there.
         self._reading: list[tuple[Any, int, int]] = []
 
-    def to_device(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> Any:
+    def to_device(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> object:
         """Start to copy each tensor of ``of``, on the host, to that of ``into``; the event of the end, None where that
         has come."""
         return self._start(into, of)
 
-    def to_host(self, of: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def to_host(self, of: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
         """Start to copy tensors to the host, in pinned memory; what they become there, and the event of the end. They
         are held until that has been waited for."""
         pin = self._device.type != "cpu"
         there = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pin) for t in of]
         return there, self.to_places(there, of)
 
-    def to_places(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> Any:
+    def to_places(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> object:
         """The same to memory of the host that is there; the event of the end."""
         return self._start(into, of)
 
-    def _start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> Any:
+    def _start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> object:
         """Behind what the device has been told to compute so far."""
         if self._stream is None:
             for there, here in zip(into, of, strict=True):
@@ -74,7 +74,7 @@ class Aside:
             self._last = None
         self._reading.clear()
 
-    def reads(self, event: Any, spans: Iterable[tuple[int, int]]) -> None:
+    def reads(self, event: object, spans: Iterable[tuple[int, int]]) -> None:
         """Until ``event``, copies read these bytes of the pool on the host."""
         if event is not None:
             self._reading += [(event, begin, end) for begin, end in spans]

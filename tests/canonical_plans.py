@@ -153,10 +153,19 @@ RANKED: dict[str, Callable[[int], Any]] = {
 
 
 def canonical(plan: dict[str, Any]) -> str:
-    """A plan as text, without what was measured while it was made."""
+    """A plan as text, without what was measured while it was made and where the code stands that it was made of."""
     for frame in plan["frames"]:
         frame["passes"] = [{"name": p["name"], "nodes": p["nodes"]} for p in frame["passes"]]
+        if frame["config"].get("nvme_dir") == os.getcwd():
+            frame["config"]["nvme_dir"] = "."
+        for program in frame["programs"].values():
+            program["segments"] = [_without_places(text) for text in program["segments"]]
     return json.dumps(plan, indent=1, sort_keys=True) + "\n"
+
+
+def _without_places(code: str) -> str:
+    """The code of a segment without its comments, which name the file and line that an operator comes from."""
+    return "\n".join(line for line in code.split("\n") if not line.lstrip().startswith("#"))
 
 
 def write(folder: Path, name: str, path: Path) -> None:

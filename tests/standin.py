@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from zero_compiler.params.policy import Policy
 from zero_compiler.runtime import model
 from zero_compiler.runtime.tier_copies import Aside
+from zero_compiler.sharded.rest_tiers import RestTiers
 
 
 class _Copy:
@@ -101,7 +101,7 @@ def accelerator(late: bool = True) -> Iterator[None]:
         late: False: copies are done at once, and take no memory beside what they are to and from.
     """
     with (
-        mock.patch.object(Policy, "apart", True),
+        mock.patch.object(RestTiers, "apart", True),
         mock.patch.object(model, "Aside", LateAside if late else Aside),
     ):
         yield

@@ -130,7 +130,7 @@ class Config:
     tile_bytes: int | None = None
     partition_activations: bool = False
 
-    def __new__(cls, *args: Any, **fields: Any) -> Config:
+    def __new__(cls, *args: object, **fields: object) -> Config:
         """Notes which fields the user gave. All of them at once is a copy: then those that are no default."""
         self = object.__new__(cls)
         known = [f.name for f in dataclasses.fields(cls)]
@@ -227,7 +227,7 @@ class Config:
                 )
         return merged
 
-    def with_options(self, options: Mapping[str, Any] | None) -> Config:
+    def with_options(self, options: Mapping[str, object] | None) -> Config:
         """The configuration of one compile: this one with ``torch.compile(options=...)`` laid over it.
 
         Raises:
@@ -255,7 +255,7 @@ class Config:
         Raises:
             ConfigError: a field was given different values.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name in COMPILE_FIELDS:
             if name in BUDGET_FIELDS:
                 values = [v for c in (*parts, *others) if (v := getattr(c, name)) is not None]
@@ -273,9 +273,9 @@ class Config:
         merged.__dict__.update(found, given=parts[0]._given | frozenset(found))
         return merged
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON values; dtypes by name."""
-        out: dict[str, Any] = {}
+        out: dict[str, object] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             out[f.name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -285,7 +285,7 @@ class Config:
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Config:
+    def from_dict(data: Mapping[str, object]) -> Config:
         """Inverse of :meth:`to_dict`.
 
         Raises:
@@ -299,7 +299,7 @@ class Config:
 COMPILE_FIELDS = ("hardware", *(f.name for f in dataclasses.fields(Config) if f.name not in PLACEMENT_FIELDS))
 
 
-def _check_names(fields: Any, taker: str = "options are") -> None:
+def _check_names(fields: object, taker: str = "options are") -> None:
     if not isinstance(fields, Mapping):
         raise ConfigError(f"{taker} a dictionary of fields by name, not {reprlib.repr(fields)}")
     known = {f.name for f in dataclasses.fields(Config)}
@@ -310,7 +310,7 @@ def _check_names(fields: Any, taker: str = "options are") -> None:
             raise ConfigError(f"unknown option {reprlib.repr(name)}{hint}")
 
 
-def _as_held(name: str, value: Any) -> Any:
+def _as_held(name: str, value: object) -> object:
     """A value as a configuration holds it."""
     if name in ("param_dtype", "reduce_dtype"):
         return _dtype(name, value)

@@ -4,8 +4,8 @@
 #include <c10/core/Device.h>
 
 #include <atomic>
-#include <memory>
 #include <new>
+#include <vector>
 
 namespace zero::meter {
 namespace {
@@ -96,13 +96,31 @@ class MeteredAllocator final : public c10::Allocator {
 // Allocators are never destroyed: c10 wants static lifetime, and a thread may
 // be inside one that was just replaced. One a wrapped allocator, so installing
 // again and again does not leak.
-struct Installed {
-  MeteredAllocator* metered = nullptr;
-};
-
-Installed& installed() {
-  static Installed* const instance = new Installed;
+std::vector<MeteredAllocator*>& metered_allocators() {
+  static auto* const instance = new std::vector<MeteredAllocator*>;
   return *instance;
+}
+
+// The meter around this allocator, made if there is none.
+MeteredAllocator* meter_around(c10::Allocator* inner) {
+  std::vector<MeteredAllocator*>& all = metered_allocators();
+  for (MeteredAllocator* metered : all) {
+    if (metered->inner() == inner) {
+      return metered;
+    }
+  }
+  return all.emplace_back(new MeteredAllocator(inner));
+}
+
+// The meter that c10 allocates with; null where it is another allocator.
+MeteredAllocator* installed() {
+  c10::Allocator* now = c10::GetAllocator(c10::DeviceType::CPU);
+  for (MeteredAllocator* metered : metered_allocators()) {
+    if (metered == now) {
+      return metered;
+    }
+  }
+  return nullptr;
 }
 
 void set_cpu_allocator(c10::Allocator* allocator) {
@@ -117,29 +135,28 @@ void set_cpu_allocator(c10::Allocator* allocator) {
 
 void install() {
   c10::Allocator* now = c10::GetAllocator(c10::DeviceType::CPU);
-  Installed& mine = installed();
   if (now->raw_deleter() == &delete_block) {
     state().counting.store(true, std::memory_order_relaxed);
     return;
   }
-  if (mine.metered == nullptr || mine.metered->inner() != now) {
-    TORCH_CHECK(
-        now->raw_deleter() != nullptr,
-        "the CPU allocator in use offers no raw interface, so it cannot be "
-        "metered");
-    mine.metered = new MeteredAllocator(now);
-  }
-  set_cpu_allocator(mine.metered);
+  TORCH_CHECK(
+      now->raw_deleter() != nullptr,
+      "the CPU allocator in use offers no raw interface, so it cannot be "
+      "metered");
+  set_cpu_allocator(meter_around(now));
   state().counting.store(true, std::memory_order_relaxed);
 }
 
 void uninstall() {
-  Installed& mine = installed();
   state().counting.store(false, std::memory_order_relaxed);
-  if (mine.metered != nullptr &&
-      c10::GetAllocator(c10::DeviceType::CPU) == mine.metered) {
-    set_cpu_allocator(mine.metered->inner());
+  if (MeteredAllocator* metered = installed()) {
+    set_cpu_allocator(metered->inner());
   }
+}
+
+bool is_around(const c10::Allocator* inner) {
+  const MeteredAllocator* metered = installed();
+  return metered != nullptr && metered->inner() == inner;
 }
 
 int64_t current() {

@@ -71,7 +71,7 @@ class ColumnSums:
         self._made: dict[str, fx.Node] = {}
         device = tensors[0][0].device
         r, *names = bare.find_nodes(op="placeholder")
-        env: dict[fx.Node, Any] = {r: self.graph.placeholder("rows")}
+        env: dict[fx.Node, object] = {r: self.graph.placeholder("rows")}
         self.r: fx.Node = env[r]
         facts.set_value(self.r, self.rows)
         self.inputs: list[fx.Node] = []
@@ -101,13 +101,13 @@ class ColumnSums:
 
     # What a value is ---------------------------------------------------------------------------------------
 
-    def row_dim(self, node: Any) -> int | None:
+    def row_dim(self, node: fx.node.Argument) -> int | None:
         return self._dim_of(node, self.rows)
 
-    def column_dim(self, node: Any) -> int | None:
+    def column_dim(self, node: fx.node.Argument) -> int | None:
         return self._dim_of(node, self.width)
 
-    def wide(self, node: Any) -> bool:
+    def wide(self, node: fx.node.Argument) -> bool:
         return self.row_dim(node) is not None and self.column_dim(node) is not None
 
     def with_dims(self, node: fx.Node, more: int) -> fx.Node:
@@ -116,7 +116,7 @@ class ColumnSums:
             node = self._put(aten.unsqueeze.default, node, 0)
         return node
 
-    def _dim_of(self, node: Any, size: int) -> int | None:
+    def _dim_of(self, node: fx.node.Argument, size: int) -> int | None:
         val = facts.value(node) if isinstance(node, fx.Node) else None
         dims = [d for d, s in enumerate(val.shape) if s == size] if isinstance(val, torch.Tensor) else []
         if len(dims) > 1:
@@ -125,7 +125,7 @@ class ColumnSums:
 
     # Writing -----------------------------------------------------------------------------------------------
 
-    def _put(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _put(self, target: object, *args: fx.node.Argument, **kwargs: Any) -> fx.Node:
         """A node; the one that is there already where it computes the same."""
         key = f"{target} {args} {kwargs}"
         if key not in self._made:
@@ -136,7 +136,7 @@ class ColumnSums:
                 self.late.add(node)
         return self._made[key]
 
-    def _written(self, t: Any, args: Any, kwargs: Any) -> fx.Node:
+    def _written(self, t: object, args: fx.node.Argument, kwargs: fx.node.Argument) -> fx.Node:
         first = args[0] if args else None
         if t is aten._log_softmax.default and self.wide(first):
             return self._log_softmax(*args)
@@ -161,13 +161,13 @@ class ColumnSums:
         self._check(node)
         return node
 
-    def _unchanged(self, node: fx.Node, given: Any) -> bool:
+    def _unchanged(self, node: fx.Node, given: fx.node.Argument) -> bool:
         if node.target not in row_propagation._VIEWS | _CASTS | _NOTHING or not isinstance(given, fx.Node):
             return False
         mine, theirs = facts.value(node), facts.value(given)
         return mine.shape == theirs.shape and mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
 
-    def _across(self, node: fx.Node, dim: Any) -> bool:
+    def _across(self, node: fx.Node, dim: fx.node.Argument) -> bool:
         return isinstance(dim, int) and dim % len(row_propagation.shape(node)) == self.column_dim(node)
 
     def _check(self, node: fx.Node) -> None:
@@ -223,7 +223,7 @@ class ColumnSums:
         self.sums[out] = how
         return out
 
-    def _reduced(self, t: Any, args: Any, kwargs: Any) -> fx.Node | None:
+    def _reduced(self, t: object, args: fx.node.Argument, kwargs: fx.node.Argument) -> fx.Node | None:
         """A reduction of what is wide; None where it is over tokens alone."""
         node = args[0]
         if kwargs.get("dtype") is not None:
@@ -252,7 +252,7 @@ class ColumnSums:
         """The sum over columns of ``node``, each column ``times`` its entry of a vector; ``[rows, 1]``."""
         return self._each(self._sum(node, times), node)
 
-    def _each(self, out: Any, like: fx.Node) -> fx.Node:
+    def _each(self, out: fx.node.Argument, like: fx.Node) -> fx.Node:
         """One for each token."""
         out = self._number(out, like)
         return (
@@ -261,7 +261,7 @@ class ColumnSums:
             else self._put(aten.expand.default, out, [self.r, 1])
         )
 
-    def _sum(self, node: Any, times: fx.Node | None) -> Any:
+    def _sum(self, node: fx.node.Argument, times: fx.Node | None) -> fx.node.Argument:
         if self.column_dim(node) is None:  # equal in all columns
             return self._times(node, self.width if times is None else self._put(aten.sum.default, times))
         if not self.wide(node):
@@ -303,12 +303,12 @@ class ColumnSums:
             f"{dump.target_text(node)} is summed over the vocabulary, and is known only when another such sum is"
         )
 
-    def _times(self, a: Any, b: Any) -> Any:
+    def _times(self, a: fx.node.Argument, b: fx.node.Argument) -> fx.node.Argument:
         if not isinstance(a, fx.Node):
             return a * b if not isinstance(b, fx.Node) else self._put(aten.mul.Tensor, b, a)
         return self._put(aten.mul.Tensor, a, b)
 
-    def _number(self, a: Any, like: fx.Node) -> fx.Node:
+    def _number(self, a: object, like: fx.Node) -> fx.Node:
         """As a tensor where it is a number."""
         if isinstance(a, fx.Node):
             return a
@@ -327,10 +327,10 @@ class ColumnSums:
         )
         return self._put(aten.eq.Tensor, named, self._put(aten.view.default, self.numbers, [1, self.width]))
 
-    def _is_hit(self, node: Any) -> bool:
+    def _is_hit(self, node: fx.node.Argument) -> bool:
         return self._compared(node) is not None
 
-    def _compared(self, node: Any) -> tuple[fx.Node, int] | None:
+    def _compared(self, node: fx.node.Argument) -> tuple[fx.Node, int] | None:
         """The index that the numbers of columns are compared with, and the number of the first."""
         if not isinstance(node, fx.Node) or node.target is not aten.eq.Tensor or not self.wide(node):
             return None
@@ -364,7 +364,7 @@ class ColumnSums:
         )
         return self._put(aten.sub.Tensor, index, first), inside
 
-    def _zero_outside(self, node: Any) -> fx.Node | None:
+    def _zero_outside(self, node: fx.node.Argument) -> fx.Node | None:
         """Which column alone of each token is not zero."""
         if not isinstance(node, fx.Node) or not self.wide(node):
             return None
@@ -384,7 +384,7 @@ class ColumnSums:
             return self._zero_outside(args[0])
         return None
 
-    def _pick(self, node: Any, hit: fx.Node) -> Any:
+    def _pick(self, node: Any, hit: fx.Node) -> fx.node.Argument:
         """Of each token, the column that is hit."""
         if self.column_dim(node) is None:
             return node
@@ -415,11 +415,11 @@ def _counts_from(node: fx.Node) -> int | None:
     return args[0] if one else None
 
 
-def _mapped(args: Any, of: Callable[[fx.Node], Any]) -> Any:
+def _mapped(args: object, of: Callable[[fx.Node], fx.node.Argument]) -> fx.node.Argument:
     return tree_map(lambda a: of(a) if isinstance(a, fx.Node) else a, args)
 
 
-def _unlike(sizes: Sequence[Any]) -> int:
+def _unlike(sizes: Sequence[object]) -> int:
     """A number of rows that is no other size."""
     if any(isinstance(s, torch.SymInt) for s in sizes):
         raise Left("a size beside that of tokens is symbolic")

@@ -123,7 +123,7 @@ def tiles_of(total: int, rows: int) -> int:
     return -(-total // -(-total // least))  # none of them empty
 
 
-def tiles_that_hold(total: Any, rows: int, tile_bytes: int | None) -> int:
+def tiles_that_hold(total: object, rows: int, tile_bytes: int | None) -> int:
     """Number of tiles of at most ``rows`` rows; with ``tile_bytes``, which is a promise, at all sizes of one graph.
 
     The number of tiles is a graph's own. Where sizes may change it is a power of two, and the graph is for as many rows
@@ -220,7 +220,7 @@ def one_tile(
             longer than all else. Grows.
     """
     rows, *names = list(tiling.graph.find_nodes(op="placeholder"))
-    env: dict[fx.Node, Any] = {}
+    env: dict[fx.Node, object] = {}
     if tiling.columns is not None:
         env[names.pop(0)] = tiling.columns.size
     env |= zip(names, given, strict=True)

@@ -263,7 +263,7 @@ class Head:
     def results(self) -> list[fx.Node]:
         return [n for n in self.nodes if (n in self.sums or n in self.leave) and self.readers(n)]
 
-    def _lead(self) -> tuple[list[Any], tuple[int, Any, Any]]:
+    def _lead(self) -> tuple[list[fx.node.Argument], tuple[int, fx.node.Argument, fx.node.Argument]]:
         """Dimensions of all tokens where some are chosen, and the slice that does it."""
         assert self.pick is not None
         given = self.pick.args[0]
@@ -297,7 +297,7 @@ class Head:
             return node
         return emit.reshaped(node, [*before, self.total(), *behind])
 
-    def collapsed(self, emit: Emitter, node: fx.Node, total: Any) -> torch.Tensor:
+    def collapsed(self, emit: Emitter, node: fx.Node, total: object) -> torch.Tensor:
         val, sizes = facts.value(node), row_propagation.shape(node)
         if node in self.rows:
             rows = self.rows[node]

@@ -6,7 +6,7 @@ import heapq
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -36,7 +36,7 @@ class Chain:
 
 
 class Limits(NamedTuple):
-    """Most bytes of a tile, where there is a limit (see :class:`~zero_compiler.passes.base.Options`)."""
+    """Most bytes of a tile, where there is a limit (see :class:`~zero_compiler.passes.base.PassOptions`)."""
 
     tile_bytes: int | None
     mlp_bytes: int | None
@@ -62,7 +62,7 @@ class Mlp:
     """
 
     def __init__(
-        self, graph: fx.Graph, chain: Chain, tangents: Collection[fx.Node], known: Mapping[Any, int]
+        self, graph: fx.Graph, chain: Chain, tangents: Collection[fx.Node], known: Mapping[object, int]
     ) -> None:
         self.graph, self.chain, self.tangents, self.known = graph, chain, tangents, known
         self.total = row_propagation.shape(chain.down)[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -191,7 +190,7 @@ def shape_of(emit: Emitter, val: torch.Tensor, rows: int | None = None) -> fx.No
     return emit(aten.empty.memory_format, sizes, dtype=val.dtype, device=val.device)
 
 
-def _contiguous(val: Any) -> bool:
+def _contiguous(val: torch.Tensor) -> bool:
     want = 1
     for size, stride in zip(reversed(val.shape), reversed(val.stride()), strict=True):
         if facts.hint(size) != 1 and facts.hint(stride) != want:

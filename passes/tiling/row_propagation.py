@@ -38,7 +38,7 @@ class Rows:
 
     at: int
     count: int
-    picked: tuple[Any, ...] | None = None
+    picked: tuple[object, ...] | None = None
     padded: bool = False
 
     @property
@@ -112,7 +112,7 @@ def is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def arg(node: fx.Node, i: int, default: Any = None) -> Any:
+def arg(node: fx.Node, i: int, default: fx.node.Argument = None) -> fx.node.Argument:
     return node.args[i] if i < len(node.args) else default
 
 
@@ -121,46 +121,46 @@ def shape(node: fx.Node) -> list[Any]:
     return list(val.shape) if isinstance(val, torch.Tensor) else []
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """Equal sizes, without asking a symbol for its value."""
     return bool(sympy.expand(_expr(a) - _expr(b)) == 0)
 
 
-def _expr(size: Any) -> Any:
+def _expr(size: Any) -> sympy.Expr:
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(int(size))
     return size.node.expr.replace(FloorDiv, _quotient)
 
 
-def _quotient(a: Any, b: Any) -> Any:
+def _quotient(a: int | torch.SymInt, b: int | torch.SymInt) -> object:
     """``a // b``, where one symbol stands for several sizes without the division: ``s**2 // s``."""
     exact = sympy.cancel(a / b)
     return exact if sympy.denom(exact) == 1 else FloorDiv(a, b)
 
 
-def _count(sizes: Sequence[Any]) -> Any:
+def _count(sizes: Sequence[object]) -> sympy.Expr:
     out = sympy.Integer(1)
     for s in sizes:
         out = out * _expr(s)
     return sympy.expand(out)
 
 
-def count_is(sizes: Sequence[Any], total: Any) -> bool:
+def count_is(sizes: Sequence[object], total: object) -> bool:
     """Whether these dimensions have ``total`` entries together, without asking a symbol for its value."""
     return bool(sympy.expand(_count(sizes) - _expr(total)) == 0)
 
 
-def _is_one(size: Any) -> bool:
+def _is_one(size: object) -> bool:
     return same(size, 1)
 
 
-def _dim(node: fx.Node, d: Any, ndim: int) -> int:
+def _dim(node: fx.Node, d: fx.node.Argument, ndim: int) -> int:
     if not isinstance(d, int):
         raise Left(f"{node.target} has no constant dimension")
     return d % max(ndim, 1)
 
 
-def _dims(node: fx.Node, given: Any, ndim: int) -> list[int]:
+def _dims(node: fx.Node, given: fx.node.Argument, ndim: int) -> list[int]:
     given = [given] if isinstance(given, int) else list(given or [])
     return [_dim(node, d, ndim) for d in given] or list(range(ndim))
 
@@ -311,7 +311,7 @@ def _unslice(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows:
     return Rows(rows.at, rows.count, rows.picked, padded=True)
 
 
-def _picked(dim: int, start: Any, lead: Sequence[Any], length: Any) -> tuple[Any, ...]:
+def _picked(dim: int, start: object, lead: Sequence[object], length: object) -> tuple[object, ...]:
     """A slice of ``length`` entries of dimension ``dim`` of ``lead``, comparable."""
     begin = _expr(facts.value(start)) if isinstance(start, fx.Node) else sympy.Integer(start or 0)
     if begin.is_negative:
@@ -319,11 +319,11 @@ def _picked(dim: int, start: Any, lead: Sequence[Any], length: Any) -> tuple[Any
     return (dim, str(sympy.expand(begin)), str(_expr(length)), _key(lead))
 
 
-def _key(sizes: Sequence[Any]) -> str:
+def _key(sizes: Sequence[object]) -> str:
     return ",".join(str(_expr(s)) for s in sizes)
 
 
-def is_zero(node: Any) -> bool:
+def is_zero(node: fx.node.Argument) -> bool:
     if not isinstance(node, fx.Node):
         return node == 0
     if node.target in (aten.full.default,):
@@ -333,7 +333,9 @@ def is_zero(node: Any) -> bool:
     return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
-def _view(node: fx.Node, mine: list[Any], theirs: list[Any], rows: Rows) -> Rows:
+def _view(
+    node: fx.Node, mine: list[int | torch.SymInt], theirs: list[int | torch.SymInt], rows: Rows
+) -> Rows:
     """Rows before and after a view: as many of them, with the same dimensions before and behind."""
     before, behind = mine[: rows.at], mine[rows.end :]
     total = _count(mine[rows.at : rows.end])
@@ -469,7 +471,7 @@ def on_tile(
         span = given or rows
         ndim = len(shape(node.args[0]))
 
-        def dim(d: Any) -> int:
+        def dim(d: fx.node.Argument) -> int:
             d = _dim(node, d, ndim + (t is aten.unsqueeze.default))
             return d - many if d >= span.end else d
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -242,7 +241,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
     tensors = list(node.all_input_nodes)
     rule = decomposition_table[node.target]
 
-    def run(*values: Any) -> Any:
+    def run(*values: object) -> object:
         given = dict(zip(tensors, values, strict=True))
         args, kwargs = tree_map(lambda a: given[a] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
         out = rule(*args, **kwargs)

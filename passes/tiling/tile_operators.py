@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -219,7 +218,7 @@ class _Loop:
         self._cut()
         return self._final(result)
 
-    def _lay(self, place: fx.Node, piece: fx.Node, size: list[Any] | None = None) -> None:
+    def _lay(self, place: fx.Node, piece: fx.Node, size: list[fx.node.Argument] | None = None) -> None:
         self._cut()
         self.emit(aten.copy_.default, place, piece if size is None else self.emit.reshaped(piece, size))
         self._cut()

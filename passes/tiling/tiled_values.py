@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -186,7 +185,7 @@ def _factors(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     return [(a, 0), (b, 0)] if dim == 0 else [(a, 1)] if dim == 1 else [(b, 2)]
 
 
-def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
+def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argument:
     """What is not of the tile is added to a row behind the others, which nobody keeps."""
     val = facts.value(node)
     lists = next((a for a in node.args if isinstance(a, (list, tuple))), None)  # of what adds rows to zeros
@@ -215,7 +214,7 @@ def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
     return make
 
 
-def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
+def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argument:
     call = node.args[0]
     grad, given, weight = call.args[:3]
     cut = parts(emit, grad, 1, plan)
@@ -230,7 +229,7 @@ def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> Any:
     return make
 
 
-_SPECIAL: dict[Any, Any] = {
+_SPECIAL: dict[fx.node.Target, Callable[[fx.Node, Emitter, ParamPlan], fx.node.Argument]] = {
     aten.embedding_dense_backward.default: _of_embedding,
     **dict.fromkeys((*_PUTS, _MASKED_PUT), _of_embedding),
     operator.getitem: _of_convolution,

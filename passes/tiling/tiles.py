@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -51,7 +51,9 @@ def reduced(emit: Emitter, value: fx.Node, old: fx.Node, plan: ParamPlan, tile: 
     return element
 
 
-def waited(emit: Emitter, start: fx.Node, ref: ParamRef, tile: Tile, name: str, vals: list[Any]) -> fx.Node:
+def waited(
+    emit: Emitter, start: fx.Node, ref: ParamRef, tile: Tile, name: str, vals: list[object]
+) -> fx.Node:
     """The wait of a tile's transfer, and its element. Every tile is a unit of its own, so that the next one starts
     while this one is used."""
     unit = f"{ref.owner}:{ref.name}[{name}]"

@@ -237,7 +237,7 @@ class _Moved:
             given = self.emit(aten.permute.default, given, come)
         return self._formed(given, sizes)
 
-    def _formed(self, node: fx.Node, sizes: list[Any], depth: int = 0) -> fx.Node:
+    def _formed(self, node: fx.Node, sizes: list[fx.node.Argument], depth: int = 0) -> fx.Node:
         """``node`` with ones in other places. What a view mixes is not known, so tokens can be followed to where they
         come from only if what lies between has these sizes too: as far as ``_DEPTH`` steps."""
         key = (node, str(sizes))
@@ -268,14 +268,14 @@ class _Moved:
         return node
 
 
-def _same_but_ones(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _same_but_ones(a: Sequence[object], b: Sequence[object]) -> bool:
     """Whether these are the same sizes, but for ones."""
     a, b = [s for s in a if not row_propagation._is_one(s)], [s for s in b if not row_propagation._is_one(s)]
     return len(a) == len(b) and all(row_propagation.same(s, t) for s, t in zip(a, b, strict=True))
 
 
 def _with_ones(
-    mine: Sequence[Any], order: _Order, ones: Sequence[int | None], theirs: Sequence[Any]
+    mine: Sequence[object], order: _Order, ones: Sequence[int | None], theirs: Sequence[object]
 ) -> _Order:
     """``order`` of sizes ``mine`` for sizes that differ in ones, which are ``ones`` as far as there are so many."""
     many = iter([j for j, size in zip(order, mine, strict=True) if not row_propagation._is_one(size)])
@@ -283,7 +283,7 @@ def _with_ones(
     return [next(few if row_propagation._is_one(s) else many) for s in theirs]
 
 
-def _gaps(sizes: Sequence[Any]) -> list[int]:
+def _gaps(sizes: Sequence[object]) -> list[int]:
     """How many ones stand before each size that is none, and behind the last."""
     out = [0]
     for size in sizes:
@@ -294,7 +294,7 @@ def _gaps(sizes: Sequence[Any]) -> list[int]:
     return out
 
 
-def _sizes(of: Sequence[Any], order: _Order) -> list[Any]:
+def _sizes(of: Sequence[object], order: _Order) -> list[fx.node.Argument]:
     """What stands by dimension of a node, by dimension of what it is a permutation of."""
     places = sorted((j, d) for d, j in enumerate(order) if j is not None)
     return [of[d] for _, d in places]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -90,7 +89,7 @@ class Sweep:
             self.places[i] = token_tiles(emit, result, kind.rows, self.tiling, self.written)
         self.results[i] = result
 
-    def _full(self, sizes: list[Any], fill: float, like: torch.Tensor) -> fx.Node:
+    def _full(self, sizes: list[object], fill: float, like: torch.Tensor) -> fx.Node:
         dtype = torch.float32 if like.dtype in _HALF else like.dtype
         return self.emit(aten.full.default, sizes, fill, dtype=dtype, device=like.device)
 

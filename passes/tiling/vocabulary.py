@@ -89,7 +89,7 @@ class _Body:
     def _copy(self, node: fx.Node) -> fx.Node:
         sized = node.target in SIZED
 
-        def own(a: Any) -> Any:
+        def own(a: fx.node.Argument) -> Any:
             if isinstance(a, fx.Node):
                 return self.of(a)
             return self.columns if sized and type(a) is int and a == self.sums.width else a
@@ -130,7 +130,7 @@ class _Body:
 
     def _log_sum_exp(self, out: fx.Node, node: fx.Node) -> fx.Node:
         # In operators that stand in graphs that were decomposed; of nothing but -inf it is -inf.
-        def call(target: Any, *args: Any) -> fx.Node:
+        def call(target: object, *args: fx.node.Argument) -> fx.Node:
             return self.graph.call_function(target, args)
 
         least = torch.finfo(facts.value(node).dtype).min
@@ -178,7 +178,7 @@ class Vocabulary:
         self.total = head.total()
         self._whole: dict[fx.Node, Any] = {}
 
-    def _flat(self, node: fx.Node, need: Rows | None) -> Any:
+    def _flat(self, node: fx.Node, need: Rows | None) -> fx.node.Argument:
         """The value of an input with its tokens in one dimension, however many."""
         val = facts.value(node)
         if need is None:
@@ -261,13 +261,13 @@ class Vocabulary:
     def _first(self, results: Sequence[_Result]) -> fx.Node:
         return min(u for r in results for u in self.head.readers(r.node))
 
-    def whole(self, node: Any) -> Any:
+    def whole(self, node: fx.node.Argument) -> fx.node.Argument:
         """A value without columns, of all tokens, in the joint graph."""
         if node not in self._whole:
             self._whole[node] = self._emitted(node)
         return self._whole[node]
 
-    def _emitted(self, node: fx.Node) -> Any:
+    def _emitted(self, node: fx.Node) -> fx.node.Argument:
         sums, emit = self.sums, self.emit
         if node is sums.r:
             return self.total

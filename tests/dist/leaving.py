@@ -122,9 +122,9 @@ def before_init(job: Job) -> None:
 
 
 def in_shard(job: Job) -> None:
-    from zero_compiler.params.policy import Policy
+    from zero_compiler.sharded.chunk_storage import ChunkStorage
 
-    job.fails_in(Policy, "choose_transport")
+    job.fails_in(ChunkStorage, "choose_transport")
     job.sharded()
 
 
@@ -150,9 +150,9 @@ def in_init(job: Job) -> None:
 
 
 def in_init_end(job: Job) -> None:
-    from zero_compiler.params.policy import Policy
+    from zero_compiler.sharded.chunk_storage import ChunkStorage
 
-    job.fails_in(Policy, "check_settled")
+    job.fails_in(ChunkStorage, "check_settled")
     with zero.init(device="cpu", transport=job.transport):
         job.model = Net()
     job.call = job.model
@@ -444,11 +444,10 @@ def _collected(
                 went = said[0]
                 end = went + patience_s
                 if how == "slow":
-                    continue
-                del waiting[pipe]
-            else:
+                    continue  # it ends, too
+            elif rank != gone:
                 ends[rank] = said
-                del waiting[pipe]
+            del waiting[pipe]
     assert went is not None, f"rank {gone} never came to the place: {ends}"
     for rank in pipes.values():
         if rank != gone and rank not in ends:

@@ -126,7 +126,7 @@ def _as_ddp(rank, world, stage):
     want = _train(reference, reference, rank)
     got = _train(model, torch.compile(model, backend="zero", options={"compute": "aten"}), rank)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    return model._zero.policy.transport.name
+    return model._zero.policy.storage.transport.name
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -19,8 +19,8 @@ from zero_compiler.ir.program import Program
 from zero_compiler.layout import Layout
 from zero_compiler.passes import (
     Context,
-    Options,
     ParamPlan,
+    PassOptions,
     assign_units,
     joint_passes,
     order_of_use,
@@ -311,10 +311,10 @@ def lower_joint(build: Build, upto: str | None = None, **fields: Any) -> fx.Grap
     return build.graph
 
 
-def told(build: Build, phase: str, fields: dict[str, Any]) -> tuple[Options, Context]:
+def told(build: Build, phase: str, fields: dict[str, Any]) -> tuple[PassOptions, Context]:
     """``fields`` as options of passes, and the facts of the graph."""
-    chosen = {n for n in Options.__dataclass_fields__ if n in fields}
-    options = Options(**{n: fields[n] for n in chosen})
+    chosen = {n for n in PassOptions.__dataclass_fields__ if n in fields}
+    options = PassOptions(**{n: fields[n] for n in chosen})
     rest = {n: v for n, v in fields.items() if n not in chosen}
     return options, build.context(phase, options.bucket_bytes, **rest)
 

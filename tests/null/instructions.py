@@ -7,8 +7,14 @@ import dataclasses
 from machines import machine
 
 from zero_compiler.cost.hardware import HardwareSpec, Link
+from zero_compiler.ir.instructions import Compute, Gather, WaitGather
 from zero_compiler.ir.program import Program
 from zero_compiler.ir.transfers import GatherDesc, ReduceDesc
+
+# Lanes that share the cores of a host.
+CORES = [("compute", "device-device")]
+# Computes for 10 us while 400 bytes travel: 2 + 4 us, if nothing else ran.
+BEHIND = [Gather(0), Compute(0, (), (), ()), WaitGather(0, (-1,))]
 
 
 def spec_of(shared=(), latency_us: float = 2.0, bytes_per_us: float = 100.0, **fields) -> HardwareSpec:

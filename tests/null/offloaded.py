@@ -134,7 +134,7 @@ torch.manual_seed(0)
 model = zero.shard(Net(), **{fields!r})
 step = torch.compile(model, backend="zero", options=dict(compute="aten"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-engine = model._zero.policy.nvme().engine
+engine = model._zero.policy.storage.nvme().engine
 try:
     for _ in range(4):
         loss = step(*x())

@@ -37,7 +37,7 @@ def sentences(path: Path, raisers: Collection[str]) -> dict[str, int]:
 def _quoted() -> list[str]:
     """Every string of a test, as it reads without the backslashes of a pattern."""
     strings = []
-    for path in sorted(TESTS.glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.JoinedStr, ast.Constant)):
                 strings.append(re.sub(r"\\(\W)", r"\1", " ".join(_pieces(node))))

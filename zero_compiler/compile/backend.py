@@ -29,7 +29,7 @@ from ..errors import ConfigError, ZeroError
 from ..ir import ops
 from ..ir.program import Program
 from ..memory.verify import verify_accumulating
-from ..params import ddp_fallback, eager, parameter_errors, recompile_limit
+from ..params import ddp_fallback, eager, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
 from ..plan import dynamic_shape_memory, tiling
@@ -38,6 +38,8 @@ from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
 from ..report.report import Frame
 from ..runtime.autograd_bridge import LocalRows
+from ..sharded import parameter_errors
+from ..sharded.managed_parameters import check_not_replaced
 from ..tensors.full_weight import FULL, AsParameter
 from .budget_search import Fitting
 from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
@@ -49,7 +51,7 @@ from .single_backward import once_differentiable
 
 
 def zero(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: Any = None
+    gm: fx.GraphModule, example_inputs: Sequence[object], *, options: object = None, mode: object = None
 ) -> Callable[..., Any]:
     """Backend ``"zero"`` of ``torch.compile``.
 
@@ -86,7 +88,7 @@ def zero(
 ddp_fallback.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
 
 
-def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
+def _handed_on(error: ZeroError, frame: object) -> ZeroError:
     """The same error, of a class that Dynamo does not wrap in one of its own.
 
     Args:
@@ -105,12 +107,12 @@ def _handed_on(error: ZeroError, frame: Any) -> ZeroError:
     return again
 
 
-def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
+def _raiser(error: ZeroError, broken: Broken) -> Callable[..., object]:
     # Not the error itself, whose traceback holds the graph.
     kind, args, told = type(error), error.args, vars(error)
 
     @torch._dynamo.disable(reason="a frame that did not compile")
-    def call(*_: Any) -> Any:
+    def call(*_: Any) -> Callable[..., object]:
         broken.end_call()
         again = kind(*args)
         again.__dict__.update(told)
@@ -120,8 +122,8 @@ def _raiser(error: ZeroError, broken: Broken) -> Callable[..., Any]:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, mode: Any
-) -> Callable[..., Any]:
+    gm: fx.GraphModule, example_inputs: Sequence[object], options: object, mode: object
+) -> Callable[..., object]:
     if mode is not None:
         raise ConfigError(
             f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
@@ -133,15 +135,15 @@ def _compile(
 
 
 def compile_with(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
-) -> Callable[..., Any]:
+    gm: fx.GraphModule, example_inputs: Sequence[object], options: object, loader: Loader
+) -> Callable[..., object]:
     """The callable that Dynamo is given for a frame whose Programs go to ``loader``."""
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
     plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
     for policy in ops.owners() if plain_ones else ():
-        policy.check_not_replaced(plain_ones)
+        check_not_replaced(policy.places, plain_ones)
     owners = map(ops.owner_of, owners_in(gm))
     measured = next((p.footprint for p in owners if p.footprint is not None), None)
     with contextlib.nullcontext() if measured is None else measured.compiles():
@@ -152,7 +154,7 @@ def compile_with(
     return ddp_fallback.watched(compiled, example_inputs)
 
 
-def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
+def _watch_limit(gm: fx.GraphModule, options: object) -> None:
     """What is compiled here may pass Dynamo's ``recompile_limit`` later on."""
     compiles_again = functools.partial(torch.compile, backend=zero, options=options, dynamic=True)
     context = torch._guards.TracingContext.try_get()
@@ -163,8 +165,8 @@ def _watch_limit(gm: fx.GraphModule, options: Any) -> None:
 
 
 def compile_frame(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any, loader: Loader
-) -> tuple[Callable[..., Any], Captured, Frame]:
+    gm: fx.GraphModule, example_inputs: Sequence[object], options: object, loader: Loader
+) -> tuple[Callable[..., object], Captured, Frame]:
     """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
     captured, inputs = lower_parameters(gm, example_inputs)
     compiler = _FrameCompiler(captured, options, loader)
@@ -183,7 +185,7 @@ def compile_frame(
     return once_differentiable(compiled), captured, compiler.state.frame
 
 
-def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
+def _backward_ahead() -> contextlib.AbstractContextManager[object]:
     """Compile the backward with the forward: its plan is known before step 1."""
     config = torch._functorch.config
     if hasattr(config, "force_non_lazy_backward_lowering"):
@@ -191,7 +193,7 @@ def _backward_ahead() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()  # older torch does so by itself
 
 
-def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., Any]:
+def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., object]:
     """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
     shards, keep = captured.shards, captured.keep
     names = [s.ref.name for s in shards]
@@ -205,11 +207,15 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
         sources.append((True, at[i]) if i in at else (False, next(rest)))
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> Callable[..., object]:
         for write in captured.writes:
             policy = ops.owner_of(write.owner)
             write.run(args, policy.params[write.name].layout, policy.group.rank)
         params = [args[i] for i in shard_args]
+        scope = ops.owner_of(owners[0]).scope if owners else None
+        if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
+            scope.compiled_reads.update(map(id, params))
+            scope.refuse_lost_hooks()
         if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}
@@ -224,11 +230,11 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
     return _with_weights(call, captured.weights) if captured.weights else call
 
 
-def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., Any]:
+def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., object]:
     """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> object:
         out = list(frame(*args))
         for w in weights:
             if w.taken:
@@ -258,7 +264,7 @@ class _FrameCompiler:
         known = state.first.compilers
         return known.setdefault(state.config.compute, SegmentCompiler(state.config.compute))
 
-    def decompositions(self) -> Any:
+    def decompositions(self) -> object:
         state = self.state
         if not state.fused:
             return None
@@ -288,22 +294,22 @@ class _FrameCompiler:
         _nothing_donated()
         return self._phase(gm, "backward")
 
-    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
         state = self.state
         if state.fused:
             _inductor_joint_passes(gm, inputs)
         return self._phase(self.fitting.inference(gm), "inference")
 
-    def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., Any]:
+    def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., object]:
         state = self.state
         emitted = self.lowering.phase(gm, phase).emitted
-        program = emitted.program
         state.frame.planned_sizes.update(dynamic_shape_memory.planned_sizes(emitted.graph))
-        fns = compile_segments(emitted, self.segments, phase, state)
+        emitted, fns = compile_segments(emitted, self.segments, phase, state)
+        program = emitted.program
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
         timeline = self._simulated(program)
-        state.frame.add(program, state.kept_bytes(), timeline, state.choices[phase])
+        state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)
@@ -312,7 +318,7 @@ class _FrameCompiler:
     def _simulated(self, program: Program) -> Timeline:
         state = self.state
         sums, params = state.config.nvme_checksums, len(state.params)
-        budget = None if state.first is None else state.first.files_budget
+        budget = None if state.first is None else state.first.tiers.files_budget
         return simulate(
             program, state.machine, state.world, checksums=sums, params=params, files_budget=budget
         )
@@ -341,7 +347,7 @@ def _nothing_donated() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -353,9 +359,9 @@ def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         joint_graph_passes(gm, device)
 
 
-def _boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _boxed(fn: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(fn)
-    def run(args: list[Any]) -> Any:
+    def run(args: list[Any]) -> object:
         return fn(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

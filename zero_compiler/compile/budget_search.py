@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,39 +18,24 @@ from ..ir import facts, ops, spec
 from ..ir.facts import ParamRef
 from ..memory import live
 from ..memory.verify import verify_program
-from ..passes import Context, Options, run_passes, run_split
+from ..passes import Context, PassOptions, run_passes, run_split
 from ..plan import budget, cross_frame_memory, schedule, tiling
 from ..plan.activation_search import Cut, Phases, check_held, within_activations, within_memory
 from .frame_state import FrameState
 from .phase_lowering import Lowering
+from .plan_choice import PlanChoice
 
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
-# Of the state of a frame, what phases that are planned anew change.
-_PLANNED = (
-    "bucket_bytes",
-    "order",
-    "units",
-    "tile_mlp",
-    "mlp_bytes",
-    "tile_heads",
-    "away",
-    "backward_params",
-    "reduced",
-)
-
-
-# And what a cut tells it.
-_CUT = ("order", "away", "backward_params", "reduced")
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Phases that were cut, all that they follow from beside the joint graph, and what the state was told of them."""
+    """Phases that were cut, all that they follow from beside the joint graph, and the choice with what was found."""
 
-    asked: tuple[int, Context, Options]
+    asked: tuple[int, Context, PassOptions]
     graphs: Phases
     tiles: dict[str, list[int]]
-    state: dict[str, Any]
+    choice: PlanChoice
 
 
 class Fitting:
@@ -86,10 +70,11 @@ class Fitting:
         def cut_anew(nbytes: int | None = None) -> Phases:
             joint = gm if activations is None and memory is None else facts.copy_module(gm)
             self._joint(joint, kwargs["num_fwd_outputs"], nbytes)
-            state.backward_params = passes.gathered_in_backward(
-                joint.graph, state.params, state.bucket_bytes, state.recompute
+            choice = state.choice
+            gathered = passes.gathered_in_backward(
+                joint.graph, state.params, choice.bucket_bytes, choice.recompute
             )
-            state.reduced = spec.reduced_by(joint.graph)
+            state.choice = replace(choice, backward_params=gathered, reduced=spec.reduced_by(joint.graph))
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
             spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"], backward.graph)
             if not parts_first:
@@ -115,16 +100,14 @@ class Fitting:
             self._count_compiled(graphs, memory)
             graphs = self._fit_buckets("buckets", planned, graphs, memory)
             over = self._over_in_small_tiles(graphs, memory) > 0
-            if not state.recompute and self._agreed("recompute", over):
-                state.recompute = True
-                self._cuts.clear()
+            if not state.choice.recompute and self._agreed("recompute", over):
+                self._take(replace(state.choice, recompute=True))
                 graphs = cut(None)  # backward gathers more weights now
             graphs = self._within_memory(cut, graphs, memory)
             over_by = functools.partial(self._over_in_small_tiles, budget_bytes=memory)
-            if state.away is not None and over_by(graphs) > 0:
+            if state.choice.away is not None and over_by(graphs) > 0:
                 # On a CPU what files are read to is memory too: it may take more than they free.
-                state.away = None
-                self._cuts.clear()
+                self._take(replace(state.choice, away=None))
                 graphs = min(graphs, within_memory(cut, cut(None), over_by, self._held_bytes), key=over_by)
             graphs = self._within_heads(cut, graphs, memory)
             if activations is not None:
@@ -162,7 +145,8 @@ class Fitting:
         fitted = self._fit_buckets("buckets-inference", planned, first, budget_bytes)
         if self._over_in_small_tiles(fitted, budget_bytes) <= 0:
             return fitted["inference"]
-        state.tile_mlp = True  # what is gathered stays the same: no other rank need know of it
+        # What is gathered stays the same: no other rank need know of it.
+        state.choice = replace(state.choice, tile_mlp=True)
         tiled = self._inferred(gm)
         self._over_in_small_tiles({"inference": tiled}, budget_bytes)
         return tiled
@@ -179,19 +163,26 @@ class Fitting:
         together, as long as the same weights are smaller than a bucket."""
         state = self.state
         marks = joint.find_nodes(op="call_function", target=ops.unshard)
-        small = sum(facts.bytes_of(facts.value(m)) < state.bucket_bytes for m in marks)
+        small = sum(facts.bytes_of(facts.value(m)) < state.choice.bucket_bytes for m in marks)
         options = replace(state.options("joint"), bucket_bytes=0)
         asked = small, replace(state.context("joint"), units={}), options
         for known in self._known:
             if known.asked == asked:
-                vars(state).update(known.state)
+                then = known.choice
+                state.choice = replace(
+                    state.choice,
+                    order=then.order,
+                    away=then.away,
+                    backward_params=then.backward_params,
+                    reduced=then.reduced,
+                )
                 for phase, gm in known.graphs.items():
                     passes.set_tiles(gm.graph, known.tiles[phase])
                 state.plan_again()  # units follow the size of buckets
                 return known.graphs
         graphs = anew()
         tiles = {phase: passes.tiles_in(gm.graph) for phase, gm in graphs.items()}
-        self._known.append(_Known(asked, graphs, tiles, {name: getattr(state, name) for name in _CUT}))
+        self._known.append(_Known(asked, graphs, tiles, state.choice))
         return graphs
 
     def _offload(
@@ -203,14 +194,15 @@ class Fitting:
     ) -> None:
         """What waits on another tier between the two; and, where nothing binds, what costs no time there."""
         state = self.state
-        if state.away is None:
+        if state.choice.away is None:
             return
         busy_us = tuple(self._fetched_us(tier) for tier in state.tiers)
-        offload = passes.OffloadActivations(busy_us, state.away, state.tiers, activation_bytes)
+        offload = passes.OffloadActivations(busy_us, state.choice.away, state.tiers, activation_bytes)
         graphs = forward.graph, backward.graph
         run_split(offload, *graphs, num_outputs, state.context("joint"), state.trace, state.dump_dir())
         if activation_bytes is None:
-            state.away = frozenset(a.name for a in passes.offloaded(backward.graph))
+            away = frozenset(a.name for a in passes.offloaded(backward.graph))
+            state.choice = replace(state.choice, away=away)
 
     def _fetched_us(self, tier: str) -> float:
         """Time in which the lane of a tier brings the parameters that rest behind it."""
@@ -246,8 +238,8 @@ class Fitting:
         sizes = state.smaller_buckets()
         if not sizes:
             return graphs
-        first, key = state.bucket_bytes, self._key(what)
-        text = state.first.distances.get(key)
+        first, key = state.choice.bucket_bytes, self._key(what)
+        text = state.first.agreed.distances.get(key)
         if text is None:
             best, least = first, self._over_in_small_tiles(graphs, budget_bytes)
             for size in sizes:
@@ -262,7 +254,7 @@ class Fitting:
                     best, least = size, over
             text = state.loader.decide(state.first, key, str(best))
         size = int(text)
-        if size != state.bucket_bytes:
+        if size != state.choice.bucket_bytes:
             graphs = self._in_buckets(size, planned)
         if size != first:
             state.take_buckets(
@@ -276,22 +268,18 @@ class Fitting:
         Raises:
             MemoryBudgetError: there are none; the state is that of the phases before.
         """
-        before = self._planned()
-        self.state.bucket_bytes = nbytes
-        self._cuts.clear()
+        before = self.state.choice
+        self._take(replace(before, bucket_bytes=nbytes))
         try:
             return planned()
         except MemoryBudgetError:
             self._take(before)
             raise
 
-    def _planned(self) -> dict[str, Any]:
-        return {name: getattr(self.state, name) for name in _PLANNED}
-
-    def _take(self, planned: dict[str, Any]) -> None:
-        """Go on from the state of phases that were planned before, or tried."""
+    def _take(self, choice: PlanChoice) -> None:
+        """Go on from another choice: what a smaller cut saves is found anew."""
         self._cuts.clear()
-        vars(self.state).update(planned)
+        self.state.choice = choice
 
     def _check_rest(self) -> None:
         """What rests fits the budget of memory: else nothing need be tried.
@@ -356,7 +344,7 @@ class Fitting:
             MemoryBudgetError: there are none.
         """
         refused: MemoryBudgetError | None = None
-        if not self.state.tile_mlp:
+        if not self.state.choice.tile_mlp:
             try:
                 graphs = within_activations(cut, graphs, budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:
@@ -369,7 +357,7 @@ class Fitting:
         for nbytes, files in ((budget_bytes // _SHARE, True), (0, True), (0, False)):
             self._tile_mlps(True, nbytes)
             if not files:
-                self.state.away = None
+                self.state.choice = replace(self.state.choice, away=None)
             try:
                 return within_activations(cut, cut(None), budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:
@@ -385,16 +373,17 @@ class Fitting:
         state = self.state
         over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
         whole = within_memory(cut, graphs, over, self._held_bytes)
-        if state.tile_mlp:
+        if state.choice.tile_mlp:
             return whole
         if self._decided("mlp-memory") is None and self._over(whole, budget_bytes) > 0:
-            least, before = self._least_peak(whole, budget_bytes), self._planned()
+            least = self._least_peak(whole, budget_bytes)
+            before = state.choice
             self._tile_mlps(True)
             tiled = within_memory(cut, cut(None), over, self._held_bytes)
             wanted = self._over(tiled, budget_bytes) <= 0 or (
                 not self._held_over(tiled) and budget_bytes < least > self._least_peak(tiled, budget_bytes)
             )
-            tried = self._planned()
+            tried = state.choice
             self._take(before)  # ranks that try nothing ask from here
             if not self._agreed("mlp-memory", wanted):
                 return whole
@@ -411,11 +400,11 @@ class Fitting:
         Backward then makes logits again, where forward makes their gradient otherwise.
         """
         state = self.state
-        if state.tile_heads or state.config.tile_bytes is not None:
+        if state.choice.tile_heads or state.config.tile_bytes is not None:
             return graphs
         over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
         tiled, wanted = None, False
-        before = tried = self._planned()
+        before = tried = state.choice
         if (
             self._decided("heads") is None
             and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes
@@ -423,7 +412,7 @@ class Fitting:
             self._tile_heads(True)
             tiled = within_memory(cut, cut(None), over, self._held_bytes)
             wanted = not self._held_over(tiled) and self._least_peak(tiled, budget_bytes) < least
-            tried = self._planned()
+            tried = state.choice
             self._take(before)  # ranks that try nothing ask from here
         if not self._agreed("heads", wanted):
             return graphs
@@ -434,25 +423,21 @@ class Fitting:
         return within_memory(cut, cut(None), over, self._held_bytes)
 
     def _tile_heads(self, tiled: bool) -> None:
-        self.state.tile_heads = tiled
-        self._cuts = {}
+        self._take(replace(self.state.choice, tile_heads=tiled))
 
     def _tile_mlps(self, tiled: bool, nbytes: int | None = None) -> None:
-        self.state.tile_mlp, self.state.mlp_bytes = tiled, nbytes
-        self._cuts = {}
+        self._take(replace(self.state.choice, tile_mlp=tiled, mlp_bytes=nbytes))
 
     def _least_peak(self, graphs: Phases, budget_bytes: int) -> int:
         """Predicted peak with weights in tiles, as small as the budget asks for."""
-        undecided = self._undecided(graphs)
-        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
-        tiling.forget(self.state.policies, undecided)
-        self.state.plan_again()
+        peak = self._shrink_tiles(graphs, self._undecided(graphs), budget_bytes)
+        self.state.try_tiles({})
         return peak
 
     def _decided(self, what: str) -> bool | None:
         """What was decided for all ranks before, if anything was."""
         first = self.state.first
-        text = first.distances.get(self._key(what)) if first is not None else None
+        text = first.agreed.distances.get(self._key(what)) if first is not None else None
         return None if text is None else text == str(True)
 
     def _agreed(self, what: str, wanted: bool) -> bool:
@@ -468,7 +453,7 @@ class Fitting:
     def _key(self, what: str) -> str:
         """By weights and not by units, which change when weights are tiled: what was decided before that is found by a
         rank that compiles again, alone."""
-        return schedule.key_of(what, [f"{ref.owner}:{ref.name}" for ref in self.state.order])
+        return schedule.key_of(what, [f"{ref.owner}:{ref.name}" for ref in self.state.choice.order])
 
     def _partition_activations(self, graphs: Phases, num_outputs: int) -> None:
         """Once for what budgets have chosen: how often they choose again may differ between ranks."""
@@ -511,19 +496,19 @@ class Fitting:
         )
         room = max(0, budget_bytes - max(gradients, state.peak(programs))) if state.alone else 0
 
-        def over_bytes() -> int:
+        def over_bytes(kept: Mapping[ParamRef, bool]) -> int:
             tables = state.loader.kept_offsets()
             before = {key: dict(table) for key, table in tables.items()}
-            state.plan_again()
+            state.try_kept(kept)
             over = self.lowering.trial_peak(graphs) - budget_bytes
             for key, table in tables.items():  # it was only tried: nothing has a place yet
                 table.clear()
                 table.update(before.get(key, {}))
             return over
 
-        gathered = state.backward_params or ()
+        gathered = state.choice.backward_params or ()
         budget.keep(policies, state.params, gathered, room, state.loader.tightest, over_bytes)
-        state.plan_again()
+        state.try_kept({})
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
         """Gather the largest weights in tiles of half the bytes, and again, until the plan fits; then as few tiles as
@@ -540,51 +525,39 @@ class Fitting:
             return
         room = budget_bytes - self.lowering.trial_peak(graphs)
         peak = self._shrink_tiles(graphs, undecided, budget_bytes)
-        first = undecided[0]
-        limit = state.policies[first.owner].tile_bytes.get(first.name)  # one for all so far
+        chosen = state.choice.tile_bytes
+        limit = chosen.get(undecided[0])  # one for all so far
         if limit is not None and peak <= budget_bytes and state.alone:
 
-            def fits() -> bool:
-                state.plan_again()
+            def fits(tile_bytes: Mapping[ParamRef, int | None]) -> bool:
+                state.try_tiles(tile_bytes)
                 return self.lowering.trial_peak(graphs) <= budget_bytes
 
-            with self._forgotten_on_error(undecided):
-                tiling.coarsen(state.policies, {ref: state.params[ref] for ref in undecided}, limit, fits)
-        tiling.settle(state.policies, undecided, room, state.loader.tightest)
-        state.plan_again()
+            chosen = tiling.coarsen({ref: state.params[ref] for ref in undecided}, limit, fits)
+        tiling.settle(state.policies, undecided, chosen, room, state.loader.tightest)
+        state.try_tiles({})
 
     def _undecided(self, graphs: Phases) -> list[ParamRef]:
         """Weights of which tiles may be made for a budget."""
         state = self.state
         if state.config.tile_bytes is not None:
             return []
-        tiled = [passes.read_by_tiles(gm.graph) for gm in graphs.values()] if state.tile_mlp else []
+        tiled = [passes.read_by_tiles(gm.graph) for gm in graphs.values()] if state.choice.tile_mlp else []
         whole = frozenset().union(*tiled)
         return [ref for ref in tiling.undecided(state.policies, state.params) if ref not in whole]
 
     def _shrink_tiles(self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int) -> int:
         """Make tiles of weights as small as the budget asks for; the peak that is left."""
         state = self.state
-        with self._forgotten_on_error(undecided):
-            while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
-                limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
-                before = state.params
-                if limit < tiling.LEAST_BYTES:
-                    break
-                tiling.note(state.policies, undecided, limit)
-                state.plan_again()
-                if state.params == before:
-                    break
+        while (peak := self.lowering.trial_peak(graphs)) > budget_bytes and undecided:
+            limit = tiling.largest_bytes([state.params[ref] for ref in undecided]) // 2
+            before = state.params
+            if limit < tiling.LEAST_BYTES:
+                break
+            state.try_tiles(dict.fromkeys(undecided, limit))
+            if state.params == before:
+                break
         return peak
-
-    @contextmanager
-    def _forgotten_on_error(self, undecided: Sequence[ParamRef]) -> Iterator[None]:
-        """What was noted of tiles was only tried: no other rank knows of it."""
-        try:
-            yield
-        except BaseException:
-            tiling.forget(self.state.policies, undecided)
-            raise
 
     def lend_gradients(self) -> None:
         """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""
@@ -597,9 +570,9 @@ class Fitting:
         gradients = budget.memory_of(policies, mine, 0).gradients
         most = max(live.most(p, gradients) for p in (*mine, *others))
         idle = live.idle_bytes(mine, gradients, most)
-        for program in mine:
-            if program.phase != "backward":
-                program.idle_bytes = idle
+        for phase, program in state.frame.programs.items():
+            if phase != "backward":
+                state.frame.programs[phase] = replace(program, idle_bytes=idle)
 
     def check_budget(self) -> None:
         """What was compiled fits the budget, by the plan and by the verifier's own count; and so does it together with

@@ -10,9 +10,10 @@ from ..ir.program import Need, Program
 from ..memory.arena_extents import Ends, ends_by_owner
 from ..memory.verify import verify_accumulating
 from ..plan import call_admission
-from ..plan.cross_frame_memory import frames_of, related, saved_before
+from ..plan.cross_frame_memory import beside_now, frames_of, related, saved_before
 from ..report.report import Frame
 from ..runtime.model import ModelRuntime
+from ..sharded.sharded_model import ShardedModel
 
 
 class CallDecisions:
@@ -28,7 +29,7 @@ class CallDecisions:
     ) -> None:
         self._program, self._runtimes, self._first, self._frame = program, runtimes, first, frame
         self._ends = ends_by_owner(program)
-        self._around: tuple[Any, list[Any]] | None = None
+        self._around: tuple[object, list[ModelRuntime]] | None = None
 
     def extents(self, owner: str) -> tuple[int, int]:
         """Bytes of the slots and of the own staging that transfers of an owner's parameters need."""
@@ -44,6 +45,7 @@ class CallDecisions:
 
     def need(self, program: Program, values: Sequence[Any], talks: bool) -> Need:
         """What a call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
+        program = beside_now(program, self._frame)
         if self._first is None or (not talks and self._first.policy.group.everyone.world > 1):
             return Need(0, program.idle_bytes)
         policies = [r.policy for r in self._runtimes.values()]
@@ -51,7 +53,7 @@ class CallDecisions:
         at, phase = None, program.phase
         if planned is not None and sized is not None:
             before = 0 if phase == "inference" else saved_before(self._frame, frames_of(related(policies)))
-            at = sized.call(phase, values, before, planned)
+            at = sized.call(phase, values, before, planned, self._frame.programs)
         if planned is not None:
             policies = related(policies)
         everyone = self._first.policy.group.everyone
@@ -76,7 +78,9 @@ class CallDecisions:
             self._around = now, [p.runtime for p in relatives if p.runtime is not None]
         return self._around[1]
 
-    def _planned(self, first: ModelRuntime, policies: Sequence[Any]) -> call_admission.Planned | None:
+    def _planned(
+        self, first: ModelRuntime, policies: Sequence[ShardedModel]
+    ) -> call_admission.Planned | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)
         if first.planned is None or first.planned[0] != state:

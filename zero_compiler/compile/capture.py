@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from ..errors import CaptureError
 from ..ir import ops
 from ..ir.facts import ParamRef
-from ..params import parameter_errors
 from ..params.weight_op import managed, placed, weight
+from ..sharded import parameter_errors
 from ..tensors import transforms
-from .captured_writes import Write, take_writes
+from .captured_writes import CapturedWrite, take_writes
 
 log = logging.getLogger("zero_compiler")
 
@@ -74,10 +74,10 @@ class Captured:
     differentiated: frozenset[ParamRef]
     code: str = ""
     goes_on: bool = False
-    writes: Sequence[Write] = ()
+    writes: Sequence[CapturedWrite] = ()
 
 
-def _refuse_writes(gm: fx.GraphModule, taken: Sequence[Write]) -> None:
+def _refuse_writes(gm: fx.GraphModule, taken: Sequence[CapturedWrite]) -> None:
     """A gathered weight is a copy, so a write to it in forward would be lost, unless it is one of ``taken``."""
     for write in taken:
         if ops.owner_of(write.owner).params[write.name].part is not None:
@@ -136,7 +136,7 @@ def owners_in(gm: fx.GraphModule) -> set[str]:
 
 
 # Long: the steps by which parameters become inputs of their local rows, in their order, each a function of its own.
-def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Captured, list[Any]]:
+def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tuple[Captured, list[object]]:
     """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows, and its inputs.
 
     These are apart, since among them is the batch, which nothing may keep.
@@ -162,6 +162,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     writes = take_writes(gm)
     _refuse_writes(gm, writes)
     _hoist_reads(gm)
+    _read_once_where_hooked(gm, goes_on)
     _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     weights = _weights_returned(gm, placeholders, taken=goes_on)
@@ -292,6 +293,21 @@ def _remove_unused(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=weight):
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def _read_once_where_hooked(gm: fx.GraphModule, goes_on: bool) -> None:
+    """Let a weight that the forward registers a hook on be one tensor: in plain PyTorch the hook is given the whole
+    gradient of the parameter, whichever of its reads it was registered on."""
+    hooks = [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == "register_hook"]
+    for node in hooks:
+        if node.args[0].target is not weight:
+            continue
+        if goes_on:
+            raise CaptureError(parameter_errors.hooked(str(node.args[0].args[2])))
+        first, *others = sorted(_markers_of(node.args[0].args[0]))
+        for other in others:
+            other.replace_all_uses_with(first)
+            gm.graph.erase_node(other)
 
 
 def _hoist_reads(gm: fx.GraphModule) -> None:
@@ -462,7 +478,7 @@ def _fake_local(mode: Any, param: Any, ref: ParamRef) -> torch.Tensor:
         return local.detach().requires_grad_(param.requires_grad)
     with torch.no_grad():
         fake = mode.from_tensor(local.detach(), static_shapes=True)
-        device = ops.owner_of(ref.owner).computes_on(ref.name, local)
+        device = ops.owner_of(ref.owner).tiers.computes_on(ref.name, local)
         if device != fake.device:
             with mode:
                 fake = torch.empty_like(fake, device=device)

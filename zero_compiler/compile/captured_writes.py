@@ -28,7 +28,7 @@ _DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
 @dataclass(frozen=True)
-class Write:
+class CapturedWrite:
     """Writes of a captured graph to one parameter, ``arg`` among its inputs, called ``name`` in the model ``owner``.
 
     ``graph`` takes the rows and, of the inputs ``operands``, what goes with them; it writes to the first.
@@ -47,7 +47,7 @@ class Write:
         write_rows(param, lambda rows: self.graph(rows, *operands))
 
 
-def take_writes(gm: fx.GraphModule) -> list[Write]:
+def take_writes(gm: fx.GraphModule) -> list[CapturedWrite]:
     """Take the elementwise writes to weights out of ``gm``: they are to be done before it runs, to the rows.
 
     Those stay that come after a use of the weight, or need more than the weight and inputs of the graph.
@@ -58,14 +58,14 @@ def take_writes(gm: fx.GraphModule) -> list[Write]:
     out = []
     for param in placeholders:
         markers = [u for u in param.users if u.target is weight]
-        if markers and (found := _Chain(markers, order).taken(placeholders)) is not None:
+        if markers and (found := _WriteChain(markers, order).taken(placeholders)) is not None:
             graph, operands = found
             owner, name = str(markers[0].args[1]), str(markers[0].args[2])
-            out.append(Write(placeholders.index(param), owner, name, graph, operands))
+            out.append(CapturedWrite(placeholders.index(param), owner, name, graph, operands))
     return out
 
 
-class _Chain:
+class _WriteChain:
     """What a graph does to one weight: nodes that are the weight itself, and of these those that write to it."""
 
     def __init__(self, markers: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:
@@ -141,11 +141,11 @@ class _Chain:
         return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _version(value: Any) -> int:
+def _version(value: object) -> int:
     return value._version if isinstance(value, FakeTensor) and not value.is_inference() else 0
 
 
-def _unwritten(value: Any) -> Any:
+def _unwritten(value: Any) -> object:
     """The same fake value, of which no writes have been counted."""
     with torch.no_grad():
         return torch.empty_like(value).requires_grad_(value.requires_grad)
@@ -168,6 +168,6 @@ def _elementwise(node: fx.Node) -> bool:
     return node.target is _DATA or node.target in _PLAIN_OPERATORS or _of_torch(node.target)
 
 
-def _of_torch(target: Any) -> bool:
+def _of_torch(target: object) -> bool:
     name = getattr(target, "__name__", "")
     return name in _OUT_OF_PLACE and getattr(torch, name, None) is target

@@ -7,7 +7,7 @@ import gc
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -17,19 +17,20 @@ from ..config import PLACEMENT_FIELDS, Config
 from ..cost import hardware
 from ..cost.cost import bucket_bytes, smaller_buckets
 from ..cost.hardware import HardwareSpec
-from ..cost.prefetch import PrefetchChoice
 from ..emit.transfer_allocation import kept_bytes
 from ..errors import ConfigError
 from ..ir import ops
 from ..ir.facts import ParamRef
 from ..ir.program import Program
-from ..passes import Context, Options, ParamPlan, Trace
+from ..passes import Context, ParamPlan, PassOptions, Trace
 from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
 from ..ranks.group import speaking
 from ..report.report import Frame, Memory
+from ..sharded.sharded_model import ShardedModel
 from .capture import Captured, ShardInput
 from .loader import Loader
+from .plan_choice import PlanChoice
 
 _frames = itertools.count()
 
@@ -43,7 +44,7 @@ class FrameState:
         loader: where its Programs go.
     """
 
-    def __init__(self, captured: Captured, options: Any, loader: Loader) -> None:
+    def __init__(self, captured: Captured, options: dict[str, object] | None, loader: Loader) -> None:
         self.loader = loader
         self.index = next(_frames)
         owners = {s.ref.owner: ops.owner_of(s.ref.owner) for s in captured.shards}
@@ -53,8 +54,18 @@ class FrameState:
         if loader.compute is not None:
             self.config = dataclasses.replace(self.config, compute=loader.compute)
         loader.prepare(list(self.policies.values()), self.relatives)
-        self.bucket_bytes, why = self._bucket_bytes()
         self.captured = captured
+        nbytes, why = self._bucket_bytes()
+        self.tiers: tuple[str, ...] = (
+            () if self.first is None else self.first.tiers.activation_path
+        )  # as in Context
+        # What the search for a plan has chosen so far. With a budget of activations backward may run costly operators
+        # again from the start.
+        self.choice = PlanChoice(
+            nbytes,
+            recompute=self.config.activation_budget_bytes is not None,
+            away=frozenset() if self.tiers else None,
+        )
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
         self.frame = Frame(self.index, self.config, self.params, self.trace, code=captured.code)
@@ -63,22 +74,8 @@ class FrameState:
             self.frame.sized = Sized()
         self.others = cross_frame_memory.frames_of(self.relatives)  # that were compiled before
         self.due = cross_frame_memory.due(self.others, captured.code)
-        self.take_buckets(self.bucket_bytes, why)
-        self.order: list[ParamRef] = []  # of first use
-        self.units: dict[ParamRef, str] = {}
-        self.choices: dict[str, PrefetchChoice] = {}  # how far ahead gathers start, by phase
+        self.take_buckets(nbytes, why)
         self.planned: dict[str, Program] = {}  # within a memory budget, before any of them is compiled
-        # Backward may run costly operators again; then it gathers more weights, so all ranks hold to one answer.
-        self.recompute = self.config.activation_budget_bytes is not None
-        # The same of MLPs in tiles of tokens: backward then gathers their biases too.
-        self.tile_mlp, self.mlp_bytes = False, None  # type: bool, int | None
-        # And of weights of heads, which backward then gathers in tiles.
-        self.tile_heads = False
-        # Both as in Context.
-        self.tiers: tuple[str, ...] = () if self.first is None else self.first.activation_path
-        self.away: frozenset[str] | None = frozenset() if self.tiers else None
-        self.backward_params: frozenset[ParamRef] | None = None
-        self.reduced: frozenset[ParamRef] | None = None
         # Called under zero.no_sync: a budget leaves room for full gradients that wait.
         self.accumulates = any(not policy.sync for policy in self.policies.values())
 
@@ -113,7 +110,7 @@ class FrameState:
             return self.config.bucket_bytes, "as bucket_bytes says"
         if self.first is None:
             return 0, "nothing is sharded"
-        nbytes = bucket_bytes(self.machine, self.world, self.first.transport.shared)
+        nbytes = bucket_bytes(self.machine, self.world, self.first.storage.transport.shared)
         if self.world == 1:
             return nbytes, "nothing moves between ranks"
         return nbytes, "eight times latency times bandwidth between ranks"
@@ -122,14 +119,15 @@ class FrameState:
         """Sizes that a memory budget may choose instead, falling."""
         if self.config.bucket_bytes is not None or self.first is None:
             return []
-        return smaller_buckets(self.machine, self.world, self.first.transport.shared)
+        return smaller_buckets(self.machine, self.world, self.first.storage.transport.shared)
 
     def take_buckets(self, nbytes: int, why: str) -> None:
         """Plan with buckets of so many bytes, and say why in the report."""
-        self.bucket_bytes = self.frame.bucket_bytes = nbytes
+        self.choice = dataclasses.replace(self.choice, bucket_bytes=nbytes)
+        self.frame.bucket_bytes = nbytes
         self.frame.bucket_why = why
 
-    def _config(self, options: Any) -> Config:
+    def _config(self, options: dict[str, object] | None) -> Config:
         if not self.policies:
             given = Config.make(None, options or {})
             for name in options or {}:
@@ -148,7 +146,10 @@ class FrameState:
     def _plan(self, shard: ShardInput) -> ParamPlan:
         policy = self.policies[shard.ref.owner]
         info = policy.params[shard.ref.name]
-        path, grad_path = policy.path("params", shard.ref.name), policy.path("grads", shard.ref.name)
+        path, grad_path = (
+            policy.tiers.path("params", shard.ref.name),
+            policy.tiers.path("grads", shard.ref.name),
+        )
         return ParamPlan(
             ref=shard.ref,
             shape=info.layout.shape,
@@ -158,8 +159,8 @@ class FrameState:
             cut=info.layout.cut,
             world=info.layout.world,
             stage=policy.config.stage,
-            kept=policy.kept.get(shard.ref.name, False),
-            shared=policy.transport.shared,
+            kept=self.choice.kept.get(shard.ref, policy.agreed.kept.get(shard.ref.name, False)),
+            shared=policy.storage.transport.shared,
             path=path,
             grad_path=grad_path[::-1],
             copies=policy.group.copies,
@@ -167,14 +168,16 @@ class FrameState:
                 info.layout,
                 info.gather_dtype,
                 bool(path or grad_path),
-                self._tile_bytes(policy, shard.ref.name),
+                self._tile_bytes(policy, shard.ref),
             ),
             split=info.part is not None and not info.part.placement.is_replicate(),
         )
 
-    def _tile_bytes(self, policy: Any, name: str) -> int | None:
-        """What is gathered of a weight at a time: as the user says, else as a budget made it."""
-        return self.config.tile_bytes if self.config.tile_bytes is not None else policy.tile_bytes.get(name)
+    def _tile_bytes(self, policy: ShardedModel, ref: ParamRef) -> int | None:
+        """What is gathered of a weight at a time: as the user says, else as is tried, or was made for a budget."""
+        if self.config.tile_bytes is not None:
+            return self.config.tile_bytes
+        return self.choice.tile_bytes.get(ref, policy.agreed.tile_bytes.get(ref.name))
 
     def dump_dir(self) -> str | None:
         """The folder for graphs and Programs, where the user asked for them."""
@@ -192,35 +195,50 @@ class FrameState:
 
     def context(self, phase: str) -> Context:
         """The facts of the graph of a phase, or of the joint graph ("joint")."""
-        back = phase == "backward"
-        gathered, reduced = (self.backward_params, self.reduced) if back else (None, None)
-        return Context(self.params, phase, self.units, gathered, reduced, self.machine, self.fused)
+        back, choice = phase == "backward", self.choice
+        gathered, reduced = (choice.backward_params, choice.reduced) if back else (None, None)
+        return Context(self.params, phase, choice.units, gathered, reduced, self.machine, self.fused)
 
-    def options(self, phase: str) -> Options:
+    def options(self, phase: str) -> PassOptions:
         """What is chosen of these passes."""
-        return Options(
-            self.bucket_bytes,
+        choice = self.choice
+        return PassOptions(
+            choice.bucket_bytes,
             self.config.tile_bytes,
-            self.choices[phase].distances if phase in self.choices else {},
+            choice.prefetch[phase].distances if phase in choice.prefetch else {},
             self.fused and self.config.kernels == "auto",
-            self.recompute,
-            tile_mlp=self.tile_mlp,
-            mlp_bytes=self.mlp_bytes,
-            tile_heads=self.tile_heads,
-            away=self.away,
+            choice.recompute,
+            tile_mlp=choice.tile_mlp,
+            mlp_bytes=choice.mlp_bytes,
+            tile_heads=choice.tile_heads,
+            away=choice.away,
             tiers=self.tiers,
             budgeted=(self.config.activation_budget_bytes, self.config.memory_budget_bytes) != (None, None),
         )
 
     def order_weights(self, graph: fx.Graph) -> None:
         """Take the order of weights, and what is gathered together, from a graph with all of them."""
-        self.order = passes.order_of_use(graph)
-        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
+        self.choice = dataclasses.replace(self.choice, order=tuple(passes.order_of_use(graph)))
+        self._assign_units()
+
+    def _assign_units(self) -> None:
+        units = passes.assign_units(list(self.choice.order), self.params, self.choice.bucket_bytes)
+        self.choice = dataclasses.replace(self.choice, units=units)
 
     def plan_again(self) -> None:
-        """Plan the weights once more, after a policy's choices for them changed."""
+        """Plan the weights once more, after what is tried, or was agreed on, for them has changed."""
         self.params = self.frame.params = {s.ref: self._plan(s) for s in self.captured.shards}
-        self.units = passes.assign_units(self.order, self.params, self.bucket_bytes)
+        self._assign_units()
+
+    def try_tiles(self, tile_bytes: Mapping[ParamRef, int | None]) -> None:
+        """Plan with weights in tiles of at most so many bytes, of which nothing is agreed; {}: as is agreed."""
+        self.choice = dataclasses.replace(self.choice, tile_bytes=tile_bytes)
+        self.plan_again()
+
+    def try_kept(self, kept: Mapping[ParamRef, bool]) -> None:
+        """The same of weights that stay gathered."""
+        self.choice = dataclasses.replace(self.choice, kept=kept)
+        self.plan_again()
 
     def memory(self, programs: Sequence[Program]) -> Memory:
         """What the frame takes with these Programs as its phases, together with frames that wait for it."""
@@ -231,11 +249,11 @@ class FrameState:
         tables = {p.key: p.runtime.kept_offsets for p in self.relatives if p.runtime is not None}
         return kept_bytes({**tables, **self.loader.kept_offsets()})
 
-    def lay_beside(self, program: Program) -> None:
-        """Note what other frames hold while it runs."""
-        if program.phase != "inference":
-            program.before_bytes = sum(f.saved_bytes for f in self.due.values())
-        program.again_bytes = cross_frame_memory.again_bytes(program, self.others, self.captured.code)
+    def beside_others(self, program: Program) -> Program:
+        """The same with what other frames hold while it runs."""
+        before = 0 if program.phase == "inference" else sum(f.saved_bytes for f in self.due.values())
+        again = cross_frame_memory.again_bytes(program, self.others, self.captured.code)
+        return dataclasses.replace(program, before_bytes=before, again_bytes=again)
 
     @property
     def waiting(self) -> list[Program]:

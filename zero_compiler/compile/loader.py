@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import ShardError
 from ..ir.program import Program
@@ -14,6 +14,7 @@ from ..report.report import Frame
 from ..runtime.model import ModelRuntime
 from ..runtime.pools import joined
 from ..runtime.session import Session
+from ..sharded.sharded_model import ShardedModel
 from .call_decisions import CallDecisions
 
 _PLANNING = "decision on the plan of the model"
@@ -27,7 +28,7 @@ class Loader(Protocol):
 
     compute: str | None
 
-    def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
+    def prepare(self, policies: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
         """Called once a frame, before anything is compiled.
 
         Args:
@@ -37,19 +38,19 @@ class Loader(Protocol):
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         """The tables that :func:`emit` grows, one an owner."""
 
-    def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
+    def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         """The text of the rank of the model with the least room, given this rank's."""
 
-    def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
+    def decide(self, policy: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
         """What all ranks of the model hold to from now on, given what this rank would choose: within a budget, which
         leaves this rank ``room_bytes``, it is the choice of the rank with the least."""
 
-    def show(self, policy: Any, text: str) -> list[str]:
+    def show(self, policy: ShardedModel, text: str) -> list[str]:
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
-    ) -> Callable[[list[Any]], list[Any]]:
+        self, program: Program, segments: Sequence[object], frame: Frame
+    ) -> Callable[[list[object]], list[object]]:
         """A callable that runs ``program``, a phase of ``frame``, on a list of inputs, which it may empty."""
 
 
@@ -62,10 +63,10 @@ class EngineLoader:
         self.runtimes: dict[str, ModelRuntime] = {}
         self.first: ModelRuntime | None = None
 
-    def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
+    def prepare(self, policies: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
         for policy in policies:
             policy.group.check_still_valid()
-            policy.make_room_for_trained()
+            policy.gradients.make_room_for_trained()
             if policy.runtime is None:
                 policy.runtime = ModelRuntime(policy)
             self.runtimes[policy.key] = policy.runtime
@@ -75,36 +76,37 @@ class EngineLoader:
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
 
-    def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
+    def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         group = policy.group.everyone
         if group.alone:
             return text
         # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
-        asked = f"{key}/{policy.attempt}.{ended_calls(group)}"
+        asked = f"{key}/{policy.agreed.attempt}.{ended_calls(group)}"
         texts = show(group, asked, f"{room_bytes}\n{text}", _PLANNING)
         said = [t.partition("\n") for t in texts]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
-    def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
-        asked = f"prefetch/{policy.serial}/{key}"
+    def decide(self, policy: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
+        asked = f"prefetch/{policy.identity.serial}/{key}"
         if room_bytes is None:
-            text = decide(policy.group, f"{asked}/{policy.attempt}", text, _PLANNING)
+            text = decide(policy.group, f"{asked}/{policy.agreed.attempt}", text, _PLANNING)
         else:
             text = self.tightest(policy, asked, room_bytes, text)
-        policy.distances[key] = text
+        policy.agreed.distances[key] = text
         return text
 
-    def show(self, policy: Any, text: str) -> list[str]:
-        if text not in policy.shown:  # a rank that compiles again, alone, need not ask
-            attempt = f"{policy.attempt}.{ended_calls(policy.group)}"
-            key = f"shown/{policy.serial}/{attempt}/{len(policy.shown)}"
+    def show(self, policy: ShardedModel, text: str) -> list[str]:
+        if text not in policy.agreed.shown:  # a rank that compiles again, alone, need not ask
+            attempt = f"{policy.agreed.attempt}.{ended_calls(policy.group)}"
+            key = f"shown/{policy.identity.serial}/{attempt}/{len(policy.agreed.shown)}"
             peers = policy.group.tensor
-            policy.shown[text] = show(peers, key, text, "partition_activations", policy.group)
-        return list(policy.shown[text])
+            assert peers is not None
+            policy.agreed.shown[text] = show(peers, key, text, "partition_activations", policy.group)
+        return list(policy.agreed.shown[text])
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
-    ) -> Callable[[list[Any]], list[Any]]:
+        self, program: Program, segments: Sequence[object], frame: Frame
+    ) -> Callable[[list[object]], list[object]]:
         decisions = CallDecisions(program, self.runtimes, self.first, frame)
         return Session(program, segments, self.runtimes, self.first, decisions).run
 
@@ -118,29 +120,29 @@ class PlanLoader:
 
     compute: str | None = "aten"  # segments are only cut, and no kernel is compiled
 
-    def __init__(self, policies: Iterable[Any] = ()) -> None:
+    def __init__(self, policies: Iterable[ShardedModel] = ()) -> None:
         made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}
         self._kept: defaultdict[str, dict[str, int]] = defaultdict(dict, made)
 
-    def prepare(self, policies: Sequence[Any], relatives: Sequence[Any]) -> None:
+    def prepare(self, policies: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
         pass
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return self._kept
 
-    def decide(self, policy: Any, key: str, text: str, room_bytes: int | None = None) -> str:
+    def decide(self, policy: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
         return text
 
-    def tightest(self, policy: Any, key: str, room_bytes: int, text: str) -> str:
+    def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         return text
 
-    def show(self, policy: Any, text: str) -> list[str]:
+    def show(self, policy: ShardedModel, text: str) -> list[str]:
         return [text]
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
-    ) -> Callable[[list[Any]], list[Any]]:
-        def run(inputs: list[Any]) -> list[Any]:
+        self, program: Program, segments: Sequence[object], frame: Frame
+    ) -> Callable[[list[object]], list[object]]:
+        def run(inputs: list[object]) -> list[object]:
             raise ShardError("this Program was only planned and cannot run")
 
         return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -18,7 +18,7 @@ from ..emit.segments import SegmentCompiler
 from ..ir import facts, ops
 from ..ir.instructions import Compute
 from ..ir.program import Program
-from ..passes import Context, Options, run_passes
+from ..passes import Context, PassOptions, run_passes
 from ..plan import schedule
 from .frame_state import FrameState
 from .segment_codegen import count_compiled
@@ -39,7 +39,7 @@ class Lowered:
 class _Tried:
     """A Program that a phase was lowered to on trial, and all that it follows from beside the graph."""
 
-    asked: tuple[Context, Options]
+    asked: tuple[Context, PassOptions]
     tiles: list[int]
     offsets: dict[str, dict[str, int]]  # of kept weights
     program: Program
@@ -74,8 +74,7 @@ class Lowering:
         """Compile the segments of phases as they are: trials of these count from here on what their code takes."""
         for phase, gm in graphs.items():
             asked, tiles, offsets = self._asked(phase), passes.tiles_in(gm.graph), self._offsets()
-            emitted = self._lowered(facts.copy_module(gm), phase).emitted
-            count_compiled(emitted, compiler, phase)
+            emitted, _ = count_compiled(self._lowered(facts.copy_module(gm), phase).emitted, compiler, phase)
             if self._offsets() == offsets:
                 self._tried.setdefault(gm, []).insert(0, _Tried(asked, tiles, offsets, emitted.program))
 
@@ -115,7 +114,7 @@ class Lowering:
                 seconds,
             )
 
-    def _asked(self, phase: str) -> tuple[Context, Options]:
+    def _asked(self, phase: str) -> tuple[Context, PassOptions]:
         return self.state.context(phase), self.state.options(phase)
 
     def _offsets(self) -> dict[str, dict[str, int]]:
@@ -136,16 +135,22 @@ class Lowering:
         context, options = self._asked(phase)
         pipeline = passes.phase_passes(replace(options, bytes_only=trial and not self._timed(gm)))
         run_passes(gm.graph, pipeline, context, state.trace, state.dump_dir(), trial)
-        emitted = emit(gm, state.params, phase, state.loader.kept_offsets(), trial=trial)
-        state.lay_beside(emitted.program)
+        emitted = self._emitted(gm, phase, trial=trial)
         if trial and not any(g.hops for g in emitted.program.gathers):
             return Lowered(gm, emitted)
         if segment_us is None:
             cost, fused = CostModel(state.machine), state.fused
             known = hints(gm.graph)
             segment_us = [at_hints(cost.region_us(seg.graph, fused), known) for seg in emitted.segments]
-        emitted.program.segment_us = segment_us
+        emitted = replace(emitted, program=replace(emitted.program, segment_us=segment_us))
         return Lowered(gm, self._with_hops(gm, phase, emitted))
+
+    def _emitted(
+        self, gm: fx.GraphModule, phase: str, ahead: Sequence[Sequence[int]] = (), trial: bool = False
+    ) -> Emitted:
+        state = self.state
+        emitted = emit(gm, state.params, phase, state.loader.kept_offsets(), ahead, trial)
+        return replace(emitted, program=state.beside_others(emitted.program))
 
     def _timed(self, gm: fx.GraphModule) -> bool:
         """Whether times decide where something stands: what waits on another tier, or chunks copied to a device."""
@@ -166,30 +171,33 @@ class Lowering:
                 state.config.nvme_checksums,
             )
             if found is None:
-                for lane, far in zip(("copied to the device", "read from files"), ahead, strict=False):
-                    if (most := max(far, default=1)) > 1:
-                        emitted.program.notes.append(f"chunks are {lane} up to {most} units ahead")
-                return emitted
+                lanes = zip(("copied to the device", "read from files"), ahead, strict=False)
+                far = [(lane, max(distances, default=1)) for lane, distances in lanes]
+                notes = [f"chunks are {lane} up to {most} units ahead" for lane, most in far if most > 1]
+                program = emitted.program
+                return replace(emitted, program=replace(program, notes=[*program.notes, *notes]))
             ahead.append(found)
             if any(d > 1 for d in found):
-                again = emit(gm, state.params, phase, state.loader.kept_offsets(), ahead)
-                state.lay_beside(again.program)
-                again.program.segment_us = emitted.program.segment_us
-                emitted = again
+                times = emitted.program.segment_us
+                emitted = self._emitted(gm, phase, ahead)
+                emitted = replace(emitted, program=replace(emitted.program, segment_us=times))
 
     def _is_settled(self, phase: str) -> bool:
         """Whether the distances of a phase are known: nothing was to decide, or it was decided before."""
         state = self.state
-        if phase not in state.choices:
+        if phase not in state.choice.prefetch:
             why = schedule.nothing_to_decide(state.params, phase, state.machine, state.world)
-            units = list(state.units.values())
+            units = list(state.choice.units.values())
             if why is not None:
-                state.choices[phase] = PrefetchChoice(why)
-            elif (text := state.first.distances.get(schedule.key_of(phase, units))) is not None:
-                state.choices[phase] = PrefetchChoice(
-                    "decided when first compiled", schedule.from_text(text, units)
-                )
-        return phase in state.choices
+                self._choose({phase: PrefetchChoice(why)})
+            elif (text := state.first.agreed.distances.get(schedule.key_of(phase, units))) is not None:
+                distances = schedule.from_text(text, units)
+                self._choose({phase: PrefetchChoice("decided when first compiled", distances)})
+        return phase in state.choice.prefetch
+
+    def _choose(self, found: Mapping[str, PrefetchChoice]) -> None:
+        choice = self.state.choice
+        self.state.choice = replace(choice, prefetch={**choice.prefetch, **found})
 
     def settled(self, graphs: Mapping[str, fx.GraphModule]) -> dict[str, Lowered]:
         """Lower copies of phases, with distances that are decided here where they are not known yet."""
@@ -207,14 +215,14 @@ class Lowering:
         if spare is not None:
             spare -= state.peak([x.emitted.program for x in low.values()])
             spare = spare if state.alone else min(spare, 0)
-        units = list(state.units.values())
+        units = list(state.choice.units.values())
 
         def again(phase: str) -> Lowered:
             times = low[phase].emitted.program.segment_us  # starts stand where segments end anyway
             return self._lowered(facts.copy_module(graphs[phase]), phase, times)
 
         def over(found: Mapping[str, Mapping[str, int]]) -> int:
-            state.choices.update({phase: PrefetchChoice("", chosen) for phase, chosen in found.items()})
+            self._choose({phase: PrefetchChoice("", chosen) for phase, chosen in found.items()})
             return self.trial_peak(graphs) - (state.config.memory_budget_bytes or 0)
 
         found = schedule.choose(looks, spare, over)
@@ -223,7 +231,7 @@ class Lowering:
             text = state.loader.decide(state.first, key, schedule.to_text(found[phase], units), spare)
             chosen = schedule.from_text(text, units)
             why = seen.explained(chosen, schedule.room_text(seen, spare))
-            state.choices[phase] = PrefetchChoice(why, chosen)
-            if state.choices[phase].ahead:
+            self._choose({phase: PrefetchChoice(why, chosen)})
+            if state.choice.prefetch[phase].ahead:
                 low[phase] = again(phase)
         return low

@@ -12,14 +12,14 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import GradientError
-from ..params import parameter_errors
+from ..sharded import parameter_errors
 from ..tensors import transforms
 
 
-def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(compiled: Callable[..., object]) -> Callable[..., Any]:
     """``compiled``, a frame that AOTAutograd has made, which says what it cannot do when it is asked for it."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
             raise GradientError(
                 "a compiled model was given an input with a tangent, and forward-mode AD goes through no compiled "
@@ -33,11 +33,11 @@ def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _has_tangent(value: Any) -> bool:
+def _has_tangent(value: object) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def _node_of(out: Any) -> Any:
+def _node_of(out: object) -> Any:
     """The node of the frame: that of an output, or of the one whose view an output is."""
     for value in out if isinstance(out, (list, tuple)) else (out,):
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
@@ -61,5 +61,5 @@ def _after(made: Any, given: Any) -> None:
             grad.grad_fn.register_prehook(_refuse)
 
 
-def _refuse(given: Any) -> NoReturn:
+def _refuse(given: object) -> NoReturn:
     raise parameter_errors.differentiated_twice()

@@ -34,7 +34,7 @@ def init(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     config: Config | None = None,
-    **fields: Any,
+    **fields: object,
 ) -> AbstractContextManager[None]:
     """A context in which modules are partitioned as they are made.
 
@@ -71,12 +71,12 @@ def module(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     config: Config | None = None,
-    **fields: Any,
+    **fields: object,
 ) -> Callable[[C], C]: ...
 
 
 def module(
-    cls: Any = None,
+    cls: object = None,
     /,
     *,
     stage: int = DEFAULT_STAGE,
@@ -84,7 +84,7 @@ def module(
     device: torch.device | str | None = None,
     config: Config | None = None,
     **fields: Any,
-) -> Any:
+) -> object:
     """Class decorator: instances are partitioned as they are made, and sharded when the outermost ``__init__``
     returns; subclasses too, their own parameters included.
 
@@ -98,7 +98,7 @@ def module(
     """
     options = _options(stage, mesh, device, config, fields)
 
-    def decorate(cls: Any) -> Any:
+    def decorate(cls: object) -> object:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ShardError(
                 f"zero.module decorates subclasses of nn.Module, not {cls!r}; for an instance use zero.shard"
@@ -111,7 +111,7 @@ def module(
 
 
 def _options(
-    stage: int, mesh: DeviceMesh | None, device: Any, config: Config | None, fields: dict[str, Any]
+    stage: int, mesh: DeviceMesh | None, device: Any, config: Config | None, fields: dict[str, object]
 ) -> Options:
     if stage is not DEFAULT_STAGE:
         fields["stage"] = stage
@@ -129,7 +129,7 @@ def _wrap_init(cls: Any, options: Options) -> None:
             super(cls, self).__init__(*args, **kwargs)
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, **kwargs: Any) -> None:
         construction = current()
         if construction is not None and any(m is self for m in construction.making):
             call(self, *args, **kwargs)  # reached by super().__init__() from a subclass

@@ -30,11 +30,9 @@ from ..config import Config
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..errors import ShardError
 from ..layout import Layout, layout_of
-from ..params import blocking_transfers
 from ..params.held import at_rest
 from ..params.modules import state_of, swap_classes
 from ..params.optimizer_guards import guard_optimizers, mark_stale
-from ..params.policy import Policy, made_together
 from ..params.shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
 from ..ranks import peer_connections
 from ..ranks.agreement import agree, give_up
@@ -42,6 +40,9 @@ from ..ranks.call_handshake import begin
 from ..ranks.failure_broadcast import tell, together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
+from ..sharded import blocking_transfers
+from ..sharded.model_identity import made_together
+from ..sharded.sharded_model import ShardedModel
 from ..storage import heap
 from ..storage.stores import Nvme
 from ..tensors.whole_parameters import describe_whole, stays_whole
@@ -365,21 +366,26 @@ class Construction:
     def _make_root(self, model: nn.Module, placement: Placement) -> None:
         group = placement.group
         with made_together(group):
-            policy = Policy(group, placement.config)
+            policy = ShardedModel(group, placement.config)
             targets = collect(model, policy, lambda param: self._is_ours(param, placement))
             said = [
                 f"end of construction of {type(model).__name__}",
-                policy.describe(),
+                policy.protocol.describe(),
                 *given({name: param for name, (param, _) in targets.items()}),
                 *describe_whole(model),
                 *(f"parameter {name} is from before" for name, (p, _) in targets.items() if not _is_cut(p)),
             ]
             self._agree(group, said)
         params = {name: param for name, (param, _) in targets.items()}
-        policy.place_tensors(params, {name: self._settled(policy, param) for name, param in params.items()})
-        policy.choose_transport()
-        policy.take_files(placement.nvme)
-        policy.make_room(params, {name for name, param in params.items() if _is_filed(param)})
+        policy.tiers.place(
+            policy.params,
+            params,
+            policy.hardware,
+            {name: self._settled(policy, param) for name, param in params.items()},
+        )
+        policy.storage.choose_transport(policy.hardware)
+        policy.storage.take_files(placement.nvme)
+        policy.storage.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
             cut = cut_of(param)
             if cut is None or not isinstance(param, DTensor):
@@ -389,7 +395,7 @@ class Construction:
                     name,
                     param,
                     blocking_transfers.scatter_from_first(
-                        group, policy.params[name].layout, param, policy.on_host(name)
+                        group, policy.params[name].layout, param, policy.tiers.on_host(name)
                     ),
                     places,
                 )
@@ -402,16 +408,16 @@ class Construction:
                 policy.places[name] = places
                 if cut.layout.cut and (cut.has_values or type(cut.local) is torch.Tensor):
                     chunk = blocking_transfers.flat_chunk(cut.layout, cut.local).view(cut.layout.padded_shape)
-                    cut.local = param._local_tensor = policy.settle(name, chunk)[
+                    cut.local = param._local_tensor = policy.storage.settle(name, chunk)[
                         : cut.layout.rows(group.rank)
                     ]
-        policy.check_settled()
+        policy.storage.check_settled()
         swap_classes(model, policy)
-        policy.take_gradients()
+        policy.installed()
         guard_optimizers()
         self._roots.append(model)
 
-    def _settled(self, policy: Policy, param: torch.Tensor) -> str | None:
+    def _settled(self, policy: ShardedModel, param: torch.Tensor) -> str | None:
         """The tier where rows of a parameter stay: a file, or a side of an accelerator."""
         if _is_filed(param):
             return "nvme"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ShardError
 from ..layout import Layout, layout_of
-from ..params import blocking_transfers
 from ..params.parameter_memory import KEY
 from ..params.shard import SUCCESSOR, sharded_parameter
 from ..ranks.group import Group
+from ..sharded import blocking_transfers
 from ..storage.stores import region_of
 
 
@@ -61,7 +61,7 @@ class Cut:
         self.full: torch.Tensor | None = None
         self.leaf: nn.Parameter | None = None  # full value as an autograd leaf
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()  # a tensor that is saved meanwhile is read back as a plain DTensor
 
     @property
@@ -136,7 +136,7 @@ def cut_of(tensor: torch.Tensor) -> Cut | None:
     return tensor.__dict__.get(KEY)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Tensors in nested arguments of a torch function."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -179,7 +179,9 @@ class Openings(TorchFunctionMode):
         self._held: list[Cut] = []  # whose full value exists
         self._adopted: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _ABOUT:
             return func(*args, **kwargs)
@@ -247,7 +249,7 @@ class Openings(TorchFunctionMode):
             tensor.__dict__.pop(KEY, None)
         self._adopted.clear()
 
-    def _lookup(self, tensor: Any) -> Cut | None:
+    def _lookup(self, tensor: torch.Tensor) -> Cut | None:
         if not isinstance(tensor, torch.Tensor):
             return None
         cut = cut_of(tensor)
@@ -338,7 +340,7 @@ def _broadcast_rows(cut: Cut, full: torch.Tensor, rank: int) -> None:
 # --- functions that need no full value ---------------------------------------------------------------------------
 
 
-def _alias(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
+def _alias(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     tensor = args[0]
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
@@ -347,7 +349,7 @@ def _alias(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
+def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     """``to``, ``half`` and the like: another cut tensor, so that nn.Module.to works part by part."""
     tensor, *rest = args
     if not isinstance(tensor, DTensor):
@@ -372,7 +374,7 @@ def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
     return _like(tensor, Cut(cut.group, layout, local, probe.device, tuple(stride), cut.what))
 
 
-def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
+def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     """``torch.empty_like``, by which nn.Module.to_empty gives storage to meta parameters."""
     tensor = args[0]
     if not isinstance(tensor, DTensor):
@@ -389,7 +391,7 @@ def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _deepcopy(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
+def _deepcopy(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     tensor, memo = args
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
@@ -444,7 +446,7 @@ def _like(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
     return out
 
 
-_WITHOUT_VALUE: dict[Any, Callable[[Openings, Any, Any, Any], Any]] = {
+_WITHOUT_VALUE: dict[object, Callable[[Openings, object, object, object], object]] = {
     torch.Tensor.detach: _alias,
     torch.Tensor.data.__get__: _alias,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _repoint,  # type: ignore[attr-defined]

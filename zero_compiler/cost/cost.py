@@ -7,9 +7,9 @@ symbols; ``at_hints`` turns it into a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -24,24 +24,34 @@ from .hardware import HardwareSpec, Link
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+# A number, or an expression of the sizes that may change.
+Amount: TypeAlias = "float | sympy.Expr"
+
+
+def _attention(query: object, key: object, value: object, *args: object, **kwargs: object) -> object:
     return sdpa_flop_count(query, key, value)
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _attention_backward(
+    grad: torch.Tensor, query: object, key: object, value: object, *args: object, **kwargs: object
+) -> object:
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
-def _add_product(out: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_product(
+    out: torch.Tensor, a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object
+) -> object:
     return 2 * a[0] * a[1] * b[1]
 
 
-def _linear(input: Any, weight: Any, bias: Any, out_val: Any) -> Any:
+def _linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_val: torch.Tensor
+) -> object:
     return 2 * input[0] * input[1] * weight[0]
 
 
 # torch's registry lacks the attention of CPUs and products that add to their output, and knows nothing of ours.
-_FLOPS: dict[Any, Any] = {
+_FLOPS: dict[fx.node.Target, Callable[..., Any]] = {
     **flop_registry,
     ops.onednn_linear.overloadpacket: _linear,
     ops.land_mm.overloadpacket: flop_registry[_aten.mm],
@@ -65,7 +75,7 @@ _LOOKUPS = frozenset(
 )
 
 # Collectives of the user's own, as tensor parallelism has them, by the kind that a spec knows.
-_COLLECTIVES: dict[Any, str] = {
+_COLLECTIVES: dict[object, str] = {
     _functional.all_reduce: "all_reduce",
     _functional.all_gather_into_tensor: "all_gather",
     _functional.reduce_scatter_tensor: "reduce_scatter",
@@ -131,14 +141,14 @@ def reread_bytes(numel: int, dtype: torch.dtype) -> int:
     return numel * (2 * dtype.itemsize + 8)
 
 
-def expr(size: Any) -> Any:
+def expr(size: float | torch.SymInt) -> Amount:
     """A size as a number, or as a sympy expression where it is symbolic."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def hints(graph: fx.Graph) -> dict[Any, int]:
+def hints(graph: fx.Graph) -> dict[object, int]:
     """The values that the capture saw for the symbols in the sizes of a graph."""
-    known: dict[Any, int] = {}
+    known: dict[object, int] = {}
     for node in graph.nodes:
         for leaf in facts.leaves(facts.value(node)):
             for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
@@ -147,7 +157,7 @@ def hints(graph: fx.Graph) -> dict[Any, int]:
     return known
 
 
-def at_hints(cost: Any, known: Mapping[Any, int]) -> float:
+def at_hints(cost: Amount, known: Mapping[sympy.Symbol, int]) -> float:
     """A number for a cost that may be symbolic."""
     return float(cost.subs(known)) if isinstance(cost, sympy.Expr) else float(cost)
 
@@ -163,7 +173,7 @@ class CostModel:
 
     spec: HardwareSpec
 
-    def flops(self, node: fx.Node) -> Any:
+    def flops(self, node: fx.Node) -> Amount:
         """Floating-point operations of a matrix-like operator; 0 for the others, which memory bounds."""
         packet = getattr(node.target, "overloadpacket", None)
         if packet not in _FLOPS:
@@ -173,13 +183,13 @@ class CostModel:
         )
         return expr(_FLOPS[packet](*args, **kwargs, out_val=_shaped(facts.value(node))))
 
-    def moved_bytes(self, node: fx.Node) -> Any:
+    def moved_bytes(self, node: fx.Node) -> Amount:
         """Bytes that the operator reads and writes when it runs by itself; 0 for a view."""
         if facts.aliased_inputs(node) and not _mutates(node):
             return 0
         return _written_bytes(node) + sum(_read_bytes(node, n) for n in node.all_input_nodes)
 
-    def node_us(self, node: fx.Node) -> Any:
+    def node_us(self, node: fx.Node) -> Amount:
         """Time of one operator that runs by itself."""
         moved = self.moved_bytes(node)
         if moved == 0:
@@ -196,7 +206,7 @@ class CostModel:
         packet = getattr(node.target, "overloadpacket", None)
         return packet in _FLOPS or packet in _COLLECTIVES
 
-    def region_us(self, graph: fx.Graph, fused: bool) -> Any:
+    def region_us(self, graph: fx.Graph, fused: bool) -> Amount:
         """Time of a compute segment.
 
         With ``fused`` its element-wise parts cost one pass over what enters and leaves them, or their vector
@@ -212,8 +222,8 @@ class CostModel:
         if not light:
             return total
         inside = set(light)
-        moved: Any = sum(_written_bytes(n) for n in light if any(u not in inside for u in n.users))
-        entering: dict[fx.Node, Any] = {}
+        moved: Amount = sum(_written_bytes(n) for n in light if any(u not in inside for u in n.users))
+        entering: dict[fx.Node, Amount] = {}
         for n in light:
             for i in n.all_input_nodes:
                 if i not in inside:
@@ -222,7 +232,7 @@ class CostModel:
         vector = sum(self.vector_us(n) for n in light)
         return total + _longer(vector, moved / self.spec.memory_bytes_per_us) + self.spec.kernel_us
 
-    def vector_us(self, node: fx.Node) -> Any:
+    def vector_us(self, node: fx.Node) -> Amount:
         """Time of an element-wise operator or a reduction on data in cache; 0 for matrix-like ones."""
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _FLOPS:
@@ -234,7 +244,7 @@ class CostModel:
             for n in both
             if n is not table and not (n is node and table and _mutates(n))
         ]
-        most: Any = 0
+        most: Amount = 0
         for size in sizes:
             most = _longer(most, size)
         spec = self.spec
@@ -243,7 +253,7 @@ class CostModel:
             rate, share = spec.special_per_us, spec.special_share
         return most / (rate * share.get(_dtype_name(node), 1.0))
 
-    def _arithmetic_us(self, node: fx.Node) -> Any:
+    def _arithmetic_us(self, node: fx.Node) -> Amount:
         flops = self.flops(node)
         if flops == 0:
             return 0.0
@@ -251,7 +261,7 @@ class CostModel:
         rates = self.spec.onednn_flops_per_us if onednn else self.spec.matmul_flops_per_us
         return flops / rates.get(_dtype_name(node), rates["float32"])
 
-    def _copies_us(self, node: fx.Node) -> Any:
+    def _copies_us(self, node: fx.Node) -> Amount:
         """What of a matrix product's memory traffic comes on top of its arithmetic; 0 for other operators."""
         share = self.spec.matmul_traffic
         if share == 0 or self.flops(node) == 0:
@@ -263,11 +273,11 @@ class CostModel:
         kind = _COLLECTIVES.get(getattr(node.target, "overloadpacket", None))
         if kind is None or not self.spec.covers("c10d"):
             return None
-        name: Any = node.args[-1]
+        name: fx.node.Argument = node.args[-1]
         world = _resolve_process_group(name).size()
         return self.spec.collective(kind, world) if world > 1 else None
 
-    def onednn_pays(self, node: fx.Node, known: Mapping[Any, int]) -> bool:
+    def onednn_pays(self, node: fx.Node, known: Mapping[object, int]) -> bool:
         """Whether oneDNN is clearly faster than torch's BLAS at a product in float32, launches included.
 
         Both copy operands, about as much. Where the result goes does not count: the libraries add in other orders, and
@@ -280,9 +290,9 @@ class CostModel:
         return _ONEDNN_GAIN * (count / onednn + copies + launches) < count / blas + copies
 
 
-def tensor_bytes(val: Any) -> Any:
+def tensor_bytes(val: object) -> Amount:
     """Bytes of the tensors in a fake value; symbolic where their sizes are."""
-    total: Any = 0
+    total: Amount = 0
     for t in facts.leaves(val):
         if isinstance(t, torch.Tensor):
             total = total + expr(t.numel()) * t.element_size()
@@ -295,15 +305,15 @@ def _dtype_name(node: fx.Node) -> str:
     return str(next(found, None)).removeprefix("torch.")
 
 
-def _numel(val: Any) -> Any:
-    most: Any = 0
+def _numel(val: object) -> object:
+    most: Amount = 0
     for t in facts.leaves(val):
         if isinstance(t, torch.Tensor):
             most = _longer(most, expr(t.numel()))
     return most
 
 
-def _shaped(val: Any) -> Any:
+def _shaped(val: object) -> object:
     return tree_map(lambda t: t.shape if isinstance(t, torch.Tensor) else t, val)
 
 
@@ -318,7 +328,7 @@ def _table(node: fx.Node) -> fx.Node | None:
     return found if isinstance(found, fx.Node) else None
 
 
-def _read_bytes(reader: fx.Node, operand: fx.Node) -> Any:
+def _read_bytes(reader: fx.Node, operand: fx.Node) -> Amount:
     """What ``reader`` reads of an operand: of a table as much as it finds there, or adds to it."""
     if operand is not _table(reader):
         return tensor_bytes(facts.value(operand))
@@ -327,12 +337,12 @@ def _read_bytes(reader: fx.Node, operand: fx.Node) -> Any:
     return tensor_bytes(facts.value(reader))
 
 
-def _written_bytes(node: fx.Node) -> Any:
+def _written_bytes(node: fx.Node) -> Amount:
     table = _table(node) if _mutates(node) else None
     return tensor_bytes(facts.value(node)) if table is None else _read_bytes(node, table)
 
 
-def _longer(a: Any, b: Any) -> Any:
+def _longer(a: Amount, b: Amount) -> Amount:
     if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
         return sympy.Max(a, b)
     return max(a, b)

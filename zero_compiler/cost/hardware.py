@@ -45,17 +45,17 @@ def _check_number(name: str, value: Any, least: int | None = None, finite: bool 
         raise ConfigError(f"hardware spec: {name} must be a finite number, not {_shown(value)}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value of a file in a sentence, which may be long or nested deeply."""
     return reprlib.repr(value)
 
 
-def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"hardware spec: {name} must be one of {', '.join(known)}, not {_shown(value)}")
 
 
-def _check_rates(name: str, rates: Any) -> None:
+def _check_rates(name: str, rates: object) -> None:
     if not isinstance(rates, dict) or _BASE_DTYPE not in rates:
         raise ConfigError(
             f"hardware spec: {name} must give a rate for {_BASE_DTYPE!r}, and may for other dtypes, not {_shown(rates)}"
@@ -265,7 +265,7 @@ class HardwareSpec:
         return HardwareSpec(**data)
 
 
-def _list(what: str, data: Any) -> Sequence[Any]:
+def _list(what: str, data: object) -> Sequence[Any]:
     if not isinstance(data, (list, tuple)):
         raise ConfigError(f"hardware spec: {what} must be a list, not {_shown(data)}")
     return data
@@ -291,7 +291,7 @@ def _check_fields(what: str, kind: Any, data: Any) -> None:
             raise ConfigError(f"hardware spec: {name!r}{of} is missing")
 
 
-def _made(what: str, kind: Any, data: Any) -> Any:
+def _made(what: str, kind: Any, data: Any) -> object:
     """The object of the class ``kind`` that ``data`` describes, the field ``what`` of a spec."""
     _check_fields(what, kind, data)
     try:

@@ -6,7 +6,7 @@ order of the units; starting elsewhere would cut a compute segment in two. Its *
 behind the wait of the unit before (at the top for unit 0), and 1 more for every boundary further ahead. A lane
 serves its transfers one at a time, in the order in which they were started.
 
-What :func:`distances` promises, and tests/null/test_prefetch.py checks by brute force:
+What :func:`distances` promises, and tests/null/cost/test_prefetch.py checks by brute force:
 
 - where only gathers use the lane, no choice within the room and :data:`MAX_DISTANCE` takes less time;
 - where reductions use it too, none of the depths that are tried (the same distance for all, as far as the room

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from ..ir.transfers import COMPUTE, HOST, LINK, READ, WRITE
 
@@ -89,7 +88,7 @@ class Timeline:
         that (a roofline: Williams et al. 2009)."""
         return max((COMPUTE, LINK, READ, WRITE, HOST, PYTHON), key=self.alone_us)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
             "total_us": self.total_us,

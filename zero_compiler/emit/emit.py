@@ -32,13 +32,16 @@ from ..memory.alias_table import storages_of
 from ..memory.live import live_bytes
 from ..memory.segment_graph import SegmentGraph
 from ..memory.verify import verify_program
+from ..passes.base import ParamPlan
 from . import segmentation
 from .prefetch_hops import Fetches
 from .transfer_allocation import GatherSpan, OffloadSpan, ReduceSpan, allocate_transfers, kept_ends
 
 
-@dataclass
+@dataclass(frozen=True)
 class Emitted:
+    """A Program, and the graph that it was emitted from."""
+
     program: Program
     segments: list[SegmentGraph]  # one per Compute, in order; equal ones are merged by the compiler
     graph: fx.Graph
@@ -48,7 +51,7 @@ class Emitted:
 # Long: every field of a Program is given here, by name.
 def emit(
     gm: fx.GraphModule,
-    params: Mapping[ParamRef, Any],
+    params: Mapping[ParamRef, ParamPlan],
     phase: str,
     kept_offsets: Mapping[str, dict[str, int]],
     ahead: Sequence[Sequence[int]] = (),
@@ -106,8 +109,8 @@ def emit(
     if not trial:
         worlds = {ref.owner: plan.world for ref, plan in params.items()}
         verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
-    program.live, program.inside = live_bytes(program, graph, numbers, segments)
-    return Emitted(program, segments, graph, numbers)
+    live, inside = live_bytes(program, graph, numbers, segments)
+    return Emitted(replace(program, live=live, inside=inside), segments, graph, numbers)
 
 
 class _Emission:
@@ -118,7 +121,7 @@ class _Emission:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, params: Mapping[ParamRef, Any], ahead: Sequence[Sequence[int]]
+        self, gm: fx.GraphModule, params: Mapping[ParamRef, ParamPlan], ahead: Sequence[Sequence[int]]
     ) -> None:
         self._gm, self._params = gm, params
         graph = gm.graph

@@ -60,10 +60,12 @@ def accumulating(program: Program, owners: Collection[str]) -> Program:
         keeps=keeps,
     )
     ends = ends_by_owner(out).values()
-    out.transient_bytes = max((at.transient for at in ends), default=0)
-    out.own_bytes = max((at.own for at in ends), default=0)
-    out.live = _live(program, out, came_from) if program.live else []
-    return out
+    out = replace(
+        out,
+        transient_bytes=max((at.transient for at in ends), default=0),
+        own_bytes=max((at.own for at in ends), default=0),
+    )
+    return replace(out, live=_live(program, out, came_from) if program.live else [])
 
 
 def most_accumulating(program: Program, gradients: int, full: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from torch import fx
 
 from ..ir import facts, ops
 from ..ir.facts import ParamRef
 from ..ir.instructions import Fetch, Instruction, WaitFetch
+from ..passes.base import ParamPlan
 
 
 class Fetches:
@@ -25,7 +27,7 @@ class Fetches:
     """
 
     def __init__(
-        self, steps: list[Any], params: Mapping[ParamRef, Any], ahead: Sequence[Sequence[int]] = ()
+        self, steps: list[fx.Node], params: Mapping[ParamRef, ParamPlan], ahead: Sequence[Sequence[int]] = ()
     ) -> None:
         nodes = [s for s in steps if not isinstance(s, list) and s.target is ops.gather]
         self._hops = [_hops(node, params) for node in nodes]
@@ -83,6 +85,6 @@ class Fetches:
         out.append(WaitFetch(index, hop))
 
 
-def _hops(node: Any, params: Mapping[ParamRef, Any]) -> int:
+def _hops(node: fx.Node, params: Mapping[ParamRef, ParamPlan]) -> int:
     """How many steps the chunks of a gather take to the device: parameters of one bucket take the same."""
     return min(len(params[r].path) for r in facts.params(node))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -55,7 +54,7 @@ def segment(
     step_of: dict[fx.Node, int],
     roots: dict[fx.Node, frozenset[fx.Node]],
     returned: set[fx.Node],
-    given: Mapping[Any, fx.Node],
+    given: Mapping[fx.node.Argument, fx.Node],
 ) -> tuple[SegmentGraph, list[fx.Node], list[fx.Node]]:
     """Run number ``index`` of ``gm``'s compute nodes as a graph, with the nodes that it takes and those it gives.
 
@@ -82,7 +81,7 @@ def segment(
     for node in nodes:
         for used in node.all_input_nodes:
             need(used)
-    symbols: set[Any] = set()
+    symbols: set[object] = set()
     for node in (*nodes, *ins, *pulled):
         symbols |= facts.symbols_of(facts.value(node))
     known = {v.node.expr for n in ins if isinstance(v := facts.value(n), torch.SymInt)}
@@ -120,9 +119,9 @@ def _copy_meta(src: fx.Node, dst: fx.Node) -> None:
             dst.meta[key] = src.meta[key]
 
 
-def symbols_given(graph: fx.Graph) -> dict[Any, fx.Node]:
+def symbols_given(graph: fx.Graph) -> dict[object, fx.Node]:
     """The input of the graph that defines each symbolic size."""
-    out: dict[Any, fx.Node] = {}
+    out: dict[fx.node.Argument, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         val = facts.value(node)
         if isinstance(val, torch.SymInt):

@@ -71,10 +71,10 @@ def structure(seg: SegmentGraph) -> str:
         if isinstance(facts.value(n), torch.Tensor) and facts.value(n).layout is torch.strided
     }
 
-    def begin(node: fx.Node) -> Any:
+    def begin(node: fx.Node) -> object:
         return next((begins[r] for r in roots[node] if r.op == "placeholder" and r in begins), 0)
 
-    def ref(a: Any) -> Any:
+    def ref(a: fx.node.Argument) -> Any:
         return names[a] if isinstance(a, fx.Node) else _constant(a)
 
     for i, node in enumerate(seg.graph.nodes):
@@ -90,18 +90,18 @@ def structure(seg: SegmentGraph) -> str:
     return "\n".join(lines)
 
 
-def _constant(a: Any) -> Any:
+def _constant(a: object) -> object:
     return f"{type(a).__name__}:{a}"
 
 
-def _attribute(gm: fx.GraphModule, target: Any) -> Any:
-    obj: Any = gm
+def _attribute(gm: fx.GraphModule, target: object) -> object:
+    obj: object = gm
     for part in str(target).split("."):
         obj = getattr(obj, part)
     return obj
 
 
-def _meta(val: Any, begin: Any = 0) -> str:
+def _meta(val: object, begin: object = 0) -> str:
     if isinstance(val, torch.Tensor):
         strides = ",".join(str(s) for s in val.stride()) if val.layout is torch.strided else str(val.layout)
         return (
@@ -112,7 +112,7 @@ def _meta(val: Any, begin: Any = 0) -> str:
     return str(val)
 
 
-def _offset(val: torch.Tensor, begin: Any) -> Any:
+def _offset(val: torch.Tensor, begin: fx.node.Argument) -> object:
     return val.storage_offset() - begin if val.layout is torch.strided else 0
 
 
@@ -122,7 +122,9 @@ class SegmentCompiler:
     def __init__(self, compute: str) -> None:
         self.compute = compute
         self._done: dict[tuple[str, bool, bool], Artifact] = {}
-        self._constants: list[Any] = []  # held, since structures name their ids: no other object may get one
+        self._constants: list[
+            object
+        ] = []  # held, since structures name their ids: no other object may get one
         self.compiled = 0
 
     def compile(
@@ -181,12 +183,12 @@ def alike_one_by_one(seg: SegmentGraph) -> bool:
 def _as_promised(run: SegmentFn, seg: SegmentGraph) -> SegmentFn:
     """Results with the strides that the graph has for them: code that reads them was compiled for these."""
     (output,) = seg.graph.find_nodes(op="output")
-    strides: list[Any] = [
+    strides: list[tuple[int, ...] | None] = [
         v.stride() if isinstance(v := facts.value(n), torch.Tensor) and not facts.symbols_of(v) else None
         for n in output.args[0]
     ]
 
-    def call(args: list[Any]) -> Sequence[Any]:
+    def call(args: list[Any]) -> Sequence[object]:
         return [
             out
             if stride is None or out.stride() == stride
@@ -206,7 +208,7 @@ def _aten(seg: SegmentGraph) -> SegmentFn:
     if boxed is not None:
         return forward  # takes the list and drops each input after its last use
 
-    def run(args: list[Any]) -> Sequence[Any]:
+    def run(args: list[object]) -> Sequence[object]:
         given = tuple(args)
         args.clear()
         return forward(*given)

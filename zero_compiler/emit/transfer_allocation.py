@@ -17,6 +17,7 @@ from ..ir import facts
 from ..ir.facts import Away, ParamRef, Tile
 from ..ir.transfers import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from ..memory.arena import Slot, check, pack
+from ..passes.base import ParamPlan
 from .prefetch_hops import Fetches
 
 # Gather buffers and staging of this rank; buffers that ranks share, and staging that peers read; pinned memory on the
@@ -50,7 +51,7 @@ class OffloadSpan:
 
     away: Away
     where: int
-    value: Any
+    value: fx.node.Argument
     start: int
     end: int = -1
 
@@ -69,7 +70,7 @@ def allocate_transfers(
     gathers: Sequence[GatherSpan],
     reduces: Sequence[ReduceSpan],
     offloads: Sequence[OffloadSpan],
-    params: Mapping[ParamRef, Any],
+    params: Mapping[ParamRef, ParamPlan],
     kept_offsets: Mapping[str, dict[str, int]],
     end: int,
     fetches: Fetches,
@@ -144,11 +145,11 @@ class _Bundle:
     their ranks, and where they rest."""
 
     node: fx.Node
-    plans: list[Any]
+    plans: list[ParamPlan]
     chunks: list[int]
 
     @staticmethod
-    def of(node: fx.Node, params: Mapping[ParamRef, Any]) -> _Bundle:
+    def of(node: fx.Node, params: Mapping[ParamRef, ParamPlan]) -> _Bundle:
         plans = [params[ref] for ref in facts.params(node)]
         return _Bundle(node, plans, [_chunk(p, facts.tile(node)) for p in plans])
 
@@ -292,7 +293,7 @@ def _offload_desc(o: OffloadSpan, offset: int) -> OffloadDesc:
     )
 
 
-def _hops(plan: Any) -> list[tuple[str, str]]:
+def _hops(plan: ParamPlan) -> list[tuple[str, str]]:
     """The tiers that chunks leave on their way to the device, and the pools to which they come."""
     return [(tier, "host" if tier == "nvme" else "device") for tier in plan.path]
 
@@ -331,7 +332,7 @@ def kept_bytes(kept_offsets: Mapping[str, dict[str, int]]) -> int:
     return sum(kept_ends(kept_offsets).values())
 
 
-def _from_where_it_lies(node: fx.Node, plans: Sequence[Any]) -> bool:
+def _from_where_it_lies(node: fx.Node, plans: Sequence[ParamPlan]) -> bool:
     """True for a lone gradient that the engine reduces with no copy before or after: whole chunks of rows, one
     piece of memory, and the dtype of the arithmetic is that of the gradient and of the result."""
     plan, grad = plans[0], facts.value(node.args[0][0])
@@ -344,7 +345,7 @@ def _from_where_it_lies(node: fx.Node, plans: Sequence[Any]) -> bool:
     )
 
 
-def _chunk(plan: Any, tile: Tile | None) -> int:
+def _chunk(plan: ParamPlan, tile: Tile | None) -> int:
     """Elements that every rank has of what is moved."""
     if not plan.cut:
         return int(plan.numel)
@@ -352,12 +353,12 @@ def _chunk(plan: Any, tile: Tile | None) -> int:
     return rows * (plan.numel // plan.shape[0])
 
 
-def _shape(plan: Any, tile: Tile | None) -> tuple[int, ...]:
+def _shape(plan: ParamPlan, tile: Tile | None) -> tuple[int, ...]:
     """Of what is moved, from all ranks together."""
     return plan.shape if tile is None else (plan.world * tile.rows, *plan.shape[1:])
 
 
-def _part(node: fx.Node, plan: Any) -> Part | None:
+def _part(node: fx.Node, plan: ParamPlan) -> Part | None:
     tile = facts.tile(node)
     if tile is None:
         return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -22,7 +20,7 @@ _SHORT = {
 }
 
 
-def type_text(val: Any) -> str:
+def type_text(val: object) -> str:
     """``f32[4, 8]`` for a tensor, the expression for a symbolic number, a list for several."""
     if isinstance(val, torch.Tensor):
         sizes = ",".join(str(s) for s in val.shape)
@@ -135,7 +133,7 @@ def _tile(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, str]) -> str:
-    def arg(a: Any) -> str:
+    def arg(a: fx.node.Argument) -> str:
         if isinstance(a, fx.Node):
             return f"%{names[a]}"
         if isinstance(a, (list, tuple)):

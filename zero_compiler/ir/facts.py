@@ -47,7 +47,7 @@ def value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def set_value(node: fx.Node, val: Any) -> None:
+def set_value(node: fx.Node, val: object) -> None:
     node.meta["val"] = val
 
 
@@ -181,7 +181,7 @@ class Tiling:
     graph: fx.Graph
     inputs: tuple[int | None, ...]
     outputs: tuple[TileOutput, ...]
-    total: Any
+    total: int | torch.SymInt
     tiles: int
     what: str
     row_bytes: int
@@ -207,7 +207,7 @@ def set_tiling(node: fx.Node, tiling: Tiling) -> None:
     node.meta[_TILING] = tiling
 
 
-def tag_recompute(node: fx.Node, policy: Any, graph_id: int) -> None:
+def tag_recompute(node: fx.Node, policy: object, graph_id: int) -> None:
     """Tell the partitioner what to do with a forward value that backward needs."""
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = graph_id
@@ -417,7 +417,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 @functools.cache
-def _aliased_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+def _aliased_arguments(target: fx.node.Target) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments whose storage an operator's result may share, or that it writes to.
 
     reshape and its kin alias only sometimes, and say so with no annotation: they are composite and do not stand in
@@ -442,11 +442,11 @@ def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
 class Sizes:
     """Numbers for the symbols in sizes, to stand in place of those that the capture saw."""
 
-    def __init__(self, values: Mapping[Any, int]) -> None:
+    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-        self._known: dict[Any, int | None] = {}
+        self._known: dict[object, int | None] = {}
 
-    def of(self, size: Any) -> int | None:
+    def of(self, size: sympy.Expr) -> int | None:
         """The number of an expression; None where it has other symbols."""
         if size not in self._known:
             number = size.xreplace(self._values)
@@ -454,12 +454,12 @@ class Sizes:
         return self._known[size]
 
 
-def leaves(val: Any) -> Iterable[Any]:
+def leaves(val: object) -> Iterable[object]:
     """What a value or an argument consists of: most often itself alone, which is told without a walk."""
     return tree_leaves(val) if isinstance(val, (tuple, list, dict)) else (val,)
 
 
-def bytes_of(val: Any, sizes: Sizes | None = None) -> int:
+def bytes_of(val: object, sizes: Sizes | None = None) -> int:
     """Bytes of the tensors in a fake value, at ``sizes`` or at hints; views count as if they were whole."""
     return sum(_tensor_bytes(t, sizes) for t in leaves(val) if isinstance(t, torch.Tensor))
 
@@ -505,7 +505,7 @@ def set_returned(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> Non
     """
     (output,), (end,) = (graph.find_nodes(op="output") for graph in (forward, backward))
     roots = alias_roots(forward)
-    returned: dict[fx.Node, Any] = {}
+    returned: dict[fx.Node, object] = {}
     for node in output.args[0][:num_outputs]:
         for r in roots.get(node, ()):
             if r.op != "placeholder":
@@ -549,16 +549,18 @@ def hint(size: Any, sizes: Sizes | None = None) -> int:
     return int(size)
 
 
-def symbols_of(val: Any) -> set[Any]:
+def symbols_of(val: object) -> set[sympy.Symbol]:
     """Free symbols in the sizes and strides of a fake value."""
-    out: set[Any] = set()
+    out: set[sympy.Symbol] = set()
     for leaf in leaves(val):
         if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
             out |= set(free_symbols(leaf))
     return out
 
 
-def fake_empty(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+def fake_empty(
+    graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A fake contiguous tensor in the fake mode of the graph; on meta where the graph has none."""
     mode = getattr(graph, "_zero_fake_mode", None)
     if mode is None:

@@ -22,11 +22,25 @@ from ..errors import ShardError
 class Owner(Protocol):
     """What a marker needs of the sharded model that it belongs to."""
 
+    @property
+    def tiers(self) -> OwnerTiers: ...
+
+    @property
+    def gradients(self) -> OwnerGradients: ...
+
     def gather_now(self, name: str, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor: ...
 
+
+class OwnerTiers(Protocol):
+    """The same of where its parameters rest."""
+
     def computes_on(self, name: str, shard: torch.Tensor) -> torch.device: ...
+
+
+class OwnerGradients(Protocol):
+    """The same of its gradients."""
 
     def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
 
@@ -125,29 +139,37 @@ def unflat_sizes(sizes: Sequence[int], dims: Sequence[int]) -> list[tuple[int, .
 
 
 @torch.library.register_fake("zero::unshard", lib=_lib)
-def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+def _(shard: torch.Tensor, size: Sequence[int], dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
     model = _owners.get(owner)
-    device = shard.device if model is None else model.computes_on(name, shard)
+    device = shard.device if model is None else model.tiers.computes_on(name, shard)
     return torch.empty(size, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("zero::reduce_grad", lib=_lib)
-def _(grad: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+def _(grad: torch.Tensor, size: Sequence[int], dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=grad.device)
 
 
 @torch.library.register_fake("zero::gather", lib=_lib)
-def _(names: Any, sizes: Any, dims: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _(
+    names: Sequence[str], sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
     return [torch.empty(s, dtype=dtype, device=device) for s in unflat_sizes(sizes, dims)]
 
 
 @torch.library.register_fake("zero::reduce", lib=_lib)
-def _(grads: Any, sizes: Any, dims: Any, dtype: torch.dtype, replicated: bool) -> Any:
+def _(
+    grads: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    replicated: bool,
+) -> list[torch.Tensor]:
     return [torch.empty(s, dtype=dtype, device=grads[0].device) for s in unflat_sizes(sizes, dims)]
 
 
 @torch.library.register_fake("zero::wait", lib=_lib)
-def _(pending: Any) -> Any:
+def _(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(pending)
 
 
@@ -157,7 +179,7 @@ def _(whole: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
 
 
 @torch.library.register_fake("zero::release", lib=_lib)
-def _(fulls: Any) -> None:
+def _(fulls: Sequence[torch.Tensor]) -> None:
     return None
 
 
@@ -179,17 +201,17 @@ def _(a: torch.Tensor, b: torch.Tensor, owner: str) -> torch.Tensor:
 @torch.library.impl(_lib, "land_mm", "CPU")
 def _(a: torch.Tensor, b: torch.Tensor, owner: str) -> torch.Tensor:
     model = _owners.get(owner)  # none where a Program is run by itself, to be looked at
-    out = None if model is None else model.landing((a.shape[0], b.shape[1]), a.dtype)
+    out = None if model is None else model.gradients.landing((a.shape[0], b.shape[1]), a.dtype)
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
 @torch.library.impl(_lib, "unshard", "CompositeExplicitAutograd")
-def _(shard: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+def _(shard: torch.Tensor, size: Sequence[int], dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
     return _fresh(owner_of(owner).gather_now(name, shard, dtype), shard)
 
 
 @torch.library.impl(_lib, "reduce_grad", "CompositeExplicitAutograd")
-def _(grad: torch.Tensor, size: Any, dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
+def _(grad: torch.Tensor, size: Sequence[int], dtype: torch.dtype, owner: str, name: str) -> torch.Tensor:
     return _fresh(owner_of(owner).reduce_now(name, grad), grad)
 
 
@@ -215,12 +237,24 @@ def _fresh(out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return out.clone() if shared and out.numel() else out
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+class _Unsharded(Protocol):
+    """What the forward of ``zero.unshard`` keeps for its backward."""
+
+    owner: str
+    name: str
+    local_size: tuple[int, ...]
+    local_dtype: torch.dtype
+    rests_on: torch.device
+
+
+def _save(
+    ctx: _Unsharded, inputs: tuple[torch.Tensor, Sequence[int], torch.dtype, str, str], output: torch.Tensor
+) -> None:
     shard, _, _, ctx.owner, ctx.name = inputs
     ctx.local_size, ctx.local_dtype, ctx.rests_on = tuple(shard.shape), shard.dtype, shard.device
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> Any:
+def _backward(ctx: _Unsharded, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
     local = torch.ops.zero.reduce_grad(grad, ctx.local_size, ctx.local_dtype, ctx.owner, ctx.name)
     return local.to(ctx.rests_on), None, None, None, None
 

@@ -47,9 +47,10 @@ class Need:
     refusal: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
-    """One phase of one captured frame.
+    """One phase of one captured frame: a value. What is found of it later (what its code takes, what other frames hold
+    beside it) is another one, made by ``dataclasses.replace``.
 
     Args:
         phase: "forward", "backward" or "inference".

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import fx
@@ -21,8 +21,27 @@ Roots = Mapping[fx.Node, frozenset[fx.Node]]  # of every node, the nodes whose s
 LEVELS = ("captured", "merged", "lowered", "scheduled")
 
 
+class Planned(Protocol):
+    """What the plan of a weight says of its transfers."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def gather_dtype(self) -> torch.dtype: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype: ...
+    @property
+    def cut(self) -> bool: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
+
+
 def verify(
-    graph: fx.Graph, level: str, params: Mapping[ParamRef, Any], reduced: Set[ParamRef] | None = None
+    graph: fx.Graph, level: str, params: Mapping[ParamRef, Planned], reduced: Set[ParamRef] | None = None
 ) -> None:
     """Prove the facts of ``level``.
 
@@ -139,7 +158,7 @@ def _no_markers(graph: fx.Graph) -> None:
             _fail(node, "a marker is left after lowering")
 
 
-def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> None:
+def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Planned]) -> None:
     for node in graph.nodes:
         if node.target not in (ops.gather, ops.reduce):
             continue
@@ -161,7 +180,7 @@ def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> No
                 _fail(node, f"gathers {ref.name}, which every rank holds whole")
 
 
-def _reduction_matches_plan(node: fx.Node, params: Mapping[ParamRef, Any]) -> None:
+def _reduction_matches_plan(node: fx.Node, params: Mapping[ParamRef, Planned]) -> None:
     refs = facts.params(node)
     added_up_in = params[refs[0]].reduce_dtype  # a bucket is reduced as its first gradient is
     for grad, ref, val in zip(node.args[0], refs, facts.value(node), strict=True):
@@ -181,13 +200,13 @@ def _reduction_matches_plan(node: fx.Node, params: Mapping[ParamRef, Any]) -> No
             )
 
 
-def _moved(node: fx.Node, plan: Any) -> tuple[int, ...]:
+def _moved(node: fx.Node, plan: Planned) -> tuple[int, ...]:
     """Shape of what a transfer moves of a parameter."""
     tile = facts.tile(node)
     return plan.shape if tile is None else (plan.world * tile.rows, *plan.shape[1:])
 
 
-def dumped(val: Any) -> str:
+def dumped(val: object) -> str:
     return f"{tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else str(val)
 
 
@@ -256,7 +275,7 @@ def _released_together(graph: fx.Graph) -> None:
             _fail(node, "releases something else than the weights of one gather")
 
 
-def _released_once(graph: fx.Graph, params: Mapping[ParamRef, Any]) -> None:
+def _released_once(graph: fx.Graph, params: Mapping[ParamRef, Planned]) -> None:
     released = Counter(n for r in graph.find_nodes(op="call_function", target=ops.release) for n in r.args[0])
     for node in graph.nodes:
         if not facts.is_weight(node):

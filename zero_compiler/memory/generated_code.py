@@ -98,7 +98,7 @@ class Generated:
 
     def most(
         self,
-        given: Sequence[Any],
+        given: Sequence[object],
         dying: Sequence[bool],
         sizes: facts.Sizes | None = None,
         beside: Mapping[str, int] | None = None,
@@ -111,7 +111,7 @@ class Generated:
             sizes: for symbols; None: as the capture saw them.
             beside: bytes that an operator of this name takes while it runs.
         """
-        numbers: dict[str, Any] = dict(_FUNCTIONS)
+        numbers: dict[str, object] = dict(_FUNCTIONS)
         held = _Held()
         for name, value, gone in zip(self._inputs, given, dying, strict=True):
             if isinstance(value, torch.Tensor):
@@ -192,12 +192,12 @@ class _Held:
         self.most = max(self.most, self._live + beside)
 
 
-def _evaluated(code: CodeType, names: Mapping[str, Any]) -> Any:
+def _evaluated(code: CodeType, names: Mapping[str, object]) -> Any:
     # Inductor's own text, which the process runs anyway.
     return eval(code, {"__builtins__": {}}, dict(names))
 
 
-def _numbers(code: CodeType, names: Mapping[str, Any]) -> tuple[int, ...]:
+def _numbers(code: CodeType, names: Mapping[str, object]) -> tuple[int, ...]:
     return tuple(int(n) for n in _evaluated(code, names))
 
 
@@ -208,7 +208,7 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
-def read(source: str, graph: fx.Graph, inputs: Sequence[Any]) -> Generated | None:
+def read(source: str, graph: fx.Graph, inputs: Sequence[object]) -> Generated | None:
     """What the code that Inductor wrote for a graph holds; None where it does something that is not followed.
 
     Args:

@@ -15,11 +15,11 @@ from ..ir.transfers import GatherDesc, ReduceDesc
 
 def scratch_bytes(program: Program, policies: Sequence[Any]) -> dict[str, int]:
     """Bytes on one rank, at most, of each model's transport, by the model's key; the same on every rank."""
-    between = {p.key: p for p in policies if p.transport.hosts is not None}
+    between = {p.key: p for p in policies if p.storage.transport.hosts is not None}
     exchanged = {
         p.key: p
         for p in policies
-        if p.transport.name == "c10d" and p.group.device.type == "cpu" and p.group.world > 2
+        if p.storage.transport.name == "c10d" and p.group.device.type == "cpu" and p.group.world > 2
     }
     out = _between_hosts(program, between) if between else {}
     return out | (_exchanged(program, exchanged) if exchanged else {})
@@ -31,12 +31,12 @@ def _between_hosts(program: Program, policies: Mapping[str, Any]) -> dict[str, i
     summed: Counter[str] = Counter()
     for g in program.gathers:
         if g.owner in policies:
-            hosts = policies[g.owner].transport.hosts.hosts
+            hosts = policies[g.owner].storage.transport.hosts.hosts
             laid[g.owner] = max(laid[g.owner], hosts * _chunk_bytes(g))
     for r in program.reduces:
         if r.owner in policies:
             policy, chunk = policies[r.owner], _chunk_bytes(r)
-            world, hosts = policy.group.world, policy.transport.hosts.hosts
+            world, hosts = policy.group.world, policy.storage.transport.hosts.hosts
             laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
             summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
     return {key: laid[key] + summed[key] for key in policies}

@@ -53,7 +53,7 @@ def declared(cls: type[Optimizer]) -> None:
 
 
 def states_of(
-    cls: type[Optimizer], kw: Mapping[str, Any], options: Mapping[str, Any], like: torch.Tensor
+    cls: type[Optimizer], kw: Mapping[str, object], options: Mapping[str, object], like: torch.Tensor
 ) -> States:
     """Try ``cls`` on small tensors; what it keeps for a parameter like ``like`` (dtype, dimensions, device).
 
@@ -107,8 +107,8 @@ class _ElementwiseTrial:
     def __init__(
         self,
         cls: type[Optimizer],
-        kw: Mapping[str, Any],
-        options: Mapping[str, Any],
+        kw: Mapping[str, object],
+        options: Mapping[str, object],
         given: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
         moves: bool = False,
     ) -> None:

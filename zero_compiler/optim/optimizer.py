@@ -22,12 +22,13 @@ from ..alignment import block_aligned
 from ..config import TIERS
 from ..errors import GradientError, OptimizerError
 from ..ir import ops
-from ..params.grads import AppliedGrad, check_reduced, used_up
 from ..ranks.call_handshake import meet, short_digest
 from ..ranks.failing import MAKE
 from ..ranks.failure_broadcast import tell
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
+from ..sharded.grads import AppliedGrad, check_reduced, used_up
+from ..sharded.sharded_model import ShardedModel
 from ..storage.double_buffer import BUFFERS
 from ..storage.stores import FileStore, region_of
 from ..storage.streaming import Stream
@@ -46,11 +47,11 @@ _NORM = "norm of the gradients in a step of zero.optimizer"
 @working("zero.optimizer")
 def optimizer(
     cls: type[Optimizer],
-    model_or_params_or_groups: Any,
+    model_or_params_or_groups: object,
     *,
     overlap: bool = False,
     max_grad_norm: float | None = None,
-    **kw: Any,
+    **kw: object,
 ) -> StreamedOptimizer:
     """``cls`` over the parameters of a sharded model, with states where ``offload_optimizer`` says.
 
@@ -78,7 +79,7 @@ def optimizer(
 
 
 def _made(
-    cls: type[Optimizer], given: Any, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
+    cls: type[Optimizer], given: object, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
 ) -> StreamedOptimizer:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
@@ -96,7 +97,7 @@ def _made(
     )
 
 
-def _policies_of(given: Any) -> list[Any]:
+def _policies_of(given: object) -> list[object]:
     """The sharded models of the parameters that an optimizer was to have, as far as they can still be read."""
     if isinstance(given, nn.Module):
         given = given.parameters()
@@ -121,7 +122,7 @@ class _StatePlacement:
 
     group: dict[str, Any]
     entries: list[list[Entry]]
-    needs: dict[Any, list[tuple[Entry, str, torch.dtype]]]
+    needs: dict[object, list[tuple[Entry, str, torch.dtype]]]
     taken: list[tuple[Any, str, Any, tuple[int, str]]]
     unit_bytes: int
 
@@ -149,10 +150,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._stores: list[FileStore] = []
         self._stream: Stream | None = None
         self._broken: str | None = None
-        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._states: dict[tuple[Any, ...], States] = {}
+        self._changed: list[tuple[dict[str, object], dict[str, object]]] = []
+        self._states: dict[tuple[object, ...], States] = {}
         self._held: dict[tuple[str, str], tuple[int, str]] = {}
-        self._new: list[dict[str, Any]] | None = []  # groups that are placed together, while it is made
+        self._new: list[dict[str, object]] | None = []  # groups that are placed together, while it is made
         self._managed: list[tuple[Any, str, Any]] = []  # sharded model (weakly), name and parameter
         self._groups: list[Group] = []  # of each of these, all ranks of its model
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
@@ -172,14 +173,14 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     def __repr__(self) -> str:
         return f"zero.optimizer of {super().__repr__().replace(type(self).__name__, self.cls.__name__, 1)}"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         raise OptimizerError(
             "zero.optimizer cannot be copied or pickled, since its states may lie in files; save its state_dict()"
         )
 
     # Placement ---------------------------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """As in torch; the states of the group are placed at once, and room for them is checked.
 
         Raises:
@@ -197,7 +198,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self.param_groups.pop()
             raise
 
-    def _place_all(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _place_all(self, groups: Sequence[dict[str, object]]) -> None:
         """Give the states of ``groups`` a place: one file for all of a model's, since each takes descriptors."""
         units, stores = list(self._units), len(self._stores)
         try:
@@ -229,10 +230,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._overlap.check_free(group["params"])
         owners = _owners()
         for model in {owners[id(p)][0] for p in group["params"] if id(p) in owners}:
-            model.make_room_for_trained()
+            model.gradients.make_room_for_trained()
         names = group.get("param_names") or [None] * len(group["params"])
         entries: dict[tuple[Any, ...], list[Entry]] = {}
-        needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        needs: dict[object, list[tuple[Entry, str, torch.dtype]]] = {}
         taken: list[tuple[Any, str, Any, tuple[int, str]]] = []
         seen: set[int] = set()
         for param, given in zip(group["params"], names, strict=True):
@@ -246,11 +247,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             entry = Entry(param, name, tier, {}, {})
             if region_of(local) is not None:
                 entry.streamed["param"] = local.element_size()
-            if policy is not None and policy.placed.tier("grads", name) == "nvme":
+            if policy is not None and policy.tiers.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
             if policy is not None:
                 nbytes = local.numel() * sum(d.itemsize for d in states.tensors.values())
-                rests = "host" if tier == "none" and policy.on_host(name) else tier
+                rests = "host" if tier == "none" and policy.tiers.on_host(name) else tier
                 taken.append((policy, name, param, (nbytes, rests)))
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
@@ -377,7 +378,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 "new ones to add_param_group, stop others with requires_grad_(False), or make the optimizer anew"
             )
 
-    def _states_of(self, group: dict[str, Any], local: torch.Tensor) -> States:
+    def _states_of(self, group: dict[str, object], local: torch.Tensor) -> States:
         if not (local.is_floating_point() or local.is_complex()):
             return States({}, False)  # it never has a gradient
         options = options_of(group)
@@ -386,11 +387,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._states[key] = states_of(self.cls, self.kw, options, local)
         return self._states[key]
 
-    def _allocate(self, policy: Any, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
+    def _allocate(self, policy: ShardedModel, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
         def nbytes(entry: Entry, dtype: torch.dtype) -> int:
             return block_aligned(local_of(entry.param).numel() * dtype.itemsize)
 
-        store = policy.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
+        store = policy.storage.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
         self._stores.append(store)
         for entry, key, dtype in wanted:
             local = local_of(entry.param)
@@ -500,7 +501,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 kinds.setdefault(id(group.pg), set()).add(kind)
         with self._known_to_peers():
             for policy in self._policies():
-                policy.check_whole()
+                policy.protocol.check_whole()
             # The ranks of all models whose parameters it has, whether a model has been collected on this one or not.
             for key, group in {id(g.pg): g for g in self._groups if not g.alone}.items():
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
@@ -579,7 +580,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         if (region := region_of(local_of(param))) is not None:
             region.store.written(region)
 
-    def note_options(self, group: dict[str, Any], changed: dict[str, Any]) -> None:
+    def note_options(self, group: dict[str, object], changed: dict[str, object]) -> None:
         """The class has changed options of a group in its step; they hold from the next one on."""
         if changed and not any(g is group for g, _ in self._changed):
             self._changed.append((group, changed))
@@ -608,7 +609,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
 def _owners() -> dict[int, tuple[Any, str]]:
     """Sharded model and name of every managed parameter of this process, by identity."""
-    found: dict[int, tuple[Any, str]] = {}
+    found: dict[int, tuple[ShardedModel, str]] = {}
     for policy in ops.owners():
         for name in policy.places:
             param = policy.find(name)
@@ -617,7 +618,7 @@ def _owners() -> dict[int, tuple[Any, str]]:
     return found
 
 
-def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = True) -> str:
+def tier_of(group: Mapping[str, object], policy: ShardedModel | None, name: str, trained: bool = True) -> str:
     """The tier on which the states of a parameter rest.
 
     Args:
@@ -631,21 +632,21 @@ def tier_of(group: Mapping[str, Any], policy: Any, name: str, trained: bool = Tr
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    known = policy is not None and (trained or not policy.placed.was_frozen(name))
-    tier = asked or (policy.placed.tier("optimizer", name) if known else "none")
+    known = policy if policy is not None and (trained or not policy.tiers.placed.was_frozen(name)) else None
+    tier = asked or (known.tiers.tier("optimizer", name) if known is not None else "none")
     if tier == "nvme" and policy is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '
             "nvme_dir; call zero.shard(model, nvme_dir=...) first"
         )
-    if tier == "host" and policy is not None and (not policy.apart or policy.on_host(name)):
+    if tier == "host" and policy is not None and (not policy.tiers.apart or policy.tiers.on_host(name)):
         return "none"  # beside the parameter
     return str(tier)
 
 
-def unit_bytes(policies: Iterable[Any]) -> int:
+def unit_bytes(policies: Iterable[ShardedModel]) -> int:
     """Bytes that a unit streams, about, where parameters of these sharded models are updated."""
-    given = [p.files_budget for p in policies]
+    given = [p.tiers.files_budget for p in policies]
     return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+
+from torch.distributed.tensor import DTensor
 
 from ..cost.hardware import HardwareSpec
 from ..cost.simulate import UpdateTurn, simulate
@@ -18,8 +19,9 @@ from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..cost.timeline import Timeline
 from ..ir.program import Program
 from ..ir.transfers import few
-from ..params.policy import Policy, local_of
 from ..report.report import Frame, Update
+from ..sharded.managed_parameters import local_of
+from ..sharded.sharded_model import ShardedModel
 from .optimizer import batches_of, tier_of, unit_bytes
 from .updates import Entry, Piece
 
@@ -30,7 +32,7 @@ _STATE_BYTES = (4,) * (ASSUMED_STATE_BYTES // 4)  # of an element of each state,
 _IN_PLACE = 1.5
 
 
-def stepped(policies: Sequence[Policy], frames: Sequence[Frame]) -> tuple[list[Frame], Update | None]:
+def stepped(policies: Sequence[ShardedModel], frames: Sequence[Frame]) -> tuple[list[Frame], Update | None]:
     """The frames with the updates that run while their backward does, and the update that follows."""
     early, late, what = _turns(policies, _tiled(frames))
     if not early and not late:
@@ -65,7 +67,7 @@ def _tiled(frames: Sequence[Frame]) -> set[tuple[str, str]]:
 
 
 def _timeline(
-    policy: Policy, program: Program, turns: Sequence[UpdateTurn], frame: Frame | None = None
+    policy: ShardedModel, program: Program, turns: Sequence[UpdateTurn], frame: Frame | None = None
 ) -> Timeline:
     return simulate(
         program,
@@ -74,12 +76,12 @@ def _timeline(
         checksums=policy.config.nvme_checksums,
         params=None if frame is None else len(frame.params),
         turns=turns,
-        files_budget=policy.files_budget,
+        files_budget=policy.tiers.files_budget,
     )
 
 
 def _turns(
-    policies: Sequence[Policy], tiled: Collection[tuple[str, str]]
+    policies: Sequence[ShardedModel], tiled: Collection[tuple[str, str]]
 ) -> tuple[list[UpdateTurn], list[UpdateTurn], str]:
     """Turns that run as soon as gradients are final, those that run in ``step()``, and what they are known from."""
     keys = {
@@ -112,18 +114,18 @@ def _turns(
         for batch in batches_of(entries, True, unit_bytes(policies))
         if (turn := _turn(batch, keys, _STATE_BYTES, False, tiled, spec)) is not None
     ]
-    away = any(policy.on_host(name) for policy in policies for name in policy.params)
+    away = any(policy.tiers.on_host(name) for policy in policies for name in policy.params)
     if away or any(t.buffered or t.copied_bytes for t in assumed):
         late += assumed
         told["assumed: Adam of zero.optimizer, two fp32 states a parameter, overlap=False"] = None
     return early, late, "; ".join(told)
 
 
-def _assumed(policy: Policy, name: str, param: Any) -> Entry:
+def _assumed(policy: ShardedModel, name: str, param: DTensor) -> Entry:
     """A parameter as an optimizer would take it that keeps two states."""
     tier = tier_of({}, policy, name)
     item = policy.params[name].layout.dtype.itemsize
-    streamed = {kind: item for kind in ("params", "grads") if policy.placed.tier(kind, name) == "nvme"}
+    streamed = {kind: item for kind in ("params", "grads") if policy.tiers.placed.tier(kind, name) == "nvme"}
     if tier != "none":
         streamed |= {f"state {k}": n for k, n in enumerate(_STATE_BYTES)}
     return Entry(param, name, tier, {}, streamed)
@@ -131,7 +133,7 @@ def _assumed(policy: Policy, name: str, param: Any) -> Entry:
 
 def _turn(
     pieces: Iterable[Piece],
-    keys: dict[int, tuple[Policy, str]],
+    keys: dict[int, tuple[ShardedModel, str]],
     state_bytes: Sequence[int],
     early: bool,
     tiled: Collection[tuple[str, str]],
@@ -150,15 +152,17 @@ def _turn(
         local = local_of(entry.param)
         numel, item = piece.rows(local).numel(), local.element_size()
         states = sum(state_bytes)
-        param = item * (policy.placed.tier("params", name) == "nvme")
-        by_file = policy.goes_by_file(name, early, (policy.key, name) in tiled)
+        param = item * (policy.tiers.placed.tier("params", name) == "nvme")
+        by_file = policy.tiers.goes_by_file(name, early, (policy.key, name) in tiled)
         if by_file:
             filed.add((policy.key, name))
         grad = item * by_file
         in_files = states * (entry.tier == "nvme")
         read += numel * (param + grad + in_files)
         written += numel * (param + in_files)
-        copied += numel * states * (policy.apart and entry.tier != "none" and not policy.on_host(name))
+        copied += (
+            numel * states * (policy.tiers.apart and entry.tier != "none" and not policy.tiers.on_host(name))
+        )
         us += numel * (3 * item + 2 * states) / _memory(spec, policy, name)
     if not names:
         return None
@@ -168,9 +172,9 @@ def _turn(
     )
 
 
-def _memory(spec: HardwareSpec, policy: Policy, name: str) -> float:
+def _memory(spec: HardwareSpec, policy: ShardedModel, name: str) -> float:
     """Bytes a microsecond of the memory in which an update runs. That of an accelerator's host is not in a spec: it is
     taken to be as fast as the link that ends there."""
-    if policy.on_host(name):
+    if policy.tiers.on_host(name):
         return min(spec.memory_bytes_per_us, spec.host_device.bytes_per_us)
-    return spec.memory_bytes_per_us * (1.0 if policy.apart else _IN_PLACE)
+    return spec.memory_bytes_per_us * (1.0 if policy.tiers.apart else _IN_PLACE)

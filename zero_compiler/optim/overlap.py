@@ -5,9 +5,9 @@ the weight any more: no weight changes under a backward that has yet to use it, 
 ``step()``. What cannot be told in time (a weight that other frames or eager code use too, a parameter with hooks) is
 updated at the end of the backward.
 
-Where gradients rest in files, some go there first, and their updates read them (`Policy.goes_by_file`): those that wait
-for the norm of all, those that come in tiles, and under a budget of memory all, since the buffers of files have their
-part of it, and gradients on their way to updates none.
+Where gradients rest in files, some go there first, and their updates read them (`RestTiers.goes_by_file`): those that
+wait for the norm of all, those that come in tiles, and under a budget of memory all, since the buffers of files have
+their part of it, and gradients on their way to updates none.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import OptimizerError
 from ..ir import ops
-from ..params import grads
 from ..params.ddp_fallback import averages_follow, check_averaged
-from ..params.grads import AppliedGrad
 from ..ranks.failing import STEP
+from ..sharded import grads
+from ..sharded.grads import AppliedGrad
+from ..sharded.sharded_model import ShardedModel
 from ..storage import heap
 from .updates import Entry, OverlappedOptimizer, Unit
 
 if TYPE_CHECKING:
-    from ..params.files import GradientFiles
-    from ..params.policy import Policy
+    from ..sharded.files import GradientFiles
+    from ..sharded.sharded_model import ShardedModel
 
 
 class Overlap:
@@ -48,11 +51,13 @@ class Overlap:
         self._missing: dict[
             int, set[int]
         ] = {}  # of each unit that has not run, parameters without a final gradient
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self.hooks: set[int] = set()  # the ids of these
-        self._params: list[weakref.ref[Any]] = []
-        self._names: dict[int, tuple[weakref.ref[Policy], str]] = {}  # of each parameter of a sharded model
-        self._policies: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients come here
+        self._params: list[weakref.ref[torch.Tensor]] = []
+        self._names: dict[
+            int, tuple[weakref.ref[ShardedModel], str]
+        ] = {}  # of each parameter of a sharded model
+        self._policies: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # whose gradients come here
         self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
         self.due = False  # one has updated, and no step() came since
@@ -70,7 +75,7 @@ class Overlap:
                 del policy.sinks[name]
         self._end_of_life()
 
-    def check_free(self, params: Sequence[Any]) -> None:
+    def check_free(self, params: Sequence[object]) -> None:
         """Nobody else takes the gradients of ``params``.
 
         Raises:
@@ -84,7 +89,7 @@ class Overlap:
                     "other; delete the first one and what refers to it (LR schedulers), or leave overlap out"
                 )
 
-    def _taken(self, params: Sequence[Any]) -> bool:
+    def _taken(self, params: Sequence[object]) -> bool:
         return any(id(p) in other._of for other in list(_all) if other is not self for p in params)
 
     def watch(self, units: Sequence[Unit]) -> None:
@@ -141,8 +146,8 @@ class Overlap:
         self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
         grads.at_end(self._end, self._broke_off)
 
-    def land(self, param: Any, local: torch.Tensor, final: bool) -> bool:
-        """See :class:`~zero_compiler.params.grads.Sink`."""
+    def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
+        """See :class:`~zero_compiler.sharded.grads.Sink`."""
         if id(param) not in self._of:
             return False  # one that was replaced: ``step()`` says so
         self.enter()
@@ -155,8 +160,8 @@ class Overlap:
             self._ready(param)
         return True
 
-    def land_part(self, param: Any, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
-        """See :class:`~zero_compiler.params.grads.Sink`; an update waits for the whole of its gradient."""
+    def land_part(self, param: DTensor, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
+        """See :class:`~zero_compiler.sharded.grads.Sink`; an update waits for the whole of its gradient."""
         files = self._files_of(param, True) if id(param) in self._of else None
         if files is None:
             return False
@@ -166,18 +171,18 @@ class Overlap:
             self._ready(param)
         return taken
 
-    def _files_of(self, param: Any, tiled: bool) -> GradientFiles | None:
+    def _files_of(self, param: torch.Tensor, tiled: bool) -> GradientFiles | None:
         """Who takes a gradient to its file; None for one that goes from memory to its update."""
         policy, name = self._owner(param)
         optimizer = self._optimizer()
         if policy is None or optimizer is None:
             return None
-        files = policy.gradient_files(name)
+        files = policy.gradients.files_of(name)
         # What is added to a gradient that went there goes there too, so that sums are in the order of autograd's.
         there = files is not None and files.has(name)
-        return files if there or policy.goes_by_file(name, optimizer.early, tiled) else None
+        return files if there or policy.tiers.goes_by_file(name, optimizer.early, tiled) else None
 
-    def _owner(self, param: Any) -> tuple[Policy | None, str]:
+    def _owner(self, param: object) -> tuple[ShardedModel | None, str]:
         """The sharded model of a parameter, and its name there."""
         ref, name = self._names.get(id(param), (None, ""))
         return (ref() if ref is not None else None), name
@@ -188,7 +193,7 @@ class Overlap:
             return
         entry, units = self._of[id(param)]
         policy, name = self._owner(param)
-        if policy is not None and (files := policy.gradient_files(name)) is not None:
+        if policy is not None and (files := policy.gradients.files_of(name)) is not None:
             self._guarded(lambda: optimizer.receive(partial(files.settle, name)))
         entry.take_grad()
         for unit in units:
@@ -270,7 +275,7 @@ class Overlap:
             return
         check_averaged(params)
         for policy in self._policies:
-            self._guarded(partial(optimizer.receive, policy.settle_gradients))
+            self._guarded(partial(optimizer.receive, policy.gradients.settle))
         for entry, _ in self._of.values():
             entry.take_grad()
         for unit in self._units:
@@ -298,7 +303,11 @@ class Overlap:
 _all: weakref.WeakSet[Overlap] = weakref.WeakSet()
 
 
-def _remove(hooks: list[Any], params: list[weakref.ref[Any]], policies: weakref.WeakSet[Any]) -> None:
+def _remove(
+    hooks: list[RemovableHandle],
+    params: list[weakref.ref[torch.Tensor]],
+    policies: weakref.WeakSet[ShardedModel],
+) -> None:
     """The optimizer is gone: gradients come to ``.grad`` again, or to files where they rest there."""
     for hook in hooks:
         hook.remove()
@@ -306,4 +315,4 @@ def _remove(hooks: list[Any], params: list[weakref.ref[Any]], policies: weakref.
         if (param := ref()) is not None and type(param.grad) is AppliedGrad:
             param.grad = None
     for policy in policies:
-        policy.restore_sinks()
+        policy.gradients.restore_sinks()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from ..errors import ZeroError
 from ..params.ddp_fallback import averaged_over
-from ..params.policy import Policy
 from ..ranks.failing import STEP, is_known, mark_known
 from ..ranks.failure_broadcast import fail_later
 from ..ranks.group import Group
+from ..sharded.sharded_model import ShardedModel
 
 
-def groups_of(policies: Iterable[Policy], params: Iterable[Any] = ()) -> list[Group]:
+def groups_of(policies: Iterable[ShardedModel], params: Iterable[object] = ()) -> list[Group]:
     """All ranks that train the models of ``policies``, and those that average plain ``params``; no group twice, and in
     one order on all ranks."""
-    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.made)]
+    found = [p.group.everyone for p in sorted(policies, key=lambda p: p.identity.made)]
     found += [group.everyone for group in averaged_over(params)]
     return list({id(group.pg): group for group in found if not (group.alone or group.destroyed)}.values())
+
+
+Returned = TypeVar("Returned")
 
 
 class Telling:
@@ -55,11 +58,11 @@ class Telling:
             raise
 
 
-def tells(step: Callable[..., Any]) -> Callable[..., Any]:
+def tells(step: Callable[..., Returned]) -> Callable[..., Returned]:
     """``step`` of a :class:`Telling` optimizer, with the hooks around it: what breaks it off on one rank is told."""
 
     @functools.wraps(step)
-    def call(self: Telling, *args: Any, **kw: Any) -> Any:
+    def call(self: Telling, *args: object, **kw: object) -> Returned:
         try:
             return step(self, *args, **kw)
         except BaseException as error:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import OptimizerError
-from ..params import grads
-from ..params.policy import local_of
+from ..sharded import grads
+from ..sharded.managed_parameters import local_of
 from ..storage import heap
 from ..storage.stores import FileSpan, Region, region_of, watch
 from ..storage.streaming import Job
@@ -37,7 +37,7 @@ def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return grads.as_dtensor(param, local) if isinstance(param, DTensor) else local
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, object]) -> dict[str, object]:
     """What the class itself reads of a parameter group."""
     return {k: v for k, v in group.items() if k not in OURS}
 
@@ -195,7 +195,7 @@ class _PartOfPiece:
     param: _Operand
     grad: _Operand | None
     states: dict[str, _Operand]
-    small: dict[str, Any] | None
+    small: dict[str, object] | None
     held: frozenset[str] = frozenset()  # states that there are, and not only a place for them
 
 
@@ -204,7 +204,7 @@ class Unit:
     """Pieces that are updated by one call of the real class."""
 
     cls: type[Optimizer]
-    kw: Mapping[str, Any]
+    kw: Mapping[str, object]
     group: dict[str, Any]
     states: States
     pieces: list[Piece]
@@ -216,7 +216,7 @@ class Unit:
         return sum(p.nbytes for p in self.pieces)
 
     @property
-    def params(self) -> list[Any]:
+    def params(self) -> list[torch.Tensor]:
         return [p.entry.param for p in self.pieces]
 
     def found(self, state: Mapping[Any, dict[str, Any]]) -> list[tuple[Piece, str, torch.dtype]]:
@@ -282,7 +282,7 @@ class Unit:
             layout.end, layout.reads, layout.writes, lambda b: self._run(parts, b, state, done, factor, begin)
         )
 
-    def _states(self, piece: Piece, state: Mapping[str, Any], layout: _Buffer) -> dict[str, _Operand]:
+    def _states(self, piece: Piece, state: Mapping[str, object], layout: _Buffer) -> dict[str, _Operand]:
         out = {}
         for key in self.states.tensors:
             region, value = piece.entry.regions.get(key), state.get(key)
@@ -294,7 +294,7 @@ class Unit:
                 out[key] = _Operand(piece.rows(local_of(value)))
         return out
 
-    def _small(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _small(self, piece: Piece, state: Mapping[str, object]) -> dict[str, object]:
         small = {
             k: v for k, v in state.items() if k not in self.states.tensors or not isinstance(v, torch.Tensor)
         }
@@ -304,7 +304,7 @@ class Unit:
         self,
         parts: list[_PartOfPiece],
         buffer: torch.Tensor | None,
-        state: Mapping[Any, dict[str, Any]],
+        state: Mapping[object, dict[str, object]],
         done: Done,
         factor: torch.Tensor | None,
         begin: bool,
@@ -358,7 +358,7 @@ class Unit:
         params: list[torch.Tensor],
         parts: list[_PartOfPiece],
         buffer: torch.Tensor | None,
-        given: dict[str, Any],
+        given: dict[str, object],
     ) -> None:
         group = inner.param_groups[0]
         for key in self.lent - given.keys() - inner.defaults.keys():
@@ -387,7 +387,7 @@ class Unit:
     ) -> None:
         """Bring what the class holds for a piece to where it rests."""
         piece, entry = part.piece, part.piece.entry
-        out: dict[str, Any] = {}
+        out: dict[str, object] = {}
         for key, value in made.items():
             # Of a state that the class did not keep before (``found``) each piece has its rows, too.
             if not isinstance(value, torch.Tensor) or not (
@@ -427,12 +427,12 @@ class Unit:
             done.note_written(entry.param)
 
 
-def like_rows(value: Any, rows: torch.Tensor) -> bool:
+def like_rows(value: object, rows: torch.Tensor) -> bool:
     """Whether ``value`` is a state of each element of ``rows``, by its shape."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == rows.shape
 
 
-def _tensors(state: Mapping[str, Any]) -> frozenset[str]:
+def _tensors(state: Mapping[str, object]) -> frozenset[str]:
     return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor))
 
 
@@ -445,7 +445,7 @@ class Done:
 
     def note_written(self, param: torch.Tensor) -> None: ...
 
-    def note_options(self, group: dict[str, Any], changed: dict[str, Any]) -> None: ...
+    def note_options(self, group: dict[str, object], changed: dict[str, object]) -> None: ...
 
 
 class _Buffer:

@@ -18,10 +18,12 @@ from ..ranks.failing import is_known, mark_known
 from ..ranks.failure_broadcast import cannot_begin, fail, failure_of, together
 from ..ranks.group import Group, group_of
 from ..ranks.peer_waits import answered
+from ..sharded import blocking_transfers, parameter_errors
+from ..sharded.managed_parameters import Places, local_of
+from ..sharded.sharded_model import ShardedModel
 from ..tensors.full_weight import FULL
-from . import blocking_transfers, ddp_fallback, parameter_errors
+from . import ddp_fallback
 from .modules import policies_of
-from .policy import Places, Policy, local_of
 
 
 @contextlib.contextmanager
@@ -63,7 +65,7 @@ def _ranks_of(model: nn.Module) -> Group | None:
     )
 
 
-def _check_module(what: str, model: Any) -> None:
+def _check_module(what: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ShardError(f"{what} takes an nn.Module, plain or compiled, not {type(model).__name__}")
 
@@ -104,7 +106,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
                 _write(written)
 
 
-def _all_fail(policies: list[Policy], error: BaseException) -> bool:
+def _all_fail(policies: list[ShardedModel], error: BaseException) -> bool:
     """Tell the other ranks, which are at the end of a ``zero.gathered(write=True)`` or on their way, that an ``error``
     has ended it here. Whether that has happened on all of them."""
     group = group_of(policies)
@@ -122,14 +124,14 @@ def _all_fail(policies: list[Policy], error: BaseException) -> bool:
 class _Opened:
     """A parameter whose full tensor ``whole`` stands, for a while, wherever its shard ``original`` stood."""
 
-    policy: Policy
+    policy: ShardedModel
     name: str
     original: Any
     whole: nn.Parameter
     places: Places
 
 
-def _open(policy: Policy, opened: list[_Opened]) -> None:
+def _open(policy: ShardedModel, opened: list[_Opened]) -> None:
     # What is gathered is known, and nothing stands in the way of it, before ranks meet.
     try:
         found = _standing(policy)
@@ -158,13 +160,13 @@ def _open(policy: Policy, opened: list[_Opened]) -> None:
     policy.opened = True
 
 
-def _standing(policy: Policy) -> dict[str, tuple[Any, Places]]:
+def _standing(policy: ShardedModel) -> dict[str, tuple[DTensor, Places]]:
     """The sharded parameters of a model, by name, and where they stand; but for what was deleted, or set to None.
 
     Raises:
         ShardError: another one stands in the place of one of them.
     """
-    found: dict[str, tuple[Any, Places]] = {}
+    found: dict[str, tuple[DTensor, Places]] = {}
     for name in policy.params:
         at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
         if at:
@@ -217,7 +219,7 @@ def _check_form(o: _Opened, full: torch.Tensor) -> None:
         )
 
 
-def _check_equal(policy: Policy, fulls: list[tuple[str, torch.Tensor]]) -> None:
+def _check_equal(policy: ShardedModel, fulls: list[tuple[str, torch.Tensor]]) -> None:
     group = policy.group
     if group.alone:
         return

@@ -24,8 +24,8 @@ from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
 from ..ranks.mesh import make_group
 from ..ranks.peer_waits import answered
+from ..sharded.grads import HOOKS, goes_to_grad
 from ..tensors.full_weight import FULL
-from .grads import HOOKS, goes_to_grad
 from .held import at_rest
 
 log = logging.getLogger("zero_compiler")
@@ -60,7 +60,7 @@ class PlainModel:
         self.digest = b""  # of what ranks must agree on
         self.compared = 0  # so many parameters are known to have begun with the same values on all ranks
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         return (PlainModel, ())  # a pickled or copied parameter takes no hooks and no other parameters along
 
     def add(self, param: nn.Parameter, name: str) -> None:
@@ -201,7 +201,7 @@ def _mark(grad: torch.Tensor) -> tuple[int, int]:
     return grad.data_ptr(), grad._version
 
 
-def check_averaged(params: Iterable[Any]) -> None:
+def check_averaged(params: Iterable[object]) -> None:
     """Raise where gradients of ``params`` are those of this rank alone.
 
     Raises:
@@ -216,13 +216,13 @@ def check_averaged(params: Iterable[Any]) -> None:
             )
 
 
-def averaged_over(params: Iterable[Any]) -> list[Group]:
+def averaged_over(params: Iterable[object]) -> list[Group]:
     """Groups of ranks that average gradients of ``params``."""
     states = {getattr(param, ATTRIBUTE, None) for param in params}
     return [s.everyone for s in states if s is not None and s.params and _several_ranks(s.group)]
 
 
-def averages_follow(params: Iterable[Any]) -> bool:
+def averages_follow(params: Iterable[object]) -> bool:
     """Whether gradients of ``params`` are averaged later at the end of the backward that ends now."""
     running = torch._C._current_graph_task_id()
     states = (getattr(param, ATTRIBUTE, None) for param in params)
@@ -255,7 +255,7 @@ def _average(grads: Sequence[Any], pg: Any) -> None:
     flush()
 
 
-def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def watched(compiled: Callable[..., object], example_inputs: Sequence[object]) -> Callable[..., object]:
     """``compiled``, a frame that may read plain parameters, for whichever model calls it.
 
     Dynamo runs a frame for every module of a class that passes its guards, and asks the backend once.
@@ -265,7 +265,7 @@ def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Call
         return compiled
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> object:
         if torch.is_grad_enabled() and any(not _known(args[i]) for i in at):
             watch(args)
         return compiled(*args)
@@ -273,12 +273,12 @@ def watched(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Call
     return call
 
 
-def _plain(p: Any) -> bool:
+def _plain(p: object) -> bool:
     """A parameter that no shard manages; not the full weight of one."""
     return type(p) is nn.Parameter and not hasattr(p, FULL)
 
 
-def _known(param: Any) -> bool:
+def _known(param: torch.Tensor) -> bool:
     if not param.requires_grad:
         return True
     state = getattr(param, ATTRIBUTE, None)
@@ -302,7 +302,7 @@ def _ranks_of(model: nn.Module) -> Group | None:
     return max(parts, key=lambda group: group.world, default=None)
 
 
-def watch_compiled(is_ours: Callable[[Any], bool]) -> None:
+def watch_compiled(is_ours: Callable[[object], bool]) -> None:
     """From now on, see to it that a model given to ``torch.compile`` is averaged also where Dynamo captures nothing of
     it (an RNN, a graph break within a loop): then nobody asks the backend.
 
@@ -311,7 +311,7 @@ def watch_compiled(is_ours: Callable[[Any], bool]) -> None:
     """
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
-    def registered(wrapper: nn.Module, name: str, model: Any) -> None:
+    def registered(wrapper: nn.Module, name: str, model: nn.Module) -> None:
         # torch says of every module what it is registered in, and Dynamo's wrapper registers the model.
         if (
             name != "_orig_mod"

@@ -6,17 +6,16 @@ overlaps, and a gathered weight that autograd saves lives until backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from ..sharded import blocking_transfers, grads, parameter_errors
+from ..sharded.sharded_model import ShardedModel
 from ..tensors import transforms
 from ..tensors.foreach import MANAGED
 from ..tensors.full_weight import AsParameter, full_parameter, registrable
-from . import blocking_transfers, grads, parameter_errors
-
-if TYPE_CHECKING:
-    from .policy import Policy
 
 
 @registrable
@@ -24,14 +23,14 @@ class Unshard(torch.autograd.Function):
     """Full weight of a sharded parameter, as a parameter, with the reduction of its gradient as backward."""
 
     @staticmethod
-    def forward(ctx: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
+    def forward(ctx: Any, param: DTensor, policy: ShardedModel, name: str) -> torch.Tensor:
         ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
         param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
         ctx.call = grads.opened(policy, (name,))
         return full_parameter(_whole(policy, name, param._local_tensor))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         policy, name = ctx.policy, ctx.name
         info = policy.params[name]
         param = ctx.param
@@ -55,7 +54,7 @@ class Unshard(torch.autograd.Function):
         return None if taken else rows, None, None
 
 
-def read(param: Any, policy: Policy, name: str) -> Any:
+def read(param: DTensor, policy: ShardedModel, name: str) -> Any:
     """The full weight of ``param``, which is ``name``, as a parameter; also under ``torch.no_grad``, since what is read
     there may be used where gradients are enabled."""
     if torch.is_grad_enabled() or not param.requires_grad or torch.is_inference_mode_enabled():
@@ -67,24 +66,24 @@ def read(param: Any, policy: Policy, name: str) -> Any:
         torch._C._set_grad_enabled(False)
 
 
-def _read(param: Any, policy: Policy, name: str) -> Any:
+def _read(param: DTensor, policy: ShardedModel, name: str) -> Any:
     full, part = Unshard.apply(param, policy, name), policy.params[name].part
     return full if part is None else AsParameter.apply(part.of(full))
 
 
-class Gather(torch.autograd.Function):
+class GatherWhole(torch.autograd.Function):
     """The whole of a DTensor that is cut as ``param`` is, and is not the parameter itself: what a second derivative
     gives to a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Any, param: Any, policy: Policy, name: str) -> torch.Tensor:
+    def forward(ctx: Any, rows: DTensor, param: DTensor, policy: ShardedModel, name: str) -> torch.Tensor:
         ctx.of = param, policy, name
         if rows.placements != param.placements:
             rows = rows.redistribute(param.device_mesh, param.placements)
         return _whole(policy, name, rows._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         return Average.apply(grad.to(ctx.of[1].params[ctx.of[2]].reduce_dtype), *ctx.of), None, None, None
 
 
@@ -96,22 +95,22 @@ class Average(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, param: Any, policy: Policy, name: str) -> Any:
+    def forward(ctx: Any, full: torch.Tensor, param: DTensor, policy: ShardedModel, name: str) -> DTensor:
         ctx.of, ctx.dtype = (param, policy, name), full.dtype
         return grads.as_dtensor(param, _averaged(policy, name, full, param))
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return Gather.apply(grad, *ctx.of).to(ctx.dtype), None, None, None
+    def backward(ctx: Any, grad: object) -> Any:
+        return GatherWhole.apply(grad, *ctx.of).to(ctx.dtype), None, None, None
 
 
-def _whole(policy: Policy, name: str, local: torch.Tensor) -> torch.Tensor:
+def _whole(policy: ShardedModel, name: str, local: torch.Tensor) -> torch.Tensor:
     info = policy.params[name]
     policy.meet(f"eager gather of {name}")
     return blocking_transfers.gather(policy.group, info.layout, local, info.gather_dtype)
 
 
-def _averaged(policy: Policy, name: str, full: torch.Tensor, param: Any) -> torch.Tensor:
+def _averaged(policy: ShardedModel, name: str, full: torch.Tensor, param: DTensor) -> torch.Tensor:
     info = policy.params[name]
     policy.meet(f"eager reduction of the gradient of {name}")
     return blocking_transfers.reduce(policy.group, info.layout, full, info.reduce_dtype).to(

@@ -7,32 +7,42 @@ what it computes with. Outside of a forward, and inside ``zero.gathered``, these
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from .policy import Policy
+from ..sharded.sharded_model import ShardedModel
 
 
-def inside(policy: Policy) -> bool:
+def dynamo_asks() -> bool:
+    """Whether Dynamo itself runs what runs now, while it compiles a frame: to learn which tensors stay where they are,
+    or whether an attribute is there.
+
+    Each rank compiles when its own inputs are new to it, so nothing may be gathered for that.
+    """
+    return torch._guards.CompileContext.try_get() is not None
+
+
+def inside(policy: ShardedModel) -> bool:
     """Whether eager code that runs is of a forward of the model.
 
     Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients enabled;
     hooks on parameters and gradients run there too, without.
     """
-    return policy.scope.active or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+    if dynamo_asks():
+        return False
+    return bool(policy.scope.calls) or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
 
 
 def named_members(
     self: Any,
-    get_members_fn: Callable[[nn.Module], Any],
+    get_members_fn: Callable[[nn.Module], object],
     prefix: str = "",
     recurse: bool = True,
     remove_duplicate: bool = True,
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """What ``nn.Module`` makes these methods of, with each sharded parameter as the attribute that it stands at.
 
     Parameters that are tied are known by the shard, before any is gathered, and none is gathered before
@@ -53,8 +63,8 @@ def named_members(
         yield name, member
 
 
-def _inside(policy: Policy) -> bool:
-    return policy.scope.active if torch.compiler.is_compiling() else inside(policy)
+def _inside(policy: ShardedModel) -> bool:
+    return bool(policy.scope.calls) if torch.compiler.is_dynamo_compiling() else inside(policy)
 
 
 def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -186,7 +186,7 @@ def _load(name: str, reader: Any, file: str, slots: Sequence[_Destination]) -> N
     layout, rank = info.layout, policy.group.rank
     local = old._local_tensor
     if local.is_meta:
-        chunk = policy.place(first.state.names[first.attribute])
+        chunk = policy.storage.place(first.state.names[first.attribute])
         local = chunk[: layout.rows(rank)] if layout.cut else chunk
         parameter_memory.give(
             old, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part), name

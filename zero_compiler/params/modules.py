@@ -19,17 +19,19 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardError, ZeroError
 from ..ranks.group import Group
+from ..sharded import grads, parameter_errors
+from ..sharded.sharded_model import ShardedModel
+from ..sharded.write_detector import Copies, may_write
 from ..tensors import transforms
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
-from . import ddp_fallback, eager, grads, parameter_errors, parameter_memory, recompile_limit
+from . import ddp_fallback, eager, parameter_memory, recompile_limit
 from .held import inside, named_members
 from .optimizer_guards import STALE, mark_stale
 from .penalties import watch_outputs
-from .policy import Policy
 from .refusals import refuse_tracers, refuse_wrappers, refusing
+from .sharded_state import state_dict_of
 from .weight_op import managed, placed, weight
-from .write_detector import Copies, may_write
 
 
 @dataclass
@@ -39,12 +41,12 @@ class ModuleState:
     ``full``: Dynamo has compiled something that it calls for the last time (see `recompile_limit.py`).
     """
 
-    policy: Policy
+    policy: ShardedModel
     names: dict[str, str]
     root: bool
     full: bool = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"full": False}  # a copy has code of its own
 
 
@@ -53,8 +55,8 @@ class _Sharded(nn.Module):
 
     _zero: ModuleState
     _zero_base: type[nn.Module]
-    _zero_outermost: Callable[..., Any]
-    _zero_entered: Callable[..., Any]
+    _zero_outermost: Callable[..., object]
+    _zero_entered: Callable[..., object]
 
 
 def is_root(module: nn.Module) -> bool:
@@ -69,10 +71,10 @@ def state_of(module: nn.Module) -> ModuleState | None:
 refuse_wrappers(lambda module: state_of(module) is not None)
 
 
-def policies_of(model: nn.Module) -> list[Policy]:
+def policies_of(model: nn.Module) -> list[ShardedModel]:
     """Policies of a plain, sharded or compiled module, outermost first, without repeats."""
     model = getattr(model, "_orig_mod", model)
-    out: dict[int, Policy] = {}
+    out: dict[int, ShardedModel] = {}
     for module in model.modules():
         state = state_of(module)
         if state is not None:
@@ -80,11 +82,11 @@ def policies_of(model: nn.Module) -> list[Policy]:
     return list(out.values())
 
 
-def swap_classes(model: nn.Module, policy: Policy) -> None:
+def swap_classes(model: nn.Module, policy: ShardedModel) -> None:
     """Give every module of the model its subclass; inner shards join the outer model's scope."""
     owned: dict[int, dict[str, str]] = {}
     names_by_id = {id(policy.param(name)): name for name in policy.places}
-    classes: set[Any] = {type(module) for module in model.modules()}
+    classes: set[object] = {type(module) for module in model.modules()}
     policy.writes = any(may_write(cls) for cls in classes)
     for module in model.modules():
         state = state_of(module)
@@ -103,7 +105,7 @@ def swap_classes(model: nn.Module, policy: Policy) -> None:
         module.__class__ = sharded_class(type(module), names, isinstance(module, nn.RNNBase))
 
 
-def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _lay_out(module: nn.Module, state_dict: dict[str, object], prefix: str, *rest: object) -> None:
     """Before ``load_state_dict``: of a whole value for a sharded parameter, as a plain checkpoint has it, take this
     rank's rows. What has another shape is left for torch to refuse."""
     state = state_of(module)
@@ -135,7 +137,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
     Args:
         names: qualified name of the parameter at each attribute.
     """
-    body: dict[str, Any] = refusing(base)
+    body: dict[str, object] = refusing(base)
     body |= {attribute: _weight_property(attribute, name) for attribute, name in names.items()}
     if recurrent:
         # nn.RNNBase keeps its own list of weights; read it anew, through the properties.
@@ -149,6 +151,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "_load_from_state_dict": _load(base),
         "register_parameter": _register_parameter,
         "_named_members": named_members,
+        "state_dict": state_dict_of(base),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -164,7 +167,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
     return type(base.__name__, (base,), body)
 
 
-def _derived(cls: type, **_: Any) -> None:
+def _derived(cls: type, **_: object) -> None:
     """Called where a class is derived from that of a sharded module: by who swaps the module's class once more."""
     raise ShardError(
         f"the class of a sharded {cls.__mro__[1].__name__} cannot be swapped again, as {cls.__name__} would: call "
@@ -188,7 +191,7 @@ def _own_code(fn: Any) -> types.FunctionType:
     return own
 
 
-def _apply(base: Any) -> Callable[..., Any]:
+def _apply(base: type[nn.Module]) -> Callable[..., object]:
     """What ``.to()``, ``.half()``, ``.to_empty()`` and the like call: a sharded parameter stays the object that it is,
     whoever refers to it, and is given other memory where that changes its dtype or device."""
 
@@ -211,12 +214,12 @@ def _apply(base: Any) -> Callable[..., Any]:
     return apply
 
 
-def _load(base: Any) -> Callable[..., None]:
+def _load(base: type[nn.Module]) -> Callable[..., None]:
     """What ``load_state_dict`` calls: with ``assign=True`` it puts other parameters in place of those that stand there.
     A sharded one stays the object that it is, with the other's memory: what was tied stays tied, and an optimizer goes
     on with it."""
 
-    def load(self: _Sharded, *args: Any) -> None:
+    def load(self: _Sharded, *args: object) -> None:
         before = dict(self._parameters)
         base._load_from_state_dict(self, *args)
         names = self._zero.names
@@ -238,7 +241,7 @@ def _load(base: Any) -> Callable[..., None]:
     return load
 
 
-def _register_parameter(self: _Sharded, name: str, param: Any) -> None:
+def _register_parameter(self: _Sharded, name: str, param: nn.Parameter | None) -> None:
     """What assigning a parameter to an attribute calls."""
     if self._zero is None:
         type(self)._zero_base.register_parameter(self, name, param)
@@ -280,7 +283,7 @@ def _rebuild(base: type, names: dict[str, str], recurrent: bool, group: Group) -
 
 
 @torch._dynamo.disable(reason="a sharded module is copied")
-def _reduce_ex(self: _Sharded, protocol: Any) -> Any:
+def _reduce_ex(self: _Sharded, protocol: int) -> str | tuple[object, ...]:
     cls: Any = type(self)
     state = self._zero
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
@@ -293,27 +296,29 @@ def _flat_weights(self: Any) -> list[torch.Tensor]:
     return [getattr(self, name) for name in self._flat_weights_names]
 
 
-def _call(base: type) -> Any:
+def _call(base: type) -> object:
     """``__call__`` of a module whose class was ``base``."""
-    call: Any = base.__call__
+    call: Callable[..., object] = base.__call__
     if call is nn.Module.__call__:
         return _call_module
     if isinstance(call, types.FunctionType):
         call = _own_code(call)
 
-    def __call__(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: _Sharded, *args: object, **kwargs: object) -> object:
         return _called(self, call, args, kwargs)
 
     return __call__
 
 
-def _call_module(self: _Sharded, *args: Any, **kwargs: Any) -> Any:
+def _call_module(self: _Sharded, *args: object, **kwargs: object) -> object:
     # That of nearly all modules. By its global name, which Dynamo guards once for a model; what a function closes over
     # it guards for each.
     return _called(self, nn.Module.__call__, args, kwargs)
 
 
-def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+def _called(
+    self: _Sharded, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
     state = self._zero
     if state is None:
         return call(self, *args, **kwargs)
@@ -324,7 +329,7 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
     if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
         return _past_limit(self, call, args, kwargs)
-    if scope.active:
+    if scope.calls:
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         kept = len(scope.read)
@@ -332,6 +337,7 @@ def _called(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
             return call(self, *args, **kwargs)
         finally:
             if len(scope.read) > kept:
+                scope.refuse_lost_hooks()
                 forget(scope.read, kept)
     return self._zero_outermost(call, args, kwargs)
 
@@ -341,25 +347,29 @@ torch._dynamo.eval_frame.skip_code(_called.__code__)
 
 
 @torch._dynamo.disable(reason="compiled once more, past recompile_limit")
-def _again(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+def _again(
+    self: _Sharded, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     return recompile_limit.compiled_again(self, call, args, kwargs, lambda: _own_code(_outermost))
 
 
-def _past_limit(self: _Sharded, call: Any, args: Any, kwargs: Any) -> Any:
+def _past_limit(
+    self: _Sharded, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
     """A call from code that Dynamo does not compile for new values any more."""
     scope = self._zero.policy.scope
     if scope.compile is not None:
         return _again(self, call, args, kwargs)
     with recompile_limit.eagerly(self, args, kwargs):
-        return call(self, *args, **kwargs) if scope.active else self._zero_outermost(call, args, kwargs)
+        return call(self, *args, **kwargs) if scope.calls else self._zero_outermost(call, args, kwargs)
 
 
-def _compile(self: Any, *args: Any, **kwargs: Any) -> None:
+def _compile(self: Any, *args: object, **kwargs: Any) -> None:
     """``nn.Module.compile``: what it compiles begins where a call past Dynamo's limit is noticed."""
     self._compiled_call_impl = torch.compile(self._zero_entered, *args, **kwargs)
 
 
-def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _entered(self: Any, *args: object, **kwargs: Any) -> object:
     """``_call_impl`` of a module for itself compiled."""
     state = self._zero
     scope = state.policy.scope
@@ -371,7 +381,7 @@ def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self._call_impl(*args, **kwargs)
 
 
-def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> Any:
+def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> object:
     """A call that comes from outside of the model: its weights are whole until it returns.
 
     Args:
@@ -383,7 +393,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
             with recompile_limit.eagerly(self, args, kwargs):
                 return _outermost(self, call, args, kwargs, again)
-        if scope.active:
+        if scope.calls:
             return call(self, *args, **kwargs)
     elif state.full:
         return _again(self, call, args, kwargs)
@@ -392,11 +402,12 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         scope.begun = state, getattr(type(self).forward, "__code__", None)
         ddp_fallback.watch_beside(self)
         scope.copies = Copies()
-    scope.active = True
+    scope.calls.append(state)
     scope.read = {}
     try:
         out = call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
+            scope.refuse_lost_hooks()
             scope.copies.check()
     except RuntimeError as error:
         if parameter_errors.mixes(error):
@@ -405,19 +416,20 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
             scope.copies.check()  # autograd may have refused what was written to, in words of its own
         raise
     finally:
-        scope.active = False
+        scope.calls.clear()
         scope.read = {}
         scope.entered = None
         if not torch.compiler.is_compiling():
             scope.copies = None
             scope.begun = None, None
+            scope.compiled_reads.clear()
     if not torch.compiler.is_compiling():
         _check_plain(out, state.policy.group)
     return out
 
 
 @torch._dynamo.disable(reason="a forward that runs in parts has ended")
-def _check_plain(out: Any, group: Group) -> None:
+def _check_plain(out: object, group: Group) -> None:
     """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one.
 
     One over the tensor-parallel ranks alone is what tensor parallelism makes.
@@ -430,14 +442,14 @@ def _check_plain(out: Any, group: Group) -> None:
             raise parameter_errors.computes_with_shards()
 
 
-def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    def cast(x: Any) -> Any:
+def _cast_inputs(args: object, kwargs: object, dtype: torch.dtype) -> Any:
+    def cast(x: object) -> Any:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     return pytree.tree_map(cast, (args, kwargs))
 
 
-def _get(self: _Sharded) -> Any:
+def _get(self: _Sharded) -> object:
     """What ``module.attribute`` is; of each attribute with its own names, see :func:`_getter`."""
     attribute = "ATTRIBUTE"
     name = "NAME"
@@ -452,7 +464,7 @@ def _get(self: _Sharded) -> Any:
         return param
     policy = state.policy
     if torch.compiler.is_compiling():
-        if param is None or not policy.scope.active:
+        if param is None or not policy.scope.calls:
             return param
         if policy.opened:
             return param
@@ -462,8 +474,8 @@ def _get(self: _Sharded) -> Any:
         if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
         part = policy.params[name].part
-        return full if part is None else placed(part.of(full), full)
-    if recompile_limit.passed() and policy.scope.active and not policy.scope.eager:
+        return full if part is None or full is param else placed(part.of(full), full)
+    if recompile_limit.passed() and policy.scope.calls and not policy.scope.eager:
         recompile_limit.runs_eagerly(policy, f"code that reads {name}")
     return read_eager(param, name, policy)
 
@@ -483,7 +495,7 @@ def _getter(attribute: str, name: str) -> types.FunctionType:
 
 
 def _weight_property(attribute: str, name: str) -> property:
-    def set_(self: nn.Module, value: Any) -> None:
+    def set_(self: nn.Module, value: object) -> None:
         # nn.Module.__setattr__ has taken parameters and None already; this is a plain value after `del`.
         self.__dict__[attribute] = value
 
@@ -496,7 +508,7 @@ def _weight_property(attribute: str, name: str) -> property:
 
 
 @torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
-def read_eager(param: Any, name: str, policy: Policy) -> Any:
+def read_eager(param: DTensor, name: str, policy: ShardedModel) -> Any:
     """What ``module.attribute``, the parameter ``name``, is outside a compiled region."""
     if isinstance(param, DTensor) and not policy.opened:
         refuse_tracers(name)
@@ -511,18 +523,18 @@ def read_eager(param: Any, name: str, policy: Policy) -> Any:
     info = managed(param, name, policy)
     scope = policy.scope
     with transforms.below():
-        full = known(scope.read, param) if scope.active else None
+        full = known(scope.read, param) if scope.calls else None
         if full is None:
             full = eager.read(param, policy, name)
             if scope.copies is not None:
                 local = full._local_tensor if isinstance(full, DTensor) else full
                 scope.copies.add(info, param, local, policy.group.rank, policy.writes)
-            if scope.active:
+            if scope.calls:
                 remember(scope.read, param, full)
         return full
 
 
-def lent(value: Any, name: str, policy: Policy) -> Any:
+def lent(value: object, name: str, policy: ShardedModel) -> object:
     """A plain tensor where a sharded parameter was, for one call, by ``torch.func.functional_call``: one of the
     parameter's dtype is cast as that is. (A plain parameter, which ``nn.Module`` asks of what is to stay, is refused.)
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import ShardError
 from ..ir import ops
+from ..sharded.grads import check_reduced
+from ..sharded.parameter_errors import dropped, was_dropped
 from ..storage import heap
 from ..tensors.foreach import MANAGED, count_writes
 from ..tensors.fused import take_shards
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import take_gradients
 from .ddp_fallback import check_averaged
-from .grads import check_reduced
-from .parameter_errors import dropped, was_dropped
 
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
@@ -59,7 +59,7 @@ def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
     old.__dict__[STALE] = name, by
 
 
-def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict[str, object] | None) -> None:
     """Raise at a step whose gradients wait for their reduction, and at one of an optimizer whose parameters are not
     those of the sharded model. An optimizer is judged by its parameters of sharded models alone.
 
@@ -94,7 +94,7 @@ def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.__dict__[_FIRST] = _FIRST_STEPS
 
 
-def _give_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _give_back(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Behind the first steps of sharded parameters give the free pages of the heap back.
 
     They are what compiling, the model as it was made, and activations and gradients before there were states have
@@ -106,7 +106,7 @@ def _give_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         heap.give_back()
 
 
-def _name_of(param: Any) -> str | None:
+def _name_of(param: torch.Tensor) -> str | None:
     """What a parameter of a sharded model is called there; None of those of others."""
     return next((n for policy in ops.owners() for n in policy.places if policy.find(n) is param), None)
 
@@ -138,9 +138,9 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
             param = policy.find(name)
             if param is None or id(param) not in given:
                 continue
-            tier = policy.placed.tier("optimizer", name)
-            beside = tier == "host" and policy.path("params", name)
-            frozen = policy.placed.was_frozen(name) and not param.requires_grad
+            tier = policy.tiers.placed.tier("optimizer", name)
+            beside = tier == "host" and policy.tiers.path("params", name)
+            frozen = policy.tiers.placed.was_frozen(name) and not param.requires_grad
             if tier != "none" and not beside and not streams and not frozen:
                 cls = type(optimizer).__name__
                 raise ShardError(
@@ -159,7 +159,9 @@ class _WholeNorms(DTensor):
     __slots__: list[str] = []
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             if type(out) is DTensor:
@@ -178,13 +180,13 @@ def _adafactor_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tenso
                         yield tensor
 
 
-def _lend_norms(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _lend_norms(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for tensor in list(_adafactor_tensors(optimizer)):
         if type(tensor) is DTensor:
             tensor.__class__ = _WholeNorms
 
 
-def _take_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _take_back(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for tensor in list(_adafactor_tensors(optimizer)):
         if type(tensor) is _WholeNorms:
             tensor.__class__ = DTensor  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import parameter_errors
+from ..sharded import parameter_errors
 
 # Attribute of a tensor that construction has cut, and of its aliases: what it keeps of the memory (see
 # `unsharded_mode.py`).
@@ -51,7 +51,7 @@ def give(param: Any, made: Any, name: str) -> None:
 def _refuse_backwards(param: torch.Tensor, name: str) -> None:
     """A graph that was made with the present memory would add to the gradient of nobody."""
 
-    def refuse(given: Any) -> NoReturn:
+    def refuse(given: object) -> NoReturn:
         parameter_errors.exchanged(name)
 
     if param.requires_grad:

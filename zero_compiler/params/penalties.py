@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
 
 
-def watch_outputs(outputs: Iterable[Any], group: Group) -> None:
+def watch_outputs(outputs: Iterable[object], group: Group) -> None:
     """See to it that the backward of a forward says so where the gradient of one of its plain ``outputs`` is a DTensor.
 
     Args:
@@ -34,7 +33,7 @@ def watch_outputs(outputs: Iterable[Any], group: Group) -> None:
                 node.register_prehook(partial(_check, group))
 
 
-def _check(group: Group, gradients: tuple[Any, ...]) -> None:
+def _check(group: Group, gradients: tuple[object, ...]) -> None:
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             error = GradientError(

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MemoryBudgetError
 from ..ranks.failure_broadcast import cannot_begin
-
-if TYPE_CHECKING:
-    from .policy import Policy, Scope
+from ..sharded.sharded_model import Scope, ShardedModel
 
 log = logging.getLogger("zero_compiler")
 ENTERED = "_entered"  # name of the code at which a module begins that is compiled by its own method
@@ -47,11 +45,12 @@ def _stance() -> str:
     return str(getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default"))
 
 
-def _why() -> str:
+def _why(scope: Scope) -> str:
     """Why Dynamo compiles no more, in words."""
     if _stance() != "default":
         return f"torch.compiler.set_stance({_stance()!r}) is in force"
-    return f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) was met"
+    limit = scope.limit or torch._dynamo.config.recompile_limit
+    return f"torch._dynamo.config.recompile_limit ({limit}) was met"
 
 
 def _advice(scope: Scope) -> str:
@@ -68,7 +67,7 @@ def _advice(scope: Scope) -> str:
     )
 
 
-def sizes_of(args: Any, kwargs: Any) -> str:
+def sizes_of(args: object, kwargs: object) -> str:
     """The inputs of a call that Dynamo compiles for, in words: sizes of tensors, and numbers."""
     found = []
     for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
@@ -81,7 +80,7 @@ def sizes_of(args: Any, kwargs: Any) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
-def _call(module: nn.Module, args: Any, kwargs: Any) -> str:
+def _call(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
     base = getattr(type(module), "_zero_base", type(module))
     given = sizes_of(args, kwargs)
     return f"a call of {base.__name__}" + (f" with {given}" if given else "")
@@ -106,13 +105,29 @@ def compiled_again(
                 "%s: %s, past which calls at other sizes would run eagerly; from here on one more graph, for sizes "
                 "that may change, takes their place; %s",
                 _call(module, args, kwargs),
-                _why(),
+                _why(scope),
                 _advice(scope),
             )
-        scope.said = f"since {_why()}, compiled once more for sizes that may change; {_advice(scope)}"
+        scope.said = f"since {_why(scope)}, compiled once more for sizes that may change; {_advice(scope)}"
         renew(module)
         compiled = scope.again[module] = scope.compile(outermost())
-    return compiled(module, call, args, kwargs, True)
+    with _as_many_again(scope):
+        return compiled(module, call, args, kwargs, True)
+
+
+@contextlib.contextmanager
+def _as_many_again(scope: Scope) -> Iterator[None]:
+    """Functions that are no methods of the model's modules, and that a forward calls, have met the limit too, or are
+    about to where it has a graph break: their code is the user's, and compiled for further values."""
+    if scope.limit is not None:
+        yield
+        return
+    scope.limit = torch._dynamo.config.recompile_limit
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2 * scope.limit):
+            yield
+    finally:
+        scope.limit = None
 
 
 def renew(module: nn.Module) -> None:
@@ -141,14 +156,14 @@ def eagerly(module: Any, args: Any, kwargs: Any) -> Iterator[None]:
         scope.eager = False
 
 
-def runs_eagerly(policy: Policy, what: str) -> None:
+def runs_eagerly(policy: ShardedModel, what: str) -> None:
     """``what`` runs eagerly, since Dynamo compiles it for no further values: say so, once.
 
     Raises:
         MemoryBudgetError: under a memory budget, on all ranks.
     """
     scope = policy.scope
-    said, advice = f"{what} runs eagerly, since {_why()}", _advice(scope)
+    said, advice = f"{what} runs eagerly, since {_why(scope)}", _advice(scope)
     if any(_budgeted(p) for p in scope.members):
         error = MemoryBudgetError(
             f"{said}, and memory_budget_bytes holds for what is compiled alone: {advice}"
@@ -162,7 +177,7 @@ def runs_eagerly(policy: Policy, what: str) -> None:
     scope.said = f"{said}: {advice}"
 
 
-def outside_budget(policy: Policy, name: str) -> None:
+def outside_budget(policy: ShardedModel, name: str) -> None:
     """The weight ``name`` is gathered by code that runs eagerly: say, once, that a memory budget does not count it."""
     scope = policy.scope
     if scope.outside_said or policy.group.rank != 0 or not any(_budgeted(p) for p in scope.members):
@@ -175,7 +190,7 @@ def outside_budget(policy: Policy, name: str) -> None:
     )
 
 
-def _budgeted(policy: Policy) -> bool:
+def _budgeted(policy: ShardedModel) -> bool:
     configs = [policy.config, *(frame.config for frame in policy.frames)]
     return any(config.memory_budget_bytes is not None for config in configs)
 
@@ -190,7 +205,7 @@ def watch(codes: Any, scope: Scope) -> None:
     """
     entries: Callable[[Any], list[Any]] | None
     entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    if not (codes and entries and scope.active):
+    if not (codes and entries and scope.calls):
         return
     state, forward = scope.begun
     if scope.entered is not None:

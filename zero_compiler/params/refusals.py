@@ -57,7 +57,7 @@ def refuse(module: Any, call: str, reason: str) -> NoReturn:
 
 def refusing(base: type) -> dict[str, Any]:
     """Members of the class of a sharded module whose class was ``base``: they stand before those of ``base``."""
-    body: dict[str, Any] = {name: _hook_registration(name) for name in _HOOKS}
+    body: dict[str, object] = {name: _hook_registration(name) for name in _HOOKS}
     body["_is_fsdp_managed_module"] = _refused_attribute("_is_fsdp_managed_module", _refuse_fsdp)
     body |= _left_alone()
     body["qconfig"] = _refused_attribute("qconfig", _refuse_quantization)
@@ -70,9 +70,9 @@ def refusing(base: type) -> dict[str, Any]:
     return body
 
 
-def _refused_method(name: str, method: Callable[..., Any], reason: str) -> Callable[..., Any]:
+def _refused_method(name: str, method: Callable[..., object], reason: str) -> Callable[..., object]:
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: object, **kwargs: Any) -> object:
         if not self._zero.policy.opened and not _changes_nothing(self, name, args, kwargs):
             refuse(self, name + "()", reason)
         return method(self, *args, **kwargs)
@@ -95,7 +95,7 @@ def _refused_attribute(name: str, refuse_it: Callable[[Any], NoReturn]) -> prope
     def get(self: Any) -> Any:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def set_(self: Any, value: Any) -> None:
+    def set_(self: object, value: object) -> None:
         refuse_it(self)
 
     return property(get, set_)
@@ -119,11 +119,11 @@ def _left_alone() -> dict[str, Any]:
     return {REGISTRY_KEY: {"replicate": None}}
 
 
-def _refuse_fsdp(module: Any) -> NoReturn:
+def _refuse_fsdp(module: nn.Module) -> NoReturn:
     raise ShardError(wrapped("FullyShardedDataParallel (or fully_shard)"))
 
 
-def _refuse_quantization(module: Any) -> NoReturn:
+def _refuse_quantization(module: nn.Module) -> NoReturn:
     raise ShardError(
         f"quantization of a sharded {type(module).__name__} (torch.ao.quantization sets qconfig): it replaces modules "
         "by others that hold whole weights; quantize before zero.shard, or a copy of the model that is made from "
@@ -131,7 +131,7 @@ def _refuse_quantization(module: Any) -> NoReturn:
     )
 
 
-def _refuse_scripting(self: Any) -> Any:
+def _refuse_scripting(self: Any) -> object:
     if self._zero.policy.opened:
         return self
     raise ShardError(
@@ -181,7 +181,7 @@ def refuse_wrappers(is_sharded: Callable[[nn.Module], bool]) -> None:
         is_sharded: whether a module is one of a sharded model.
     """
 
-    def registered(wrapper: nn.Module, name: str, module: Any) -> None:
+    def registered(wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if torch.compiler.is_compiling():  # a module that a forward makes; Dynamo follows this function
             return
         if isinstance(wrapper, _wrappers()) and isinstance(module, nn.Module):
@@ -217,7 +217,7 @@ def _hook_registration(name: str) -> Callable[..., Any]:
     register: Any = getattr(nn.Module, name)
 
     @functools.wraps(register)
-    def call(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, hook: Any, *args: object, **kwargs: Any) -> object:
         _check_hook(hook)
         if any(policy.frames for policy in self._zero.policy.scope.members) and name not in _said_late:
             _said_late.add(name)
@@ -233,7 +233,7 @@ def _hook_registration(name: str) -> Callable[..., Any]:
     return call
 
 
-def _check_hook(hook: Any) -> None:
+def _check_hook(hook: object) -> None:
     """Raise where a hook is how a library takes the module over."""
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +25,15 @@ from ..ranks.failure_broadcast import together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
 from ..ranks.tensor_parallel import TensorPart, part_of, tensor_mesh_of
+from ..sharded import blocking_transfers, grads, parameter_errors
+from ..sharded.managed_parameters import ParamInfo, Places, local_of
+from ..sharded.sharded_model import ShardedModel
 from ..tensors.foreach import MANAGED
 from ..tensors.whole_parameters import describe_whole, stays_whole
-from . import blocking_transfers, ddp_fallback, grads, parameter_errors
+from . import ddp_fallback
 from .held import at_rest
 from .modules import is_root, state_of, swap_classes
 from .optimizer_guards import STALE, guard_optimizers, held_elsewhere, mark_stale
-from .policy import ParamInfo, Places, Policy, local_of
 
 
 class _Default(int):
@@ -53,7 +54,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     config: Config | None = None,
-    **fields: Any,
+    **fields: object,
 ) -> nn.Module:
     """Partition the parameters of ``model`` over the ranks, in place, and return it.
 
@@ -105,29 +106,29 @@ def _checked(
 def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
     begin(group, "zero.shard")
-    policy = Policy(group, config)
+    policy = ShardedModel(group, config)
     targets = collect(model, policy)
     params = {name: param for name, (param, _) in targets.items()}
-    said = "\n".join([policy.describe(), *given(params), *describe_whole(model)])
-    agree(group, f"shard/{policy.title()}", "the model given to zero.shard", said)
-    policy.place_tensors(params)
-    policy.choose_transport()
-    policy.make_room(params)
+    said = "\n".join([policy.protocol.describe(), *given(params), *describe_whole(model)])
+    agree(group, f"shard/{policy.identity.title()}", "the model given to zero.shard", said)
+    policy.tiers.place(policy.params, params, policy.hardware)
+    policy.storage.choose_transport(policy.hardware)
+    policy.storage.make_room(params)
     for name, (param, places) in targets.items():
         info, local = policy.params[name], local_of(param)
         if group.tensor is not None and info.part is None:
             local = blocking_transfers.from_first(group.tensor, local.to(group.device))
-        local = blocking_transfers.scatter_from_first(group, info.layout, local, policy.on_host(name))
+        local = blocking_transfers.scatter_from_first(group, info.layout, local, policy.tiers.on_host(name))
         install(policy, name, param, local, places)
-    policy.check_settled()
+    policy.storage.check_settled()
     swap_classes(model, policy)
-    policy.take_gradients()
+    policy.installed()
     guard_optimizers()
     return model
 
 
 def collect(
-    model: nn.Module, policy: Policy, ours: Callable[[torch.Tensor], bool] = lambda param: False
+    model: nn.Module, policy: ShardedModel, ours: Callable[[torch.Tensor], bool] = lambda param: False
 ) -> dict[str, tuple[nn.Parameter, Places]]:
     """Parameters of ``model`` that no inner shard manages, by first name, with all places they are tied to.
 
@@ -202,7 +203,7 @@ _KNOWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_fl
 def _check_held(model: nn.Module, names: dict[int, str]) -> None:
     """No module keeps a parameter that is replaced, but as its parameter."""
 
-    def held(value: Any, depth: int = 2) -> str | None:
+    def held(value: object, depth: int = 2) -> str | None:
         if isinstance(value, torch.Tensor):
             return names.get(id(value))
         if isinstance(value, dict):
@@ -245,7 +246,9 @@ def _joined(prefix: str, attribute: str) -> str:
     return f"{prefix}.{attribute}" if prefix else attribute
 
 
-def describe_param(name: str, param: torch.Tensor, policy: Policy, part: TensorPart | None) -> ParamInfo:
+def describe_param(
+    name: str, param: torch.Tensor, policy: ShardedModel, part: TensorPart | None
+) -> ParamInfo:
     config = policy.config
     layout = layout_of(local_of(param) if part is not None else param, policy.group.world, config.stage)
     floating = param.dtype.is_floating_point
@@ -255,12 +258,12 @@ def describe_param(name: str, param: torch.Tensor, policy: Policy, part: TensorP
 
 
 def install(
-    policy: Policy, name: str, old: nn.Parameter, chunk: torch.Tensor, places: Places
+    policy: ShardedModel, name: str, old: nn.Parameter, chunk: torch.Tensor, places: Places
 ) -> nn.Parameter:
     """Put the padded local ``chunk`` in place of ``old`` wherever it is tied; attributes of ``old`` are kept."""
     info = policy.params[name]
     layout = info.layout
-    chunk = policy.settle(name, chunk)
+    chunk = policy.storage.settle(name, chunk)
     local = chunk[: layout.rows(policy.group.rank)] if layout.cut else chunk
     param = sharded_parameter(policy.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)

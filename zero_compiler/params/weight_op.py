@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..ir import ops
+from ..sharded import parameter_errors
+from ..sharded.managed_parameters import ParamInfo
+from ..sharded.sharded_model import ShardedModel
 from ..tensors import transforms
-from . import parameter_errors
-from .policy import ParamInfo, Policy
+from .held import dynamo_asks
 
 # Of a tensor without values, while Dynamo looks: the full weight that code which reads it is given.
 _SEEN = "_zero_seen"
@@ -19,7 +22,7 @@ _SEEN = "_zero_seen"
 
 # Dynamo follows Python one bytecode at a time, for every parameter of the model: what is in here it only runs.
 @torch._dynamo.allow_in_graph
-def weight(param: Any, owner: str, name: str) -> torch.Tensor:
+def weight(param: DTensor, owner: str, name: str) -> torch.Tensor:
     """The full weight of ``param``, a DTensor, which is ``name`` of the sharded model ``owner``; differentiable.
 
     In a graph this is a *marker* as ``zero.unshard`` is, for the parameter itself: `capture.py` gives that the local
@@ -28,16 +31,20 @@ def weight(param: Any, owner: str, name: str) -> torch.Tensor:
     policy = ops.owner_of(owner)
     info = policy.params[name]
     # What else runs a forward without values (torch.export) records operators, and is given those that it means.
-    if isinstance(param._local_tensor, FakeTensor) and get_proxy_mode() is None:
-        with transforms.below():
-            return _as_dynamo_sees_it(param, info, policy)
+    if get_proxy_mode() is None:
+        if isinstance(param._local_tensor, FakeTensor):
+            with transforms.below():
+                return _as_dynamo_sees_it(param, info, policy)
+        if dynamo_asks():
+            at_rest: torch.Tensor = param
+            return at_rest
     if not _stands(param, info, policy):
-        parameter_errors.moved(name, info, param, policy.rests_on(name))
+        parameter_errors.moved(name, info, param, policy.tiers.rests_on(name))
     with transforms.below(), torch.enable_grad():  # what is read under no_grad may be used elsewhere
         return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
-def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Tensor:
+def _as_dynamo_sees_it(param: DTensor, info: ParamInfo, policy: ShardedModel) -> torch.Tensor:
     """The full weight without values: a parameter and a leaf, as in plain PyTorch, and the same object at every read.
 
     AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
@@ -46,7 +53,7 @@ def _as_dynamo_sees_it(param: Any, info: ParamInfo, policy: Policy) -> torch.Ten
     seen: torch.Tensor | None = param.__dict__.get(_SEEN)
     if seen is None:
         stands = _stands(param, info, policy)
-        device = policy.computes_on(info.name, param) if stands else policy.group.device
+        device = policy.tiers.computes_on(info.name, param) if stands else policy.group.device
         seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
         seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
         seen._is_param = True
@@ -71,7 +78,7 @@ def placed(whole: Any, full: torch.Tensor) -> Any:
     return seen
 
 
-def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
+def managed(param: DTensor, name: str, policy: ShardedModel) -> ParamInfo:
     """Layout of the sharded parameter that stands where ``name`` does.
 
     Raises:
@@ -79,12 +86,12 @@ def managed(param: Any, name: str, policy: Policy) -> ParamInfo:
     """
     info = policy.params[name]
     if not _stands(param, info, policy):
-        parameter_errors.moved(name, info, param, policy.rests_on(name))
+        parameter_errors.moved(name, info, param, policy.tiers.rests_on(name))
     if parameter_errors.was_dropped(param):
         parameter_errors.dropped(name)
     return info
 
 
-def _stands(param: Any, info: ParamInfo, policy: Policy) -> bool:
+def _stands(param: DTensor, info: ParamInfo, policy: ShardedModel) -> bool:
     found = param.dtype, param.device.type, tuple(param.shape)
-    return found == (info.layout.dtype, policy.rests_on(info.name).type, info.shape)
+    return found == (info.layout.dtype, policy.tiers.rests_on(info.name).type, info.shape)

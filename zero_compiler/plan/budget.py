@@ -23,7 +23,9 @@ from ..ir.program import Program
 from ..memory.arena_extents import ends_by_owner
 from ..memory.live import most
 from ..memory.transport_workspace import scratch_bytes
+from ..passes.base import ParamPlan
 from ..report.report import Memory
+from ..sharded.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -45,29 +47,30 @@ def choose(candidates: Sequence[Candidate], room_bytes: int) -> frozenset[str]:
 
 
 def keep(
-    policies: Sequence[Any],
-    params: Mapping[ParamRef, Any],
+    policies: Sequence[ShardedModel],
+    params: Mapping[ParamRef, ParamPlan],
     gathered: Iterable[ParamRef],
     room_bytes: int,
-    tightest: Callable[[Any, str, int, str], str],
-    over_bytes: Callable[[], int],
+    tightest: Callable[[ShardedModel, str, int, str], str],
+    over_bytes: Callable[[Mapping[ParamRef, bool]], int],
 ) -> None:
-    """Decide which weights of stage 3 stay gathered from forward to backward; noted in each ``policy.kept``.
+    """Decide which weights of stage 3 stay gathered from forward to backward; noted in what the ranks of each model
+    have agreed on.
 
     Decided once for a weight, for all ranks by the one with the least room: room depends on the sizes of activations,
     which ranks may legally disagree about, and collectives must not.
 
     Args:
         tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
-        over_bytes: by how many bytes the plan with what is noted passes the budget. A kept weight shares no bucket with
-            those that are not, and offsets are packed anew: it may take more than its own bytes.
+        over_bytes: by how many bytes a plan that keeps these weights, and not those, passes the budget. A kept weight
+            shares no bucket with those that are not, and offsets are packed anew: it may take more than its own bytes.
     """
     by_key = {p.key: p for p in policies}
     wanted = set(gathered)
     open_ = [
         plan
         for ref, plan in params.items()
-        if plan.cut and plan.stage == 3 and ref.name not in by_key[ref.owner].kept
+        if plan.cut and plan.stage == 3 and ref.name not in by_key[ref.owner].agreed.kept
     ]
     if not open_:
         return
@@ -78,33 +81,27 @@ def keep(
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = arena_aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
             us = policy.hardware.collective("all_gather", plan.world, plan.shared).us(nbytes)
-            candidates.append(Candidate(f"{policy.serial} {plan.ref.name}", nbytes, us))
+            candidates.append(Candidate(f"{policy.identity.serial} {plan.ref.name}", nbytes, us))
     first = policies[0]
-    names = [f"{by_key[p.ref.owner].serial} {p.ref.name}" for p in open_]
-    key = f"kept/{first.serial}/{len(first.kept)}"
+    names = [f"{by_key[p.ref.owner].identity.serial} {p.ref.name}" for p in open_]
+    key = f"kept/{first.identity.serial}/{len(first.agreed.kept)}"
 
-    def note(kept: Collection[str]) -> None:
-        for plan, name in zip(open_, names, strict=True):
-            by_key[plan.ref.owner].kept[plan.ref.name] = name in kept
+    def by_ref(kept: Collection[str]) -> dict[ParamRef, bool]:
+        return {plan.ref: name in kept for plan, name in zip(open_, names, strict=True)}
 
     left = room_bytes
-    try:
-        chosen = choose(candidates, left)
-        while chosen:
-            note(chosen)
-            if (over := over_bytes()) <= 0:
-                break
-            left = min(left - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
-            chosen = choose(candidates, left) if left > 0 else frozenset()
-        text = tightest(first, key, room_bytes, "\n".join(sorted(chosen)))
-    except BaseException:
-        for plan in open_:  # only tried: no other rank knows of it
-            by_key[plan.ref.owner].kept.pop(plan.ref.name, None)
-        raise
-    note(set(text.split("\n")))
+    chosen = choose(candidates, left)
+    while chosen and (over := over_bytes(by_ref(chosen))) > 0:
+        left = min(left - over, sum(c.nbytes for c in candidates if c.name in chosen) - 1)
+        chosen = choose(candidates, left) if left > 0 else frozenset()
+    text = tightest(first, key, room_bytes, "\n".join(sorted(chosen)))
+    for ref, kept in by_ref(set(text.split("\n"))).items():
+        by_key[ref.owner].agreed.kept[ref.name] = kept
 
 
-def _pool_bytes(policies: Sequence[Any], programs: Sequence[Program], moves: bool) -> tuple[int, int]:
+def _pool_bytes(
+    policies: Sequence[ShardedModel], programs: Sequence[Program], moves: bool
+) -> tuple[int, int]:
     """Bytes of all pools on the device and of those on its host.
 
     What peers read, and what a transport keeps, each model has for itself. All else is common to a model, its parts and
@@ -118,7 +115,7 @@ def _pool_bytes(policies: Sequence[Any], programs: Sequence[Program], moves: boo
         Any, Any
     ] = {}  # of each scope one that it shares pools with; itself at the end of such a chain
 
-    def first(scope: Any) -> Any:
+    def first(scope: object) -> Any:
         while (before := common.setdefault(scope, scope)) is not scope:
             scope = before
         return scope
@@ -143,14 +140,14 @@ def _pool_bytes(policies: Sequence[Any], programs: Sequence[Program], moves: boo
     return device.total() + (arenas if moves else 0), host.total()
 
 
-def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: int) -> Memory:
+def memory_of(policies: Sequence[ShardedModel], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
     rest = {kind: Counter[str]() for kind in TRANSFERS}
     assumed = waiting = 0
     for policy in policies:
         for name, info in policy.params.items():
             local = info.layout.bytes_local()
-            tier_of = functools.partial(policy.placed.tier, name=name)
+            tier_of = functools.partial(policy.tiers.placed.tier, name=name)
             rest["params"][tier_of("params")] += local
             param = policy.find(name)
             if param is not None and param.requires_grad:
@@ -172,11 +169,13 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     moves = any(p.group.world > 1 or p.config.param_dtype is not None for p in policies)
     arena, host = _pool_bytes(policies, programs, moves)
     away = max((p.file_bytes for p in programs), default=0)
-    away_to = {p.activation_tier for p in policies}
+    away_to = {p.tiers.activation_tier for p in policies}
     files += away if "nvme" in away_to else 0
-    streamers = {id(s): s for policy in policies for s in policy.streamers}
+    streamers = {
+        id(s): s for policy in policies for s in (*policy.gradients.streamers, *policy.optimizers.values())
+    }
     host += sum(s.buffer_bytes for s in streamers.values())
-    if any(p.apart for p in policies):
+    if any(p.tiers.apart for p in policies):
         apart += host + (away if "host" in away_to else 0)
         host = 0
     kept = kept_bytes if moves else 0
@@ -197,7 +196,7 @@ def memory_of(policies: Sequence[Any], programs: Sequence[Program], kept_bytes: 
     )
 
 
-def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[Any]) -> None:
+def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[ShardedModel]) -> None:
     """A plan must fit.
 
     Args:
@@ -217,7 +216,7 @@ def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[Any]
     )
 
 
-def check_rest(memory: Memory, budget_bytes: int, policies: Sequence[Any]) -> None:
+def check_rest(memory: Memory, budget_bytes: int, policies: Sequence[ShardedModel]) -> None:
     """What rests must fit, whatever is planned beside it.
 
     Args:
@@ -243,7 +242,7 @@ def _rest(memory: Memory) -> str:
     )
 
 
-def _advice(memory: Memory, policies: Sequence[Any]) -> str:
+def _advice(memory: Memory, policies: Sequence[ShardedModel]) -> str:
     """Of what can be done, what helps with the most bytes: a batch, ranks or weights of half the size save half of what
     they are counted in, and weights that are released all of it."""
     world = policies[0].group.world

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from ..emit.no_sync_program import most_accumulating
 from ..ir.program import Need, Program
 from ..memory.live import idle_bytes, most
-from ..params.grads import PendingGrad
 from ..report.report import Memory
+from ..sharded.grads import PendingGrad
+from ..sharded.sharded_model import ShardedModel
 from .budget import memory_of
 from .cross_frame_memory import frames_of, related
 
@@ -37,7 +38,7 @@ class Planned:
         return max(m.peak, m.accumulating_peak) + 2 * m.gradients <= self.allowed
 
 
-def planned_for(policies: Sequence[Any]) -> Planned | None:
+def planned_for(policies: Sequence[ShardedModel]) -> Planned | None:
     """By the frames compiled so far of all that they are parts of; None without a budget. Of several budgets the least;
     where a frame was compiled again for another one, the last."""
     policies = related(policies)
@@ -89,7 +90,11 @@ def at_sizes(programs: Mapping[str, Program], planned: Planned, text: str) -> At
 
 
 def need_of(
-    program: Program, policies: Sequence[Any], planned: Planned | None, who: str, at: AtSizes | None = None
+    program: Program,
+    policies: Sequence[ShardedModel],
+    planned: Planned | None,
+    who: str,
+    at: AtSizes | None = None,
 ) -> Need:
     """What a call of ``program`` takes at its sizes, beside gradients that are there.
 
@@ -167,7 +172,7 @@ def _held(of: Iterable[tuple[Any, Iterable[str]]]) -> tuple[int, int]:
             if isinstance(grad, PendingGrad):
                 full += grad.full.nbytes
                 grad = grad.base
-            if isinstance(grad, DTensor) and policy.placed.tier("grads", name) == "none":
+            if isinstance(grad, DTensor) and policy.tiers.placed.tier("grads", name) == "none":
                 rows += policy.params[name].layout.bytes_local()
     return rows, full
 

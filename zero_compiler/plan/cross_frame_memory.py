@@ -7,22 +7,24 @@ backward of a frame begins, those behind it have stored gradients: also of weigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..ir import ops
 from ..ir.facts import ParamRef
 from ..ir.program import Program
 from ..report.report import Frame
+from ..sharded.sharded_model import ShardedModel
 
 
-def related(policies: Iterable[Any]) -> list[Any]:
+def related(policies: Iterable[ShardedModel]) -> list[Any]:
     """All that are of one model with any of these, its parts that were sharded by themselves among them, in the order
     in which they were made."""
     found = {id(p): p for policy in policies for p in (policy, *policy.scope.members)}
-    return sorted(found.values(), key=lambda p: p.made)
+    return sorted(found.values(), key=lambda p: p.identity.made)
 
 
-def frames_of(policies: Iterable[Any]) -> list[Frame]:
+def frames_of(policies: Iterable[ShardedModel]) -> list[Frame]:
     """Those compiled so far, in order."""
     return sorted((f for policy in policies for f in policy.frames), key=lambda f: f.index)
 
@@ -51,9 +53,9 @@ def again_bytes(program: Program, frames: Sequence[Frame], code: str) -> int:
     return sum(rows_bytes(ops.owner_of(ref.owner), ref.name) for ref in _reduced(program) & theirs)
 
 
-def rows_bytes(policy: Any, name: str) -> int:
+def rows_bytes(policy: ShardedModel, name: str) -> int:
     """Bytes that this rank's rows of a gradient take on the device."""
-    here = policy.placed.tier("grads", name) == "none"
+    here = policy.tiers.placed.tier("grads", name) == "none"
     return policy.params[name].layout.bytes_local() if here else 0
 
 
@@ -77,4 +79,12 @@ def settle(frame: Frame, others: Sequence[Frame], waiting: Iterable[Frame]) -> N
         f.behind.add(frame.code)
         program = f.programs.get("backward")
         if program is not None:
-            program.again_bytes = again_bytes(program, frames, f.code)
+            f.programs["backward"] = replace(program, again_bytes=again_bytes(program, frames, f.code))
+
+
+def beside_now(program: Program, frame: Frame | None) -> Program:
+    """``program``, a phase of ``frame``, with what that has been told since of other frames and of gradients."""
+    now = None if frame is None else frame.programs.get(program.phase)
+    if now is None or (now.idle_bytes, now.again_bytes) == (program.idle_bytes, program.again_bytes):
+        return program
+    return replace(program, idle_bytes=now.idle_bytes, again_bytes=now.again_bytes)

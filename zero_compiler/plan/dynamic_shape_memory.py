@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ class _Symbol:
     """A size that may change: where a phase is given it (number of the input; dimension, or None for a number), what it
     was when the graph was captured, and its name for messages."""
 
-    symbol: Any
+    symbol: object
     input: int
     dim: int | None
     planned: int
@@ -61,7 +61,7 @@ class Sized:
     def __init__(self) -> None:
         self.saved_now: int | None = None
         self._phases: dict[str, _SizedPhase] = {}
-        self._known: OrderedDict[Any, tuple[AtSizes, int | None]] = OrderedDict()
+        self._known: OrderedDict[object, tuple[AtSizes, int | None]] = OrderedDict()
         self._saved: OrderedDict[tuple[int, ...], int] = OrderedDict()
 
     def add(self, emitted: Emitted) -> None:
@@ -82,7 +82,7 @@ class Sized:
         handed = partial(facts.saved_bytes, graph) if program.phase == "backward" else None
         self._phases[program.phase] = _SizedPhase(program, _symbols(graph), at, handed)
 
-    def more_saved(self, inputs: Sequence[Any]) -> tuple[int, str]:
+    def more_saved(self, inputs: Sequence[object]) -> tuple[int, str]:
         """By how many bytes a forward hands more to its backward than was planned, at the sizes of this call; and these
         in words."""
         symbols = self._phases["forward"].symbols if "forward" in self._phases else []
@@ -100,12 +100,20 @@ class Sized:
                 self._saved.popitem(last=False)
         return self._saved[values], ", ".join(_said(symbols, values))
 
-    def call(self, phase: str, inputs: Sequence[Any], before_bytes: int, planned: Planned) -> AtSizes | None:
+    def call(
+        self,
+        phase: str,
+        inputs: Sequence[Any],
+        before_bytes: int,
+        planned: Planned,
+        programs: Mapping[str, Program],
+    ) -> AtSizes | None:
         """What a call takes, a forward together with its backward; None where it is as its plan says.
 
         Args:
             before_bytes: that frames before this one have saved for their backward.
             planned: for the models of the call.
+            programs: of the frame, with what it has been told of other frames.
         """
         mine = self._phases[phase]
         values = tuple(s.read(inputs) for s in mine.symbols)
@@ -116,10 +124,10 @@ class Sized:
         phases = [
             p for p in (("forward", "backward") if phase == "forward" else (phase,)) if p in self._phases
         ]
-        again = tuple(self._phases[p].program.again_bytes for p in phases)
+        again = tuple(programs[p].again_bytes for p in phases)
         key = phase, values, before_bytes, again, planned
         if key not in self._known:
-            self._known[key] = self._count(phases, values, before_bytes, planned)
+            self._known[key] = self._count(phases, values, before_bytes, again, planned)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
@@ -129,16 +137,21 @@ class Sized:
         return at
 
     def _count(
-        self, phases: Sequence[str], values: Sequence[int], before_bytes: int, planned: Planned
+        self,
+        phases: Sequence[str],
+        values: Sequence[int],
+        before_bytes: int,
+        again_bytes: Sequence[int],
+        planned: Planned,
     ) -> tuple[AtSizes, int | None]:
         symbols = self._phases[phases[0]].symbols
         sizes = facts.Sizes({s.symbol: v for s, v in zip(symbols, values, strict=True)})
         programs: dict[str, Program] = {}
         saved = None
-        for phase in phases:
+        for phase, again in zip(phases, again_bytes, strict=True):
             one = self._phases[phase]
             program, saved = one.at(sizes) if one.at is not None else (one.program, None)
-            programs[phase] = replace(program, before_bytes=before_bytes)
+            programs[phase] = replace(program, before_bytes=before_bytes, again_bytes=again)
         text = _said(symbols, values)
         if before_bytes:
             text.append(f"{before_bytes:,} bytes that frames before it have saved")
@@ -156,9 +169,9 @@ def planned_sizes(graph: fx.Graph) -> dict[str, int]:
 
 def _symbols(graph: fx.Graph) -> list[_Symbol]:
     """Every symbol that an input of the graph is, or that is a size of one."""
-    found: dict[Any, _Symbol] = {}
+    found: dict[object, _Symbol] = {}
 
-    def see(size: Any, at: int, dim: int | None) -> None:
+    def see(size: object, at: int, dim: int | None) -> None:
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
             symbol = size.node.expr
             if symbol not in found:

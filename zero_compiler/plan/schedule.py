@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from ..ir.facts import ParamRef
 from ..ir.instructions import Instruction, Step, reducing
 from ..ir.program import Program
 from ..ir.transfers import GatherDesc
+from ..passes.base import ParamPlan
 from ..ranks.agreement import digest
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
@@ -33,7 +33,7 @@ _TRIES = 4
 
 
 def nothing_to_decide(
-    params: Mapping[ParamRef, Any], phase: str, spec: HardwareSpec, world: int
+    params: Mapping[ParamRef, ParamPlan], phase: str, spec: HardwareSpec, world: int
 ) -> str | None:
     """Why every distance is 1 whatever the sizes; None where they must be decided. The same on every rank."""
     moved = [p for p in params.values() if p.cut and not p.home and (p.released or phase != "backward")]

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from ..alignment import BLOCK_BYTES
 from ..ir.facts import ParamRef
 from ..layout import Layout
+from ..passes.base import ParamPlan
 from ..ranks.agreement import digest
+from ..sharded.sharded_model import ShardedModel
 
 _aten = torch.ops.aten
 # What a compiler takes apart by the sizes of a batch.
@@ -63,14 +64,16 @@ LEAST_BYTES = 1 << 16
 _CLASSES = 8
 
 
-def undecided(policies: Mapping[str, Any], params: Mapping[ParamRef, Any]) -> list[ParamRef]:
+def undecided(policies: Mapping[str, ShardedModel], params: Mapping[ParamRef, ParamPlan]) -> list[ParamRef]:
     """Weights of which nobody has decided yet whether a budget makes tiles of them."""
     return [
-        ref for ref, plan in params.items() if plan.cut and ref.name not in policies[ref.owner].tile_bytes
+        ref
+        for ref, plan in params.items()
+        if plan.cut and ref.name not in policies[ref.owner].agreed.tile_bytes
     ]
 
 
-def largest_bytes(plans: Iterable[Any]) -> int:
+def largest_bytes(plans: Iterable[ParamPlan]) -> int:
     """Most bytes that are gathered at a time, of any of the weights that can be tiled."""
     most = 0
     for plan in plans:
@@ -80,22 +83,18 @@ def largest_bytes(plans: Iterable[Any]) -> int:
     return most
 
 
-def note(policies: Mapping[str, Any], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
+def note(policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
     """Have weights gathered in tiles of at most so many bytes; None: whole."""
     for ref in refs:
-        policies[ref.owner].tile_bytes[ref.name] = limit_bytes
-
-
-def forget(policies: Mapping[str, Any], refs: Iterable[ParamRef]) -> None:
-    """Undo :func:`note`: of these weights nothing is decided."""
-    for ref in refs:
-        policies[ref.owner].tile_bytes.pop(ref.name, None)
+        policies[ref.owner].agreed.tile_bytes[ref.name] = limit_bytes
 
 
 def coarsen(
-    policies: Mapping[str, Any], plans: Mapping[ParamRef, Any], limit_bytes: int, fits: Callable[[], bool]
-) -> None:
-    """Give weights the largest tiles that a budget leaves them, where ``limit_bytes`` for all is known to fit.
+    plans: Mapping[ParamRef, ParamPlan],
+    limit_bytes: int,
+    fits: Callable[[Mapping[ParamRef, int | None]], bool],
+) -> dict[ParamRef, int | None]:
+    """The largest tiles of weights that a budget leaves them, where ``limit_bytes`` for all is known to fit.
 
     One limit is found for the largest weights, and by halving: there may be room left, and the arena need not grow with
     smaller ones. Every tile is the latency of a transfer: so weights of one size are tried together, those with the
@@ -104,8 +103,11 @@ def coarsen(
 
     Args:
         plans: of the weights that may be tiled, as they are with the limit.
-        fits: whether a plan with what is noted now does.
+        fits: whether a plan with tiles of at most so many bytes of each weight does; None: it is whole.
+
+    Returns the bytes of each weight.
     """
+    found: dict[ParamRef, int | None] = dict.fromkeys(plans, limit_bytes)
     sizes: dict[int, list[ParamRef]] = {}
     for ref, plan in plans.items():
         if plan.tile_rows:
@@ -119,38 +121,37 @@ def coarsen(
         while limits[-1] is not None:
             twice = 2 * limits[-1]
             limits.append(twice if twice < nbytes else None)
-
-        def fit(at: int, refs: list[ParamRef] = refs, limits: list[int | None] = limits) -> bool:
-            note(policies, refs, limits[at])
-            return fits()
-
+        choices = [{**found, **dict.fromkeys(refs, limit)} for limit in limits]
         small, large = 0, len(limits) - 1
-        if fit(large):
+        if fits(choices[large]):
+            found = choices[large]
             continue
         while large - small > 1:
             middle = (small + large) // 2
-            small, large = (middle, large) if fit(middle) else (small, middle)
-        note(policies, refs, limits[small])
+            small, large = (middle, large) if fits(choices[middle]) else (small, middle)
+        found = choices[small]
+    return found
 
 
 def settle(
-    policies: Mapping[str, Any],
+    policies: Mapping[str, ShardedModel],
     refs: Sequence[ParamRef],
+    chosen: Mapping[ParamRef, int | None],
     room_bytes: int,
-    tightest: Callable[[Any, str, int, str], str],
+    tightest: Callable[[ShardedModel, str, int, str], str],
 ) -> None:
-    """What the rank with the least room noted of these weights, for all ranks: what fits depends on the sizes of
-    activations, which ranks may legally disagree about, and collectives must not.
+    """Note for all ranks what the one with the least room has chosen of these weights: what fits depends on the sizes
+    of activations, which ranks may legally disagree about, and collectives must not.
 
     Args:
+        chosen: by this rank.
         room_bytes: of the budget, what a plan with all of them whole leaves; below 0 by as much as it lacks.
         tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
     """
     first = next(iter(policies.values()))
-    chosen = [policies[ref.owner].tile_bytes.get(ref.name) for ref in refs]
-    names = "\n".join(f"{policies[r.owner].serial} {r.name}" for r in refs)
-    key = f"tiles/{first.serial}/{digest(names).hex()[:16]}"
-    forget(policies, refs)  # until all ranks hold to it
-    text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in chosen))
+    limits = [chosen.get(ref) for ref in refs]
+    names = "\n".join(f"{policies[r.owner].identity.serial} {r.name}" for r in refs)
+    key = f"tiles/{first.identity.serial}/{digest(names).hex()[:16]}"
+    text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in limits))
     for ref, limit in zip(refs, text.split(","), strict=True):
         note(policies, [ref], int(limit) if limit else None)

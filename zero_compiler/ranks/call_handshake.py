@@ -183,7 +183,7 @@ class Exchange:
         with naming_peer(self._group, None, what):
             return [bytes(row) for row in self._got.tolist()]
 
-    def _until_done(self, work: Any, what: str) -> None:
+    def _until_done(self, work: dist.Work, what: str) -> None:
         """The backend would not notice that a peer is gone.
 
         Raises:
@@ -272,6 +272,6 @@ def _told(group: Group, header: bytes) -> ZeroError:
     failure = Failure.read(text)
     error = failure.error()
     for policy in ops.owners():
-        if policy.is_among(failure.broken, group.everyone):
-            policy.break_off(str(error))
+        if policy.identity.is_among(failure.broken, group.everyone):
+            policy.protocol.break_off(str(error))
     return error

@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .. import errors
 from ..errors import RankMismatchError, ZeroError
@@ -78,7 +78,7 @@ def is_known(error: BaseException) -> bool:
 # Calls over each process group that ended because a rank could not make its part. All ranks of a call count it, each
 # once: so what one says of a failure is not found by a later attempt. Models over one group count together, since a
 # rank may wait in the call of one while another fails in that of the next.
-_ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_ended: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def notice(group: Group) -> str:
@@ -116,7 +116,7 @@ def ended(group: Group) -> None:
     passed(group)
 
 
-_begun: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+_begun: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def begun(group: Group) -> str:

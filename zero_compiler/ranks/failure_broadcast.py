@@ -181,7 +181,7 @@ class Broken:
         """Let the call end on all ranks, as it does here. Where no rank could compile and none has before, what they
         have decided on the way is forgotten: it was for sizes or a budget that did not do."""
         policies = self._policies()
-        if self._failure is None or not policies or policies[0].broken is not None:
+        if self._failure is None or not policies or policies[0].protocol.broken is not None:
             return
         new = not any(policy.frames for policy in policies)
         try:
@@ -190,4 +190,6 @@ class Broken:
             return  # a peer is gone: the reason that this rank has says more
         if forgets:
             for policy in policies:
-                policy.forget()
+                policy.agreed.forget()
+                if policy.runtime is not None:
+                    policy.runtime.kept_offsets.clear()

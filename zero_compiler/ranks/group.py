@@ -38,7 +38,7 @@ FORKED = (
     'ranks in the process that made them, or start the child by "spawn" and make a process group in it'
 )
 # Of the process from which this one was forked. Their threads are not here, and their sockets are the parent's.
-_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+_inherited: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def _forked() -> None:
@@ -46,14 +46,14 @@ def _forked() -> None:
         _inherited.update(pg for pg in dist.distributed_c10d._world.pg_map if _is_group(pg))
 
 
-def _is_group(pg: Any) -> bool:
+def _is_group(pg: object) -> bool:
     return isinstance(pg, dist.ProcessGroup)
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
-def check_own(pg: Any) -> None:
+def check_own(pg: dist.ProcessGroup) -> None:
     """Raise where ``pg`` is a process group of the process from which this one was forked: it would wait for ever.
 
     Raises:
@@ -63,7 +63,7 @@ def check_own(pg: Any) -> None:
         raise TransferError(FORKED)
 
 
-def link_to(pg: Any) -> weakref.ref[Any]:
+def link_to(pg: dist.ProcessGroup) -> weakref.ref[Any]:
     """What a :class:`Group` keeps of a process group, which is to end where the user destroys it.
 
     Until then torch keeps the object itself, by which it knows a group.
@@ -94,7 +94,7 @@ def release_destroyed() -> None:
                 del held[name]
 
 
-def is_registered(pg: Any) -> bool:
+def is_registered(pg: dist.ProcessGroup) -> bool:
     """Whether torch knows a process group, which it does until it is destroyed. Others may hold it for longer, and it
     may go on sending."""
     try:
@@ -216,24 +216,24 @@ class Group:
                 return f"rank {rank} of {self.world} (rank {everywhere} of the job)"
         return f"rank {rank} of {self.world}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+    def __deepcopy__(self, memo: dict[int, object]) -> Group:
         return self  # ranks and links are not part of a model's value
 
 
 def by_ranks(policies: Iterable[Any]) -> list[Any]:
     """Sharded models that compute together, the one of the most ranks first, the others in the order in which they were
     made, which is the same on all ranks."""
-    policies = sorted(policies, key=lambda p: p.made)
+    policies = sorted(policies, key=lambda p: p.identity.made)
     first = max(policies, key=lambda p: p.group.everyone.world, default=None)
     return sorted(policies, key=lambda p: p is not first)
 
 
-def group_of(policies: Iterable[Any]) -> Group | None:
+def group_of(policies: Iterable[object]) -> Group | None:
     """All ranks of sharded models that belong together; None where there is no model."""
     return next((p.group.everyone for p in by_ranks(policies)), None)
 
 
-def speaking(policies: Iterable[Any]) -> list[Any]:
+def speaking(policies: Iterable[object]) -> list[Any]:
     """The same. The ranks of the first one meet before they begin a call, and read each other's memory until it ends:
     those of the others are among them.
 
@@ -244,10 +244,10 @@ def speaking(policies: Iterable[Any]) -> list[Any]:
     known = [set(p.group.mesh.mesh.flatten().tolist()) for p in policies]
     for policy, ranks in zip(policies, known, strict=True):
         if not ranks <= known[0]:
+            titles = policies[0].identity.title(), policy.identity.title()
             raise ShardError(
-                f"{policies[0].title()} is sharded over ranks {sorted(known[0])} and {policy.title()}, which computes "
-                f"with it, over ranks {sorted(ranks)}; give zero.shard a mesh for the one that has all ranks of the "
-                "other"
+                f"{titles[0]} is sharded over ranks {sorted(known[0])} and {titles[1]}, which computes with it, over "
+                f"ranks {sorted(ranks)}; give zero.shard a mesh for the one that has all ranks of the other"
             )
     return policies
 

@@ -218,7 +218,7 @@ _groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDi
 _count: Counter[tuple[int, ...]] = Counter()
 
 
-def _group_over(ranks: list[int], timeout_s: float) -> Any:
+def _group_over(ranks: list[int], timeout_s: float) -> object:
     """A process group over ``ranks``, which alone enter this; the one that was made before, while it lasts.
 
     ``dist.new_group(ranks, use_local_synchronization=True)`` would wait for ever where these ranks are in different

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .group import Group, in_store, is_registered, store_of
-from .peer_links import BEAT_S, Link, Watch, host_name, own_addresses
+from .peer_links import BEAT_S, PeerLink, PeerThread, host_name, own_addresses
 
 log = logging.getLogger("zero_compiler")
 
@@ -70,7 +70,7 @@ class _Awaits(NamedTuple):
         return [self.what, self.of if self.rank is not None else _name(self.of), self.number, self.rank]
 
 
-def _name(pg: Any) -> str:
+def _name(pg: dist.ProcessGroup) -> str:
     """Of a process group, equal on its ranks; "" where it has been destroyed."""
     try:
         return f"{getattr(pg, 'group_name', '')}.{dist.get_global_rank(pg, 0)}"
@@ -113,14 +113,14 @@ def waiting() -> Iterator[None]:
         _doing.say(text, works)
 
 
-def enter_header(pg: Any) -> int:
+def enter_header(pg: dist.ProcessGroup) -> int:
     """This rank enters the next header of its process group, and need not wait for it at once; its number."""
     number = _headers[pg] = _headers.get(pg, 0) + 1
     return number
 
 
 @contextlib.contextmanager
-def awaiting_header(pg: Any, number: int, what: str) -> Iterator[None]:
+def awaiting_header(pg: dist.ProcessGroup, number: int, what: str) -> Iterator[None]:
     """Inside, this rank waits in a header for all others. Peers learn of it where it takes longer than a second."""
     with _awaiting(_Awaits(what, pg, number)):
         yield
@@ -179,7 +179,7 @@ class _Peer:
         self.text, self.works = str(text), bool(works)
         self.awaits = None if awaits is None else _Awaits(*awaits)
 
-    def shown(self) -> list[Any]:
+    def shown(self) -> list[object]:
         return [self.text, self.works, None if self.awaits is None else list(self.awaits)]
 
 
@@ -194,11 +194,11 @@ class Peers:
         self._pg = weakref.ref(group.pg)
         self.rank, self.world = group.rank, group.world
         self._peers = [_Peer(group.name_of(r)) for r in range(group.world)]
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, PeerLink] = {}
         self._server: socket.socket | None = None
         self._token = ""
         self._changed: set[int] = set()  # ranks of which the others are to be told
-        self._told: list[Any] | None = None  # what this rank waits for, as the others know it
+        self._told: list[object] | None = None  # what this rank waits for, as the others know it
         self._tried, self._next_try = 0, 0.0
         self._next_beat = 0.0
         self._beat_s = BEAT_S * max(1.0, self.world / _RANKS_A_BEAT)
@@ -244,7 +244,7 @@ class Peers:
         others = (p for r, p in enumerate(self._peers) if r not in (rank, self.rank) and p.works)
         return max((p.heard for p in others if p.gone is None and p.heard is not None), default=None)
 
-    def waits_for_this(self, rank: int, store: Any) -> str | None:
+    def waits_for_this(self, rank: int, store: object) -> str | None:
         """The call in which that rank waits for something that this one has not done."""
         awaits = self._peers[rank].awaits
         return awaits.what if awaits is not None and _waits_for_this(awaits, store) else None
@@ -322,7 +322,7 @@ class Peers:
         except BaseException:
             connection.close()
             raise
-        self._links[0] = link = Link(connection, 0)
+        self._links[0] = link = PeerLink(connection, 0)
         _watch.register(connection, lambda: self._read(link))
         self.tell()  # what has changed meanwhile
 
@@ -336,10 +336,10 @@ class Peers:
         assert self._server is not None
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
-            link = Link(connection, None)
+            link = PeerLink(connection, None)
             _watch.register(connection, lambda: self._read(link))
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: PeerLink) -> None:
         try:
             for message in link.receive():
                 if self.rank != 0:
@@ -359,7 +359,7 @@ class Peers:
                 lost = f" (its connection was lost: {error})" if str(error) else ""
                 self._lost(link.rank, f"its process has ended{lost}, {self._peers[link.rank].text}")
 
-    def _greet(self, link: Link, message: dict[str, Any]) -> None:
+    def _greet(self, link: PeerLink, message: dict[str, Any]) -> None:
         rank = int(message["rank"])
         if not secrets.compare_digest(str(message["token"]), self._token) or not 0 < rank < self.world:
             raise EOFError("another process")
@@ -371,7 +371,7 @@ class Peers:
         gone = {r: p.gone for r, p in enumerate(self._peers) if p.gone is not None}
         link.send({"ranks": known, "silent": self._silent(), "gone": gone})
 
-    def _from_other(self, rank: int, message: dict[str, Any]) -> None:
+    def _from_other(self, rank: int, message: dict[str, object]) -> None:
         peer = self._peers[rank]
         peer.heard = time.monotonic()
         if "text" in message:
@@ -469,8 +469,8 @@ class Peers:
 _KEY = "peers"
 
 
-_watch = Watch()  # the thread of all groups
-_known: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
+_watch = PeerThread()  # the thread of all groups
+_known: weakref.WeakKeyDictionary[object, Peers] = weakref.WeakKeyDictionary()
 
 
 def _forked() -> None:

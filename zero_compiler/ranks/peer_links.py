@@ -15,7 +15,7 @@ BEAT_S = 1.0  # how often a rank says that it is alive
 _MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
 
 
-class Link:
+class PeerLink:
     """A connection to one other process, with messages of a line of JSON each."""
 
     def __init__(self, connection: socket.socket, rank: int | None) -> None:
@@ -37,7 +37,7 @@ class Link:
                 while self._out:
                     del self._out[: self.socket.send(self._out)]
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[dict[str, object]]:
         """The messages that have come.
 
         Raises:
@@ -65,7 +65,7 @@ class Link:
             raise EOFError("no message of ours") from None
 
 
-def own_addresses(store: Any) -> list[str]:
+def own_addresses(store: object) -> list[str]:
     """Where other hosts may reach this one, best first."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -104,7 +104,7 @@ class Served(Protocol):
         """Which a forked child is to close."""
 
 
-class Watch:
+class PeerThread:
     """The thread that serves the connections of all groups. It ends when there are none."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Watch:
                 self._thread = threading.Thread(target=self._run, name="zero-peers", daemon=True)
                 self._thread.start()
 
-    def register(self, connection: socket.socket, read: Any) -> None:
+    def register(self, connection: socket.socket, read: object) -> None:
         self._selector.register(connection, selectors.EVENT_READ, read)
 
     def unregister(self, connection: socket.socket) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 
@@ -44,7 +43,7 @@ class Wait:
         self._around.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._around.__exit__(None, None, None)
 
     def gone(self) -> str | None:

@@ -7,12 +7,12 @@ which has not come to its first call of this package, where the backend of the g
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _ESTABLISHED, _LISTENS = "01", "0A"
 
 
-class _Row(NamedTuple):
+class _KernelRow(NamedTuple):
     """One connection of the kernel's list: addresses with ports, as it writes them."""
 
     local: str
@@ -21,7 +21,7 @@ class _Row(NamedTuple):
     inode: str
 
 
-def clients_of(store: Any) -> int | None:
+def clients_of(store: object) -> int | None:
     """Processes that are connected to ``store``; None where that cannot be known: it is served by another host or to
     one, it is no TCPStore, or the kernel does not show whose a connection is."""
     while hasattr(store, "underlying_store"):
@@ -50,13 +50,13 @@ def clients_of(store: Any) -> int | None:
     return None if len(owners) < len(inodes) else len(set(owners.values()))
 
 
-def _rows() -> list[_Row]:
+def _rows() -> list[_KernelRow]:
     rows = []
     for name in ("tcp", "tcp6"):
         with open(f"/proc/net/{name}") as f:
             for line in list(f)[1:]:
                 words = line.split()
-                rows.append(_Row(_mapped(words[1]), _mapped(words[2]), words[3], words[9]))
+                rows.append(_KernelRow(_mapped(words[1]), _mapped(words[2]), words[3], words[9]))
     return rows
 
 

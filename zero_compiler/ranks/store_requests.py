@@ -36,7 +36,7 @@ class StoreRequests:
     Each raises :class:`Unanswered` when they are over, and what the store raises.
     """
 
-    def __init__(self, store: Any, within_s: float) -> None:
+    def __init__(self, store: object, within_s: float) -> None:
         self.store, self._within_s = store, within_s
 
     def set(self, key: str, value: str) -> None:
@@ -63,32 +63,32 @@ class StoreRequests:
         return asking.ask(self.store, request, self._within_s)
 
 
-class _Request:
-    def __init__(self, store: Any, request: Callable[[Any], Any]) -> None:
+class _StoreRequest:
+    def __init__(self, store: object, request: Callable[[Any], Any]) -> None:
         self.store, self.request = store, request
         self.done = threading.Lock()
         self.done.acquire()
         self.given_up = False
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
 
 
 class _Asking:
     """The thread that asks one store, as long as there is that store."""
 
-    def __init__(self, store: Any) -> None:
-        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+    def __init__(self, store: object) -> None:
+        self._queue: queue.SimpleQueue[_StoreRequest | None] = queue.SimpleQueue()
         self._since: float | None = None  # when the request was made that has no answer yet
         weakref.finalize(store, self._queue.put, None).atexit = False
         threading.Thread(target=self._run, name="zero-store", daemon=True).start()
 
-    def ask(self, store: Any, call: Callable[[Any], Any], within_s: float) -> Any:
+    def ask(self, store: object, call: Callable[[Any], Any], within_s: float) -> Any:
         now, since = time.monotonic(), self._since
         since = now if since is None else since
         left_s = since + within_s - now
         if left_s <= 0:
             raise Unanswered(now - since)
-        request = _Request(store, call)
+        request = _StoreRequest(store, call)
         self._queue.put(request)
         if not request.done.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             request.given_up = True
@@ -112,7 +112,7 @@ class _Asking:
 
 
 _lock = threading.Lock()
-_asking: weakref.WeakKeyDictionary[Any, _Asking] = weakref.WeakKeyDictionary()
+_asking: weakref.WeakKeyDictionary[object, _Asking] = weakref.WeakKeyDictionary()
 
 
 def _forked() -> None:

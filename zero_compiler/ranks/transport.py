@@ -104,12 +104,12 @@ class Hosts:
         pg: the model's process group, with which ``across`` ends.
     """
 
-    def __init__(self, segment: Segment, across: Any, hosts: int, pg: Any) -> None:
+    def __init__(self, segment: Segment, across: object, hosts: int, pg: dist.ProcessGroup) -> None:
         self.segment, self.hosts = segment, hosts
         self._across = held = [across]
         self._until = weakref.ref(pg, lambda _: held.clear())
 
-    def for_engine(self) -> tuple[Any, int, tuple[int, int, list[int], float, int]]:
+    def for_engine(self) -> tuple[object, int, tuple[int, int, list[int], float, int]]:
         if not self._across:
             raise TransferError(DESTROYED)
         return (self._across[0], self.segment.rank, self.segment.for_engine())
@@ -276,7 +276,7 @@ def _neighbours(group: Group, key: str) -> tuple[list[int], int]:
     return by_host[host], len(by_host)
 
 
-def _first_problem(said: dict[int, dict[str, Any]]) -> str | None:
+def _first_problem(said: dict[int, dict[str, object]]) -> str | None:
     for rank in sorted(said):
         if said[rank]["problem"]:
             return f"rank {rank}: {said[rank]['problem']}"

@@ -28,7 +28,7 @@ def trace(frames: Iterable[Any], update: Timeline | None = None) -> dict[str, An
     A frame is a process with a row for each lane, its backward behind its forward; what a call holds beside the
     bytes at rest is a counter. So is the ``update`` that follows. The format is Google's "Trace Event Format".
     """
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     processes = 0
     for frame in frames:
         alone = [p for p in frame.programs if p not in STEP]
@@ -57,10 +57,10 @@ def _rows(name: str, pid: int) -> Iterable[dict[str, Any]]:
 
 def _events(
     timeline: Timeline, live: list[int], phase: str, pid: int, begin: float
-) -> Iterable[dict[str, Any]]:
+) -> Iterable[dict[str, object]]:
     lanes = list(_LANES)
     for s in timeline.spans:
-        args: dict[str, Any] = {"phase": phase}
+        args: dict[str, object] = {"phase": phase}
         if s.lane not in _WORK:
             args |= {"bytes": s.nbytes, "hidden": round(s.hidden, 3), "stalled_us": s.stalled_us}
         yield {
@@ -94,7 +94,7 @@ def page(frames: Iterable[Any], text: str, update: Timeline | None = None) -> st
 
 def _drawn(
     title: str, timeline: Timeline, live: list[int] | None = None, choice: Any = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What the template draws of one phase; lengths are in parts of 1000 of its time, and of its most live bytes."""
     total = timeline.total_us or 1.0
     lanes = []

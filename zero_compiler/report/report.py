@@ -15,6 +15,7 @@ from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..cost.timeline import Timeline, duration
 from ..ir.facts import ParamRef
 from ..ir.program import Program
+from ..passes.base import ParamPlan
 from ..storage.resident_memory import Footprint
 from . import picture
 
@@ -38,7 +39,7 @@ class Frame:
 
     index: int
     config: Config
-    params: Mapping[ParamRef, Any]
+    params: Mapping[ParamRef, ParamPlan]
     trace: Any
     programs: dict[str, Program] = field(default_factory=dict)
     timelines: dict[str, Timeline] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class Update:
         lines = self.timeline.lines() if self.late else []
         return [f"update: {self.early + self.late} turns, {', '.join(when)} ({self.what})", *lines]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
             "what": self.what,
@@ -221,7 +222,7 @@ class Report:
     world: int
     stage: int
     memory: Memory
-    params: list[dict[str, Any]]
+    params: list[dict[str, object]]
     frames: list[Frame]
     planned_only: bool
     transport: str = "local"
@@ -238,7 +239,7 @@ class Report:
         return math.fsum([*phases, *([self.update.timeline.total_us] if self.update is not None else [])])
 
     # Long: one line for each field of the JSON.
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
             "rank": self.rank,

@@ -34,7 +34,7 @@ class Parcels:
         make: a new place of so many bytes: a :class:`~zero_compiler.storage.stores.Store`, or memory of the host.
     """
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, make: Callable[[int], object]) -> None:
         self._make = make
         self._numbers = itertools.count(1)
         self._living: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
@@ -50,7 +50,7 @@ class Parcels:
         with unset_fake_temporarily():  # while a call is compiled
             self._idle.append(self._place(nbytes))
 
-    def _place(self, nbytes: int) -> Any:
+    def _place(self, nbytes: int) -> object:
         # The smallest that will do: a larger one was made for a frame that needs it.
         fits = [k for k, place in enumerate(self._idle) if place.nbytes >= nbytes]
         if fits:
@@ -70,7 +70,7 @@ class Parcels:
         weakref.finalize(parcel, self._give_back, parcel.place).atexit = False
         return parcel
 
-    def _give_back(self, place: Any) -> None:
+    def _give_back(self, place: object) -> None:
         if not self._closed:
             self._idle.append(place)
 

@@ -133,7 +133,7 @@ class Request:
         self,
         engine: Engine,
         file: File,
-        memory: Any,
+        memory: object,
         offset: int,
         nbytes: int,
         label: str,
@@ -223,7 +223,7 @@ class Engine:
                 raise StorageError(f"{error}; {what_to_do}", errno=error.errno) from None
             raise ConfigError(str(error)) from None
         self._live: deque[Request] = deque()
-        self._registered: list[tuple[int, int, Any]] = []
+        self._registered: list[tuple[int, int, object]] = []
         self._warned = False
         self._closer = weakref.finalize(self, self._core.close)
 
@@ -260,12 +260,12 @@ class Engine:
         self._warn_if_not_direct(file)
         return file
 
-    def read(self, file: File, into: Any, offset: int = 0, *, label: str = "") -> Request:
+    def read(self, file: File, into: object, offset: int = 0, *, label: str = "") -> Request:
         """Starts to fill ``into`` with the file's bytes from ``offset`` on. ``into`` is a contiguous CPU tensor of any
         dtype or a writable buffer (bytearray, array); it must not be touched before the request is done."""
         return self._submit(False, file, into, offset, label)
 
-    def write(self, file: File, data: Any, offset: int = 0, *, label: str = "") -> Request:
+    def write(self, file: File, data: object, offset: int = 0, *, label: str = "") -> Request:
         """Starts to write ``data``, a contiguous CPU tensor or a buffer, at ``offset`` bytes into the file. It must not
         be changed before the request is done. ``flush`` makes it durable."""
         return self._submit(True, file, data, offset, label)
@@ -285,7 +285,7 @@ class Engine:
         self._core.settle()
         self._forget_done()
 
-    def register(self, memory: Any) -> bool:
+    def register(self, memory: object) -> bool:
         """Pins ``memory`` for the life of the engine, so that the ring need not at each block: for staging buffers that
         are used again and again. The engine holds it until ``unregister`` or ``close``; a fork copies it at once.
 
@@ -300,7 +300,7 @@ class Engine:
         self._registered.append((address, nbytes, keep))
         return registered
 
-    def unregister(self, memory: Any) -> None:
+    def unregister(self, memory: object) -> None:
         """Ends ``register`` of the same memory. No request may be using it."""
         address, nbytes, _ = _memory(memory, into=True)
         found = [one for one in self._registered if one[:2] == (address, nbytes)]
@@ -327,10 +327,10 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("an aio.Engine cannot be pickled or copied: make one in each process")
 
-    def _submit(self, write: bool, file: File, memory: Any, offset: int, label: str) -> Request:
+    def _submit(self, write: bool, file: File, memory: object, offset: int, label: str) -> Request:
         if file._engine is not self:
             raise StorageError(
                 f"{file.name!r} was opened by another Engine: open it with the one that moves its bytes",
@@ -371,7 +371,7 @@ class Engine:
             )
 
 
-def _memory(memory: Any, *, into: bool) -> tuple[int, int, Any]:
+def _memory(memory: Any, *, into: bool) -> tuple[int, int, object]:
     """Address, size in bytes, and what must be held for as long as they are used."""
     if isinstance(memory, torch.Tensor):
         if type(memory) not in (torch.Tensor, torch.nn.Parameter):

@@ -4,7 +4,9 @@ glibc takes a block from the system, and gives it back when it is freed, only ab
 with the blocks that are freed. Blocks below it come out of the heap. torch asks for them aligned, so what such a block
 leaves is smaller than what the next one of the same size asks for, alignment included. Where anything that lives on
 lies in between, each takes fresh memory: tensors that are made and dropped one after the other, each with some small
-ones that stay, take as much as all of them together. (glibc manual, "Malloc Tunable Parameters"; seen with 2.36.)
+ones that stay, take as much as all of them together. (glibc manual, "Malloc Tunable Parameters"; seen with 2.36.) Once
+a plan runs on the CPU, torch's allocator is one that asks for what such a block leaves
+(csrc/include/zero/cpu_allocator.h); where another one stays, or before, only what is below here helps.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ def apart() -> Iterator[None]:
         if not _inside:
             libc.mallopt(_M_MMAP_THRESHOLD, _HIGHEST_BYTES)
             libc.mallopt(_M_TRIM_THRESHOLD, 2 * _HIGHEST_BYTES)
+
+
+def may_be_tuned() -> bool:
+    """Whether the heap is glibc's, and the user has left its settings alone."""
+    return _libc() is not None
 
 
 def give_back() -> None:

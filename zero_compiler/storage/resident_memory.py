@@ -66,7 +66,7 @@ class Footprint:
         """Count what compiling a frame inside takes and leaves. Free pages of the heap are given back at its end."""
         heap.give_back()
         before = Resident.now().own if self.frames else self.own
-        watch = _Watch()
+        watch = _FootprintWatch()
         try:
             yield
         finally:
@@ -80,7 +80,7 @@ class Footprint:
             self.frames += 1
 
 
-class _Watch:
+class _FootprintWatch:
     """The most that this process and those that it has started have for themselves, looked at now and then in a thread.
 
     The system's own account of children that have ended (``RUSAGE_CHILDREN``) is not that: to a child that was made by

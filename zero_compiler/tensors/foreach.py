@@ -8,7 +8,7 @@ nobody counts (torch 2.13).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ def count_writes() -> None:
             torch.library.register_torch_dispatch(op, DTensor, counted)
 
 
-def counted(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+def counted(
+    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+) -> object:
     """What autograd would have done; then DTensor's rule."""
     note_writes(args[0])
     return NotImplemented

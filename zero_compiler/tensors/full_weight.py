@@ -45,11 +45,11 @@ class AsParameter(torch.autograd.Function):
     """A full weight that is a plain result already, as a parameter."""
 
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, full: torch.Tensor) -> torch.Tensor:
         return full_parameter(full)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -62,7 +62,7 @@ class AsParameter(torch.autograd.Function):
 Read = dict[int, tuple[Any, int, bool, Any]]
 
 
-def known(read: Read, param: Any) -> Any:
+def known(read: Read, param: DTensor) -> Any:
     """The full weight of ``param`` where a running call has read it, and it is what it was then; else None."""
     found = read.get(id(param))
     if found is None:
@@ -72,7 +72,7 @@ def known(read: Read, param: Any) -> Any:
     return full if same and full.is_inference() == torch.is_inference_mode_enabled() else None
 
 
-def remember(read: Read, param: Any, full: Any) -> None:
+def remember(read: Read, param: DTensor, full: object) -> None:
     if torch._C._functorch.maybe_current_level() is None:  # else it may not outlive the transform
         read[id(param)] = param, param._version, param.requires_grad, full
 

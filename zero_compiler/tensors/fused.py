@@ -28,7 +28,9 @@ def take_shards() -> None:
             torch.library.register_torch_dispatch(getattr(kernel, overload), DTensor, on_rows)
 
 
-def on_rows(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+def on_rows(
+    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+) -> object:
     """``op`` on this rank's rows: parameters, gradients, states and steps, in lists of equal length.
 
     DTensor's own rule goes on (``NotImplemented``) where no parameter has ``MANAGED``, as those of other libraries,
@@ -63,6 +65,6 @@ def _rows(tensors: Sequence[Any]) -> tuple[list[torch.Tensor], tuple[list[Any], 
     return rows, (meshes, placements, [r.shape for r in rows])
 
 
-def _are_steps(tensors: Sequence[Any]) -> bool:
+def _are_steps(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these are numbers, one a parameter; or nothing, as a state that the optimizer does not have."""
     return not any(isinstance(t, DTensor) or t.dim() for t in tensors)

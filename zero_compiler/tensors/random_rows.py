@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def watch_draws() -> None:
                 torch.library.register_torch_dispatch(getattr(packet, overload), DTensor, drawn)
 
 
-def drawn(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+def drawn(
+    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+) -> object:
     """Say it of a sharded parameter with rows on several ranks; then DTensor's rule."""
     param = args[0]
     if not _said and hasattr(param, MANAGED) and _rows_apart(param) and not _moved_apart(param):

@@ -9,9 +9,9 @@ the class of the copy (`write_detector.py`); in a captured graph the operators a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..layout import Layout
 
@@ -30,7 +30,7 @@ OPERATORS = "add sub mul truediv floordiv mod pow and or xor".split()
 OPERATORS_IN_PLACE = frozenset(f"__i{n}__" for n in OPERATORS if hasattr(torch.Tensor, f"__i{n}__"))
 
 
-def rows_of(value: Any, layout: Layout, rank: int, device: torch.device) -> Any:
+def rows_of(value: object, layout: Layout, rank: int, device: torch.device) -> object:
     """Of an operand of an elementwise operator with a whole weight, what goes with the rows of ``rank``, where those
     are."""
     if not isinstance(value, torch.Tensor) or not value.dim():
@@ -41,7 +41,7 @@ def rows_of(value: Any, layout: Layout, rank: int, device: torch.device) -> Any:
     return value.to(device)  # what has fewer rows is the same for every row
 
 
-def write_rows(param: Any, write: Callable[[torch.Tensor], Any]) -> None:
+def write_rows(param: DTensor, write: Callable[[torch.Tensor], object]) -> None:
     """Call ``write`` with this rank's rows of ``param``; it counts as a write to it.
 
     A forward that a checkpoint makes again in backward counts none: its writes are those of the first time.

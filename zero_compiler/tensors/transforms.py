@@ -42,7 +42,7 @@ def below() -> Iterator[None]:
         yield
 
 
-def follows(value: Any) -> bool:
+def follows(value: object) -> bool:
     """Whether ``value`` is a shard that a transform was given to follow, as one of its arguments."""
     if not wrapped(value):
         return False
@@ -51,12 +51,12 @@ def follows(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def wrapped(value: Any) -> bool:
+def wrapped(value: object) -> bool:
     """Whether ``value`` is a tensor that a transform follows."""
     return isinstance(value, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(value)
 
 
-def batched(value: Any) -> bool:
+def batched(value: object) -> bool:
     """Whether ``value`` stands for several tensors at once, as the gradients of a backward under ``torch.vmap`` do."""
     return wrapped(value) or (isinstance(value, torch.Tensor) and _functorch.is_legacy_batchedtensor(value))
 

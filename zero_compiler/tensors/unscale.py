@@ -26,10 +26,12 @@ def take_gradients() -> None:
     torch.library.register_torch_dispatch(op, DTensor, by_placement)
 
 
-def by_placement(cls: type, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+def by_placement(
+    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+) -> object:
     """``op`` on the gradients of each placement by themselves; DTensor's rule where there is one placement, or no
     gradient of a sharded model."""
-    alike: dict[Any, list[torch.Tensor]] = {}
+    alike: dict[object, list[torch.Tensor]] = {}
     for grad in args[0]:
         key = (grad._spec.mesh, grad._spec.placements) if isinstance(grad, DTensor) else None
         alike.setdefault(key, []).append(grad)

@@ -125,7 +125,7 @@ def calibrate(
 
 def _rates(device: torch.device) -> dict[str, Any]:
     kernel = _kernel_us(device)
-    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
         "vector": lambda x: x.add_(1.0),
         "special": lambda x: torch.erf(x, out=x),
     }
@@ -147,7 +147,7 @@ def _shares(rates: dict[torch.dtype, float]) -> dict[str, float]:
 
 
 def _elements_per_us(
-    device: torch.device, call: Callable[[torch.Tensor], Any], dtype: torch.dtype = torch.float32
+    device: torch.device, call: Callable[[torch.Tensor], object], dtype: torch.dtype = torch.float32
 ) -> float:
     """Rate of an element-wise kernel on data in cache, without its launch."""
     sizes = (1 << 11, 1 << 16) if device.type == "cpu" else (1 << 20, 1 << 23)
@@ -185,13 +185,13 @@ _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 class _Products:
     """The three products of a linear layer in training: what runs them, their operations, and bytes that they move."""
 
-    run: Callable[[], Any]
+    run: Callable[[], object]
     flops: int
     nbytes: int
 
 
 def _products(
-    device: torch.device, dtype: torch.dtype, product: Callable[..., Any], rows: int, side: int
+    device: torch.device, dtype: torch.dtype, product: Callable[..., object], rows: int, side: int
 ) -> _Products:
     """Of ``rows`` by a square weight of ``side``.
 
@@ -208,7 +208,7 @@ def _products(
         [torch.randn(n, side, device=device, dtype=dtype) for n in (rows, side, rows)] for _ in range(count)
     ]
     turn, results = itertools.cycle(layers), deque[Any](maxlen=count)
-    forms: list[Callable[..., Any]] = [
+    forms: list[Callable[..., object]] = [
         lambda x, w, g: product(x, w.t()),
         lambda x, w, g: product(g, w),
         lambda x, w, g: product(g.t(), x),
@@ -347,7 +347,7 @@ class _BesideSegments(EngineLoader):
     ) -> Callable[[list[Any]], list[Any]]:
         return super().load(program, [partial(self._timed, segment) for segment in segments], frame)
 
-    def _timed(self, segment: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def _timed(self, segment: Callable[[list[object]], object], args: list[object]) -> Any:
         start = time.thread_time()
         out = segment(args)
         self.spent_us += (time.thread_time() - start) * 1e6
@@ -364,10 +364,10 @@ def _around_us(counts: Sequence[int]) -> list[list[float]]:
     loader, x = _BesideSegments(), torch.ones(1, 8)
     swept = torch.zeros(OPERANDS_BYTES // 4)
 
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
         return compile_with(gm, inputs, None, loader)
 
-    def timed(fn: Callable[[], Any], row: list[float]) -> Any:
+    def timed(fn: Callable[[], object], row: list[float]) -> Any:
         swept.add_(1)
         loader.spent_us, start = 0.0, time.thread_time()
         out = fn()

@@ -119,7 +119,7 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="also write the timeline, for Perfetto or chrome://tracing")
     ] = None,
-    **fields: Any,
+    **fields: object,
 ) -> None:
     """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated."""
     from .planning import report

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 import typer
 
@@ -18,7 +18,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
     flags = {p.name: p for p in _flags()}
 
-    def called(**given: Any) -> None:
+    def called(**given: object) -> None:
         command(**{name: v for name, v in given.items() if name not in flags or v is not None})
 
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -46,7 +46,7 @@ def _flags() -> list[inspect.Parameter]:
     ]
 
 
-def _parsed(kind: Any) -> Any:
+def _parsed(kind: object) -> object:
     """What a word on the command line is read as; a dtype is given by name."""
     for plain in (bool, int):
         if kind in (plain, plain | None):

@@ -13,10 +13,11 @@ from ..cost.tier_placement import TRANSFERS
 from ..errors import CaptureError, ShardError, ZeroError
 from ..optim.optimizer_cost import stepped
 from ..params.modules import policies_of
-from ..params.policy import NOTHING_CAPTURED, Policy
 from ..plan.budget import memory_of
 from ..ranks.peer_connections import working
 from ..report.report import Frame, Report
+from ..sharded.call_protocol import NOTHING_CAPTURED
+from ..sharded.sharded_model import ShardedModel
 from ..storage.resident_memory import Footprint
 
 
@@ -25,7 +26,7 @@ class _FrameIsPlanned(Exception):
 
 
 @working("zero.inspect")
-def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
+def inspect(model: nn.Module, example_inputs: object = None) -> Report:
     """The programs, bytes and peaks of a sharded model.
 
     Args:
@@ -52,10 +53,10 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     return report_of(policies, frames, example_inputs is not None, _footprint(policies))
 
 
-def _footprint(policies: Sequence[Policy]) -> Footprint | None:
+def _footprint(policies: Sequence[ShardedModel]) -> Footprint | None:
     """What this process has beside the plan of all of these: what it had when the last of them was sharded, without the
     shards of any, and what was compiled since; None where it was not measured of all."""
-    policies = sorted(policies, key=lambda p: p.serial)
+    policies = sorted(policies, key=lambda p: p.identity.serial)
     found = [p.footprint for p in policies if p.footprint is not None]
     if len(found) < len(policies):
         return None
@@ -70,7 +71,10 @@ def _footprint(policies: Sequence[Policy]) -> Footprint | None:
 
 
 def report_of(
-    policies: Sequence[Policy], frames: list[Frame], planned_only: bool, footprint: Footprint | None = None
+    policies: Sequence[ShardedModel],
+    frames: list[Frame],
+    planned_only: bool,
+    footprint: Footprint | None = None,
 ) -> Report:
     """The report of one sharded model from its frames.
 
@@ -89,16 +93,16 @@ def report_of(
         params=[row for p in policies for row in _rows(p)],
         frames=frames,
         planned_only=planned_only,
-        transport=first.transport.name,
-        transport_reason=first.transport.reason,
-        placement=tuple(line for p in policies for line in p.placed.why),
+        transport=first.storage.transport.name,
+        transport_reason=first.storage.transport.reason,
+        placement=tuple(line for p in policies for line in p.tiers.placed.why),
         copies=first.group.copies,
         tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
         update=update,
     )
 
 
-def _rows(policy: Policy) -> list[dict[str, Any]]:
+def _rows(policy: ShardedModel) -> list[dict[str, Any]]:
     return [
         {
             "name": info.name,
@@ -106,24 +110,24 @@ def _rows(policy: Policy) -> list[dict[str, Any]]:
             "dtype": str(info.layout.dtype).removeprefix("torch."),
             "placement": info.placed(policy.group),
             "local_bytes": info.layout.bytes_local(),
-            "tiers": {kind: policy.placed.tier(kind, info.name) for kind in TRANSFERS},
+            "tiers": {kind: policy.tiers.placed.tier(kind, info.name) for kind in TRANSFERS},
             "gather_dtype": str(info.gather_dtype).removeprefix("torch."),
         }
         for info in policy.params.values()
     ]
 
 
-def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> list[Frame]:
+def _plan(model: nn.Module, example_inputs: object, policies: Sequence[ShardedModel]) -> list[Frame]:
     from ..compile.backend import compile_frame
     from ..compile.loader import PlanLoader
 
     for policy in policies:
         policy.group.check_still_valid()
     known = {id(p): len(p.frames) for p in policies}
-    decided = [(p, dict(p.kept), dict(p.tile_bytes)) for p in policies]
+    decided = [(p, dict(p.agreed.kept), dict(p.agreed.tile_bytes)) for p in policies]
     loader = PlanLoader(policies)
 
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> object:
         compile_frame(gm, inputs, {}, loader)  # settles nothing: this rank may be alone
         raise _FrameIsPlanned
 
@@ -134,7 +138,7 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
         args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
     compiled = torch.compile(model, backend=backend, dynamic=False)
     for policy in policies:
-        policy.only_planned = True
+        policy.protocol.only_planned = True
     try:
         compiled(*args, **kwargs)
         raise CaptureError(NOTHING_CAPTURED)
@@ -145,8 +149,8 @@ def _plan(model: nn.Module, example_inputs: Any, policies: Sequence[Policy]) -> 
             raise
     finally:
         for policy, kept, tile_bytes in decided:  # it was only looked at
-            policy.only_planned = False
-            policy.kept, policy.tile_bytes = kept, tile_bytes
+            policy.protocol.only_planned = False
+            policy.agreed.kept, policy.agreed.tile_bytes = kept, tile_bytes
     frames: list[Frame] = []
     for policy in policies:
         frames += policy.frames[known[id(policy)] :]

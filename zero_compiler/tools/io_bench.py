@@ -112,7 +112,7 @@ def bench(
 def _measure(
     report: DiskReport,
     path: Path,
-    memory: Any,
+    memory: object,
     engine: str | None,
     rounds: int,
     progress: Callable[[str], None],

@@ -137,7 +137,7 @@ def _over_shared_memory(world: int) -> dict[str, list[float]]:
         engine.reduce_wait(at)
         engine.leave()
 
-    def timed(call: Callable[[], Any], runs: int) -> float:
+    def timed(call: Callable[[], object], runs: int) -> float:
         times = []
         for _ in range(runs):
             swept.add_(1)

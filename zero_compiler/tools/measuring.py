@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 OPERANDS_BYTES = 64 << 20
 
 
-def median_us(fn: Callable[[], Any], device: torch.device, repeat: int = 7) -> float:
+def median_us(fn: Callable[[], object], device: torch.device, repeat: int = 7) -> float:
     return medians_us([fn], device, repeat)[0]
 
 
@@ -42,13 +42,13 @@ def medians_us(fns: list[Callable[[], Any]], device: torch.device, repeat: int) 
     return [statistics.median(of) for of in times]
 
 
-def times_us(fn: Callable[[], Any], device: torch.device, runs: int) -> list[float]:
+def times_us(fn: Callable[[], object], device: torch.device, runs: int) -> list[float]:
     """Of so many runs, however long they take: ranks that do it together do it equally often."""
     fn()
     return [_once_us(fn, device) for _ in range(runs)]
 
 
-def _once_us(fn: Callable[[], Any], device: torch.device) -> float:
+def _once_us(fn: Callable[[], object], device: torch.device) -> float:
     sync(device)
     start = time.perf_counter()
     fn()
@@ -65,7 +65,7 @@ def sync(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def in_ranks(world: int, fn: Callable[..., None], *args: Any) -> Any:
+def in_ranks(world: int, fn: Callable[..., None], *args: object) -> Any:
     """What rank 0 of ``world`` processes saved as "rows"."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(fn, (world, folder, *args), nprocs=world)

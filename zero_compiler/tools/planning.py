@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +16,11 @@ from ..compile.loader import PlanLoader
 from ..config import PLACEMENT_FIELDS, Config
 from ..errors import ConfigError, ShardError, ZeroError
 from ..params.modules import policies_of
-from ..params.policy import Policy
 from ..params.shard import shard_over
 from ..ranks.group import Group
 from ..ranks.mesh import REPLICATE, SHARD, bare_mesh
 from ..report.report import Frame, Report
+from ..sharded.sharded_model import ShardedModel
 from .inspect import report_of
 
 
@@ -42,13 +41,13 @@ def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0,
 
 def plan(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     world: int = 1,
     *,
     rank: int = 0,
     device: torch.device | str = "cpu",
     dynamic: bool = False,
-    **fields: Any,
+    **fields: object,
 ) -> list[Frame]:
     """The plan of every frame of ``model`` on ``world`` ranks, as ``zero.shard(model, **fields)`` would give it.
 
@@ -73,10 +72,10 @@ def plan(
 
 def report(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     world: int = 1,
     device: torch.device | str = "cpu",
-    **fields: Any,
+    **fields: object,
 ) -> Report:
     """The plan of ``model`` on ``world`` ranks as :func:`zero_compiler.inspect` would show it; see :func:`plan`."""
     frames, policies = _planned(model, example_inputs, world, 0, device, False, fields)
@@ -85,13 +84,13 @@ def report(
 
 def _planned(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     world: int,
     rank: int,
     device: torch.device | str,
     dynamic: bool,
-    fields: dict[str, Any],
-) -> tuple[list[Frame], list[Policy]]:
+    fields: dict[str, object],
+) -> tuple[list[Frame], list[ShardedModel]]:
     if policies_of(model):
         raise ShardError("planning takes a plain model, not one that is sharded already")
     config = Config.make(None, fields)
@@ -109,10 +108,10 @@ def _planned(
         args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(mode, t, device), (args, kwargs))
     frames: list[Frame] = []
-    due: list[Any] = []
+    due: list[object] = []
     loader = PlanLoader()
 
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         frame = compile_frame(gm, inputs, options, loader)[2]
         frames.append(frame)
         due.append(frame.opened())  # what follows is planned as if it ran

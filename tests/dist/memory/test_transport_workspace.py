@@ -1,0 +1,31 @@
+"""What a transport keeps for itself is in the plan, and as much when measured."""
+
+from __future__ import annotations
+
+import pytest
+from dist.ranks.test_hosts import trained, two_hosts
+from dist.spawn import run_ranks
+
+import zero_compiler as zero
+from zero_compiler.memory.transport_workspace import scratch_bytes
+from zero_compiler.params.modules import policies_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
+
+
+def scratch(rank, world):
+    two_hosts(rank, world)
+    for kind in ("auto", "c10d"):
+        model, _, _ = trained(kind, rank)
+        policy = policies_of(model)[0]
+        programs = [p for frame in policy.frames for p in frame.programs.values()]
+        planned = max(scratch_bytes(p, [policy])[policy.key] for p in programs)
+        found = policy.runtime.engine.counters()["scratch_bytes"]
+        assert 0 < found <= planned, (kind, found, planned)
+        buffers = max(p.buffer_bytes for p in programs)
+        assert zero.inspect(model).memory.arena == buffers + planned
+    return True
+
+
+def test_what_a_transport_keeps_is_in_the_plan():
+    assert run_ranks(scratch, 4, timeout=120.0) == [True] * 4

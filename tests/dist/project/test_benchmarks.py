@@ -1,0 +1,61 @@
+"""Scripts in benchmarks/ run, on what is smallest; their figures are not looked at.
+
+``large.py`` and ``resident.py`` have tests of their own, ``io_deepspeed.py`` needs DeepSpeed, and the others that are
+left out take minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from marks import thorough
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SCRIPTS = Path(__file__).parents[3] / "benchmarks"
+PRESET = str(SCRIPTS.parent / "zero_compiler" / "presets" / "laptop.json")
+CALLS = {
+    "accelerator": "DIR --model tiny --dtype fp32 --steps 2 --warmup 2 --device-gib 1 --most-blocks 2 --width 64 --vocab 64"
+    " --tokens 64 --hardware PRESET",
+    "allocator": "--model tiny --steps 2 --warmup 1 --hardware PRESET",
+    "bench": "--model tiny --modes ddp,fsdp2,zero3 --steps 2 --warmup 2 --hardware PRESET",
+    "host_overhead": "--layers 3 --modes fsdp2,zero3 --steps 2 --ranks 2",
+    "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",
+    "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",
+    "pass_time": "--nodes 1000",
+    "peer_failure": "--places 'before zero.init' --jobs 1",
+    "planning": "--model tiny --parts 0.5",
+    "predict": "--model tiny --steps 2 --warmup 2 --hardware PRESET",
+    "tiers": "DIR --blocks 1 --width 64 --vocab 64 --tokens 8 --steps 2 --seconds 0.1 --compute aten --hardware PRESET"
+    " --only none --only 'all in files'",
+    "where": "--model tiny --steps 2 --hardware PRESET",
+    "without": "DIR --cases weights --size tiny --compute aten --steps 1 --warmup 1 --hardware PRESET",
+}
+LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large", "resident"}
+PARTS = {"common", "limits", "models", "modes", "simple_fsdp"}
+
+
+def test_every_script_is_run_or_left_out():
+    assert {p.stem for p in SCRIPTS.glob("*.py")} == CALLS.keys() | LEFT_OUT | PARTS
+
+
+# The others share with these how they begin, measure and save.
+OFTEN = ("bench", "one_layer", "pass_time")
+
+
+@pytest.mark.parametrize("script", [*OFTEN, *thorough(*(s for s in CALLS if s not in OFTEN))])
+def test_it_runs_and_saves_what_it_found(script, tmp_path):
+    out = tmp_path / "out.json"
+    words = shlex.split(CALLS[script].replace("PRESET", PRESET).replace("DIR", str(tmp_path)))
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *words, "--json", str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert json.loads(out.read_text())["machine"]
+    assert out.with_suffix(".md").read_text().startswith("# ")

@@ -1,0 +1,366 @@
+"""Plans within budgets: what is decided once, two budgets together, and what cannot fit whatever is tried."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import SimulatedModel
+from machines import machine
+from null.passes.tiling.test_tile_mlp import Net as Mlps
+from null.passes.tiling.test_tile_mlp import x
+from torch import fx, nn
+
+from zero_compiler import passes
+from zero_compiler.compile import budget_search as fitting_module
+from zero_compiler.compile import phase_lowering as lowering_module
+from zero_compiler.compile.budget_search import Fitting
+from zero_compiler.compile.phase_lowering import Lowering
+from zero_compiler.compile.plan_choice import PlanChoice
+from zero_compiler.cost.cost import smaller_buckets
+from zero_compiler.cost.hardware import load
+from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.plan.activation_search import Phases
+from zero_compiler.sharded.agreed_choices import AgreedChoices
+from zero_compiler.tools.planning import report
+
+WIDTH = 256
+
+
+class Wide(nn.Module):
+    """Weights make the peak: a budget has them gathered in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Asked(SimulatedModel):
+    """Notes what the first rank is asked, and holds to it."""
+
+    asked: tuple[str, ...] = ()
+
+    def decide(self, policy, key, text, room_bytes=None):
+        self.asked = (*self.asked, key)
+        policy.agreed.distances[key] = text
+        return text
+
+
+def rows(count: int) -> tuple[torch.Tensor]:
+    return (torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.slow
+def test_a_rank_that_compiles_again_asks_nobody():
+    """It may be alone in that, and would wait for an answer for as long as the group does."""
+    budget = int(0.9 * report(Wide(), rows(32), 2, bucket_bytes=0).memory.peak)
+    model = Asked(Wide(), 2, stage=3, memory_budget_bytes=budget, bucket_bytes=0)
+    model.check([rows(32), rows(32)], lambda out: out)
+    assert any(model.policy.agreed.tile_bytes.values())
+    assert model.asked
+    model.asked = ()
+    model.check([rows(24), rows(24)], lambda out: out)
+    assert len(model.frames) == 2
+    assert model.asked == ()
+
+
+@pytest.mark.slow
+def test_a_search_lowers_no_phase_twice_alike_and_takes_as_many_steps_at_any_depth(monkeypatch):
+    """Cuts and trials are what planning within a budget takes time for."""
+    tried: list[tuple] = []
+    cuts: list[int] = []
+    lowered, partitioned = Lowering._lowered, fitting_module.min_cut_rematerialization_partition
+    copy = lowering_module.facts.copy_module
+    copied: list[fx.GraphModule] = []  # alive, so that ids are of one graph each
+
+    def lower(self, gm, phase, segment_us=None, trial=False):
+        if trial:
+            context, options = self.state.context(phase), self.state.options(phase)
+            of = copied[-1]
+            tried.append(
+                (id(of), tuple(passes.tiles_in(gm.graph)), options.bucket_bytes, str(context.params))
+            )
+        return lowered(self, gm, phase, segment_us, trial)
+
+    monkeypatch.setattr(Lowering, "_lowered", lower)
+    monkeypatch.setattr(lowering_module.facts, "copy_module", lambda gm: copied.append(gm) or copy(gm))
+    monkeypatch.setattr(
+        fitting_module,
+        "min_cut_rematerialization_partition",
+        lambda *args, **kwargs: cuts.append(1) or partitioned(*args, **kwargs),
+    )
+    steps = []
+    for layers in (5, 10):
+        free = planned(256, layers).memory
+        tried.clear(), cuts.clear(), copied.clear()
+        budget = free.at_rest + (free.peak - free.at_rest) // 2
+        assert planned(256, layers, memory_budget_bytes=budget).memory.peak <= budget
+        assert len(set(tried)) == len(tried)
+        steps.append((len(tried), len(cuts)))
+    assert steps[0] == steps[1]
+    assert steps[0][0] <= 24
+    assert steps[0][1] <= 8
+
+
+@pytest.mark.parametrize("fits_from", [1, 2, 4, 8, 16, 32, 64])
+def test_tiles_are_as_small_as_the_budget_asks_for(fits_from, monkeypatch):
+    """Found between the first and the smallest without a look at each; what was looked at before costs nothing."""
+    tiles = [1]
+    looked = []
+
+    def finer(graphs):
+        before, tiles[0] = tiles[0], min(32, 2 * tiles[0])
+        return tiles[0] > before
+
+    def over(graphs, budget_bytes):
+        looked.append(tiles[0])
+        return fits_from - tiles[0]
+
+    fitting = Fitting(SimpleNamespace(), None, None)
+    monkeypatch.setattr(fitting_module.passes, "finer", finer)
+    monkeypatch.setattr(fitting_module.passes, "tiles_in", lambda graph: tiles[0])
+    monkeypatch.setattr(fitting_module.passes, "set_tiles", lambda graph, n: tiles.__setitem__(0, n))
+    monkeypatch.setattr(fitting, "_over", over)
+    left = fitting._over_in_small_tiles({"forward": SimpleNamespace(graph=None)}, 1)
+    assert tiles == [min(32, fits_from)]
+    assert left == fits_from - tiles[0]
+    assert len(set(looked)) <= 4 + (fits_from > 1)
+
+
+def planned(tokens: int = 512, layers: int = 8, **fields):
+    torch._dynamo.reset()
+    return report(Mlps(layers=layers), x(0, tokens), 2, **fields)
+
+
+@pytest.mark.slow
+def test_a_budget_for_activations_is_kept_beside_one_for_all_memory():
+    """MLPs in tiles may keep the one with more activations than the other allows."""
+    free = planned(layers=4)
+    allowed = free.frames[0].held_bytes * 2 // 5
+    alone = planned(layers=4, activation_budget_bytes=allowed)
+    peak = alone.memory.peak
+    both = planned(layers=4, activation_budget_bytes=allowed, memory_budget_bytes=peak * 4 // 5)
+    assert both.memory.peak <= peak * 4 // 5
+    assert both.frames[0].held_bytes <= allowed
+
+
+@pytest.mark.slow
+def test_a_long_search_says_now_and_then_that_it_goes_on(monkeypatch, caplog):
+    (frame,) = report(Wide(), rows(8), 2, compute="aten").frames
+    assert "still looking" not in caplog.text
+    for seconds, said in ((0.0, True), (1e9, False)):
+        caplog.clear()
+        torch._dynamo.reset()
+        monkeypatch.setattr(lowering_module, "SAY_EVERY_S", seconds)
+        most = max(max(p.live) for p in frame.programs.values())
+        with contextlib.suppress(MemoryBudgetError):
+            report(Wide(), rows(8), 2, compute="aten", memory_budget_bytes=6 * WIDTH * WIDTH * 8 + most)
+        assert ("still looking for a plan within the budget, 1 tried in" in caplog.text) == said
+
+
+def test_what_rests_alone_does_not_fit_and_nothing_is_tried(monkeypatch):
+    """Half of what rests: no cut helps, and none is made."""
+    rest = planned(layers=1).memory
+    rest_bytes = rest.parameters + rest.gradients + rest.optimizer
+    for cut in ("_joint", "_inferred"):  # what every cut begins with
+        monkeypatch.setattr(Fitting, cut, None)
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(
+                MemoryBudgetError,
+                match=rf"memory_budget_bytes={rest_bytes - 1:,} is more than 1 bytes too small.*{rest_bytes:,} bytes are at "
+                r"rest \(parameters .*more ranks than 2 would help most",
+            ),
+        ):
+            planned(layers=1, memory_budget_bytes=rest_bytes - 1)
+
+
+# Buckets ---------------------------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Layers of four weights that share a bucket on a fast link, and are copied for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+FEW = torch.ones(2, 64)
+
+
+@pytest.fixture
+def fast(tmp_path) -> str:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine(latency_us=1.0, bytes_per_us=10_000.0, share=True)))
+    return str(path)
+
+
+def in_buckets(hardware: str, **fields):
+    torch._dynamo.reset()
+    return report(Narrow(), (FEW,), 2, hardware=hardware, **fields)
+
+
+@pytest.mark.slow
+def test_a_budget_takes_the_largest_buckets_that_fit(fast):
+    sizes = [80_000, *smaller_buckets(load(fast), 2)]
+    assert sizes == [80_000, 40_000, 20_000, 10_000]
+    peaks = [in_buckets(fast, bucket_bytes=size).memory.peak for size in sizes]
+    assert peaks[0] > min(peaks)
+    for budget in sorted(set(peaks)):
+        told = in_buckets(fast, memory_budget_bytes=budget)
+        (frame,) = told.frames
+        assert frame.bucket_bytes == next(s for s, peak in zip(sizes, peaks, strict=True) if peak <= budget)
+        assert told.memory.peak <= budget
+        assert not any(r.why == "the budget" for r in frame.remade)  # nothing that costs more was needed
+        why = (
+            "eight times latency times bandwidth between ranks"
+            if frame.bucket_bytes == 80_000
+            else "the memory budget asks for less than 80,000, which suits the link best"
+        )
+        assert f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {why}" in told.summary()
+        assert told.to_dict()["frames"][0]["bucket_bytes"] == frame.bucket_bytes
+
+
+@pytest.mark.slow
+def test_buckets_that_the_user_gives_stay(fast):
+    peak = in_buckets(fast, bucket_bytes=80_000).memory.peak
+    told = in_buckets(fast, bucket_bytes=80_000, memory_budget_bytes=peak - 1024)
+    assert told.memory.peak <= peak - 1024  # other measures are taken; what then is kept must still fit
+    (frame,) = told.frames
+    assert (frame.bucket_bytes, frame.bucket_why) == (80_000, "as bucket_bytes says")
+
+
+class Told(Asked):
+    """The first rank wants buckets of 20,000 bytes, whatever this one found."""
+
+    def decide(self, policy, key, text, room_bytes=None):
+        return super().decide(policy, key, "20000" if key.startswith("buckets/") else text, room_bytes)
+
+
+@pytest.mark.slow
+def test_the_first_rank_decides_how_large_buckets_are(fast):
+    model = Told(Narrow(), 2, stage=3, hardware=fast, memory_budget_bytes=1 << 24)
+    for rows in (2, 3):
+        batch = (torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)),)
+        model.check([batch, batch], lambda out: out)
+    assert [frame.bucket_bytes for frame in model.frames] == [20_000, 20_000]
+    assert all(len(g.names) == 1 for p in model.programs.values() for g in p.gathers)
+    assert len([key for key in model.asked if key.startswith("buckets/")]) == 1
+
+
+@pytest.mark.slow
+def test_a_forward_without_gradients_takes_smaller_buckets_too(fast):
+    with torch.no_grad():
+        free = in_buckets(fast).memory
+        peaks = {size: in_buckets(fast, bucket_bytes=size).memory.peak for size in (80_000, 20_000)}
+        assert free.peak == peaks[80_000] > peaks[20_000]
+        (frame,) = in_buckets(fast, memory_budget_bytes=peaks[20_000]).frames
+    assert set(frame.programs) == {"inference"}
+    assert frame.bucket_bytes <= 20_000
+
+
+def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNamespace]:
+    """Phases of a frame whose plan fits in no buckets, and its state. Activations fit in the largest buckets alone, and
+    what was tried for them elsewhere is left behind. The first rank wants what is ``decided``, else what this one does.
+    """
+    state = SimpleNamespace(
+        choice=PlanChoice(80_000),
+        smaller_buckets=lambda: [40_000, 20_000, 10_000],
+        first=SimpleNamespace(agreed=AgreedChoices()),
+        loader=SimpleNamespace(decide=lambda first, key, text: decided or text),
+        tried=[],
+    )
+
+    def take_buckets(nbytes: int, why: str) -> None:
+        state.choice = replace(state.choice, bucket_bytes=nbytes)
+
+    state.take_buckets = take_buckets
+
+    def planned() -> Phases:
+        choice = state.choice
+        state.tried.append((choice.bucket_bytes, choice.tile_mlp))
+        if choice.bucket_bytes < 80_000:
+            state.choice = replace(choice, tile_mlp=True)
+            raise MemoryBudgetError(f"no activations in {choice.bucket_bytes}")
+        return {}
+
+    fitting = Fitting(state, None, None)
+    monkeypatch.setattr(fitting, "_over_in_small_tiles", lambda graphs, budget_bytes: 1)
+    return fitting._fit_buckets("buckets", planned, {}, 1 << 20), state
+
+
+def test_a_size_in_which_activations_do_not_fit_leaves_nothing_behind(monkeypatch):
+    _, state = fitted(monkeypatch)
+    assert state.choice == PlanChoice(80_000)
+    assert state.tried == [(size, False) for size in (40_000, 20_000, 10_000)]
+
+
+@pytest.mark.parametrize("decided", ["40000", "10000"])
+def test_a_size_that_the_first_rank_decides_and_that_does_not_do_here_is_refused(decided, monkeypatch):
+    """And is not said of phases that were planned in another one."""
+    with pytest.raises(MemoryBudgetError, match=f"no activations in {decided}"):
+        fitted(monkeypatch, decided)
+
+
+@pytest.mark.parametrize("within", ["_within_heads", "_within_memory"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_trial_that_the_first_rank_drops_leaves_nothing_behind(within, wanted, monkeypatch):
+    """Ranks ask from the state in which those are that try nothing: what is asked is named by the order of weights."""
+    owner = ParamRef("model", "w")
+    asked = []
+
+    def decide(first, key, text):
+        asked.append(key)
+        return str(wanted)
+
+    state = SimpleNamespace(
+        choice=PlanChoice(80_000, order=(owner,), away=frozenset({"a"})),
+        first=SimpleNamespace(agreed=AgreedChoices()),
+        config=SimpleNamespace(tile_bytes=None),
+        loader=SimpleNamespace(decide=decide),
+    )
+    before = state.choice
+
+    def cut(nbytes):
+        gathered = frozenset({owner})
+        state.choice = replace(
+            state.choice, order=(owner, owner), away=frozenset({"b"}), backward_params=gathered
+        )
+        return {"forward": None, "backward": None}
+
+    fitting = Fitting(state, None, None)
+    monkeypatch.setattr(fitting_module, "within_memory", lambda cut, graphs, over, held: graphs)
+    monkeypatch.setattr(fitting, "_over", lambda graphs, budget_bytes: 1)
+    monkeypatch.setattr(fitting, "_held_over", lambda graphs: False)
+    monkeypatch.setattr(
+        fitting, "_least_peak", lambda graphs, budget_bytes: 100 - 10 * len(state.choice.order)
+    )
+    key = fitting._key({"_within_heads": "heads", "_within_memory": "mlp-memory"}[within])
+    whole = {}
+    out = getattr(fitting, within)(cut, whole, 1)
+    after = state.choice
+    assert (out is whole) == (not wanted)
+    assert (after == before) == (not wanted)
+    assert after.away == frozenset({"b"} if wanted else {"a"})
+    assert asked == [key]

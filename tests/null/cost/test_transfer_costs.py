@@ -1,0 +1,51 @@
+"""The bytes of each lane are those of the descriptors of its transfers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from null.instructions import gather_of, program_of, reduce_of, spec_of
+
+from zero_compiler.cost.simulate import simulate
+from zero_compiler.cost.timeline import LINK, READ, WRITE
+from zero_compiler.ir.instructions import Fetch, Gather, Reduce, WaitFetch, WaitGather, WaitReduce
+from zero_compiler.ir.transfers import Hop
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bytes_of_a_lane_are_those_of_its_descriptors(world):
+    """Of full tensors between ranks; of this rank's part to and from files; nothing of what does not move."""
+    gathers = [
+        gather_of(10),
+        gather_of(10, 6),
+        gather_of(7, home=True),
+        dataclasses.replace(
+            gather_of(9), dtype="bfloat16", hops=(Hop("nvme", "host", (0,)),), rest_dtype="float32"
+        ),
+    ]
+    reduces = [
+        reduce_of(10),
+        reduce_of(3, 5, replicated=True),
+        reduce_of(8, tiers=("nvme",)),
+        reduce_of(4, copies=3),
+        dataclasses.replace(reduce_of(6), dtype="bfloat16"),
+    ]
+    instrs = [Fetch(3), WaitFetch(3)]
+    for kinds, many in (((Gather, WaitGather), gathers), ((Reduce, WaitReduce), reduces)):
+        for i, desc in enumerate(many):
+            values = (-1,) * len(desc.names)
+            instrs.append(Gather(i) if kinds[0] is Gather else Reduce(i, values, ()))
+            instrs.append(kinds[1](i, values))
+    moved = simulate(program_of(instrs, gathers, reduces), spec_of(), world)
+    between = (10 + 16) * 4 * world + 9 * 2 * world  # gathers
+    between += 10 * 4 * world + 8 * 4 + 8 * 4 * world + 4 * 4 * world + 6 * 2 * world  # reductions
+    # Between the three replicas of the rows this rank's part of a sum travels too, also where no rank shares the rest.
+    assert moved.nbytes(LINK) == (between if world > 1 else 0) + 4 * 4
+    assert (moved.nbytes(READ), moved.nbytes(WRITE)) == (9 * 4, 8 * 4)
+    assert moved.nbytes("compute") == 0
+    times = {s.label: s.end_us - s.start_us for s in moved.spans if s.lane in (READ, WRITE)}
+    assert times == {
+        "file of the gather of w0": pytest.approx(5 + 36 / 50),
+        "file of the reduction of the gradients of w0": pytest.approx(10 + 32 / 20),
+    }

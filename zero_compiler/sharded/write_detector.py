@@ -1,0 +1,177 @@
+"""Copies that eager code is given as the weights of a forward: what is written to one would be lost with it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from ..errors import ShardError
+from ..layout import Layout
+from ..tensors.row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_rows
+from . import parameter_errors
+
+_NOTE = "_zero_copy"  # of a copy, and of what its .data is: which parameter it is one of
+
+
+@functools.cache
+def may_write(cls: type) -> bool:
+    """Whether the code of a class of modules has words that write to tensors in place.
+
+    Only for models with such classes do weights say what is written to them: by a class of tensors of their own, which
+    what compiles or fakes a function does not take for a plain tensor where it is given one.
+    """
+    for base in cls.__mro__:
+        if base is torch.nn.Module:
+            return False
+        for member in vars(base).values():
+            code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
+            if code is not None and not (base.__module__ or "").startswith("torch."):
+                if "data" in code.co_names or any(name in IN_PLACE for name in code.co_names):
+                    return True
+    return False
+
+
+class Copies:
+    """Those of one forward. Elementwise writes to one are done to the shard too; others are found by torch's counters
+    of writes."""
+
+    def __init__(self) -> None:
+        self._counted: list[_Counted] = []
+
+    def add(self, info: Any, param: Any, full: torch.Tensor, rank: int, heard: bool) -> None:
+        """The forward is given ``full`` as the weight of ``param``, on ``rank``.
+
+        Args:
+            heard: elementwise writes to it are done to the shard, see :func:`may_write`.
+        """
+        if full.is_meta or isinstance(full, FakeTensor) or full.is_inference():
+            return
+        # Where it is the parameter itself, what is written to it stays, but for another tensor in its place.
+        itself = full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata
+        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself)
+        copy.count(full)
+        if heard and info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
+            full.__class__ = _heard(full.__class__)
+            full.__dict__[_NOTE] = copy
+
+    def check(self) -> None:
+        """At the end of the forward.
+
+        Raises:
+            ShardError: naming the first parameter that was written to otherwise. Nothing is sent: no rank need meet
+                another one behind a forward.
+        """
+        for counted in self._counted:
+            if counted.counter._version != counted.writes:
+                raise ShardError(parameter_errors.written(counted.name))
+
+
+@dataclass
+class _Counted:
+    """``counter`` counts with a copy, or with what its ``.data`` is, and keeps none of its memory; ``writes`` of those
+    were there at first, or have been done to the shard too."""
+
+    name: str
+    counter: torch.Tensor
+    writes: int
+
+
+@dataclass
+class _Copy:
+    """One copy: of which parameter, and how that lies."""
+
+    name: str
+    param: DTensor
+    layout: Layout
+    rank: int
+    copies: weakref.ref[Copies]
+    itself: bool
+    counted: _Counted | None = None
+
+    def count(self, full: torch.Tensor) -> None:
+        """From here on watch what is written to ``full``."""
+        if self.itself:
+            return
+        counter = full.detach()
+        counter.data = full.new_empty(0)
+        self.counted = _Counted(self.name, counter, counter._version)
+        if (copies := self.copies()) is not None:
+            copies._counted.append(self.counted)
+
+    def of_data(self, data: torch.Tensor) -> torch.Tensor:
+        """What ``.data`` gives: a tensor that counts its writes apart."""
+        again = _Copy(self.name, self.param, self.layout, self.rank, self.copies, self.itself)
+        again.count(data)
+        data.__class__ = _heard(data.__class__)
+        data.__dict__[_NOTE] = again
+        return data
+
+    def write(self, method: str, args: object, kwargs: object) -> None:
+        """``method`` was called on the copy: do the same to the shard."""
+
+        def write(rows: torch.Tensor) -> None:
+            ours, named = pytree.tree_map(
+                lambda value: rows_of(value, self.layout, self.rank, rows.device), (args, kwargs)
+            )
+            getattr(rows, method)(*ours, **named)
+
+        write_rows(self.param, write)
+
+    def wrote(self) -> None:
+        """What has been written until now is in the shard as well."""
+        if self.counted is not None:
+            self.counted.writes = self.counted.counter._version
+
+
+@functools.cache
+def _heard(base: type) -> type:
+    """A class of tensors that say what is written to them: ``base``, which is that of a plain tensor or parameter."""
+    body: dict[str, Any] = {"__torch_function__": torch._C._disabled_torch_function_impl, "__slots__": []}
+    for name in (*IN_PLACE, *OPERATORS_IN_PLACE):
+        body[name] = _writing(base, name)
+    data: Any = torch.Tensor.data
+
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        taken = data.__get__(self)
+        copy = self.__dict__.get(_NOTE)
+        return taken if copy is None else copy.of_data(taken)
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        copy = self.__dict__.get(_NOTE)
+        if copy is not None and value.shape != self.shape:
+            raise ShardError(parameter_errors.written(copy.name))
+        data.__set__(self, value)
+        if copy is not None:
+            copy.write("copy_", (value,), {})
+            copy.count(self)
+
+    body["data"] = property(get_data, set_data)
+    made: type = type(base.__name__, (base,), body)
+    made.__module__, made.__qualname__ = base.__module__, base.__qualname__
+    return made
+
+
+def _writing(base: type, name: str) -> Callable[..., object]:
+    method: Any = getattr(base, name)
+
+    @functools.wraps(method)
+    def call(self: torch.Tensor, *args: object, **kwargs: Any) -> Callable[..., object]:
+        copy = self.__dict__.get(_NOTE)
+        # Of what autograd is to follow, plain PyTorch would refuse it: such a write is counted, and refused.
+        if copy is None or copy.itself or (self.requires_grad and torch.is_grad_enabled()):
+            return method(self, *args, **kwargs)
+        copy.write(name, args, kwargs)  # first: an operand may be the copy itself
+        out = method(self, *args, **kwargs)
+        copy.wrote()
+        return out
+
+    return call
