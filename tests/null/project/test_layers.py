@@ -223,11 +223,13 @@ def test_no_class_name_occurs_in_two_modules():
 # Modules whose tests have another name, and which.
 TESTED_ELSEWHERE = {
     "zero_compiler._tree": "null/project/test_install.py",
+    "zero_compiler.compile.call_decisions": "null/params/test_no_sync.py",  # which Programs are made, and when
     "zero_compiler.compile.frame_state": "null/compile/test_backend.py",  # a frame is nothing without its compilation
     "zero_compiler.compile.loader": "null/runtime/test_pools.py",
     "zero_compiler.compile.phase_lowering": "null/compile/test_budget_search.py",  # counts what is lowered
     "zero_compiler.params.blocking_transfers": "dist/training/test_loop.py",  # eager gathers, every layout
     "zero_compiler.params.policy": "null/params/test_shard.py",
+    "zero_compiler.runtime.session": "dist/training/test_loop.py",  # every kind of call
     "zero_compiler.runtime.reductions": "dist/training/test_loop.py",  # accumulation, sums, no_sync
     # Parts of one analysis, whose numbers are compared where a whole head, loss or operator is tiled.
     "zero_compiler.passes.tiling.column_sums": "null/passes/tiling/test_vocabulary.py",
