@@ -312,7 +312,7 @@ def planned(model: Any) -> dict[str, dict[str, float]]:
     timelines. Updates that overlap backward are in its timeline."""
     import zero_compiler as zero
     from zero_compiler.cost.timeline import READ
-    from zero_compiler.ir.program import Fetch
+    from zero_compiler.ir.instructions import Fetch
 
     told = zero.inspect(model)
     (frame,) = told.frames

@@ -58,11 +58,10 @@ def main() -> None:
 
 def measure(wanted: int) -> dict[str, Any]:
     from null.compile.test_compile_time import joint, layered
-    from null.graphs import lower
+    from null.graphs import lower, lower_joint
 
     from zero_compiler.cost import hardware, prefetch
     from zero_compiler.cost.simulate import simulate
-    from zero_compiler.passes import JOINT, run_passes
     from zero_compiler.plan import schedule
 
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -77,7 +76,7 @@ def measure(wanted: int) -> dict[str, Any]:
         seconds[part] += time.process_time() - start
 
     start = time.process_time()
-    run_passes(whole.graph, JOINT, whole.context("joint"))
+    lower_joint(whole)
     timed(PARTS[0], start)
     machine = hardware.load("dgx-h100")
     lint = 0.0

@@ -124,12 +124,6 @@ def watch_sessions(clock: Clock) -> None:
     """Put a clock around what a session does. For this measurement alone: the session itself carries none."""
     from zero_compiler.runtime import session
 
-    # The session's own names of its kinds of instruction: _WAIT_GATHER is "wait gather" here.
-    kinds = {
-        v: k[1:].lower().replace("_", " ")
-        for k, v in vars(session).items()
-        if k[1:].isupper() and not k.endswith("_BYTES")
-    }
     walk, agree = session.Session._walk, session.Session._agree
 
     def timed_agree(self: Any, need: Any) -> None:
@@ -140,11 +134,12 @@ def watch_sessions(clock: Clock) -> None:
     def timed_walk(self: Any, env: list[Any]) -> None:
         code, at = self._code, clock.now()
         whole = at
+        kinds = [i.op for k, i in enumerate(self.program.instrs) if self._step(k, i) is not None]
         try:
-            for instr in code:
-                self._code = [instr]
+            for kind, step in zip(kinds, code, strict=True):
+                self._code = [step]
                 walk(self, env)
-                at = clock.add(f"{self.program.phase}: {kinds[instr[0]]}", at)
+                at = clock.add(f"{self.program.phase}: {kind.replace('_', ' ')}", at)
         finally:
             self._code = code
         clock.add(f"{self.program.phase}: whole program", whole)

@@ -5,9 +5,9 @@ over both sides change what is handed from one to the other; then each phase is 
 """
 
 from .activations import Remade, held_bytes, remade
-from .base import Context, ParamPlan, Pass, SplitPass, Trace, run_passes, run_split
+from .base import Context, ParamPlan, Pass, PassOptions, SplitPass, Trace, run_passes, run_split
 from .bucket_transfers import BucketTransfers
-from .choose_saved import ChooseSaved
+from .choose_saved import ChooseSaved, Cuts
 from .clone_escapes import CloneEscapes
 from .fsdp_units import assign_units, gathered_in_backward, order_of_use
 from .keep_old_values import KeepOldValues
@@ -25,40 +25,59 @@ from .tiling.tile_loss import TileLoss
 from .tiling.tile_mlp import TileMlp
 from .tiling.tile_operators import TileOperators
 
-# (pass, level of lowering that the verifier proves after it)
-JOINT: list[tuple[Pass, str]] = [
-    (MergeMarkers(), "merged"),
-    (KeepOldValues(), "merged"),
-    (TileLoss(), "merged"),
-    (TileMlp(), "merged"),
-    (TagRecompute(), "merged"),
-    (ChooseSaved(), "merged"),
-]
-# Each is made where it runs, with what it needs to know of links and ranks, and only for options that ask for it.
+_DEFAULT = PassOptions()
+# Over both sides of a partition: each is made where it runs, with what it needs to know of links and ranks.
 SPLIT: list[type[SplitPass]] = [OffloadActivations, PartitionActivations]
-INFERENCE: list[tuple[Pass, str]] = [
-    (MergeMarkers(), "merged"),
-    (TileLoss(), "merged"),
-    (TileMlp(), "merged"),
-]
-PHASE: list[tuple[Pass, str]] = [
-    (MergeMarkers(), "merged"),
-    (LowerMarkers(), "captured"),
-    (CloneEscapes(), "lowered"),
-    (TileOperators(), "lowered"),
-    (BucketTransfers(), "lowered"),
-    (PlaceStarts(), "lowered"),
-    (ExpandTiles(), "lowered"),
-    (LandProducts(), "lowered"),
-    (PickKernels(), "lowered"),
-    (PlaceOffloads(), "lowered"),
-    (InsertReleases(), "scheduled"),
-]
+# (pass, level of lowering that the verifier proves after it), in order
+Pipeline = list[tuple[Pass, str]]
+
+
+def inference_passes(o: PassOptions = _DEFAULT) -> Pipeline:
+    """Passes over a forward without a backward, before those of a phase."""
+    return [
+        (MergeMarkers(), "merged"),
+        (TileLoss(o.tile_bytes, o.tile_heads), "merged"),
+        (TileMlp(o.tile_mlp, o.tile_bytes, o.mlp_bytes), "merged"),
+    ]
+
+
+def joint_passes(o: PassOptions = _DEFAULT, cuts: Cuts | None = None) -> Pipeline:
+    """Passes over a joint graph.
+
+    Args:
+        cuts: minimum cuts that were found for a copy of it; grows (see `choose_saved.py`).
+    """
+    saved = ChooseSaved(
+        o.activation_bytes, o.bucket_bytes, o.recompute, o.away, o.tiers, {} if cuts is None else cuts
+    )
+    markers, *tiles = inference_passes(o)
+    return [
+        markers,
+        (KeepOldValues(), "merged"),
+        *tiles,
+        (TagRecompute(o.bucket_bytes, o.recompute), "merged"),
+        (saved, "merged"),
+    ]
+
+
+def phase_passes(o: PassOptions = _DEFAULT) -> Pipeline:
+    """Passes over a forward, a backward, or an inference."""
+    return [
+        (MergeMarkers(), "merged"),
+        (LowerMarkers(), "captured"),
+        (CloneEscapes(), "lowered"),
+        (TileOperators(o.tile_bytes, o.bytes_only), "lowered"),
+        (BucketTransfers(o.bucket_bytes), "lowered"),
+        (PlaceStarts(o.bucket_bytes, o.distances), "lowered"),
+        (ExpandTiles(o.bytes_only), "lowered"),
+        (LandProducts(o.kernels), "lowered"),
+        (PickKernels(o.kernels), "lowered"),
+        (PlaceOffloads(o.budgeted), "lowered"),
+        (InsertReleases(), "scheduled"),
+    ]
+
 
 __all__ = [
-    "INFERENCE",
-    "JOINT",
-    "PHASE",
     "SPLIT",
     "BucketTransfers",
     "ChooseSaved",
@@ -72,6 +91,7 @@ __all__ = [
     "MergeMarkers",
     "ParamPlan",
     "OffloadActivations",
+    "PassOptions",
     "PartitionActivations",
     "Pass",
     "PickKernels",
@@ -88,8 +108,11 @@ __all__ = [
     "finer",
     "gathered_in_backward",
     "held_bytes",
+    "inference_passes",
+    "joint_passes",
     "offloaded",
     "order_of_use",
+    "phase_passes",
     "read_by_tiles",
     "remade",
     "run_passes",

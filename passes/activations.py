@@ -63,6 +63,7 @@ class Activations:
         away_us: time that it costs to keep a value in a file between the phases; None where it cannot be kept there.
     """
 
+    # Long: all that the searches ask of a graph is found once, here.
     def __init__(
         self,
         graph: fx.Graph,

@@ -80,28 +80,44 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class Context:
-    """Everything outside the graph that a pass may read: equal contexts and graphs give equal results.
+    """The facts of a graph that stand outside of it: equal passes, contexts and graphs give equal results.
 
     Args:
         params: plan of every managed parameter of the frame.
         phase: "joint", "forward", "backward" or "inference".
-        bucket_bytes: transfers smaller than this share a bucket, in bytes of full tensors.
         units: unit of every parameter, in the canonical order of transfers: that of first use in the joint
             graph. Sizes of activations cannot change it.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
+        machine: what the graph is to run on; None: nothing is known of it.
+        fused: whether element-wise operators of a segment are fused there.
+        forward_outputs: of a joint graph, how many of its outputs are forward's.
+    """
+
+    params: Mapping[ParamRef, ParamPlan]
+    phase: str
+    units: Mapping[ParamRef, str] = field(default_factory=dict)
+    gathered: frozenset[ParamRef] | None = None
+    reduced: frozenset[ParamRef] | None = None
+    machine: HardwareSpec | None = None
+    fused: bool = False
+    forward_outputs: int = 0
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What is chosen of passes: `passes/__init__.py` gives each pass those that are its own, as fields.
+
+    Args:
+        bucket_bytes: transfers smaller than this share a bucket, in bytes of full tensors.
         tile_bytes: what is computed tile by tile is made in tiles of at most so many bytes; None: of so many that
-            reading the weight again for each does not count on ``machine``.
-        machine: what the plan is made for; None: nothing is known of it.
+            reading the weight again for each does not count on the machine.
         distances: by unit, how many waits of units before its own its gathers start ahead of; 1 where not named.
             Decided once for all ranks (see ``schedule.py``).
         kernels: operators may go to another library than the one that torch takes.
         recompute: backward may run forward's costly operators again. The same on every rank: backward then gathers
             more of the small weights.
         activation_bytes: most bytes that backward may hold at once of what forward made; None: no limit.
-        cuts: what was found for a copy of the same joint graph, by price of a byte (see ``choose_saved.py``); grows.
-        forward_outputs: of a joint graph, how many of its outputs are forward's.
-        fused: whether element-wise operators of a segment are fused.
         tile_mlp: a budget asks for intermediates of MLPs to be made tile by tile. The same on every rank: backward then
             gathers biases too.
         mlp_bytes: then of at most so many bytes at a time; None: of as many as ``tile_bytes`` says.
@@ -114,21 +130,12 @@ class Context:
             depend on how long they take: of tiles that are alike not all are written out.
     """
 
-    params: Mapping[ParamRef, ParamPlan]
-    phase: str
-    bucket_bytes: int
-    units: Mapping[ParamRef, str] = field(default_factory=dict)
-    gathered: frozenset[ParamRef] | None = None
-    reduced: frozenset[ParamRef] | None = None
+    bucket_bytes: int = 1 << 20
     tile_bytes: int | None = None
-    machine: HardwareSpec | None = None
     distances: Mapping[str, int] = field(default_factory=dict)
     kernels: bool = False
     recompute: bool = False
     activation_bytes: int | None = None
-    cuts: dict[float, frozenset[str]] = field(default_factory=dict)
-    forward_outputs: int = 0
-    fused: bool = False
     tile_mlp: bool = False
     mlp_bytes: int | None = None
     tile_heads: bool = False

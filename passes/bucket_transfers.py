@@ -41,12 +41,13 @@ class BucketTransfers:
     Refuses: nothing.
     """
 
+    bucket_bytes: int = 0
     name: str = "bucket-transfers"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         _sink_derived(graph)
-        _bucket_gathers(graph, ctx)
-        _bucket_reductions(graph, ctx)
+        _bucket_gathers(graph, ctx, self.bucket_bytes)
+        _bucket_reductions(graph, ctx, self.bucket_bytes)
 
 
 def _sink_derived(graph: fx.Graph) -> None:
@@ -68,19 +69,19 @@ def _sink_derived(graph: fx.Graph) -> None:
 
 
 def buckets(
-    refs: Iterable[ParamRef], ctx: Context, key: Callable[[ParamRef], object]
+    refs: Iterable[ParamRef], ctx: Context, bucket_bytes: int, key: Callable[[ParamRef], object]
 ) -> list[list[ParamRef]]:
     """Cut ``refs`` into buckets: one key each, large members alone, order kept among the small ones."""
     out: list[list[ParamRef]] = []
     open_: dict[object, tuple[list[ParamRef], int]] = {}
     for ref in refs:
         size = ctx.params[ref].gather_bytes
-        if size >= ctx.bucket_bytes:
+        if size >= bucket_bytes:
             out.append([ref])
             continue
         k = key(ref)
         bucket, filled = open_.get(k, ([], 0))
-        if not bucket or filled + size > ctx.bucket_bytes:
+        if not bucket or filled + size > bucket_bytes:
             bucket, filled = [], 0
             out.append(bucket)
         bucket.append(ref)
@@ -98,7 +99,7 @@ def _by_unit(refs: Iterable[ParamRef], ctx: Context) -> list[tuple[str, list[Par
     return out[::-1] if ctx.phase == "backward" else out
 
 
-def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
+def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
     old: dict[ParamRef, fx.Node] = {}
     device: torch.device | None = None
     for node in graph.find_nodes(op="call_function", target=ops.gather):
@@ -129,6 +130,7 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context) -> None:
             for bucket in buckets(
                 refs,
                 ctx,
+                bucket_bytes,
                 lambda r: _gather_key(ctx, r),
             ):
                 elements = emit_gather(graph, bucket, unit, ctx, device)
@@ -208,7 +210,7 @@ def _empty(shape: tuple[int, ...], dtype: Any, device: Any, graph: fx.Graph) -> 
     return facts.fake_empty(graph, shape, dtype, device)
 
 
-def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
+def _bucket_reductions(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
     old: dict[ParamRef, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=ops.reduce):
         (ref,) = facts.params(node)
@@ -225,7 +227,11 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context) -> None:
     ]
     boundaries = _unit_starts(waits)
     (output,) = graph.find_nodes(op="output")
-    groups = [(unit, group) for unit, refs in _by_unit(old, ctx) for group in _reduced_together(refs, ctx)]
+    groups = [
+        (unit, group)
+        for unit, refs in _by_unit(old, ctx)
+        for group in _reduced_together(refs, ctx, bucket_bytes)
+    ]
     made = _last_writes(graph)
     ends: list[fx.Node] = []
     for _, group in groups:
@@ -280,7 +286,9 @@ def _behind(node: fx.Node) -> fx.Node:
     return node
 
 
-def _reduced_together(refs: Sequence[ParamRef], ctx: Context) -> list[list[list[ParamRef]]]:
+def _reduced_together(
+    refs: Sequence[ParamRef], ctx: Context, bucket_bytes: int
+) -> list[list[list[ParamRef]]]:
     """Buckets of a unit in groups that are reduced at one point, in the order in which backward makes them.
 
     Full gradients wait for their group to be complete. In memory that ranks share they wait in the arena: there large
@@ -289,9 +297,9 @@ def _reduced_together(refs: Sequence[ParamRef], ctx: Context) -> list[list[list[
     """
     large: list[list[ParamRef]] = []
     small: list[list[ParamRef]] = []
-    for bucket in buckets(refs, ctx, lambda r: (_reduce_key(ctx, r), r.owner)):
+    for bucket in buckets(refs, ctx, bucket_bytes, lambda r: (_reduce_key(ctx, r), r.owner)):
         plan = ctx.params[bucket[0]]
-        (large if plan.shared and plan.gather_bytes >= ctx.bucket_bytes else small).append(bucket)
+        (large if plan.shared and plan.gather_bytes >= bucket_bytes else small).append(bucket)
     out: list[list[list[ParamRef]]] = [[]]
     room = max((ctx.params[r].reduce_bytes for (r,) in large), default=0)
     held = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zero_compiler.cost.cost import CostModel
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir import facts
 
@@ -20,6 +21,9 @@ from .tag_recompute import REGION
 _CUTS = 24  # minimum cuts at most, each at another price
 _TRIALS = 64  # single changes tried at most where nothing else fits
 _SINGLE = 8  # and where there is room for some
+
+
+Cuts = dict[float, frozenset[str]]  # what a minimum cut saves, by price of a byte
 
 
 @dataclass(frozen=True)
@@ -45,34 +49,39 @@ class ChooseSaved:
     Refuses: a budget smaller than the least that backward has to hold.
     """
 
+    activation_bytes: int | None = None
+    bucket_bytes: int = 0
+    recompute: bool = False
+    away: frozenset[str] | None = None
+    tiers: tuple[str, ...] = ("nvme",)
+    # What was found for a copy of the same joint graph; grows, and depends on nothing else.
+    cuts: Cuts = field(default_factory=dict, compare=False)
     name: str = "choose-saved"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        if ctx.activation_bytes is None or ctx.machine is None:
+        if self.activation_bytes is None or ctx.machine is None:
             return
         acts = Activations(
             graph,
             ctx.forward_outputs,
             CostModel(ctx.machine),
             fused=ctx.fused,
-            small_bytes=ctx.bucket_bytes,
-            recompute=ctx.recompute,
-            known=ctx.cuts,
-            away_us=_away_us(ctx),
+            small_bytes=self.bucket_bytes,
+            recompute=self.recompute,
+            known=self.cuts,
+            away_us=self._away_us(ctx.machine),
         )
-        tag(acts, choose(acts, ctx.activation_bytes))
+        tag(acts, choose(acts, self.activation_bytes))
 
+    def _away_us(self, machine: HardwareSpec) -> Callable[[fx.Node], float | None]:
+        """Time that it costs to keep a value on another tier: nothing where the lane hides it."""
 
-def _away_us(ctx: Context) -> Callable[[fx.Node], float | None]:
-    """Time that it costs to keep a value on another tier: nothing where the lane hides it."""
-    free, machine = ctx.away, ctx.machine
+        def us(node: fx.Node) -> float | None:
+            if self.away is None or not may_move(node, machine, self.tiers):
+                return None
+            return 0.0 if node.name in self.away else move_us(node, machine, self.tiers)
 
-    def us(node: fx.Node) -> float | None:
-        if free is None or machine is None or not may_move(node, machine, ctx.tiers):
-            return None
-        return 0.0 if node.name in free else move_us(node, machine, ctx.tiers)
-
-    return us
+        return us
 
 
 def choose(acts: Activations, budget_bytes: int) -> Choice:

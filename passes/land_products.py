@@ -42,13 +42,14 @@ class LandProducts:
     another library: it does so wherever the gradient rests, and so the same bits are made.
     """
 
+    kernels: bool = False
     name: str = "land-products"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         if not any(map(_lands, ctx.params.values())):
             return
         emit: Emitter | None = None
-        cost, known = chooser(ctx), hints(graph)
+        cost, known = chooser(ctx.machine) if self.kernels else None, hints(graph)
         for start in list(graph.find_nodes(op="call_function", target=ops.reduce)):
             grads: Any = start.args[0]
             direct = []

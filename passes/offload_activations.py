@@ -69,6 +69,9 @@ class OffloadActivations:
     """
 
     busy_us: tuple[float, ...] = ()
+    away: frozenset[str] | None = None
+    tiers: tuple[str, ...] = ("nvme",)
+    activation_bytes: int | None = None
     name: str = "offload-activations"
 
     def run(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int, ctx: Context) -> None:
@@ -77,18 +80,18 @@ class OffloadActivations:
         Args:
             num_outputs: of the user, and of mutated inputs; what follows them is saved for backward.
         """
-        if ctx.away is None or ctx.machine is None:
+        if self.away is None or ctx.machine is None:
             return
-        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, ctx.tiers, ctx.fused)
-        if ctx.activation_bytes is None:
-            busy = self.busy_us or (0.0,) * len(ctx.tiers)
-            chosen = hidden(found, forward_us, busy) if can_hide(ctx.machine, ctx.tiers) else []
+        found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, self.tiers, ctx.fused)
+        if self.activation_bytes is None:
+            busy = self.busy_us or (0.0,) * len(self.tiers)
+            chosen = hidden(found, forward_us, busy) if can_hide(ctx.machine, self.tiers) else []
             free = frozenset(s.name for s in chosen)
         else:
             said = {n.name for n in forward.nodes if facts.goes_away(n)}
-            chosen, free = [s for s in found if s.name in said], ctx.away
-        why = HIDDEN if ctx.activation_bytes is None else BUDGET
-        said_of = {s.name: _facts(s, s.name in free, why, ctx.tiers) for s in chosen}
+            chosen, free = [s for s in found if s.name in said], self.away
+        why = HIDDEN if self.activation_bytes is None else BUDGET
+        said_of = {s.name: _facts(s, s.name in free, why, self.tiers) for s in chosen}
         rewrite(forward, backward, num_outputs, said_of)
 
 

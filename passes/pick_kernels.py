@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from zero_compiler.cost.cost import CostModel, hints
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
 
 from .base import Context
@@ -36,10 +37,11 @@ class PickKernels:
     Refuses: nothing. Left alone are products of other dtypes and devices, with factors, or that add a matrix.
     """
 
+    kernels: bool = False
     name: str = "pick-kernels"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        cost, known = chooser(ctx), hints(graph)
+        cost, known = chooser(ctx.machine) if self.kernels else None, hints(graph)
         if cost is None:
             return
         found = [node for node in graph.nodes if _product(node) is not None]
@@ -62,10 +64,9 @@ class PickKernels:
         )
 
 
-def chooser(ctx: Context) -> CostModel | None:
+def chooser(machine: HardwareSpec | None) -> CostModel | None:
     """What knows which library does a product faster; None where there is nothing to choose."""
-    machine = ctx.machine
-    if not ctx.kernels or machine is None or "float32" not in machine.onednn_flops_per_us:
+    if machine is None or "float32" not in machine.onednn_flops_per_us:
         return None
     return CostModel(machine)
 

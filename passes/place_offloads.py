@@ -46,11 +46,12 @@ class PlaceOffloads:
     Refuses: nothing.
     """
 
+    budgeted: bool = False
     name: str = "place-offloads"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         _place_writes(graph, ctx)
-        _place_reads(graph, ctx)
+        _place_reads(graph, ctx, self.budgeted)
 
 
 def _place_writes(graph: fx.Graph, ctx: Context) -> None:
@@ -108,7 +109,7 @@ def _adjacent(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     return groups
 
 
-def _place_reads(graph: fx.Graph, ctx: Context) -> None:
+def _place_reads(graph: fx.Graph, ctx: Context, budgeted: bool) -> None:
     waits = list(graph.find_nodes(op="call_function", target=ops.restored))
     if not waits:
         return
@@ -120,18 +121,20 @@ def _place_reads(graph: fx.Graph, ctx: Context) -> None:
     waits.sort()  # by their place in the graph
     groups = _groups(waits)
     for tier in facts.away(_restore(waits[0])).tiers:
-        groups = _start(graph, ctx, tier, groups)
+        groups = _start(graph, ctx, tier, groups, budgeted)
     _discard(graph, waits)
 
 
-def _start(graph: fx.Graph, ctx: Context, tier: str, groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
+def _start(
+    graph: fx.Graph, ctx: Context, tier: str, groups: list[list[fx.Node]], budgeted: bool
+) -> list[list[fx.Node]]:
     """Place what starts the transfers from a tier for which ``groups`` wait; those that stand together, in order."""
     waits = [wait for group in groups for wait in group]
     begins = _clock(graph, ctx)
     late = latest_starts([(begins[w], _move_us(ctx, tier, w)) for w in waits])
     latest = dict(zip(waits, late, strict=True))
     top = next(n for n in graph.nodes if n.op != "placeholder" and n.target not in (ops.restore, ops.bring))
-    points = [top, *(n for n in graph.nodes if n > top and _may_start(n, ctx))]
+    points = [top, *(n for n in graph.nodes if n > top and _may_start(n, budgeted))]
     place = {n: i for i, n in enumerate(graph.nodes)}
     places, times = [place[p] for p in points], [begins[p] for p in points]  # both grow
     first = 0
@@ -145,12 +148,12 @@ def _start(graph: fx.Graph, ctx: Context, tier: str, groups: list[list[fx.Node]]
     return _groups([wait.args[0] for wait in waits])
 
 
-def _may_start(point: fx.Node, ctx: Context) -> bool:
+def _may_start(point: fx.Node, budgeted: bool) -> bool:
     """Whether transfers may start before a node: at the end of a segment, or at the begin of one for which others have
     come, so that they pass while it computes. Under a budget what it reads is gone first."""
     if point.target in ops.BORDERS:
         return point.target not in _READS
-    return not ctx.budgeted and point.prev.target in _READS
+    return not budgeted and point.prev.target in _READS
 
 
 def _restore(wait: fx.Node) -> fx.Node:

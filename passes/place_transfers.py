@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -46,13 +47,15 @@ class PlaceStarts:
     Refuses: nothing.
     """
 
+    bucket_bytes: int = 0
+    distances: Mapping[str, int] = field(default_factory=dict)
     name: str = "place-starts"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         groups = unit_groups(graph, ops.gather)
         order = {n: i for i, n in enumerate(graph.nodes)}
         anchors = [max((_wait(g) for g in group), key=order.__getitem__) for group in groups]
-        starts = _starts(groups, ctx)
+        starts = _starts(groups, self.distances)
         for i in range(len(groups) - 1, 0, -1):
             if starts[i]:
                 # Behind the last wait of that unit: its own weights come first on the lane.
@@ -74,7 +77,7 @@ class PlaceStarts:
         reductions = unit_groups(graph, ops.reduce)
         (output,) = graph.find_nodes(op="output")
         shared = [s for group in reductions for s in group if ctx.params[facts.params(s)[0]].shared]
-        _wait_for_room(shared, output, ctx)
+        _wait_for_room(shared, output, ctx, 2 * self.bucket_bytes)
         for i, group in enumerate(reductions):
             point = reductions[i + 2][0] if i + 2 < len(reductions) else output
             behind = group[-1].next
@@ -92,10 +95,10 @@ def _wait_before(start: fx.Node, point: fx.Node) -> None:
         point.prepend(node)
 
 
-def _wait_for_room(reductions: list[fx.Node], output: fx.Node, ctx: Context) -> None:
+def _wait_for_room(reductions: list[fx.Node], output: fx.Node, ctx: Context, least_bytes: int) -> None:
     """Wait for the oldest of ``reductions`` where another one would not fit beside those in flight."""
     nbytes = {s: _reduced_bytes(s, ctx) for s in reductions}
-    room = max(2 * ctx.bucket_bytes, *nbytes.values()) if nbytes else 0
+    room = max(least_bytes, *nbytes.values()) if nbytes else 0
     flying: deque[fx.Node] = deque()
     taken = 0
     for start in reductions:
@@ -180,9 +183,9 @@ def _segment_ends(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, f
     return out
 
 
-def _starts(groups: list[list[fx.Node]], ctx: Context) -> list[int]:
+def _starts(groups: list[list[fx.Node]], distances: Mapping[str, int]) -> list[int]:
     """How many units have been waited for where each unit's gathers start; never falling, which keeps their order."""
-    starts = [max(0, i + 1 - ctx.distances.get(facts.unit(group[0]), 1)) for i, group in enumerate(groups)]
+    starts = [max(0, i + 1 - distances.get(facts.unit(group[0]), 1)) for i, group in enumerate(groups)]
     starts[:1] = [0] * len(starts[:1])
     for i in range(len(starts) - 2, -1, -1):
         starts[i] = min(starts[i], starts[i + 1])

@@ -53,7 +53,7 @@ class TagRecompute:
     Weights that backward needs for autograd's own formulas may be used there by recomputed values too, and so
     may small ones. The readers of the others (large; or whose reader is an operator that is too costly to run
     twice) are saved and not recomputed: so which weights backward gathers does not depend on the sizes of
-    activations, which ranks may legally disagree about. Under a budget for activations (``ctx.recompute``) backward
+    activations, which ranks may legally disagree about. Under a budget for activations (``recompute``) backward
     gathers every small weight that forward reads, and the costly readers of what it gathers may be run twice.
 
     What one region of ``torch.utils.checkpoint`` hands to the next one is saved. Partitioners do so themselves, but for
@@ -62,6 +62,8 @@ class TagRecompute:
     Refuses: nothing.
     """
 
+    bucket_bytes: int = 0
+    recompute: bool = False
     name: str = "tag-recompute"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
@@ -69,7 +71,7 @@ class TagRecompute:
             facts.tag_recompute(node, CheckpointPolicy.MUST_SAVE, 0)
         backward = facts.depends_on_tangents(graph)
         derived = facts.made_of_weights(graph)
-        allowed = regathered(graph, ctx.bucket_bytes, ctx.recompute)
+        allowed = regathered(graph, self.bucket_bytes, self.recompute)
         for node in derived:
             facts.tag_recompute(node, CheckpointPolicy.MUST_RECOMPUTE, REGION)
         for node in graph.find_nodes(op="call_function", target=ops.tiled):
@@ -80,7 +82,7 @@ class TagRecompute:
                 facts.tag_recompute(kept, CheckpointPolicy.MUST_SAVE, 0)
         for node, marks in derived.items():
             for user in _forward_readers(node, derived, backward):
-                costly = _is_costly(user, node) and not ctx.recompute
+                costly = _is_costly(user, node) and not self.recompute
                 if (costly or not marks <= allowed) and not facts.user_region(user):
                     facts.tag_recompute(user, CheckpointPolicy.MUST_SAVE, 0)
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from zero_compiler.alignment import block_aligned
-from zero_compiler.ir.program import Bring, Discard, Offload, Restore, WaitOffload, WaitRestore, Write
+from zero_compiler.ir.instructions import Bring, Discard, Offload, Restore, WaitOffload, WaitRestore, Write
 
 from ..storage.activation_store import Parcel, Parcels
 from ..storage.stores import FileSpan, FileStore, settle
 from .tier_copies import Aside
 
-INSTRUCTIONS = (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)
 Step = Callable[[list[Any]], None]
 
 
@@ -35,7 +34,7 @@ class Moves(abc.ABC):
         self._parcel: Parcel | None = None
 
     def step(self, instr: Any) -> Step:
-        """What one of :data:`INSTRUCTIONS` does, given the values of a call."""
+        """What an instruction does to an activation, given the values of a call."""
         which = instr.index
 
         def offload(env: list[Any]) -> None:

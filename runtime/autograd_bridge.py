@@ -46,15 +46,8 @@ class LocalRows(torch.autograd.Function):
         _unmodified(ctx, given)
         # Of each tensor among the inputs, in order, what accumulates its gradient.
         nodes = [node for node, _ in ctx.next_functions]
-        out: list[object] = [None, None, None]
-        for param, grad, runs in zip(ctx.params, given, grads.will_run(nodes, given), strict=True):
-            # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
-            direct = runs and param.requires_grad and not grads.hooked(param)
-            if grad is not None and not (direct and grads.added(param, grad)):
-                out.append(grads.as_dtensor(param, grad))
-            else:
-                out.append(None)
-        return tuple(out)
+        runs = grads.will_run(nodes, given)
+        return (None, None, None, *map(grads.handed_on, ctx.params, given, runs))
 
 
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from zero_compiler.errors import TransferError
-from zero_compiler.ir.program import Compute, Program, Reduce, ReduceDesc
-from zero_compiler.layout import tiled_rows
+from zero_compiler.ir.instructions import Compute, Reduce
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import ReduceDesc
 from zero_compiler.sharded import grads
 
 from . import peer_watchdog
@@ -110,14 +111,9 @@ class Reductions:
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
         policy = runtime.policy
-        params = [policy.param(n) for n in r.names]
-        if grads.PendingGrad.ever_made:
-            for k, param in enumerate(params):
-                if not grads.goes_to_grad(param):
-                    continue
-                grads.flush_at_end(policy)
-                if isinstance(param.grad, grads.PendingGrad):
-                    given[k] = self._with_pending(r, param, given[k].to(getattr(torch, r.dtype)))
+        dtype = getattr(torch, r.dtype)
+        for k, name in enumerate(r.names):
+            given[k] = grads.to_reduce(policy, name, policy.param(name), given[k], dtype, r.tile)
         runtime.engine.reduce_start(loaded.index, given)
 
     def keep(self, which: int, given: list[torch.Tensor]) -> None:
@@ -125,14 +121,7 @@ class Reductions:
         runtime, keep = self._keeps[which]
         policy, dtype = runtime.policy, getattr(torch, keep.dtype)
         for name, grad in zip(keep.names, given, strict=True):
-            param = policy.param(name)
-            if not grads.goes_to_grad(param):
-                continue
-            if keep.tile is None:
-                grads.keep_pending(param, grad, dtype)
-            else:
-                rows = tiled_rows(policy.params[name].layout, keep.tile.begin, grad.shape[0])
-                grads.keep_pending_rows(param, grad.to(dtype), rows)
+            grads.keep(policy.param(name), grad, dtype, policy.params[name].layout, keep.tile)
 
     def store(self, env: list[Any], which: int) -> None:
         """Wait for a reduction whose result goes to the host, and start the copy."""
@@ -165,13 +154,6 @@ class Reductions:
             out_dtype = getattr(torch, self._all[s.which].desc.out_dtype)
             self._send(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
         self._summing.clear()
-
-    def _with_pending(self, r: ReduceDesc, param: Any, grad: torch.Tensor) -> torch.Tensor:
-        if r.tile is None:
-            return grads.take_pending(param, grad)
-        layout = self.owners[r.owner].policy.params[r.names[0]].layout
-        rows = tiled_rows(layout, r.tile.begin, grad.shape[0])
-        return grads.take_pending_rows(param, grad, rows, r.tile.last)
 
     def _reduced(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
         """Wait for a reduction; what it gives goes where it is to go."""
@@ -225,10 +207,8 @@ class Reductions:
         ]
         if policy.sinks:
             for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
-                sink = policy.sinks.get(name)
-                if sink is not None and sink.land(
-                    policy.param(name), out[k], last and grads.alone(policy, name)
-                ):
+                done = last and grads.alone(policy, name)
+                if grads.deliver(policy, name, policy.param(name), out[k], done):
                     out[k] = None
         for i, value in zip(outs, out, strict=True):
             if i >= 0:
@@ -239,11 +219,10 @@ class Reductions:
     ) -> torch.Tensor | None:
         """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
         assert r.tile is not None
-        sink, param = runtime.policy.sinks.get(r.names[0]), runtime.policy.param(r.names[0])
-        if sink is not None:
-            done = r.tile.last and final and grads.alone(runtime.policy, r.names[0])
-            if sink.land_part(param, part, r.tile.begin, r.tile.last, done):
-                return None
+        policy, (name, *_) = runtime.policy, r.names
+        done = r.tile.last and final and grads.alone(policy, name)
+        if grads.deliver_part(policy, name, policy.param(name), part, r.tile, done):
+            return None
         key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
         if r.tile.index == 0:
             self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device, bool(r.tiers))

@@ -8,40 +8,37 @@ starts, and writes them when it is waited for; a release fills the weight with N
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero_compiler.errors import TransferError
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.ir.program import (
+from zero_compiler.ir.instructions import (
     Bring,
     Compute,
     Discard,
     Fetch,
     Gather,
-    GatherDesc,
+    Instruction,
     Keep,
-    KeepDesc,
     Offload,
-    Program,
     Reduce,
-    ReduceDesc,
     Release,
     Restore,
     Store,
     WaitFetch,
     WaitGather,
     WaitOffload,
+    WaitReduce,
     WaitRestore,
     Write,
-    outputs_of,
 )
+from zero_compiler.ir.program import Program, outputs_of
+from zero_compiler.ir.transfers import GatherDesc, KeepDesc, OffloadDesc, ReduceDesc
 from zero_compiler.layout import Layout, tiled_rows
 
-_PATIENCE_S = 120.0  # for the ranks of one process to meet
 # All bits set: NaN in every floating dtype, and no likely value in the others.
 _POISON = 0xFF
 
@@ -80,6 +77,19 @@ class Rank:
                 new[: have.numel()] = have
             self._arenas[pool] = have = new
         return have
+
+
+class _Call:
+    """One run: the values of every rank, and transfers that were started and are not waited for."""
+
+    def __init__(self, envs: list[list[Any]]) -> None:
+        self.envs = envs
+        self.started: dict[tuple[str, int], Any] = {}
+
+    def start(self, kind: str, index: int, given: Any) -> None:
+        if (kind, index) in self.started:
+            raise TransferError(f"{kind} {index} is started again before its wait")
+        self.started[kind, index] = given
 
 
 class Reference:
@@ -121,68 +131,88 @@ class Reference:
         envs = [list(given) + [None] * (p.num_values - p.num_inputs) for given in inputs]
         for given in inputs:
             given.clear()
-        started: dict[tuple[str, int], Any] = {}
+        call = _Call(envs)
         for instr in p.instrs:
-            if isinstance(instr, Compute):
-                for env in envs:
-                    args = [_read(env, i) for i in instr.ins]
-                    _free(env, instr.free)
-                    for i, value in zip(instr.outs, self.segments[instr.segment](args), strict=True):
-                        env[i] = value
-            elif isinstance(instr, (Fetch, WaitFetch)):
-                for rank in self.ranks:
-                    self._fetch(rank, p.gathers[instr.index], instr.hop, done=isinstance(instr, WaitFetch))
-            elif isinstance(instr, Gather):
-                self._start(started, "gather", instr.index, self._gather_start(p.gathers[instr.index]))
-            elif isinstance(instr, WaitGather):
-                inputs_of = started.pop(("gather", instr.index))
-                for k, (rank, env) in enumerate(zip(self.ranks, envs, strict=True)):
-                    sent = inputs_of[k - k % self.world :][: self.world]
-                    _write(env, instr.outs, self._gather_end(rank, p.gathers[instr.index], sent))
-            elif isinstance(instr, (Offload, Write, WaitOffload, Restore, Bring, WaitRestore, Discard)):
-                for rank, env in zip(self.ranks, envs, strict=True):
-                    self._activation(rank, env, instr)
-            elif isinstance(instr, Release):
-                for rank, env in zip(self.ranks, envs, strict=True):
-                    for slot in self._slots(rank, p.gathers[instr.index]):
-                        slot.fill_(_POISON)
-                    _free(env, instr.values)
-            elif isinstance(instr, Keep):
-                for rank, env in zip(self.ranks, envs, strict=True):
-                    self._keep(rank, p.keeps[instr.index], [_read(env, i) for i in instr.ins])
-                    _free(env, instr.free)
-            elif isinstance(instr, Reduce):
-                r = p.reduces[instr.index]
-                given = [
-                    self._with_waiting(rank, r, [_read(env, i) for i in instr.ins])
-                    for rank, env in zip(self.ranks, envs, strict=True)
-                ]
-                self._start(
-                    started, "reduce", instr.index, [self._reduce_start(k, r, g) for k, g in enumerate(given)]
-                )
-                for env in envs:
-                    _free(env, instr.free)
-            elif isinstance(instr, Store):
-                r = p.reduces[instr.index]
-                ends = self._reduced(r, started.pop(("reduce", instr.index)))
-                self._start(started, "store", instr.index, ends)
-            else:
-                r = p.reduces[instr.index]
-                if r.copied:
-                    ends = started.pop(("store", instr.index))
-                else:
-                    ends = self._reduced(r, started.pop(("reduce", instr.index)))
-                for env, end in zip(envs, ends, strict=True):
-                    _write(env, instr.outs, end)
-        if started:
-            raise TransferError(f"the Program ends with transfers that nothing waited for: {sorted(started)}")
+            _STEPS.get(type(instr), Reference._read_only)(self, call, instr)
+        if call.started:
+            left = sorted(call.started)
+            raise TransferError(f"the Program ends with transfers that nothing waited for: {left}")
         return [outputs_of(p, functools.partial(_read, env)) for env in envs]
 
-    @staticmethod
-    def _start(started: dict[tuple[str, int], Any], kind: str, index: int, given: Any) -> None:
-        if (kind, index) in started:
-            raise TransferError(f"{kind} {index} is started again before its wait")
-        started[kind, index] = given
+    def _each(self, call: _Call) -> Iterator[tuple[Rank, list[Any]]]:
+        return zip(self.ranks, call.envs, strict=True)
+
+    def _read_only(self, call: _Call, instr: Instruction) -> None:
+        """An instruction that gives no values and moves nothing changes nothing here; but what it reads must be
+        there."""
+        if instr.writes or instr.starts(self.program) or instr.ends(self.program):
+            raise TransferError(f"the reference does not know what a {instr.op!r} does")
+        for _, env in self._each(call):
+            for i in instr.reads:
+                _read(env, i)
+            _free(env, instr.frees)
+
+    def _compute(self, call: _Call, instr: Compute) -> None:
+        for env in call.envs:
+            args = [_read(env, i) for i in instr.ins]
+            _free(env, instr.free)
+            for i, value in zip(instr.outs, self.segments[instr.segment](args), strict=True):
+                env[i] = value
+
+    def _fetch(self, call: _Call, instr: Fetch | WaitFetch) -> None:
+        """A hop reads where it comes from until it is done, and then nothing needs that place any more."""
+        g = self.program.gathers[instr.index]
+        for rank in self.ranks:
+            sources, slots = self._chunks(rank, g, instr.hop - 1), self._chunks(rank, g, instr.hop)
+            for source, slot in zip(sources, slots, strict=True):
+                if isinstance(instr, Fetch):
+                    slot.view(torch.uint8).fill_(_POISON)
+                    continue
+                slot.copy_(source)
+                if instr.hop:
+                    source.view(torch.uint8).fill_(_POISON)
+
+    def _gather(self, call: _Call, instr: Gather) -> None:
+        call.start("gather", instr.index, self._gather_start(self.program.gathers[instr.index]))
+
+    def _wait_gather(self, call: _Call, instr: WaitGather) -> None:
+        inputs_of = call.started.pop(("gather", instr.index))
+        for k, (rank, env) in enumerate(self._each(call)):
+            sent = inputs_of[k - k % self.world :][: self.world]
+            _write(env, instr.outs, self._gather_end(rank, self.program.gathers[instr.index], sent))
+
+    def _release(self, call: _Call, instr: Release) -> None:
+        for rank, env in self._each(call):
+            for slot in self._slots(rank, self.program.gathers[instr.index]):
+                slot.fill_(_POISON)
+            _free(env, instr.values)
+
+    def _keep(self, call: _Call, instr: Keep) -> None:
+        for rank, env in self._each(call):
+            self._add_to_waiting(rank, self.program.keeps[instr.index], [_read(env, i) for i in instr.ins])
+            _free(env, instr.free)
+
+    def _reduce(self, call: _Call, instr: Reduce) -> None:
+        r, given = self.program.reduces[instr.index], []
+        for k, (rank, env) in enumerate(self._each(call)):
+            grads = self._with_waiting(rank, r, [_read(env, i) for i in instr.ins])
+            given.append(self._reduce_start(k, r, grads))
+        call.start("reduce", instr.index, given)
+        for env in call.envs:
+            _free(env, instr.free)
+
+    def _store(self, call: _Call, instr: Store) -> None:
+        r = self.program.reduces[instr.index]
+        call.start("store", instr.index, self._reduced(r, call.started.pop(("reduce", instr.index))))
+
+    def _wait_reduce(self, call: _Call, instr: WaitReduce) -> None:
+        r = self.program.reduces[instr.index]
+        if r.copied:
+            ends = call.started.pop(("store", instr.index))
+        else:
+            ends = self._reduced(r, call.started.pop(("reduce", instr.index)))
+        for env, end in zip(call.envs, ends, strict=True):
+            _write(env, instr.outs, end)
 
     # Gathers -----------------------------------------------------------------------------------------------
 
@@ -215,16 +245,6 @@ class Reference:
         ends = [o + n * dtype.itemsize for o, n in zip(step.offsets, g.chunk_numels, strict=True)]
         return [pool[o:end].view(dtype) for o, end in zip(step.offsets, ends, strict=True)]
 
-    def _fetch(self, rank: Rank, g: GatherDesc, hop: int, done: bool) -> None:
-        """A hop reads where it comes from until it is done, and then nothing needs that place any more."""
-        for source, slot in zip(self._chunks(rank, g, hop - 1), self._chunks(rank, g, hop), strict=True):
-            if not done:
-                slot.view(torch.uint8).fill_(_POISON)
-                continue
-            slot.copy_(source)
-            if hop:
-                source.view(torch.uint8).fill_(_POISON)
-
     def _gather_start(self, g: GatherDesc) -> list[torch.Tensor]:
         """For each rank, its chunks one after the other in the dtype of the gather."""
         sent = []
@@ -256,19 +276,21 @@ class Reference:
             at += numel
         return out
 
-    def _activation(self, rank: Rank, env: list[Any], instr: Any) -> None:
-        """Other tiers are a dictionary by ticket and place; a file is written when the wait is over, and so read. A
-        copy to the pool is there when it is sent on, and one from it when it has been waited for."""
+    # Activations. Other tiers are a dictionary by ticket and place. A file is written when the wait is over, and so
+    # read. A copy to the pool is there when it is sent on, and one from it when it has been waited for.
+
+    def _activation(self, rank: Rank, instr: Any) -> tuple[OffloadDesc, torch.Tensor, torch.Tensor]:
+        """An offloaded tensor, the bytes that it has on its way, and the same as the tensor that it is."""
         o = self.program.offloads[instr.index]
-        pooled = o.pooled
-        pool = (
-            rank.arena("host", self.program.host_bytes)
-            if pooled
-            else torch.empty(o.nbytes, dtype=torch.uint8)
-        )
-        raw = pool[o.offset : o.offset + o.nbytes] if pooled else pool
-        slot = raw.view(_dtype(o.dtype)).as_strided(o.shape, o.stride)
-        if isinstance(instr, Offload):
+        if o.pooled:
+            raw = rank.arena("host", self.program.host_bytes)[o.offset : o.offset + o.nbytes]
+        else:
+            raw = torch.empty(o.nbytes, dtype=torch.uint8)
+        return o, raw, raw.view(_dtype(o.dtype)).as_strided(o.shape, o.stride)
+
+    def _offload(self, call: _Call, instr: Offload) -> None:
+        for rank, env in self._each(call):
+            o, raw, slot = self._activation(rank, instr)
             value = _read(env, instr.ins[0])
             rank.tickets += 1
             env[instr.outs[0]] = torch.tensor([rank.tickets])
@@ -278,28 +300,47 @@ class Reference:
                 rank.copying[o.name] = value
             else:
                 slot.copy_(value)
-            if not pooled:
+            if not o.pooled:
                 rank.files[rank.tickets, o.where] = raw
             _free(env, instr.free)
-        elif isinstance(instr, Write):
+
+    def _send_on(self, call: _Call, instr: Write) -> None:
+        for rank in self.ranks:
+            o, _, slot = self._activation(rank, instr)
             slot.copy_(rank.copying.pop(o.name))
-        elif isinstance(instr, WaitOffload):
+
+    def _wait_offload(self, call: _Call, instr: WaitOffload) -> None:
+        for rank in self.ranks:
+            o, raw, _ = self._activation(rank, instr)
             key = rank.moving.pop(o.name), o.where
-            if pooled:
+            if o.pooled:
                 rank.files[key] = raw.clone()
                 raw.fill_(_POISON)
-        elif isinstance(instr, Restore):
+
+    def _restore(self, call: _Call, instr: Restore) -> None:
+        for rank, env in self._each(call):
+            o, raw, _ = self._activation(rank, instr)
             raw.fill_(_POISON)
             rank.moving[o.name] = int(_read(env, instr.ins[0]))
-        elif isinstance(instr, Bring):
+
+    def _bring(self, call: _Call, instr: Bring) -> None:
+        for rank in self.ranks:
+            o, raw, _ = self._activation(rank, instr)
             raw.copy_(rank.files[rank.moving.pop(o.name), o.where])
-        elif isinstance(instr, WaitRestore) and o.staged:
-            env[instr.outs[0]] = slot.clone()
-            raw.fill_(_POISON)
-        elif isinstance(instr, WaitRestore):
-            raw.copy_(rank.files[rank.moving.pop(o.name), o.where])
-            env[instr.outs[0]] = slot
-        else:
+
+    def _wait_restore(self, call: _Call, instr: WaitRestore) -> None:
+        for rank, env in self._each(call):
+            o, raw, slot = self._activation(rank, instr)
+            if o.staged:
+                env[instr.outs[0]] = slot.clone()
+                raw.fill_(_POISON)
+            else:
+                raw.copy_(rank.files[rank.moving.pop(o.name), o.where])
+                env[instr.outs[0]] = slot
+
+    def _discard(self, call: _Call, instr: Discard) -> None:
+        for rank, env in self._each(call):
+            o, raw, _ = self._activation(rank, instr)
             if not o.staged:
                 raw.fill_(_POISON)
             _free(env, instr.values)
@@ -318,7 +359,7 @@ class Reference:
             return [(..., ...)]
         return tiled_rows(self.layouts[ParamRef(desc.owner, name)], desc.tile.begin, grad.shape[0])
 
-    def _keep(self, rank: Rank, keep: KeepDesc, given: Sequence[torch.Tensor]) -> None:
+    def _add_to_waiting(self, rank: Rank, keep: KeepDesc, given: Sequence[torch.Tensor]) -> None:
         for name, grad in zip(keep.names, given, strict=True):
             ref = ParamRef(keep.owner, name)
             if ref not in rank.waiting:
@@ -418,6 +459,27 @@ class Reference:
         return self._tiles.pop((k, r.owner, r.names[0])) if r.tile.last else whole
 
 
+_STEPS: dict[type, Callable[[Reference, _Call, Any], None]] = {
+    Compute: Reference._compute,
+    Fetch: Reference._fetch,
+    WaitFetch: Reference._fetch,
+    Gather: Reference._gather,
+    WaitGather: Reference._wait_gather,
+    Release: Reference._release,
+    Reduce: Reference._reduce,
+    Store: Reference._store,
+    WaitReduce: Reference._wait_reduce,
+    Keep: Reference._keep,
+    Offload: Reference._offload,
+    Write: Reference._send_on,
+    WaitOffload: Reference._wait_offload,
+    Restore: Reference._restore,
+    Bring: Reference._bring,
+    WaitRestore: Reference._wait_restore,
+    Discard: Reference._discard,
+}
+
+
 def _read(env: list[Any], i: int) -> Any:
     if env[i] is _FREED:
         raise TransferError(f"value {i} is read after the instruction that freed it")
@@ -445,77 +507,3 @@ def _numel(shape: Sequence[int]) -> int:
     for s in shape:
         n *= s
     return n
-
-
-class Lockstep:
-    """Runs a function once a rank, each in a thread of its own, that meet wherever they run a Program.
-
-    So the caller of a Program may be anything that calls it once a rank: autograd, AOTAutograd's wrappers, a
-    compiled module. At a meeting one thread computes for all, in the order of the ranks. The other ranks start
-    when the first has come to its first meeting, so that what it compiles on the way is compiled once.
-    """
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self._here = threading.local()
-        self._meeting: list[Any] = [None] * world
-        self._barrier = threading.Barrier(world)
-        self._first = threading.Event()
-
-    @property
-    def rank(self) -> int:
-        """Rank of the running thread."""
-        return self._here.rank
-
-    def map(self, fn: Callable[[int], Any]) -> list[Any]:
-        """``fn(rank)`` on every rank; raises the error of the lowest rank that has one of its own.
-
-        Raises:
-            TransferError: ranks did not meet.
-        """
-        results: list[Any] = [None] * self.world
-        errors: list[BaseException | None] = [None] * self.world
-
-        def body(rank: int) -> None:
-            self._here.rank = rank
-            try:
-                results[rank] = fn(rank)
-            except BaseException as error:
-                errors[rank] = error
-                self._barrier.abort()
-            finally:
-                self._first.set()
-
-        self._first.clear()
-        threads = [threading.Thread(target=body, args=(k,)) for k in range(self.world)]
-        for t in threads:
-            t.start()
-            self._first.wait()
-        for t in threads:
-            t.join()
-        self._barrier.reset()
-        waited = [k for k, e in enumerate(errors) if isinstance(e, threading.BrokenBarrierError)]
-        own = [e for k, e in enumerate(errors) if e is not None and k not in waited]
-        if own:
-            raise own[0]
-        if waited:
-            rest = [k for k in range(self.world) if k not in waited]
-            raise TransferError(
-                f"ranks {waited} waited {_PATIENCE_S:.0f} s for all {self.world} ranks to run the same Programs"
-                + (f"; ranks {rest} have returned without" if rest else "; some came too late")
-            ) from errors[waited[0]]
-        return results
-
-    def together(self, given: Any, fn: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Every rank brings ``given``; one of them calls ``fn`` on all of it; each gets its own result."""
-        self._meeting[self.rank] = given
-        self._first.set()
-        if self._barrier.wait(timeout=_PATIENCE_S) == 0:
-            try:
-                self._meeting[:] = list(fn(list(self._meeting)))
-            except BaseException:
-                self._barrier.abort()
-                raise
-        self._barrier.wait(timeout=_PATIENCE_S)
-        mine, self._meeting[self.rank] = self._meeting[self.rank], None
-        return mine

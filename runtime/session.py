@@ -4,105 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-import torch
-
-from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import MemoryBudgetError, ShardError, StorageError, TransferError, ZeroError
-from zero_compiler.ir.program import (
+from zero_compiler.ir.instructions import (
     Compute,
     Fetch,
     Gather,
-    GatherDesc,
+    Instruction,
     Keep,
-    Program,
     Reduce,
     Release,
     Store,
     WaitFetch,
     WaitGather,
-    last_reads,
-    outputs_of,
+    WaitReduce,
 )
-from zero_compiler.memory.arena_extents import Ends, ends_by_owner
-from zero_compiler.memory.verify import verify_accumulating
-from zero_compiler.plan import call_admission
-from zero_compiler.plan.cross_frame_memory import beside_now, frames_of, related, saved_before
-from zero_compiler.ranks.call_handshake import (
-    broke_off,
-    cannot_begin,
-    laid_text,
-    lay_text,
-    meet,
-    short_digest,
-)
+from zero_compiler.ir.program import Need, Program, last_reads, outputs_of
+from zero_compiler.ranks.call_handshake import laid_text, lay_text, meet, short_digest
 from zero_compiler.ranks.failing import noticed
+from zero_compiler.ranks.failure_broadcast import broke_off, cannot_begin
 from zero_compiler.ranks.group import Group
 from zero_compiler.ranks.peer_waits import explained
-from zero_compiler.sharded.sharded_model import ShardedModel
 
-from . import activation_offload, peer_watchdog
+from . import peer_watchdog
+from .gathers import Gathers
 from .model import ModelRuntime
 from .pools import forsake, in_turn, join
 from .reductions import Reductions, load
-from .tier_copies import Hops
 
-_GATHER, _WAIT_GATHER, _RELEASE, _COMPUTE, _REDUCE, _WAIT_REDUCE = range(6)
-_READ_HOME, _FETCH, _WAIT_FETCH, _MOVE, _KEEP, _STORE = range(6, 12)
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
 _REASON_BYTES = 8  # behind it: where the reason lies
-_BLOCK = 1 << 22  # elements of kept weights that a device compares at a time
+
+_Step = Callable[[list[Any]], None]  # what an instruction does, given the values of a call
 
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+class Decisions(Protocol):
+    """What is decided of the calls of a Program where it is compiled (`call_decisions.py`)."""
 
+    def extents(self, owner: str) -> tuple[int, int]:
+        """Bytes of the slots and of the own staging that transfers of an owner's parameters need."""
 
-def _equal(pairs: Sequence[_Pair | None]) -> list[bool]:
-    """Of each pair whether the second, cast to the dtype of the first, equals it; not where there is none."""
-    there = [pair for pair in pairs if pair is not None]
-    if not there or there[0][0].device.type == "cpu":
-        return [pair is not None and _equal_here(*pair) for pair in pairs]
-    # A device is asked once: each answer waits for all that it has been told to compute.
-    flags = torch.stack([_differ(*pair) for pair in there]).tolist()
-    differ = iter(flags)
-    return [pair is not None and not next(differ) for pair in pairs]
+    def accumulating(self, owners: frozenset[str]) -> Program:
+        """The Program that keeps the gradients of ``owners``, on the same segments, transfers and arenas."""
 
+    def need(self, program: Program, values: Sequence[Any], talks: bool) -> Need:
+        """What a call with these ``values`` takes. ``talks``: peers hear of it."""
 
-def _equal_here(kept: torch.Tensor, local: torch.Tensor) -> bool:
-    """After an optimizer's step the first block tells."""
-    kept, local = kept.reshape(-1), local.reshape(-1)
-    at, size = 0, 1 << 12
-    while at < local.numel():
-        if not torch.equal(kept[at : at + size], local[at : at + size].to(kept.dtype)):
-            return False
-        at, size = at + size, 1 << 18
-    return True
-
-
-def _differ(kept: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """In blocks, so that what is cast takes little room."""
-    blocks = zip(kept.reshape(-1).split(_BLOCK), local.reshape(-1).split(_BLOCK), strict=True)
-    differ = torch.zeros((), dtype=torch.bool, device=kept.device)
-    for here, there in blocks:
-        differ |= (here != there.to(here.dtype)).any()
-    return differ
-
-
-def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> _Pair | None:
-    """This rank's rows inside the kept copy, and as they rest; None where these are not there to compare."""
-    if view is None:
-        return None
-    group = runtime.policy.group
-    layout = runtime.policy.params[name].layout
-    rows = layout.rows(group.rank)
-    local = runtime.policy.param(name)._local_tensor.detach()
-    if local.shape[:1] != (rows,):
-        return None
-    return view.narrow(0, layout.start(group.rank), rows), local
+    def beside(self) -> list[ModelRuntime]:
+        """Those of all that the models of a call are parts of: what waits there waits beside it."""
 
 
 class Session:
@@ -112,7 +63,7 @@ class Session:
         program: what to run.
         segments: callable of each ``Compute.segment``; takes a list that it may empty.
         runtimes: runtime of each owner that the Program names; ``first`` is the one that agrees with other ranks.
-        frame: the frame of which the Program is a phase.
+        decisions: what is decided of its calls.
     """
 
     def __init__(
@@ -121,9 +72,9 @@ class Session:
         segments: Sequence[Any],
         runtimes: dict[str, ModelRuntime],
         first: ModelRuntime | None,
-        frame: Any = None,
+        decisions: Decisions,
     ) -> None:
-        self.frame = frame
+        self._decisions = decisions
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
@@ -137,21 +88,14 @@ class Session:
         runtimes, first = self.runtimes, self.first
         self._devices = join(runtimes.values())
         self._make_room(program)
-        ends = ends_by_owner(program)
         for owner, runtime in runtimes.items():
             if runtime.shared:
-                at = ends.get(owner, Ends())
-                runtime.engine.grow_arena(runtime.slots, at.slots)
-                runtime.engine.grow_arena(runtime.own, at.own)
-        self._gathers = [self._add_gather(g) for g in program.gathers]
-        self._whole = [self._is_whole(g) for g in program.gathers]
+                slots, own = self._decisions.extents(owner)
+                runtime.engine.grow_arena(runtime.slots, slots)
+                runtime.engine.grow_arena(runtime.own, own)
+        self._gathers = Gathers(program, runtimes)
         self._known_reduces = {r: load(runtimes[r.owner], r) for r in program.reduces}
         self._moves = first.moves(program) if first is not None and program.offloads else None
-        self._at_home: dict[ModelRuntime, list[str]] = {}
-        for g in program.gathers:
-            if g.home:
-                self._at_home.setdefault(self.runtimes[g.owner], []).extend(g.names)
-        self._hops = Hops([(self.runtimes[g.owner], g) for g in program.gathers])
         self._copies = (
             program.device_bytes > 0
             or any(r.copied for r in program.reduces)
@@ -171,81 +115,95 @@ class Session:
         self._digest: bytes | None = None
         self._reductions = Reductions(program, self._known_reduces, self.runtimes)
         self._last_read = last_reads(program)
-        self._code = [self._encode(at, i) for at, i in enumerate(program.instrs) if not self._at_rest(i)]
+        self._code = [step for at, i in enumerate(program.instrs) if (step := self._step(at, i)) is not None]
         self._accumulating: dict[frozenset[str], Session] = {}
-        self._around: tuple[Any, list[Any]] | None = None
 
     def _keeping(self, owners: frozenset[str]) -> Session:
         """This backward with the gradients of ``owners`` kept: a Program of its own, on the same segments, transfers
         and arenas."""
         found = self._accumulating.get(owners)
         if found is None:
-            program = accumulating(self.program, owners)
-            worlds = {owner: r.policy.group.world for owner, r in self.runtimes.items()}
-            verify_accumulating(program, self.program, owners, worlds)
+            program = self._decisions.accumulating(owners)
             found = self._accumulating[owners] = copy.copy(self)
             found._take(program)
         return found
 
-    # Loading -----------------------------------------------------------------------------------------------
-
-    def _add_gather(self, g: GatherDesc) -> tuple[ModelRuntime, int, GatherDesc, list[Any]]:
-        runtime = self.runtimes[g.owner]
-        if g.home:
-            return runtime, -1, g, runtime.home_views(g.names)
-        arena = runtime.kept if g.kept else runtime.slots if g.shared else runtime.transient
-        if g.kept:
-            item = runtime.policy.group.world * getattr(torch, g.dtype).itemsize
-            runtime.make_room_for_kept(
-                max(o + c * item for o, c in zip(g.offsets, g.chunk_numels, strict=True))
-            )
-
-        params = list(zip(g.chunk_numels, map(list, g.shapes), g.offsets, strict=True))
-        index = runtime.engine.add_gather(
-            arena, getattr(torch, g.dtype), g.label, params, g.staging, staging_arena=runtime.transient
-        )
-        views = runtime.kept_views((g.names, g.dtype, g.offsets)) if g.kept else []
-        return runtime, index, g, views
-
-    def _is_whole(self, g: GatherDesc) -> bool:
-        """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
-        policy = self.runtimes[g.owner].policy
-        own = all(policy.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
-        return policy.group.world == 1 and own and not (g.home or g.hops or g.tile)
-
-    def _at_rest(self, instr: Any) -> bool:
-        """Nothing to do: a weight that is read where it lies at rest is neither fetched nor let go of."""
-        return isinstance(instr, (Gather, Release)) and self.program.gathers[instr.index].home
-
-    def _encode(self, at: int, instr: Any) -> tuple[int, Any, Any, Any, Any]:
-        # A tuple with a small number in front is what the loop below reads fastest.
-        if isinstance(instr, Fetch):
-            return (_FETCH, instr.index, instr.hop, None, None)
-        if isinstance(instr, WaitFetch):
-            return (_WAIT_FETCH, instr.index, instr.hop, None, None)
-        if isinstance(instr, Store):
-            return (_STORE, instr.index, None, None, None)
-        if isinstance(instr, activation_offload.INSTRUCTIONS):
+    def _step(self, at: int, instr: Instruction) -> _Step | None:
+        """What instruction ``at`` does; None where it is nothing. It refers to what it works on and not to the session,
+        which is to go with the last reference to it."""
+        if instr.table == "offloads":
             assert self._moves is not None
-            return (_MOVE, self._moves.step(instr), None, None, None)
-        if isinstance(instr, Gather):
-            return (_GATHER, instr.index, None, None, None)
-        if isinstance(instr, WaitGather):
-            if self.program.gathers[instr.index].home:
-                return (_READ_HOME, self._gathers[instr.index][3], instr.outs, None, None)
-            return (_WAIT_GATHER, instr.index, instr.outs, None, None)
-        if isinstance(instr, Release):
-            return (_RELEASE, instr.index, instr.values, None, None)
-        if isinstance(instr, Compute):
-            return (_COMPUTE, self.segments[instr.segment], instr.ins, instr.outs, instr.free)
-        if isinstance(instr, Reduce):
-            return (_REDUCE, instr.index, instr.ins, instr.free, None)
-        if isinstance(instr, Keep):
-            return (_KEEP, instr.index, instr.ins, instr.free, None)
+            return self._moves.step(instr)
+        return _STEPS[type(instr)](self, at, instr)
+
+    def _fetch(self, at: int, instr: Fetch) -> _Step:
+        hops, index, hop = self._gathers.hops, instr.index, instr.hop
+        return lambda env: hops.start(index, hop)
+
+    def _wait_fetch(self, at: int, instr: WaitFetch) -> _Step:
+        hops, index, hop = self._gathers.hops, instr.index, instr.hop
+        return lambda env: hops.wait(index, hop)
+
+    def _gather(self, at: int, instr: Gather) -> _Step | None:
+        gathers, index = self._gathers, instr.index
+        # A weight that is read where it lies at rest is neither fetched nor let go of.
+        return None if self.program.gathers[index].home else lambda env: gathers.start(index)
+
+    def _wait_gather(self, at: int, instr: WaitGather) -> _Step:
+        gathers, index, outs = self._gathers, instr.index, instr.outs
+        if self.program.gathers[index].home:
+            views = gathers.views(index)
+            return lambda env: _put(env, outs, views)
+        return lambda env: _put(env, outs, gathers.wait(index))
+
+    def _release(self, at: int, instr: Release) -> _Step | None:
+        gathers, index, values = self._gathers, instr.index, instr.values
+
+        def release(env: list[Any]) -> None:
+            _drop(env, values)
+            gathers.release(index)
+
+        return None if self.program.gathers[index].home else release
+
+    def _compute(self, at: int, instr: Compute) -> _Step:
+        segment, ins, outs, free = self.segments[instr.segment], instr.ins, instr.outs, instr.free
+
+        def compute(env: list[Any]) -> None:
+            args = [env[i] for i in ins]
+            for i in free:
+                env[i] = None
+            _put(env, outs, segment(args))
+
+        return compute
+
+    def _reduce(self, at: int, instr: Reduce) -> _Step:
+        reductions, index, ins, free = self._reductions, instr.index, instr.ins, instr.free
+
+        def reduce(env: list[Any]) -> None:
+            reductions.start(index, [env[i] for i in ins])
+            _drop(env, free)
+
+        return reduce
+
+    def _store(self, at: int, instr: Store) -> _Step:
+        reductions, index = self._reductions, instr.index
+        return lambda env: reductions.store(env, index)
+
+    def _wait_reduce(self, at: int, instr: WaitReduce) -> _Step:
+        reductions, index, outs = self._reductions, instr.index, instr.outs
+        r = self.program.reduces[index]
         # For each gradient, whether nothing reads its weight from here on.
-        r = self.program.reduces[instr.index]
         final = tuple(self._last_read.get((r.owner, name), -1) < at for name in r.names)
-        return (_WAIT_REDUCE, instr.index, instr.outs, final, None)
+        return lambda env: reductions.wait(env, index, outs, final)
+
+    def _keep(self, at: int, instr: Keep) -> _Step:
+        reductions, index, ins, free = self._reductions, instr.index, instr.ins, instr.free
+
+        def keep(env: list[Any]) -> None:
+            reductions.keep(index, [env[i] for i in ins])
+            _drop(env, free)
+
+        return keep
 
     @property
     def _group(self) -> Group:
@@ -256,7 +214,7 @@ class Session:
 
     # Agreement ---------------------------------------------------------------------------------------------
 
-    def _agree(self, need: call_admission.Need) -> None:
+    def _agree(self, need: Need) -> None:
         """Before the first collective of a call: every rank is about to run the same sequence.
 
         What may differ is which kept weights a rank found changed: then all gather anew. And what it needs of memory,
@@ -272,9 +230,12 @@ class Session:
         group = first.policy.group
         with self._together():
             # What peers read from here on is in place before they are told that this rank is in the call.
-            for runtime, names in self._at_home.items():
-                runtime.bring_home(names)
-            rest = lay_text(group, need.refusal, _REASON_BYTES) if need.nbytes else self._stale_kept()
+            self._gathers.bring_home()
+            rest = (
+                lay_text(group, need.refusal, _REASON_BYTES)
+                if need.nbytes
+                else self._gathers.stale_kept(self.program.phase)
+            )
         told = meet(
             group, self._digest, self._told_text, what, need.nbytes.to_bytes(_NEED_BYTES, "little") + rest
         )
@@ -305,28 +266,6 @@ class Session:
         text: str = self.first.policy.scope.told(self._text())
         return text
 
-    def _stale_kept(self) -> bytes:
-        """Forget kept weights whose shards have changed; a digest of what is left to gather.
-
-        Shards are written outside the runtime (optimizers, ``load_state_dict``, averages through ``.data``), and
-        no counter sees all of that; this rank's rows inside the kept copy do.
-        """
-        seen = hashlib.blake2b(digest_size=8)
-        kept = [
-            (runtime, name, view)
-            for runtime, _, g, views in self._gathers
-            if g.kept and not g.home
-            for name, view in zip(g.names, views or [None] * len(g.names), strict=True)
-        ]
-        if self.program.phase != "backward":
-            asked = [at for at in kept if at[1] in at[0].fresh]
-            for (runtime, name, _), same in zip(asked, _equal([_rows(*at) for at in asked]), strict=True):
-                if not same:
-                    runtime.fresh.discard(name)
-        for runtime, name, view in kept:
-            seen.update(b"\1" if view is not None and name in runtime.fresh else b"\0")
-        return seen.digest()
-
     # Running -----------------------------------------------------------------------------------------------
 
     def run(self, inputs: list[Any]) -> list[Any]:
@@ -355,9 +294,9 @@ class Session:
         try:  # with nothing before it where Ctrl-C could come, and peers would not be told
             if call is not None:
                 peer_watchdog.begin(call)
-            engines = self._beside()
-            for engine in engines:
-                engine.trim(need.idle_bytes // len(engines))  # of -1 that is -1
+            beside = self._decisions.beside()
+            for runtime in beside:
+                runtime.engine.trim(need.idle_bytes // len(beside))  # of -1 that is -1
             self._walk(env)
             self._finish_copies()
             if self._moves is not None:
@@ -391,7 +330,7 @@ class Session:
             if self._talks:
                 broke_off(self._group, error, [r.policy.identity.title() for r in self.runtimes.values()])
         finally:
-            self._hops.end()
+            self._gathers.hops.end()
             if self._moves is not None:
                 self._moves.end()
             self._reductions.forget()
@@ -402,7 +341,7 @@ class Session:
         if self._talks:
             forsake(self.runtimes.values())
 
-    def _begin(self, env: Sequence[Any]) -> call_admission.Need:
+    def _begin(self, env: Sequence[Any]) -> Need:
         """What this call takes, with which all ranks begin."""
         with self._together():
             if any(r.pools.recorded() for r in self._devices):
@@ -412,7 +351,7 @@ class Session:
                 )
             self._reductions.check_unhooked()
             self._make_room(self.program)
-            need = self._need(env)
+            need = self._decisions.need(self.program, env, self._talks)
         if self._talks:
             self._agree(need)
         elif need.nbytes:
@@ -432,46 +371,6 @@ class Session:
         if self._talks:
             cannot_begin(self._group, error)
 
-    def _need(self, env: Sequence[Any]) -> call_admission.Need:
-        """What this call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
-        self.program = beside_now(self.program, self.frame)
-        if self.first is None or (not self._talks and self.first.policy.group.everyone.world > 1):
-            return call_admission.Need(0, self.program.idle_bytes)
-        policies = [r.policy for r in self.runtimes.values()]
-        planned, sized = self._planned(policies), getattr(self.frame, "sized", None)
-        at, phase = None, self.program.phase
-        if planned is not None and sized is not None:
-            before = 0 if phase == "inference" else saved_before(self.frame, frames_of(related(policies)))
-            at = sized.call(phase, env, before, planned, self.frame.programs)
-        if planned is not None:
-            policies = related(policies)
-        everyone = self.first.policy.group.everyone
-        who = everyone.name_of(everyone.rank)
-        if phase == "forward" and sized is not None and self.frame.config.activation_budget_bytes is not None:
-            more, sizes = sized.more_saved(env)
-            refused = call_admission.saves_too_much(self.frame, more, sizes, who)
-            if refused is not None:
-                return refused
-        return call_admission.need_of(self.program, policies, planned, who, at)
-
-    def _beside(self) -> list[Any]:
-        """The engines of all that the models of this call are parts of: what waits there waits beside it."""
-        scopes = dict.fromkeys(r.policy.scope for r in self.runtimes.values())
-        now = tuple((scope, scope.changes) for scope in scopes)
-        if self._around is None or self._around[0] != now:
-            relatives = related(r.policy for r in self.runtimes.values())
-            self._around = now, [p.runtime for p in relatives if p.runtime is not None]
-        return [r.engine for r in self._around[1]]
-
-    def _planned(self, policies: Sequence[ShardedModel]) -> call_admission.Planned | None:
-        """Of the frames compiled so far, and for the optimizers that there are."""
-        assert self.first is not None
-        state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)
-        if self.first.planned is None or self.first.planned[0] != state:
-            self.first.planned = (state, call_admission.planned_for(policies))
-        known: call_admission.Planned | None = self.first.planned[1]
-        return known
-
     def _leave(self) -> None:
         """The end of a call: no peer reads this rank's memory any more, so the caller may write to it."""
         for runtime in self.runtimes.values():
@@ -484,73 +383,23 @@ class Session:
             runtime.aside.finish()
 
     def _walk(self, env: list[Any]) -> None:
-        reductions = self._reductions
-        for op, a, b, c, d in self._code:
-            if op == _COMPUTE:
-                args = [env[i] for i in b]
-                for i in d:
-                    env[i] = None
-                _put(env, c, a(args))
-            elif op == _FETCH:
-                self._hops.start(a, b)
-            elif op == _WAIT_FETCH:
-                self._hops.wait(a, b)
-            elif op == _GATHER:
-                self._gather(a)
-            elif op == _WAIT_GATHER:
-                _put(env, b, self._wait_gather(a))
-            elif op == _RELEASE:
-                for i in b:
-                    env[i] = None
-                if not self._whole[a]:
-                    runtime, index, _, _ = self._gathers[a]
-                    runtime.engine.release(index)
-            elif op == _READ_HOME:
-                _put(env, b, a)
-            elif op == _MOVE:
-                a(env)
-            elif op == _REDUCE:
-                reductions.start(a, [env[i] for i in b])
-                for i in c:
-                    env[i] = None
-            elif op == _WAIT_REDUCE:
-                reductions.wait(env, a, b, c)
-            elif op == _STORE:
-                reductions.store(env, a)
-            else:
-                reductions.keep(a, [env[i] for i in b])
-                for i in c:
-                    env[i] = None
-        reductions.land_sums(env)
+        for step in self._code:
+            step(env)
+        self._reductions.land_sums(env)
 
-    def _gather(self, which: int) -> None:
-        runtime, index, g, views = self._gathers[which]
-        if g.kept and views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
-            return
-        if g.kept:
-            runtime.fresh.difference_update(g.names)
-        chunks = self._hops.chunks(which)
-        if not self._whole[which]:
-            runtime.engine.gather_start(index, chunks)
-            return
-        held = runtime.whole.get(g.names)
-        if held is None or not all(map(operator.is_, held[0], chunks)):
-            runtime.engine.gather_start(index, chunks)
-            runtime.whole[g.names] = (chunks, runtime.engine.gather_wait(index))
-            runtime.engine.release(index)
 
-    def _wait_gather(self, which: int) -> Sequence[torch.Tensor]:
-        runtime, index, g, views = self._gathers[which]
-        if self._whole[which]:
-            return runtime.whole[g.names][1]
-        if not g.kept:
-            return runtime.engine.gather_wait(index)
-        if views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
-            return views
-        views[:] = runtime.engine.gather_wait(index)
-        runtime.engine.release(index)
-        runtime.fresh.update(g.names)
-        return views
+_STEPS: dict[type, Callable[[Session, int, Any], _Step | None]] = {
+    Fetch: Session._fetch,
+    WaitFetch: Session._wait_fetch,
+    Gather: Session._gather,
+    WaitGather: Session._wait_gather,
+    Release: Session._release,
+    Compute: Session._compute,
+    Reduce: Session._reduce,
+    Store: Session._store,
+    WaitReduce: Session._wait_reduce,
+    Keep: Session._keep,
+}
 
 
 def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
@@ -559,3 +408,9 @@ def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
     for i, value in zip(at, values, strict=True):
         if i >= 0:
             env[i] = value
+
+
+def _drop(env: list[Any], values: Sequence[int]) -> None:
+    """Nothing reads these any more."""
+    for i in values:
+        env[i] = None

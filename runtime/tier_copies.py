@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_compiler.ir.program import GatherDesc
+from zero_compiler.ir.transfers import GatherDesc
 
 from ..storage.stores import merged, settle
 

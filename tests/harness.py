@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lockstep import Lockstep
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -24,7 +25,7 @@ from zero_compiler.ir.program import Program
 from zero_compiler.params.modules import policies_of
 from zero_compiler.params.shard import shard_over
 from zero_compiler.report.report import Frame
-from zero_compiler.runtime.reference import Lockstep, Rank, Reference
+from zero_compiler.runtime.reference import Rank, Reference
 from zero_compiler.tools.planning import planned_group
 
 

@@ -59,12 +59,13 @@ class ExpandTiles:
     Refuses: nothing.
     """
 
+    bytes_only: bool = False
     name: str = "expand-tiles"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         for node in list(graph.find_nodes(op="call_function", target=ops.tiled)):
             with graph.inserting_before(node):
-                results = _expand(graph, node, facts.tiling(node), ctx)
+                results = _expand(graph, node, facts.tiling(node), ctx, self.bytes_only)
             for user in list(node.users):
                 user.replace_all_uses_with(results[user.args[1]])
                 graph.erase_node(user)
@@ -122,14 +123,14 @@ def tiles_of(total: int, rows: int) -> int:
     return -(-total // -(-total // least))  # none of them empty
 
 
-def tiles_that_hold(total: object, rows: int, ctx: Context) -> int:
+def tiles_that_hold(total: object, rows: int, tile_bytes: int | None) -> int:
     """Number of tiles of at most ``rows`` rows; with ``tile_bytes``, which is a promise, at all sizes of one graph.
 
     The number of tiles is a graph's own. Where sizes may change it is a power of two, and the graph is for as many rows
     as these tiles hold: Dynamo compiles another one for more, so once each time that they double.
     """
     tiles = tiles_of(facts.hint(total), rows)
-    if ctx.tile_bytes is None or not isinstance(total, torch.SymInt):
+    if tile_bytes is None or not isinstance(total, torch.SymInt):
         return tiles
     more = 1 << (tiles - 1).bit_length()
     length = max(1, facts.hint(total))
@@ -152,17 +153,17 @@ def _note(tiling: Tiling, ctx: Context) -> str:
     )
 
 
-def written(tiling: Tiling, ctx: Context) -> Sequence[int]:
+def written(tiling: Tiling, bytes_only: bool) -> Sequence[int]:
     """The tiles of tokens that are written out: where only bytes are asked, the first two and the last. Those between
     hold what the second one does, and there may be many more of them than there are operators in the model."""
     every = range(tiling.tiles)
-    return every if not ctx.bytes_only or tiling.tiles <= 3 else (*every[:2], every[-1])
+    return every if not bytes_only or tiling.tiles <= 3 else (*every[:2], every[-1])
 
 
-def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, ctx: Context) -> list[fx.Node]:
+def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, ctx: Context, bytes_only: bool) -> list[fx.Node]:
     given: Sequence[fx.Node] = node.args[0]
     wholes: Sequence[torch.Tensor] = facts.value(node)
-    tiles, note = written(tiling, ctx), _note(tiling, ctx)
+    tiles, note = written(tiling, bytes_only), _note(tiling, ctx)
     emit = Emitter(graph, node)
     if tiling.tiles > 1:
         graph.call_function(ops.cut, ())

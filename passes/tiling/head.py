@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from zero_compiler.cost.cost import reread_bytes, tile_rows
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import Tiling
 
-from ..base import Context
 from ..emitter import Emitter
 from . import row_propagation
 from .expand_tiles import SPEED, UNKNOWN, limit_text, tiles_that_hold
@@ -206,7 +206,7 @@ class Head:
 
     # Rewriting -----------------------------------------------------------------------------------------------
 
-    def replace(self, ctx: Context, key: str) -> None:
+    def replace(self, machine: HardwareSpec | None, tile_bytes: int | None, key: str) -> None:
         """Put one ``zero.tiled`` in the place of all of it."""
         # Made in forward it would be that of an unscaled loss, of which float16 rounds the small numbers to nothing.
         if any(facts.value(n).dtype is torch.float16 for n in self.nodes if n in self.tangents):
@@ -224,7 +224,7 @@ class Head:
             for node in self.chain:
                 ones[node] = emit.like(node, ones)
             given = [self.given(emit, ones.get(n, n), need) for n, need in self.inputs]
-            tiling = self._tiling(ctx, results)
+            tiling = self._tiling(machine, tile_bytes, results)
             values = [self.collapsed(emit, n, tiling.total) for n in results]
             tiled = emit.node(ops.tiled, (given, key), {}, values)
             facts.set_tiling(tiled, tiling)
@@ -320,12 +320,14 @@ class Head:
             got = emit(aten.slice_scatter.default, zeros, got, rows.at + dim, start, end)
         return emit.reshaped(got, sizes)
 
-    def _tiling(self, ctx: Context, results: Sequence[fx.Node]) -> Tiling:
+    def _tiling(
+        self, machine: HardwareSpec | None, tile_bytes: int | None, results: Sequence[fx.Node]
+    ) -> Tiling:
         graph, kinds = tile_graph(self.nodes, self.rows, self.sums, self.inputs, results)
         total = self.total()
         inputs = tuple(None if need is None else need.at for _, need in self.inputs)
-        rows, why = rows_of_tiles(self.head, ctx, self.width)
-        tiles = tiles_that_hold(total, rows, ctx)
+        rows, why = rows_of_tiles(self.head, machine, tile_bytes, self.width)
+        tiles = tiles_that_hold(total, rows, tile_bytes)
         sizes = self._sizes()
         return Tiling(graph, inputs, kinds, total, tiles, *sizes, whole=self.whole, why=why, asked=tiles)
 
@@ -360,14 +362,16 @@ def _linear(node: fx.Node, tangents: set[fx.Node]) -> bool:
     return t in _OF_FIRST and of == [node.args[0]]
 
 
-def rows_of_tiles(head: fx.Node, ctx: Context, columns: int) -> tuple[int, str]:
+def rows_of_tiles(
+    head: fx.Node, machine: HardwareSpec | None, tile_bytes: int | None, columns: int
+) -> tuple[int, str]:
     """Tokens of a tile with so many columns, and what so many are for."""
     val = facts.value(head)
-    if ctx.tile_bytes is not None:
-        return max(1, ctx.tile_bytes // (columns * val.element_size())), limit_text(ctx.tile_bytes)
-    if ctx.machine is None:
+    if tile_bytes is not None:
+        return max(1, tile_bytes // (columns * val.element_size())), limit_text(tile_bytes)
+    if machine is None:
         return facts.hint(val.numel()) // columns, UNKNOWN
-    return tile_rows(ctx.machine, str(val.dtype).removeprefix("torch.")), SPEED
+    return tile_rows(machine, str(val.dtype).removeprefix("torch.")), SPEED
 
 
 def weight_of(node: fx.Node) -> fx.Node | None:

@@ -6,15 +6,16 @@ import heapq
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from zero_compiler.cost.cost import CostModel, at_hints, reread_bytes, tile_rows
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import Tiling
 
-from ..base import Context
 from ..emitter import Emitter
 from . import row_propagation
 from .expand_tiles import ACTIVATIONS, LEAST_ROWS, MEMORY, SPEED, UNKNOWN, limit_text, tiles_that_hold
@@ -32,6 +33,13 @@ class Chain:
 
     ups: tuple[fx.Node, ...]
     down: fx.Node
+
+
+class Limits(NamedTuple):
+    """Most bytes of a tile, where there is a limit (see :class:`~zero_compiler.passes.base.PassOptions`)."""
+
+    tile_bytes: int | None
+    mlp_bytes: int | None
 
 
 @dataclass
@@ -200,9 +208,13 @@ class Mlp:
 
     # Rewriting -----------------------------------------------------------------------------------------------
 
-    def replace(self, ctx: Context, key: str) -> None:
+    def replace(self, machine: HardwareSpec | None, limits: Limits, key: str) -> None:
         """Put a ``zero.tiled`` in the place of its forward, and one in that of its backward."""
-        tilings = [(part, self._tiling(ctx, part)) for part in (self.first, self.second) if part is not None]
+        tilings = [
+            (part, self._tiling(machine, limits, part))
+            for part in (self.first, self.second)
+            if part is not None
+        ]
         for k, (part, tiling) in enumerate(tilings):
             made = set(part.nodes) if k == 0 else {n for n in part.nodes if n in self.tangents}
             readers = [u for n in part.results for u in self._readers(n, made)]
@@ -231,7 +243,7 @@ class Mlp:
         sizes = row_propagation.shape(node)
         return emit.reshaped(node, [*sizes[: need.at], self.total, *sizes[need.end :]])
 
-    def _tiling(self, ctx: Context, part: _MlpPart) -> Tiling:
+    def _tiling(self, machine: HardwareSpec | None, limits: Limits, part: _MlpPart) -> Tiling:
         graph, kinds = tile_graph(part.nodes, self.rows, self.sums, part.inputs, part.results)
         inputs = tuple(None if need is None else need.at for _, need in part.inputs)
         row_bytes = sum(row_propagation.shape(n)[1] * facts.value(n).element_size() for n in self.chain.ups)
@@ -241,10 +253,10 @@ class Mlp:
         back = part is self.second
         weights = [facts.value(n.args[-1]) for n in (*self.chain.ups, self.chain.down)]
         again = sum(reread_bytes(w.numel(), w.dtype) if back else facts.bytes_of(w) for w in weights)
-        rows, why = self._tile_rows(ctx, row_bytes)
-        tiles = tiles_that_hold(self.total, rows, ctx)
+        rows, why = self._tile_rows(machine, limits, row_bytes)
+        tiles = tiles_that_hold(self.total, rows, limits.tile_bytes)
         products = self.chain.ups if back else (*self.chain.ups, self.chain.down)
-        us = self._us(ctx, products)
+        us = self._us(machine, products)
         what = f"intermediate of {' and '.join(map(weights_of, self.chain.ups))}"
         if back:
             what += f", made again in {us:,.0f} us, with its gradient"
@@ -252,22 +264,22 @@ class Mlp:
             graph, inputs, kinds, self.total, tiles, what, row_bytes, again, us, why=why, asked=tiles
         )
 
-    def _us(self, ctx: Context, products: Iterable[fx.Node]) -> float:
+    def _us(self, machine: HardwareSpec | None, products: Iterable[fx.Node]) -> float:
         """Time of products that are done once more, where a machine is given."""
-        if ctx.machine is None:
+        if machine is None:
             return 0.0
-        cost = CostModel(ctx.machine)
+        cost = CostModel(machine)
         return sum(at_hints(cost.node_us(n), self.known) for n in products)
 
-    def _tile_rows(self, ctx: Context, row_bytes: int) -> tuple[int, str]:
+    def _tile_rows(self, machine: HardwareSpec | None, limits: Limits, row_bytes: int) -> tuple[int, str]:
         """Tokens of a tile, and what it is for: a budget, since nothing else asks for tiles of an MLP, and what says
         that they are no larger."""
         rows, size = facts.hint(self.total), UNKNOWN
-        budget = MEMORY if ctx.mlp_bytes is None else ACTIVATIONS
-        if ctx.machine is not None:
-            rows = tile_rows(ctx.machine, str(facts.value(self.chain.down).dtype).removeprefix("torch."))
+        budget = MEMORY if limits.mlp_bytes is None else ACTIVATIONS
+        if machine is not None:
+            rows = tile_rows(machine, str(facts.value(self.chain.down).dtype).removeprefix("torch."))
             size = SPEED
-        for limit_bytes, words in ((ctx.tile_bytes, limit_text), (ctx.mlp_bytes, lambda _: "")):
+        for limit_bytes, words in ((limits.tile_bytes, limit_text), (limits.mlp_bytes, lambda _: "")):
             if limit_bytes is not None and max(LEAST_ROWS, limit_bytes // row_bytes) < rows:
                 rows, size = max(LEAST_ROWS, limit_bytes // row_bytes), words(limit_bytes)
         return rows, f"{budget}{' and ' if size else ''}{size}"

@@ -180,6 +180,7 @@ def _permutation(node: fx.Node) -> list[int]:
 # What an operator makes of rows ------------------------------------------------------------------------------
 
 
+# Long: one row for each kind of operator.
 def result(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows | Summed:
     """What ``node`` makes of the rows of ``operand``.
 
@@ -354,6 +355,7 @@ def _view(
 # What an operator asks of its operands -----------------------------------------------------------------------
 
 
+# Long: one row for each kind of operator.
 def operands(node: fx.Node, out: Rows | Summed) -> dict[fx.Node, Rows | None]:
     """Rows that each tensor operand must have (None: it has none, and every tile reads all of it)."""
     t = node.target

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 _STEPS = 32
 
 
+# Long: its arguments are described one by one.
 def tile_graph(
     nodes: Iterable[fx.Node],
     rows: Mapping[fx.Node, Rows],

@@ -77,38 +77,41 @@ class TileLoss:
     whole: a loss that needs a sum over the vocabulary of what another such sum is in.
     """
 
+    tile_bytes: int | None = None
+    tile_heads: bool = False
     name: str = "tile-loss"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         heads = _heads(graph)
         if ctx.phase == "joint":
             for node in _other_heads(graph, heads):
-                if rows_of_tiles(node, ctx, row_propagation.shape(node)[-1])[0] < _tokens(node):
+                columns = row_propagation.shape(node)[-1]
+                if rows_of_tiles(node, ctx.machine, self.tile_bytes, columns)[0] < _tokens(node):
                     _leave(node, "no log-softmax, log-sum-exp or maximum of them is found")
         for k, node in enumerate(heads):
             try:
                 _split_reductions(graph, node)
                 columns_last(graph, node)
-                _replace(Head(graph, node), ctx, f"loss{k}")
+                self._replace(Head(graph, node), ctx, f"loss{k}")
             except Left as why:
                 _leave(node, str(why))
         graph.eliminate_dead_code()
+
+    def _replace(self, head: Head, ctx: Context, key: str) -> None:
+        plan = plan_of(head.head, ctx)
+        # With ``tile_bytes`` it is decided already which weights are gathered in tiles.
+        if plan is not None and (self.tile_heads if self.tile_bytes is None else plan.tile_rows):
+            try:
+                Vocabulary(head, plan, ctx.machine, self.tile_bytes, key).replace()
+                return
+            except Left as why:
+                head.whole = str(why)
+        head.replace(ctx.machine, self.tile_bytes, key)
 
 
 def _leave(head: fx.Node, why: str) -> None:
     what = f"{dump.type_text(facts.value(head))}, logits of {factor_names(head)}"
     facts.set_note(head, f"left whole: {what}, because {why}")
-
-
-def _replace(head: Head, ctx: Context, key: str) -> None:
-    plan = plan_of(head.head, ctx)
-    if plan is not None:
-        try:
-            Vocabulary(head, plan, ctx, key).replace()
-            return
-        except Left as why:
-            head.whole = str(why)
-    head.replace(ctx, key)
 
 
 def _heads(graph: fx.Graph) -> list[fx.Node]:

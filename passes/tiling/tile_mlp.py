@@ -14,7 +14,7 @@ from zero_compiler.ir.facts import ParamRef
 from ..base import Context
 from . import row_propagation
 from .head import name_of, weight_of
-from .mlp import Chain, Mlp, chains, weights_of
+from .mlp import Chain, Limits, Mlp, chains, weights_of
 from .row_propagation import Left
 
 
@@ -23,7 +23,7 @@ class TileMlp:
     """Compute the intermediate of an MLP for some tokens at a time, so that all of it never exists.
 
     An *MLP* is a product with a weight that makes rows wider (or several, as SwiGLU's two), element-wise operators, and
-    a product that makes them narrower. Only where a budget asks for it (``ctx.tile_mlp``). Backward makes the
+    a product that makes them narrower. Only where a budget asks for it (``tile_mlp``). Backward makes the
     intermediate of a tile again, from the input of the MLP, and adds up gradients of weights over tiles, as TiledMLP
     of "Arctic Long Sequence Training" does (Bekman et al. 2025). Weights are gathered once a phase and stay for all
     tiles; each gradient is reduced once.
@@ -49,16 +49,20 @@ class TileMlp:
     dimensions; weights that are themselves gathered in tiles.
     """
 
+    tile_mlp: bool = False
+    tile_bytes: int | None = None
+    mlp_bytes: int | None = None
     name: str = "tile-mlp"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        if not ctx.tile_mlp:
+        if not self.tile_mlp:
             return
         tangents, known = facts.depends_on_tangents(graph), hints(graph)
+        limits = Limits(self.tile_bytes, self.mlp_bytes)
         for k, chain in enumerate(chains(graph, tangents)):
             try:
                 _check(chain, ctx)
-                Mlp(graph, chain, tangents, known).replace(ctx, f"mlp{k}")
+                Mlp(graph, chain, tangents, known).replace(ctx.machine, limits, f"mlp{k}")
             except Left as why:
                 up = chain.ups[0]
                 what = f"{dump.type_text(facts.value(up))}, intermediate of {weights_of(up)}"

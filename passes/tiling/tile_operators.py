@@ -18,7 +18,7 @@ from . import readers
 from .readers import Reader
 from .row_propagation import Left
 from .tiled_values import gradient, part, parts
-from .tiles import erase_unread, gathered, note, on_tile, reduced, slicer
+from .tiles import TileContext, erase_unread, gathered, note, on_tile, reduced, slicer
 from .vocab_tile_loop import Sweep
 
 aten = torch.ops.aten
@@ -57,21 +57,24 @@ class TileOperators:
     not know.
     """
 
+    tile_bytes: int | None = None
+    bytes_only: bool = False
     name: str = "tile-operators"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         if not any(plan.tile_rows for plan in ctx.params.values()):
             return
+        how = TileContext(ctx.machine, self.tile_bytes, self.bytes_only)
         for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
             _take_apart(graph, node, ctx)
         for start in graph.find_nodes(op="call_function", target=ops.gather):
             plan = ctx.params[facts.params(start)[0]]
             if plan.tile_rows and facts.tile(start) is None:
-                _tile_weight(graph, start, plan, ctx)
+                _tile_weight(graph, start, plan, how)
         for start in graph.find_nodes(op="call_function", target=ops.reduce):
             plan = ctx.params[facts.params(start)[0]]
             if plan.tile_rows and facts.tile(start) is None:
-                _tile_gradient(graph, start, plan, ctx)
+                _tile_gradient(graph, start, plan, how)
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
@@ -96,7 +99,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
     graph.erase_node(node)
 
 
-def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Context) -> None:
+def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, how: TileContext) -> None:
     (wait,) = start.users
     (weight,) = wait.users
     try:
@@ -111,18 +114,18 @@ def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, ctx: Context)
             sweeps.setdefault(reader.node, []).append(reader)
             continue
         with graph.inserting_before(reader.node):
-            new = _Loop(ctx, reader, start, plan, k).write()
+            new = _Loop(how, reader, start, plan, k).write()
         reader.node.replace_all_uses_with(new)
         graph.erase_node(reader.node)
         if reader.call is not reader.node:
             graph.erase_node(reader.call)
     _sweep(
-        graph, [Sweep(ctx, r, start, plan, len(found) + k) for k, r in enumerate(sweeps.values())], plan, ctx
+        graph, [Sweep(how, r, start, plan, len(found) + k) for k, r in enumerate(sweeps.values())], plan, how
     )
     _erase(graph, weight)
 
 
-def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, ctx: Context) -> None:
+def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, how: TileContext) -> None:
     """Write what is done in tiles of tokens and of the weight; its gradient where it is reduced, if nothing else comes
     of that sweep, else where the sweep is."""
     reduction = next(
@@ -145,7 +148,7 @@ def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, ctx: Context) 
     if inside:
         assert reduction is not None
         at = next((s.node for s in inside if s.gives_more), reduction)
-        _tile_gradient(graph, reduction, plan, ctx, at, inside)
+        _tile_gradient(graph, reduction, plan, how, at, inside)
     for sweep in sweeps:
         sweep.erase()
 
@@ -183,8 +186,8 @@ def _erase(graph: fx.Graph, weight: fx.Node) -> None:
 class _Loop:
     """The tiles of one operator that reads a weight."""
 
-    def __init__(self, ctx: Context, reader: Reader, start: fx.Node, plan: ParamPlan, k: int) -> None:
-        self.ctx, self.reader, self.start, self.plan, self.k = ctx, reader, start, plan, k
+    def __init__(self, how: TileContext, reader: Reader, start: fx.Node, plan: ParamPlan, k: int) -> None:
+        self.how, self.reader, self.start, self.plan, self.k = how, reader, start, plan, k
         self.graph = graph = start.graph
         self.emit = Emitter(graph, reader.node)
 
@@ -271,14 +274,14 @@ class _Loop:
         again = 2 * result * (1 if self.reader.laid is not None else tiles - 1)
         again += 2 * sum(facts.bytes_of(facts.value(n)) for n in given) * (self.plan.world > 1)
         what = f"{dump.target_text(self.reader.call)} with {self.plan.ref.name}"
-        return note(what, "all_gather", self.plan, self.ctx, again)
+        return note(what, "all_gather", self.plan, self.how, again)
 
 
 def _tile_gradient(
     graph: fx.Graph,
     start: fx.Node,
     plan: ParamPlan,
-    ctx: Context,
+    how: TileContext,
     at: fx.Node | None = None,
     sweeps: Sequence[Sweep] = (),
 ) -> None:
@@ -309,7 +312,7 @@ def _tile_gradient(
         for sweep in sweeps:
             sweep.finish()
     again = 2 * sum(facts.bytes_of(facts.value(leaf.node)) for leaf in form.leaves()) * (plan.world > 1)
-    facts.add_note(graph, note(f"gradient of {plan.ref.name}", "reduce_scatter", plan, ctx, again))
+    facts.add_note(graph, note(f"gradient of {plan.ref.name}", "reduce_scatter", plan, how, again))
     old.replace_all_uses_with(element)
     for node in (old, wait, start):
         graph.erase_node(node)

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from zero_compiler.cost.cost import reread_us
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef, Tile
 
-from ..base import Context, ParamPlan
+from ..base import ParamPlan
 from ..emitter import Emitter
 from . import readers
 from .expand_tiles import MEMORY, limit_text
 from .tiled_values import Sliced, part, parts
+
+
+class TileContext(NamedTuple):
+    """What whoever writes tiles of a weight knows beside its plan: the machine, most bytes of a tile if the user says
+    so, and whether bytes alone are asked."""
+
+    machine: HardwareSpec | None
+    tile_bytes: int | None
+    bytes_only: bool
 
 
 def gathered(emit: Emitter, old: fx.Node, plan: ParamPlan, tile: Tile, name: str) -> fx.Node:
@@ -63,7 +74,7 @@ def on_tile(emit: Emitter, node: fx.Node, env: Mapping[fx.Node, fx.Node], dim: i
     return emit.like(node, env)
 
 
-def note(what: str, kind: str, plan: ParamPlan, ctx: Context, again: int) -> str:
+def note(what: str, kind: str, plan: ParamPlan, how: TileContext, again: int) -> str:
     """For the report: what, why, bytes saved, time paid.
 
     Args:
@@ -72,11 +83,11 @@ def note(what: str, kind: str, plan: ParamPlan, ctx: Context, again: int) -> str
     """
     tile = plan.tiles[0]
     row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
-    why = MEMORY if ctx.tile_bytes is None else limit_text(ctx.tile_bytes)
+    why = MEMORY if how.tile_bytes is None else limit_text(how.tile_bytes)
     more, time = f"{tile.of - 1} more transfer{'s' if tile.of != 2 else ''}", ""
-    if ctx.machine is not None:
-        latency = ctx.machine.collective(kind, plan.world, plan.shared).latency_us
-        time = f", {reread_us(ctx.machine, again) + (tile.of - 1) * latency:,.0f} us"
+    if how.machine is not None:
+        latency = how.machine.collective(kind, plan.world, plan.shared).latency_us
+        time = f", {reread_us(how.machine, again) + (tile.of - 1) * latency:,.0f} us"
     return (
         f"tiled: {what}: {tile.of} tiles of {tile.rows} rows a rank, {row * tile.rows:,} bytes at a time, for {why}; "
         f"saves {row * (plan.chunk_rows - tile.rows):,} bytes; costs {more} and "

@@ -11,12 +11,12 @@ from torch import fx
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import Tile, TileOutput
 
-from ..base import Context, ParamPlan
+from ..base import ParamPlan
 from ..emitter import Emitter
 from .expand_tiles import one_tile, token_tiles, written
 from .readers import Reader
 from .tiled_values import part, parts
-from .tiles import gathered, note, on_tile
+from .tiles import TileContext, gathered, note, on_tile
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,14 +35,14 @@ class Sweep:
     """
 
     def __init__(
-        self, ctx: Context, found: Sequence[Reader], start: fx.Node, plan: ParamPlan, k: int
+        self, how: TileContext, found: Sequence[Reader], start: fx.Node, plan: ParamPlan, k: int
     ) -> None:
-        self.ctx, self.found, self.start, self.plan, self.k = ctx, found, start, plan, k
+        self.how, self.found, self.start, self.plan, self.k = how, found, start, plan, k
         self.node = node = found[0].node
         self.graph = node.graph
         self.emit = Emitter(self.graph, node)
         self.tiling = facts.tiling(node)
-        self.written = written(self.tiling, ctx)
+        self.written = written(self.tiling, how.bytes_only)
         assert self.tiling.columns is not None
         self.columns = self.tiling.columns
         self.given: Sequence[fx.Node] = node.args[0]
@@ -195,4 +195,4 @@ class Sweep:
         again = (len(plan.tiles) - 1) * sum(facts.bytes_of(facts.value(n)) for n in tokens)
         again += (tiling.tiles - 1) * plan.gather_bytes
         what = f"{tiling.what}, {tiling.tile} tokens at a time"
-        return note(what, "all_gather", plan, self.ctx, again)
+        return note(what, "all_gather", plan, self.how, again)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from zero_compiler.cost.cost import CostModel, at_hints, hints, reread_bytes
+from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import Columns, ParamRef, TileOutput, Tiling
 
@@ -28,14 +29,12 @@ aten = torch.ops.aten
 
 
 def plan_of(head: fx.Node, ctx: Context) -> ParamPlan | None:
-    """The plan of a head's weight, where that is to be gathered in tiles; or may be, if a budget asks for it later."""
+    """The plan of a head's weight, where that is cut between ranks: it could be gathered in tiles."""
     weight = weight_of(head)
     if weight is None or weight.target is not ops.unshard:
         return None
     plan = ctx.params.get(ParamRef(weight.args[3], weight.args[4]))
-    if plan is None or not plan.cut:
-        return None
-    return plan if (ctx.tile_heads if ctx.tile_bytes is None else plan.tile_rows) else None
+    return plan if plan is not None and plan.cut else None
 
 
 @dataclass(eq=False)
@@ -153,8 +152,11 @@ class Vocabulary:
         Left: the loss needs more than one sweep, or mixes columns in a way that is not known.
     """
 
-    def __init__(self, head: Head, plan: ParamPlan, ctx: Context, key: str) -> None:
-        self.head, self.plan, self.ctx, self.key = head, plan, ctx, key
+    def __init__(
+        self, head: Head, plan: ParamPlan, machine: HardwareSpec | None, tile_bytes: int | None, key: str
+    ) -> None:
+        self.head, self.plan, self.key = head, plan, key
+        self.machine, self.tile_bytes = machine, tile_bytes
         if plan.shape[0] != head.width:
             raise Left("its rows are not the vocabulary")
         self.emit = emit = Emitter(head.graph, head.head)
@@ -340,8 +342,8 @@ class Vocabulary:
         columns = Columns(head.width, tuple(sums.column_dim(n) for n in body.inputs), tuple(hows))
         val = facts.value(head.head)
         width = min(head.width, self.plan.world * (self.plan.tile_rows or self.plan.chunk_rows))
-        rows, why = rows_of_tiles(head.head, self.ctx, width)
-        tiles = tiles_that_hold(self.total, rows, self.ctx)
+        rows, why = rows_of_tiles(head.head, self.machine, self.tile_bytes, width)
+        tiles = tiles_that_hold(self.total, rows, self.tile_bytes)
         tiling = Tiling(
             body.graph,
             tuple(sums.row_dim(n) for n in body.inputs),
@@ -361,9 +363,9 @@ class Vocabulary:
 
     def _time(self) -> str:
         """Of the head's product, which a sweep in backward does once more; in words, where a machine is given."""
-        if self.ctx.machine is None:
+        if self.machine is None:
             return ""
-        us = CostModel(self.ctx.machine).node_us(self.head.head)
+        us = CostModel(self.machine).node_us(self.head.head)
         return f" in {at_hints(us, hints(self.head.graph)):,.0f} us"
 
     def _ragged(self) -> bool:

@@ -17,7 +17,16 @@ from zero_compiler.ir import dump, facts, ops
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.ir.program import Program
 from zero_compiler.layout import Layout
-from zero_compiler.passes import PHASE, Context, ParamPlan, assign_units, order_of_use, run_passes
+from zero_compiler.passes import (
+    Context,
+    ParamPlan,
+    PassOptions,
+    assign_units,
+    joint_passes,
+    order_of_use,
+    phase_passes,
+    run_passes,
+)
 from zero_compiler.runtime.reference import Rank, Reference
 
 aten = torch.ops.aten
@@ -108,7 +117,7 @@ class Build:
         units = assign_units(order, self.plans, bucket_bytes)
         for ref in self.plans:
             units.setdefault(ref, f"{OWNER}:{ref.name.rpartition('.')[0]}")
-        return Context(self.plans, phase, bucket_bytes, units, **fields)
+        return Context(self.plans, phase, units, **fields)
 
     # Values ------------------------------------------------------------------------------------------------
 
@@ -290,10 +299,30 @@ def linear_graph(world: int, rows: int, form: str = "linear", out: int = 8, inne
 
 def lower(build: Build, phase: str, upto: str | None = None, **fields: Any) -> fx.Graph:
     """Run the passes of a phase, through the one named ``upto``; the verifier runs after each."""
-    names = [p.name for p, _ in PHASE]
-    last = len(PHASE) if upto is None else names.index(upto) + 1
-    run_passes(build.graph, PHASE[:last], build.context(phase, **fields))
+    options, context = told(build, phase, fields)
+    run_passes(build.graph, upto_pass(phase_passes(options), upto), context)
     return build.graph
+
+
+def lower_joint(build: Build, upto: str | None = None, **fields: Any) -> fx.Graph:
+    """The same with the passes of a joint graph."""
+    options, context = told(build, "joint", fields)
+    run_passes(build.graph, upto_pass(joint_passes(options), upto), context)
+    return build.graph
+
+
+def told(build: Build, phase: str, fields: dict[str, Any]) -> tuple[PassOptions, Context]:
+    """``fields`` as options of passes, and the facts of the graph."""
+    chosen = {n for n in PassOptions.__dataclass_fields__ if n in fields}
+    options = PassOptions(**{n: fields[n] for n in chosen})
+    rest = {n: v for n, v in fields.items() if n not in chosen}
+    return options, build.context(phase, options.bucket_bytes, **rest)
+
+
+def upto_pass(pipeline: Any, upto: str | None) -> Any:
+    """``pipeline`` through the pass named ``upto``; None: all of it."""
+    names = [p.name for p, _ in pipeline]
+    return pipeline if upto is None else pipeline[: names.index(upto) + 1]
 
 
 def find(b: Build, target: Any, k: int = 0) -> fx.Node:

@@ -7,7 +7,9 @@ import dataclasses
 from machines import machine
 
 from zero_compiler.cost.hardware import HardwareSpec, Link
-from zero_compiler.ir.program import Compute, Gather, GatherDesc, Program, ReduceDesc, WaitGather
+from zero_compiler.ir.instructions import Compute, Gather, WaitGather
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import GatherDesc, ReduceDesc
 
 # Lanes that share the cores of a host.
 CORES = [("compute", "device-device")]

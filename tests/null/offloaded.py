@@ -6,7 +6,6 @@ import functools
 import gc
 import json
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import zero_compiler as zero
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir import facts
-from zero_compiler.ir.program import Compute
+from zero_compiler.ir.instructions import Compute
 from zero_compiler.passes import OffloadActivations, run_split
 from zero_compiler.tools.planning import report
 
@@ -80,8 +79,7 @@ def placed(tiers: tuple[str, ...]) -> tuple[Build, Build]:
     spec = HardwareSpec.from_dict(machine(nvme_read=FAST, nvme_write=FAST, host_device=FAST))
     context = forward.context("joint", machine=spec)
     facts.send_away(find(forward, aten.tanh.default))
-    context = replace(context, away=frozenset(), activation_bytes=0, tiers=tiers)
-    run_split(OffloadActivations(), forward.graph, backward.graph, 1, context)
+    run_split(OffloadActivations((), frozenset(), tiers, 0), forward.graph, backward.graph, 1, context)
     lower(forward, "forward", "place-offloads", machine=context.machine)
     lower(backward, "backward", "place-offloads", machine=context.machine)
     return forward, backward

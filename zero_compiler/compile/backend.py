@@ -33,8 +33,8 @@ from ..params import ddp_fallback, eager, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
 from ..plan import dynamic_shape_memory, tiling
-from ..ranks.broken import Broken
 from ..ranks.failing import mark_known
+from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
 from ..report.report import Frame
 from ..runtime.autograd_bridge import LocalRows

@@ -18,7 +18,7 @@ from ..ir import facts, ops, spec
 from ..ir.facts import ParamRef
 from ..memory import live
 from ..memory.verify import verify_program
-from ..passes import Context, run_passes, run_split
+from ..passes import Context, PassOptions, run_passes, run_split
 from ..plan import budget, cross_frame_memory, schedule, tiling
 from ..plan.activation_search import Cut, Phases, check_held, within_activations, within_memory
 from .frame_state import FrameState
@@ -32,7 +32,7 @@ _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part
 class _Known:
     """Phases that were cut, all that they follow from beside the joint graph, and the choice with what was found."""
 
-    asked: tuple[int, Context]
+    asked: tuple[int, Context, PassOptions]
     graphs: Phases
     tiles: dict[str, list[int]]
     choice: PlanChoice
@@ -50,15 +50,12 @@ class Fitting:
 
     def _joint(self, gm: fx.GraphModule, outputs: int, activation_bytes: int | None) -> None:
         state = self.state
-        context = replace(
-            state.context("joint"),
-            forward_outputs=outputs,
-            activation_bytes=activation_bytes,
-            cuts=self._cuts,
-        )
-        run_passes(gm.graph, passes.JOINT, context, state.trace, state.dump_dir())
+        context = replace(state.context("joint"), forward_outputs=outputs)
+        options = replace(state.options("joint"), activation_bytes=activation_bytes)
+        run_passes(gm.graph, passes.joint_passes(options, self._cuts), context, state.trace, state.dump_dir())
         state.order_weights(gm.graph)
 
+    # Long: what is tried for a budget, in order, from what costs least to what costs most.
     def partition(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Phases:
         """Rewrite the joint graph and cut it into forward and backward, within the budgets."""
         state = self.state
@@ -156,7 +153,8 @@ class Fitting:
 
     def _inferred(self, gm: fx.GraphModule) -> fx.GraphModule:
         state = self.state
-        run_passes(gm.graph, passes.INFERENCE, state.context("joint"), state.trace, state.dump_dir())
+        pipeline = passes.inference_passes(state.options("joint"))
+        run_passes(gm.graph, pipeline, state.context("joint"), state.trace, state.dump_dir())
         state.order_weights(gm.graph)
         return gm
 
@@ -166,7 +164,8 @@ class Fitting:
         state = self.state
         marks = joint.find_nodes(op="call_function", target=ops.unshard)
         small = sum(facts.bytes_of(facts.value(m)) < state.choice.bucket_bytes for m in marks)
-        asked = small, replace(state.context("joint"), bucket_bytes=0, units={})
+        options = replace(state.options("joint"), bucket_bytes=0)
+        asked = small, replace(state.context("joint"), units={}), options
         for known in self._known:
             if known.asked == asked:
                 then = known.choice
@@ -197,10 +196,10 @@ class Fitting:
         state = self.state
         if state.choice.away is None:
             return
-        context = replace(state.context("joint"), activation_bytes=activation_bytes)
-        offload = passes.OffloadActivations(tuple(self._fetched_us(tier) for tier in state.tiers))
+        busy_us = tuple(self._fetched_us(tier) for tier in state.tiers)
+        offload = passes.OffloadActivations(busy_us, state.choice.away, state.tiers, activation_bytes)
         graphs = forward.graph, backward.graph
-        run_split(offload, *graphs, num_outputs, context, state.trace, state.dump_dir())
+        run_split(offload, *graphs, num_outputs, state.context("joint"), state.trace, state.dump_dir())
         if activation_bytes is None:
             away = frozenset(a.name for a in passes.offloaded(backward.graph))
             state.choice = replace(state.choice, away=away)

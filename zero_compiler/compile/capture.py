@@ -135,6 +135,7 @@ def owners_in(gm: fx.GraphModule) -> set[str]:
     return {str(n.args[1]) for g in graphs for n in g.find_nodes(op="call_function", target=weight)}
 
 
+# Long: the steps by which parameters become inputs of their local rows, in their order, each a function of its own.
 def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tuple[Captured, list[object]]:
     """A copy of ``gm`` in which every DTensor parameter that is gathered is replaced by its local rows, and its inputs.
 

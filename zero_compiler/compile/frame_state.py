@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..ir import ops
 from ..ir.facts import ParamRef
 from ..ir.program import Program
-from ..passes import Context, ParamPlan, Trace
+from ..passes import Context, ParamPlan, PassOptions, Trace
 from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
 from ..ranks.group import speaking
@@ -194,22 +194,20 @@ class FrameState:
         return folder
 
     def context(self, phase: str) -> Context:
-        """What the passes of a phase ("joint" too) are told."""
+        """The facts of the graph of a phase, or of the joint graph ("joint")."""
         back, choice = phase == "backward", self.choice
         gathered, reduced = (choice.backward_params, choice.reduced) if back else (None, None)
-        return Context(
-            self.params,
-            phase,
+        return Context(self.params, phase, choice.units, gathered, reduced, self.machine, self.fused)
+
+    def options(self, phase: str) -> PassOptions:
+        """What is chosen of these passes."""
+        choice = self.choice
+        return PassOptions(
             choice.bucket_bytes,
-            choice.units,
-            gathered,
-            reduced,
             self.config.tile_bytes,
-            self.machine,
             choice.prefetch[phase].distances if phase in choice.prefetch else {},
             self.fused and self.config.kernels == "auto",
-            recompute=choice.recompute,
-            fused=self.fused,
+            choice.recompute,
             tile_mlp=choice.tile_mlp,
             mlp_bytes=choice.mlp_bytes,
             tile_heads=choice.tile_heads,

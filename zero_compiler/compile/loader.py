@@ -15,6 +15,7 @@ from ..runtime.model import ModelRuntime
 from ..runtime.pools import joined
 from ..runtime.session import Session
 from ..sharded.sharded_model import ShardedModel
+from .call_decisions import CallDecisions
 
 _PLANNING = "decision on the plan of the model"
 
@@ -106,7 +107,8 @@ class EngineLoader:
     def load(
         self, program: Program, segments: Sequence[object], frame: Frame
     ) -> Callable[[list[object]], list[object]]:
-        return Session(program, segments, self.runtimes, self.first, frame).run
+        decisions = CallDecisions(program, self.runtimes, self.first, frame)
+        return Session(program, segments, self.runtimes, self.first, decisions).run
 
 
 class PlanLoader:

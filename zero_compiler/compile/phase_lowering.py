@@ -16,8 +16,9 @@ from ..cost.prefetch import PrefetchChoice
 from ..emit.emit import Emitted, emit
 from ..emit.segments import SegmentCompiler
 from ..ir import facts, ops
-from ..ir.program import Compute, Program
-from ..passes import Context, run_passes
+from ..ir.instructions import Compute
+from ..ir.program import Program
+from ..passes import Context, PassOptions, run_passes
 from ..plan import schedule
 from .frame_state import FrameState
 from .segment_codegen import count_compiled
@@ -38,7 +39,7 @@ class Lowered:
 class _Tried:
     """A Program that a phase was lowered to on trial, and all that it follows from beside the graph."""
 
-    context: Context
+    asked: tuple[Context, PassOptions]
     tiles: list[int]
     offsets: dict[str, dict[str, int]]  # of kept weights
     program: Program
@@ -72,10 +73,10 @@ class Lowering:
     def count_compiled(self, graphs: Mapping[str, fx.GraphModule], compiler: SegmentCompiler) -> None:
         """Compile the segments of phases as they are: trials of these count from here on what their code takes."""
         for phase, gm in graphs.items():
-            context, tiles, offsets = self.state.context(phase), passes.tiles_in(gm.graph), self._offsets()
+            asked, tiles, offsets = self._asked(phase), passes.tiles_in(gm.graph), self._offsets()
             emitted, _ = count_compiled(self._lowered(facts.copy_module(gm), phase).emitted, compiler, phase)
             if self._offsets() == offsets:
-                self._tried.setdefault(gm, []).insert(0, _Tried(context, tiles, offsets, emitted.program))
+                self._tried.setdefault(gm, []).insert(0, _Tried(asked, tiles, offsets, emitted.program))
 
     def least_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """The same if no segment took more inside than it leaves: no compiler makes it less."""
@@ -89,15 +90,15 @@ class Lowering:
     def _trial(self, gm: fx.GraphModule, phase: str) -> Program:
         """The Program of a phase, on trial. What was tried before is not lowered again: of two phases a search often
         changes one, and asks for the same plan at several places."""
-        context, tiles, offsets = self.state.context(phase), passes.tiles_in(gm.graph), self._offsets()
+        asked, tiles, offsets = self._asked(phase), passes.tiles_in(gm.graph), self._offsets()
         tried = self._tried.setdefault(gm, [])
         for t in tried:
-            if t.tiles == tiles and t.offsets == offsets and t.context == context:
+            if t.tiles == tiles and t.offsets == offsets and t.asked == asked:
                 return t.program
         program = self._lowered(facts.copy_module(gm), phase, trial=True).emitted.program
         self._say_that_it_goes_on()
         if self._offsets() == offsets:  # else a weight got its place just now, which is to be noted again
-            tried.append(_Tried(context, tiles, offsets, program))
+            tried.append(_Tried(asked, tiles, offsets, program))
         return program
 
     def _say_that_it_goes_on(self) -> None:
@@ -112,6 +113,9 @@ class Lowering:
                 self._trials,
                 seconds,
             )
+
+    def _asked(self, phase: str) -> tuple[Context, PassOptions]:
+        return self.state.context(phase), self.state.options(phase)
 
     def _offsets(self) -> dict[str, dict[str, int]]:
         return {owner: dict(table) for owner, table in self.state.loader.kept_offsets().items()}
@@ -128,8 +132,9 @@ class Lowering:
         Of a trial only bytes are asked, which times change where chunks are copied to a device.
         """
         state = self.state
-        context = replace(state.context(phase), bytes_only=trial and not self._timed(gm))
-        run_passes(gm.graph, passes.PHASE, context, state.trace, state.dump_dir(), trial)
+        context, options = self._asked(phase)
+        pipeline = passes.phase_passes(replace(options, bytes_only=trial and not self._timed(gm)))
+        run_passes(gm.graph, pipeline, context, state.trace, state.dump_dir(), trial)
         emitted = self._emitted(gm, phase, trial=trial)
         if trial and not any(g.hops for g in emitted.program.gathers):
             return Lowered(gm, emitted)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..emit.emit import Emitted
 from ..emit.segments import Artifact, SegmentCompiler, SegmentFn, alike_one_by_one
-from ..ir.program import Compute
+from ..ir.instructions import Compute
 from ..memory.live import live_bytes
 from .frame_state import FrameState
 

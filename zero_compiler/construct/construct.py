@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config import Config
 from ..errors import ShardError
 from ..params.shard import DEFAULT_STAGE
-from ..ranks.call_handshake import together
+from ..ranks.failure_broadcast import together
 from ..ranks.mesh import ranks_of
 from .lazy_construction import Building, Options, current
 

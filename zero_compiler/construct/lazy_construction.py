@@ -36,7 +36,8 @@ from ..params.optimizer_guards import guard_optimizers, mark_stale
 from ..params.shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
 from ..ranks import peer_connections
 from ..ranks.agreement import agree, give_up
-from ..ranks.call_handshake import begin, tell, together
+from ..ranks.call_handshake import begin
+from ..ranks.failure_broadcast import tell, together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
 from ..sharded import blocking_transfers

@@ -23,9 +23,9 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 
 from ..errors import ConfigError
+from ..ir.transfers import LANES
 from ..open_files import of_open_files
 
-LANES = ("compute", "device-device", "nvme-read", "nvme-write", "host-device")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 TRANSPORTS = ("c10d", "shared")
 _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured

@@ -15,41 +15,21 @@ step; an accelerator computes meanwhile, and the step is longer only where Pytho
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..ir.program import (
-    Bring,
-    Compute,
-    Fetch,
-    Gather,
-    Keep,
-    KeepDesc,
-    Offload,
-    Program,
-    Reduce,
-    ReduceDesc,
-    Restore,
-    Store,
-    WaitFetch,
-    WaitGather,
-    WaitOffload,
-    WaitReduce,
-    WaitRestore,
-    Write,
-    last_reads,
-)
+from ..ir.instructions import Instruction, Step, Transfer
+from ..ir.program import Program, last_reads
+from ..ir.transfers import KeepDesc, ReduceDesc
 from ..storage.double_buffer import BUFFERS, Turns
 from ..storage.writeback_buffers import write_buffers
 from .hardware import HardwareSpec
 from .lane_simulator import LaneSimulator, Task, share_cores
 from .timeline import HOST, LINK, READ, WRITE, Timeline
-from .transfer_costs import fetch_us, lane_of, offload_us, transfers
+from .transfer_costs import transfer_us, transfers, work_us
 
 
 @dataclass(frozen=True)
@@ -135,9 +115,8 @@ class _Execution:
         self._updates = _Updates(turns, program)
         self._files = _FileWork(self.lanes, program, spec, checksums, self._updates.taken, files_budget)
         self._stream = _SimulatedStream(self.lanes, self._files, spec)
-        self._gather_costs, self._reduce_costs = transfers(program, spec, world)
-        # What is under way of each transfer: by its table, its number and, of chunks from other tiers, the hop.
-        self._tasks: dict[tuple[str, int, int], Task | None] = {}
+        self._link_costs = dict(zip(("gathers", "reduces"), transfers(program, spec, world), strict=True))
+        self._tasks: dict[Step, Task | None] = {}  # that were started; None: nothing moves
         self._moved: list[tuple[str, Task]] = []
         self._summed_us = {o.name: 0.0 for o in program.offloads}
 
@@ -145,9 +124,7 @@ class _Execution:
         """When the host is done with each instruction."""
         reached = []
         for at, instr in enumerate(self._program.instrs):
-            handler = _HANDLERS.get(type(instr))
-            if handler is not None:
-                handler(self, at, instr)
+            self._perform(at, instr)
             reached.append(self.lanes.now)
         return reached
 
@@ -165,103 +142,43 @@ class _Execution:
             out[name] += task.stalled_us + task.slowed_us
         return out
 
-    def _compute(self, at: int, instr: Compute) -> None:
+    def _perform(self, at: int, instr: Instruction) -> None:
         program = self._program
-        of = program.modules[instr.segment] if program.modules else ""
-        label = f"segment {instr.segment}{': ' if of else ''}{of}"
-        self.lanes.compute(label, program.segment_us[instr.segment] if program.segment_us else 0.0)
+        if (work := instr.work(program)) is not None:
+            self.lanes.compute(work.label, work_us(work, self._spec))
+        if (ended := instr.ends(program)) is not None:
+            self.lanes.wait(self._tasks[ended])
+            self._summed(ended, self._files.check(self._tasks[ended]))
+        if (transfer := instr.transfer(program)) is not None:
+            self._start(transfer)
+        if instr.effects.lands:
+            self._land(at, program.reduces[instr.index])
 
-    def _fetch(self, at: int, instr: Fetch) -> None:
-        g = self._program.gathers[instr.index]
-        hop = g.hops[instr.hop]
-        us = fetch_us(self._program, instr, self._spec) if self._fetches else 0.0
-        task = self.lanes.start(lane_of(hop.tier, False), f"{hop.what} of the {g.label}", us, g.chunk_bytes)
-        self._tasks["fetch", instr.index, instr.hop] = task
+    def _start(self, transfer: Transfer) -> None:
+        table, index, _ = step = transfer.step
+        if transfer.lane == LINK:
+            us, nbytes = self._link_costs[table][index]
+        else:
+            from_rest = table == "gathers"
+            us = transfer_us(transfer, self._spec) if self._fetches or not from_rest else 0.0
+            nbytes = transfer.nbytes
+        if transfer.lane == WRITE:
+            self._summed(step, self._files.sum_up(transfer.label, nbytes))
+        self._tasks[step] = task = self.lanes.start(transfer.lane, transfer.label, us, nbytes)
+        if table == "offloads" and task is not None:
+            self._moved.append((self._program.offloads[index].name, task))
 
-    def _wait_fetch(self, at: int, instr: WaitFetch) -> None:
-        task = self._tasks["fetch", instr.index, instr.hop]
-        self.lanes.wait(task)
-        self._files.check(task)
+    def _summed(self, step: Step, us: float) -> None:
+        """The host has summed up bytes of a transfer for so long."""
+        if step.table == "offloads":
+            self._summed_us[self._program.offloads[step.which].name] += us
 
-    def _gather(self, at: int, instr: Gather) -> None:
-        label = self._program.gathers[instr.index].label
-        self._tasks["gather", instr.index, 0] = self.lanes.start(
-            LINK, label, *self._gather_costs[instr.index]
-        )
-
-    def _wait_gather(self, at: int, instr: WaitGather) -> None:
-        self.lanes.wait(self._tasks["gather", instr.index, 0])
-
-    def _reduce(self, at: int, instr: Reduce) -> None:
-        label = self._program.reduces[instr.index].label
-        self._tasks["reduce", instr.index, 0] = self.lanes.start(
-            LINK, label, *self._reduce_costs[instr.index]
-        )
-
-    def _store(self, at: int, instr: Store) -> None:
-        self.lanes.wait(self._tasks["reduce", instr.index, 0])
-        r = self._program.reduces[instr.index]
-        us = self._spec.links("host")[1].us(r.result_bytes)
-        task = self.lanes.start(HOST, f"copy of the {r.label}", us, r.result_bytes)
-        self._tasks["reduce", instr.index, 0] = task
-
-    def _wait_reduce(self, at: int, instr: WaitReduce) -> None:
-        self.lanes.wait(self._tasks["reduce", instr.index, 0])
-        r = self._program.reduces[instr.index]
+    def _land(self, at: int, r: ReduceDesc) -> None:
         if r.tiers[-1:] == ("nvme",):
             self._files.land(r)
         for turn in self._updates.landed(r, at):
             self._stream.feed(turn)
             self._stream.admit()
-
-    def _keep(self, at: int, instr: Keep) -> None:
-        keep = self._program.keeps[instr.index]
-        self.lanes.compute(keep.label, _sum_us(keep, self._spec))
-
-    def _move(self, at: int, instr: Offload | Write | Restore | Bring) -> None:
-        """A step of a tensor to another tier, or back. The second step of two waits for the first one."""
-        o = self._program.offloads[instr.index]
-        if isinstance(instr, (Write, Bring)):
-            self._wait_move(at, instr)
-            self._check_move(instr)
-        lane, us = offload_us(self._program, instr, self._spec)
-        label = f"{'copy' if lane == HOST else 'file'} of the {o.label}"
-        if lane == WRITE:
-            self._summed_us[o.name] += self._files.sum_up(label, o.nbytes)
-        self._tasks["offload", instr.index, 0] = task = self.lanes.start(lane, label, us, o.nbytes)
-        if task is not None:
-            self._moved.append((o.name, task))
-
-    def _wait_move(self, at: int, instr: Write | Bring | WaitOffload | WaitRestore) -> None:
-        self.lanes.wait(self._tasks["offload", instr.index, 0])
-
-    def _wait_restore(self, at: int, instr: WaitRestore) -> None:
-        self._wait_move(at, instr)
-        self._check_move(instr)
-
-    def _check_move(self, instr: Write | Bring | WaitRestore) -> None:
-        name = self._program.offloads[instr.index].name
-        self._summed_us[name] += self._files.check(self._tasks["offload", instr.index, 0])
-
-
-# What takes no time (a release, a discard) has no handler.
-_HANDLERS: dict[type, Callable[[_Execution, int, Any], None]] = {
-    Compute: _Execution._compute,
-    Fetch: _Execution._fetch,
-    WaitFetch: _Execution._wait_fetch,
-    Gather: _Execution._gather,
-    WaitGather: _Execution._wait_gather,
-    Reduce: _Execution._reduce,
-    Store: _Execution._store,
-    WaitReduce: _Execution._wait_reduce,
-    Keep: _Execution._keep,
-    Offload: _Execution._move,
-    Write: _Execution._move,
-    Restore: _Execution._move,
-    Bring: _Execution._move,
-    WaitOffload: _Execution._wait_move,
-    WaitRestore: _Execution._wait_restore,
-}
 
 
 def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
@@ -271,13 +188,6 @@ def _python_us(program: Program, spec: HardwareSpec, params: int) -> float:
     descs: list[ReduceDesc | KeepDesc] = [*program.reduces, *program.keeps]
     made = {(d.owner, name) for d in descs for name in d.names}
     return spec.backward_python.us(len(made))
-
-
-def _sum_us(keep: KeepDesc, spec: HardwareSpec) -> float:
-    """Time to add gradients to what waits: they are read, and the sums are read and written."""
-    numel = sum(map(math.prod, keep.shapes))
-    item = getattr(torch, keep.grad_dtype).itemsize + 2 * getattr(torch, keep.dtype).itemsize
-    return numel * item / spec.memory_bytes_per_us + len(keep.names) * spec.kernel_us
 
 
 class _FileWork:

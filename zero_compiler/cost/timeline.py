@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from .hardware import LANES
+from ..ir.transfers import COMPUTE, HOST, LINK, READ, WRITE
 
-COMPUTE, LINK, READ, WRITE, HOST = LANES
 PYTHON = "python"  # no transfers: the host's time around a Program
 AROUND = "Python around the Program"
 _SHOWN = 4  # transfers that the step waits for, in the report

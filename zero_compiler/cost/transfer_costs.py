@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..ir.program import Bring, Fetch, Offload, Program, Restore, Write
+from ..ir.instructions import Transfer, Work
+from ..ir.program import Program
 from .hardware import HardwareSpec
-from .timeline import HOST, READ, WRITE
 
 
 def transfers(
@@ -41,21 +41,11 @@ def transfers(
     return gathers, reduces
 
 
-def fetch_us(program: Program, fetch: Fetch, spec: HardwareSpec) -> float:
-    """Time on its lane of one hop of a gather's chunks."""
-    g = program.gathers[fetch.index]
-    return spec.links(g.hops[fetch.hop].tier)[0].us(g.chunk_bytes)
+def transfer_us(transfer: Transfer, spec: HardwareSpec) -> float:
+    """Time on its lane of a transfer to another tier, or from one."""
+    return spec.links(transfer.tier)[transfer.out].us(transfer.nbytes)
 
 
-def lane_of(tier: str, out: bool) -> str:
-    """The lane between a tier and the one above it: from there, or ``out`` to it."""
-    return HOST if tier == "host" else WRITE if out else READ
-
-
-def offload_us(
-    program: Program, instr: Offload | Write | Restore | Bring, spec: HardwareSpec
-) -> tuple[str, float]:
-    """Lane and time of one step of an offloaded tensor, out or back."""
-    o, out = program.offloads[instr.index], isinstance(instr, (Offload, Write))
-    tier = o.tiers[0] if isinstance(instr, (Offload, Bring)) else o.tiers[-1]
-    return lane_of(tier, out), spec.links(tier)[out].us(o.nbytes)
+def work_us(work: Work, spec: HardwareSpec) -> float:
+    """Time of what the compute device does itself."""
+    return work.us + work.memory_bytes / spec.memory_bytes_per_us + work.kernels * spec.kernel_us

@@ -10,15 +10,13 @@ from torch import fx
 
 from ..ir import facts, ops
 from ..ir.facts import ParamRef
-from ..ir.program import (
+from ..ir.instructions import (
     Bring,
     Compute,
-    Constant,
     Discard,
     Gather,
-    Instr,
+    Instruction,
     Offload,
-    Program,
     Reduce,
     Release,
     Restore,
@@ -29,6 +27,7 @@ from ..ir.program import (
     WaitRestore,
     Write,
 )
+from ..ir.program import Constant, Program
 from ..memory.alias_table import storages_of
 from ..memory.live import live_bytes
 from ..memory.segment_graph import SegmentGraph
@@ -49,6 +48,7 @@ class Emitted:
     numbers: dict[fx.Node, int]  # value of each node
 
 
+# Long: every field of a Program is given here, by name.
 def emit(
     gm: fx.GraphModule,
     params: Mapping[ParamRef, ParamPlan],
@@ -132,7 +132,7 @@ class _Emission:
         self.num_inputs = len(placeholders)
         self._steps = segmentation.steps(graph)
         self.fetches = Fetches(self._steps, params, ahead)
-        self.instrs: list[Instr] = []
+        self.instrs: list[Instruction] = []
         self.reads: list[Sequence[fx.Node]] = []
         self.gathers: list[GatherSpan] = []
         self.reduces: list[ReduceSpan] = []
@@ -163,7 +163,7 @@ class _Emission:
                 _EMITTERS[step.target](self, step)
         self._arrive()
 
-    def _add(self, instr: Instr, reads: Sequence[fx.Node] = ()) -> None:
+    def _add(self, instr: Instruction, reads: Sequence[fx.Node] = ()) -> None:
         self.instrs.append(instr)
         self.reads.append(reads)
 
@@ -311,11 +311,11 @@ def _modules(nodes: list[fx.Node]) -> str:
 
 
 def _with_frees(
-    instrs: list[Instr],
+    instrs: list[Instruction],
     reads: list[Sequence[fx.Node]],
     numbers: Mapping[fx.Node, int],
     output: fx.Node,
-) -> list[Instr]:
+) -> list[Instruction]:
     """Give each value's last reader the duty to drop it.
 
     Outputs are the caller's. Gradients that backward is given are autograd's, which holds them until backward ends.
@@ -330,9 +330,9 @@ def _with_frees(
     for value, i in last.items():
         if value not in kept:
             free.setdefault(i, []).append(value)
-    out: list[Instr] = []
+    out: list[Instruction] = []
     for i, instr in enumerate(instrs):
-        if isinstance(instr, (Compute, Reduce, Offload)):
+        if hasattr(instr, "free"):
             instr = replace(instr, free=tuple(free.get(i, ())))
         out.append(instr)
     return out

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..ir.program import Instr, Keep, KeepDesc, Program, Reduce, ReduceDesc, Store, WaitReduce
+from ..ir.instructions import Instruction, Keep, reducing
+from ..ir.program import Program
+from ..ir.transfers import KeepDesc, ReduceDesc
 from ..memory.arena_extents import ends_by_owner
-from ..memory.live import moments, passing_of, read_in_place, results_of
+from ..memory.live import moments, passing_of, results_of
 
 
 def accumulating(program: Program, owners: Collection[str]) -> Program:
@@ -35,19 +37,17 @@ def accumulating(program: Program, owners: Collection[str]) -> Program:
         else:
             index.append(len(reduces))
             reduces.append(r)
-    instrs: list[Instr] = []
+    instrs: list[Instruction] = []
     came_from: list[int] = []
     gone: set[int] = set()
     for at, instr in enumerate(program.instrs):
-        if isinstance(instr, (Reduce, Store, WaitReduce)):
-            kept = program.reduces[instr.index].owner in owners
-            if kept and isinstance(instr, Store):
+        if (of := reducing(program, instr)) is not None:
+            kept = of.desc.owner in owners
+            if kept and not of.starts:
+                gone.update(instr.writes)
                 continue
-            if kept and isinstance(instr, WaitReduce):
-                gone.update(instr.outs)
-                continue
-            if kept and isinstance(instr, Reduce):
-                instr = Keep(index[instr.index], instr.ins, instr.free)
+            if kept:
+                instr = Keep(index[instr.index], instr.reads, instr.frees)
             else:
                 instr = replace(instr, index=index[instr.index])
         instrs.append(instr)
@@ -94,8 +94,8 @@ def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
     beside = program.beside_bytes  # not what this Program holds
     rows, results, always = [], 0, out.buffer_bytes + out.waiting_bytes
     for instr, at in zip(out.instrs, came_from, strict=True):
-        results += results_of(out, instr)
-        cast = out.keeps[instr.index].cast_bytes if isinstance(instr, Keep) else 0
+        results += results_of(out, reducing(out, instr))
+        cast = out.keeps[instr.index].cast_bytes if instr.table == "keeps" else 0
         others = before[at].others - beside - added[at] + cast
         rows.append(always + others + results)
     return rows
@@ -112,20 +112,19 @@ def _added(program: Program, owners: Collection[str]) -> list[int]:
     reading: dict[int, tuple[int, int]] = {}
     passing = 0
     for at, instr in enumerate(program.instrs):
-        if isinstance(instr, (Reduce, Store, WaitReduce)) and program.reduces[instr.index].owner in owners:
-            made, ended = passing_of(program, instr)
-            passing += made
+        of = reducing(program, instr)
+        if of is None or of.desc.owner not in owners:
             out[at] += passing
-            passing -= ended
-        else:
-            out[at] += passing
-        if isinstance(instr, Reduce):
-            r = program.reduces[instr.index]
-            if r.owner in owners and read_in_place(r):
-                dropped = Counter(s for v in instr.free for s in program.lies_in[v])
-                alone = [program.storages[s] for s, count in dropped.items() if count == holders[s]]
-                reading[instr.index] = at, sum(alone)
-        elif isinstance(instr, (Store, WaitReduce)) and instr.index in reading:
+            continue
+        made, ended = passing_of(program, of)
+        passing += made
+        out[at] += passing
+        passing -= ended
+        if of.starts and instr.lends(program):
+            dropped = Counter(s for v in instr.frees for s in program.lies_in[v])
+            alone = [program.storages[s] for s, count in dropped.items() if count == holders[s]]
+            reading[instr.index] = at, sum(alone)
+        elif of.ends and instr.index in reading:
             begin, nbytes = reading.pop(instr.index)
             for between in range(begin + 1, at):
                 out[between] += nbytes

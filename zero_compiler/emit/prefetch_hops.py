@@ -8,7 +8,7 @@ from torch import fx
 
 from ..ir import facts, ops
 from ..ir.facts import ParamRef
-from ..ir.program import Fetch, Instr, WaitFetch
+from ..ir.instructions import Fetch, Instruction, WaitFetch
 from ..passes.base import ParamPlan
 
 
@@ -49,9 +49,9 @@ class Fetches:
         self.starts: dict[tuple[int, int], int] = {}  # instruction that starts each hop of each gather
         self.waits: dict[tuple[int, int], int] = {}  # and the one that waits for it
 
-    def before(self, index: int, at: int) -> list[Instr]:
+    def before(self, index: int, at: int) -> list[Instruction]:
         """Instructions in front of gather ``index``, the first of them number ``at``."""
-        out: list[Instr] = []
+        out: list[Instruction] = []
         if index == 0:
             for stage in range(len(self._begin) - 1, 0, -1):
                 self._pass(stage, 0, at, out)
@@ -59,14 +59,14 @@ class Fetches:
             self._wait(index, self._hops[index] - 1, at, out)
         return out
 
-    def after(self, index: int, at: int) -> list[Instr]:
+    def after(self, index: int, at: int) -> list[Instruction]:
         """Instructions behind it."""
-        out: list[Instr] = []
+        out: list[Instruction] = []
         if index in self._last:
             self._pass(1, self._last[index] + 1, at, out)
         return out
 
-    def _pass(self, stage: int, boundary: int, at: int, out: list[Instr]) -> None:
+    def _pass(self, stage: int, boundary: int, at: int, out: list[Instruction]) -> None:
         """Start what starts at a boundary of a stage."""
         if stage >= len(self._begin):
             return
@@ -80,7 +80,7 @@ class Fetches:
                     out.append(Fetch(k, hop))
             self._pass(stage + 1, u + 1, at, out)
 
-    def _wait(self, index: int, hop: int, at: int, out: list[Instr]) -> None:
+    def _wait(self, index: int, hop: int, at: int, out: list[Instruction]) -> None:
         self.waits[index, hop] = at + len(out)
         out.append(WaitFetch(index, hop))
 

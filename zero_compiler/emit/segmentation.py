@@ -46,6 +46,7 @@ def _remade(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> bool:
     )
 
 
+# Long: what one run takes from others, and what it makes again of views, is found in one walk over the same sets.
 def segment(
     gm: fx.GraphModule,
     nodes: list[fx.Node],

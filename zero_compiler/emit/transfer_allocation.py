@@ -15,7 +15,7 @@ from ..alignment import arena_aligned, block_aligned
 from ..errors import VerifyError
 from ..ir import facts
 from ..ir.facts import Away, ParamRef, Tile
-from ..ir.program import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
+from ..ir.transfers import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from ..memory.arena import Slot, check, pack
 from ..passes.base import ParamPlan
 from .prefetch_hops import Fetches

@@ -6,27 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import fx
 
 from ..ir import facts, ops
-from ..ir.program import (
-    Bring,
-    Compute,
-    Discard,
-    Instr,
-    Offload,
-    Program,
-    Reduce,
-    ReduceDesc,
-    Restore,
-    Store,
-    WaitOffload,
-    WaitReduce,
-    Write,
-)
+from ..ir.instructions import Compute, Instruction, Reducing, Step, reducing
+from ..ir.program import Program
+from ..ir.transfers import ReduceDesc
 from .segment_graph import SegmentGraph
 from .segment_peak import peak_inside
 
@@ -76,10 +63,9 @@ class _LiveBytes:
         self._roots = facts.alias_roots(graph)
         self._made: dict[fx.Node, int] = {}  # bytes of each storage that is live
         self._holders: dict[fx.Node, set[int]] = {}  # values that hold each
-        # Values that live until a transfer has read them: gradients until their reduction ends, and tensors on their
-        # way to the host.
-        self._read_by_reductions: dict[int, tuple[int, ...]] = {}
-        self._read_by_offloads: dict[int, tuple[int, ...]] = {}
+        # Values that live until a step has read them: gradients until their reduction ends, and tensors on their way to
+        # the host.
+        self._lent: dict[Step, tuple[int, ...]] = {}
         # What the sum between ranks with the same rows takes, until the next reduction is waited for.
         self._summing = 0
         if program.phase == "backward":
@@ -91,17 +77,21 @@ class _LiveBytes:
             self._roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in self._roots.items()}
         self._live = sum(self._made.values())
 
-    def step(self, instr: Instr) -> int:
+    def step(self, instr: Instruction) -> int:
         """Bytes live during an instruction, the next one."""
         program = self._program
+        of = reducing(program, instr)
         inside = self._compute(instr) if isinstance(instr, Compute) else None
         free = self._given_up(instr)
-        self._sum_between_replicas(instr)
-        gone = self._freed_bytes(free) + self._come_and_go(instr)
-        self._live += results_of(program, instr)
-        made, ended = passing_of(program, instr)
+        if of is not None:
+            self._sum_between_replicas(of)
+        made, gone = instr.device_bytes(program)
+        self._live += made + results_of(program, of)
+        gone += self._freed_bytes(free)
+        made, ended = passing_of(program, of)
         self._live, gone = self._live + made, gone + ended
-        if self._gradient_is_the_result(instr):
+        if of is not None and not of.starts and program.slots_ranks == 1 and of.desc.copies == 1:
+            # Of one rank a gradient and its mean are the same memory.
             self._live, gone = self._live - gone + ended, ended
         row = program.buffer_bytes + (self._live if inside is None else inside)
         self._live -= gone
@@ -136,34 +126,22 @@ class _LiveBytes:
                 self._live += self._made[r]
         return inside
 
-    def _given_up(self, instr: Instr) -> tuple[int, ...]:
+    def _given_up(self, instr: Instruction) -> tuple[int, ...]:
         """Values that nothing reads behind an instruction any more."""
-        free: tuple[int, ...] = getattr(instr, "free", ())
-        program = self._program
-        if isinstance(instr, Reduce) and read_in_place(program.reduces[instr.index]):
-            self._read_by_reductions[instr.index], free = free, ()
-        elif isinstance(instr, Offload) and program.offloads[instr.index].copied:
-            self._read_by_offloads[instr.index], free = free, ()
-        elif isinstance(instr, (Write, WaitOffload)):
-            free = self._read_by_offloads.pop(instr.index, free)
-        elif self._waits_for_a_reduction(instr):
-            free = self._read_by_reductions.pop(instr.index, ())
-        return free
+        program, free = self._program, instr.frees
+        started, ended = instr.starts(program), instr.ends(program)
+        if started is not None and instr.lends(program):
+            self._lent[started], free = free, ()
+        return free if ended is None else (*free, *self._lent.pop(ended, ()))
 
-    def _waits_for_a_reduction(self, instr: Instr) -> TypeGuard[Store | WaitReduce]:
-        """The store of what is copied has waited for it already."""
-        copied = isinstance(instr, WaitReduce) and self._program.reduces[instr.index].copied
-        return isinstance(instr, (Store, WaitReduce)) and not copied
-
-    def _sum_between_replicas(self, instr: Instr) -> None:
-        program = self._program
-        if isinstance(instr, Reduce) and _written_there(program, program.reduces[instr.index]):
-            self._live += sums_of(program.reduces[instr.index])
-        elif self._waits_for_a_reduction(instr):
-            r = program.reduces[instr.index]
+    def _sum_between_replicas(self, of: Reducing) -> None:
+        r = of.desc
+        if of.starts and _written_there(self._program, r):
+            self._live += sums_of(r)
+        elif of.ends:
             self._live -= self._summing
             self._summing = sums_of(r)
-            if not _written_there(program, r):
+            if not _written_there(self._program, r):
                 self._live += self._summing
 
     def _freed_bytes(self, free: Iterable[int]) -> int:
@@ -178,42 +156,20 @@ class _LiveBytes:
                         gone += self._made.pop(r)
         return gone
 
-    def _come_and_go(self, instr: Instr) -> int:
-        """Tensors that come back to the device; bytes of one that is gone behind the instruction."""
-        if not isinstance(instr, (Restore, Bring, Discard)):
-            return 0
-        moved = self._program.offloads[instr.index]
-        if not moved.copied:
-            return 0
-        if isinstance(instr, Discard):
-            return moved.nbytes
-        if isinstance(instr, Bring) == moved.staged:
-            self._live += moved.nbytes
-        return 0
 
-    def _gradient_is_the_result(self, instr: Instr) -> bool:
-        """Of one rank a gradient and its mean are the same memory."""
-        if not isinstance(instr, (Store, WaitReduce)) or self._program.slots_ranks > 1:
-            return False
-        return self._program.reduces[instr.index].copies == 1
-
-
-def results_of(program: Program, instr: Instr) -> int:
+def results_of(program: Program, of: Reducing | None) -> int:
     """Bytes of the reduced gradients that come to be at an instruction, and rest in memory.
 
     Padded chunks: a plan is the same on every rank, whichever rows it has. Over c10d a lone result of the right
     dtype is where the transport writes to, and there from the start. The first tile of a gradient that lands brings
     the place of all of them.
     """
-    if not isinstance(instr, (Reduce, WaitReduce)):
+    if of is None or of.desc.tiers:
         return 0
-    r = program.reduces[instr.index]
-    if r.tiers:
-        return 0
+    r = of.desc
     if r.tile is not None:
-        first = isinstance(instr, WaitReduce) and r.tile.index == 0
-        return r.tile.numel * getattr(torch, r.out_dtype).itemsize if first else 0
-    return r.result_bytes if _early(program, r) == isinstance(instr, Reduce) else 0
+        return r.tile.numel * getattr(torch, r.out_dtype).itemsize if of.lands and r.tile.index == 0 else 0
+    return r.result_bytes if (of.starts if _early(program, r) else of.lands) else 0
 
 
 def _early(program: Program, r: ReduceDesc) -> bool:
@@ -221,15 +177,13 @@ def _early(program: Program, r: ReduceDesc) -> bool:
     return len(r.names) == 1 and r.dtype == r.out_dtype and not r.shared and program.slots_ranks > 1
 
 
-def passing_of(program: Program, instr: Instr) -> tuple[int, int]:
+def passing_of(program: Program, of: Reducing | None) -> tuple[int, int]:
     """Bytes of results that do not stay in memory as they are: those that come to be at an instruction, and those that
     are gone behind it."""
-    if not isinstance(instr, (Reduce, Store, WaitReduce)) or not program.reduces[instr.index].passes:
+    if of is None or not of.desc.passes:
         return 0, 0
-    r = program.reduces[instr.index]
-    lands = Reduce if _early(program, r) else Store if r.copied else WaitReduce
-    gone = r.result_bytes if isinstance(instr, WaitReduce) else 0
-    return (r.result_bytes if isinstance(instr, lands) else 0), gone
+    made = of.starts if _early(program, of.desc) else of.ends
+    return of.desc.result_bytes * made, of.desc.result_bytes * of.lands
 
 
 def sums_of(r: ReduceDesc) -> int:
@@ -281,23 +235,22 @@ def waiting_of(program: Program) -> list[int]:
     rows = []
     for instr in program.instrs:
         gone: Counter[str] = Counter()
-        if isinstance(instr, (Reduce, Store, WaitReduce)):
-            r = program.reduces[instr.index]
+        if (of := reducing(program, instr)) is not None:
+            r = of.desc
             nbytes = _passing_storage(program, r)
-            waited = isinstance(instr, Store if r.copied else WaitReduce)
-            if waited:
+            if of.ends:
                 now -= summing
                 held -= summing.total()
                 summing.clear()
             early = _early(program, r) or _written_there(program, r)
-            if isinstance(instr, Reduce) if early else waited:
+            if of.starts if early else of.ends:
                 held += nbytes
                 now[r.owner] += nbytes
                 more = max(0, now[r.owner] - most[r.owner])
                 most[r.owner] += more
                 taken += more
-            if isinstance(instr, WaitReduce):
-                (summing if waited and r.copies > 1 else gone)[r.owner] += nbytes
+            if of.lands:
+                (summing if of.ends and r.copies > 1 else gone)[r.owner] += nbytes
         rows.append(taken - held)
         now -= gone
         held -= gone.total()
@@ -322,10 +275,11 @@ def moments(program: Program, waiting: bool = True) -> list[Moment]:
     tiles: dict[tuple[str, str], int] = {}
     waits = waiting_of(program) if waiting else [0] * len(program.instrs)
     for instr, live, wait in zip(program.instrs, program.live, waits, strict=True):
-        gradients += results_of(program, instr)
+        of = reducing(program, instr)
+        gradients += results_of(program, of)
         out.append(Moment(live - arenas - gradients + beside + wait, gradients, full))
-        if isinstance(instr, WaitReduce):
-            r = program.reduces[instr.index]
+        if of is not None and of.lands:
+            r = of.desc
             key = (r.owner, r.names[0])
             nbytes = tiles.pop(key, 0) + sum(map(math.prod, r.shapes)) * getattr(torch, r.dtype).itemsize
             if r.tile is None or r.tile.last:
@@ -365,12 +319,3 @@ def idle_bytes(programs: Iterable[Program], gradients: int, most_bytes: int) -> 
             if m.others + gradients > most_bytes:
                 idle = min(idle, most_bytes - m.others - m.gradients - rest)
     return max(0, idle)
-
-
-def read_in_place(r: ReduceDesc) -> bool:
-    """Whether a gradient lives until its reduction ends: it may be reduced from where it lies."""
-    if r.shared:
-        return False
-    return len(r.names) == 1 or all(
-        c >= math.prod(shape) for c, shape in zip(r.chunk_numels, r.shapes, strict=True)
-    )

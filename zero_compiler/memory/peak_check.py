@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from ..ir.program import (
+from ..ir.instructions import (
     Bring,
     Compute,
     Discard,
+    Fetch,
+    Gather,
+    Instruction,
     Keep,
     Offload,
-    Program,
     Reduce,
-    ReduceDesc,
+    Release,
     Restore,
     Store,
+    WaitFetch,
+    WaitGather,
     WaitOffload,
     WaitReduce,
+    WaitRestore,
     Write,
 )
+from ..ir.program import Program
+from ..ir.transfers import ReduceDesc
 
 
 class _Values:
@@ -49,73 +57,128 @@ class _Values:
                         self.nbytes -= self._program.storages[storage]
 
 
+def known(instr: Instruction) -> bool:
+    """Whether this count knows what memory an instruction takes."""
+    return type(instr) in _COUNTS
+
+
 def recount(program: Program) -> list[tuple[int, int]]:
     """For each instruction the most bytes held during it or after it, beside the arenas: of reduced gradients that rest
     in memory, and of all else.
 
     What a segment holds of its own while it runs is taken from the plan (``inside``); what is held around it is not.
     """
-    values = _Values(program)
-    reduced = 0  # gradients
-    lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until it is waited for
-    sums = early = 0  # on their way between ranks with the same rows; of these, what is not waited for yet
-    restored = 0  # back on an accelerator
-    passing = 0  # reduced, and on their way to another tier or to the place of a whole gradient
-    waiting = (
-        program.waiting_bytes
-    )  # of full gradients: an earlier backward has left as many as this one will
-    rows = []
-    for instr in program.instrs:
-        free = tuple(getattr(instr, "free", ()))
-        most = 0
-        if isinstance(instr, Compute):
-            most = values.nbytes + program.inside[instr.segment]
-            values.die(free)
-            free = ()
-            values.born(instr.outs)
-        elif isinstance(instr, Offload) and program.offloads[instr.index].copied:
-            lent["offload", instr.index], free = free, ()
-        elif isinstance(instr, (Write, WaitOffload)):
-            free = lent.pop(("offload", instr.index), ())
-        elif isinstance(instr, Bring) or (
-            isinstance(instr, Restore) and program.offloads[instr.index].tiers == ("host",)
-        ):
-            restored += program.offloads[instr.index].nbytes
-        elif isinstance(instr, Keep):
-            most = values.nbytes + program.keeps[instr.index].cast_bytes
-        elif isinstance(instr, Reduce):
-            r = program.reduces[instr.index]
-            if _read_until_the_wait(r):
-                lent["reduce", instr.index], free = free, ()
-            if _result_is_there_from_the_start(program, r):
-                reduced += _stays(r)
-                passing += _passes(r)
-            elif _summed_twice_from_the_start(program, r):
-                early += _summed_bytes(r)
-        elif isinstance(instr, WaitReduce) and program.reduces[instr.index].copied:
-            pass  # its store has waited for the reduction
-        elif isinstance(instr, (Store, WaitReduce)):
-            r = program.reduces[instr.index]
-            free = lent.pop(("reduce", instr.index), ())
-            # The sums before these have become results by now.
-            sums = _between_replicas(r)
-            if _summed_twice_from_the_start(program, r):
-                early -= _summed_bytes(r)
-            if program.slots_ranks == 1 and r.copies == 1:
-                values.die(free)  # of one rank the gradient itself is the result
-            if not _result_is_there_from_the_start(program, r):
-                reduced += _stays(r)
-                passing += _passes(r)
-        if isinstance(instr, WaitReduce):
-            reduced += _place_of_tiles(program.reduces[instr.index])
-        most = max(most, values.nbytes)
-        rows.append((reduced, most + sums + early + restored + passing + waiting))
-        values.die(free)
-        if isinstance(instr, Discard) and program.offloads[instr.index].copied:
-            restored -= program.offloads[instr.index].nbytes
-        if isinstance(instr, WaitReduce):
-            passing -= _passes(program.reduces[instr.index])
-    return rows
+    count = _Count(program)
+    return [count.row(instr) for instr in program.instrs]
+
+
+class _Count:
+    """What is held now, as the instructions are gone through one after the other. What instructions say of their own
+    effects on memory is not read here, since it is what is to be checked."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._values = _Values(program)
+        self._reduced = 0  # gradients
+        self._lent: dict[tuple[str, int], tuple[int, ...]] = {}  # values that a transfer reads until its wait
+        self._sums = self._early = 0  # between ranks with the same rows; of these, what is not waited for yet
+        # Back on an accelerator; and reduced, on the way to another tier or to the place of a whole gradient.
+        self._passing = 0
+        # Of full gradients: an earlier backward has left as many as this one will.
+        self._waiting = program.waiting_bytes
+        # Of the instruction that is counted: values that it frees, bytes that it holds at most of values, and bytes of
+        # what passes that are gone behind it.
+        self._free: tuple[int, ...] = ()
+        self._most = self._leaving = 0
+
+    def row(self, instr: Instruction) -> tuple[int, int]:
+        """Bytes of gradients, and of all else, during an instruction, the next one."""
+        self._free, self._most, self._leaving = tuple(getattr(instr, "free", ())), 0, 0
+        _COUNTS[type(instr)](self, instr)
+        values = max(self._most, self._values.nbytes)
+        row = self._reduced, values + self._sums + self._early + self._passing + self._waiting
+        self._values.die(self._free)
+        self._passing -= self._leaving
+        return row
+
+    def _nothing(self, instr: Instruction) -> None:
+        """It moves nothing but what lies in arenas."""
+
+    def _compute(self, instr: Compute) -> None:
+        self._most = self._values.nbytes + self._program.inside[instr.segment]
+        self._values.die(self._free)
+        self._free = ()
+        self._values.born(instr.outs)
+
+    def _offload(self, instr: Offload) -> None:
+        if self._program.offloads[instr.index].copied:
+            self._lent["offload", instr.index], self._free = self._free, ()
+
+    def _offload_read(self, instr: Write | WaitOffload) -> None:
+        self._free = self._lent.pop(("offload", instr.index), ())
+
+    def _restore(self, instr: Restore) -> None:
+        o = self._program.offloads[instr.index]
+        self._passing += o.nbytes if o.tiers == ("host",) else 0
+
+    def _bring(self, instr: Bring) -> None:
+        self._passing += self._program.offloads[instr.index].nbytes
+
+    def _discard(self, instr: Discard) -> None:
+        o = self._program.offloads[instr.index]
+        self._leaving = o.nbytes if o.copied else 0
+
+    def _keep(self, instr: Keep) -> None:
+        self._most = self._values.nbytes + self._program.keeps[instr.index].cast_bytes
+
+    def _reduce(self, instr: Reduce) -> None:
+        program, r = self._program, self._program.reduces[instr.index]
+        if _read_until_the_wait(r):
+            self._lent["reduce", instr.index], self._free = self._free, ()
+        if _result_is_there_from_the_start(program, r):
+            self._result(r)
+        elif _summed_twice_from_the_start(program, r):
+            self._early += _summed_bytes(r)
+
+    def _store(self, instr: Store | WaitReduce) -> None:
+        """The collective has been waited for."""
+        program, r = self._program, self._program.reduces[instr.index]
+        self._free = self._lent.pop(("reduce", instr.index), ())
+        # The sums before these have become results by now.
+        self._sums = _between_replicas(r)
+        if _summed_twice_from_the_start(program, r):
+            self._early -= _summed_bytes(r)
+        if program.slots_ranks == 1 and r.copies == 1:
+            self._values.die(self._free)  # of one rank the gradient itself is the result
+        if not _result_is_there_from_the_start(program, r):
+            self._result(r)
+
+    def _wait_reduce(self, instr: WaitReduce) -> None:
+        r = self._program.reduces[instr.index]
+        if not r.copied:  # else its store has waited for the reduction
+            self._store(instr)
+        self._reduced += _place_of_tiles(r)
+        self._leaving = _passes(r)
+
+    def _result(self, r: ReduceDesc) -> None:
+        self._reduced += _stays(r)
+        self._passing += _passes(r)
+
+
+# Every kind of instruction: the verifier refuses one that is not here.
+_COUNTS: dict[type, Callable[[_Count, Any], None]] = {
+    **dict.fromkeys((Fetch, WaitFetch, Gather, WaitGather, Release, WaitRestore), _Count._nothing),
+    **dict.fromkeys((Write, WaitOffload), _Count._offload_read),
+    Compute: _Count._compute,
+    Offload: _Count._offload,
+    Restore: _Count._restore,
+    Bring: _Count._bring,
+    Discard: _Count._discard,
+    Keep: _Count._keep,
+    Reduce: _Count._reduce,
+    Store: _Count._store,
+    WaitReduce: _Count._wait_reduce,
+}
 
 
 def _read_until_the_wait(r: ReduceDesc) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from ..ir.program import GatherDesc, Program, Reduce, ReduceDesc, WaitReduce
+from ..ir.instructions import reducing
+from ..ir.program import Program
+from ..ir.transfers import GatherDesc, ReduceDesc
 
 
 def scratch_bytes(program: Program, policies: Sequence[Any]) -> dict[str, int]:
@@ -45,13 +47,11 @@ def _exchanged(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
     under_way: Counter[str] = Counter()
     most: dict[str, int] = dict.fromkeys(policies, 0)
     for instr in program.instrs:
-        if not isinstance(instr, (Reduce, WaitReduce)):
+        if (of := reducing(program, instr)) is None or of.desc.replicated or of.desc.owner not in policies:
             continue
-        r = program.reduces[instr.index]
-        if r.replicated or r.owner not in policies:
-            continue
+        r = of.desc
         nbytes = (policies[r.owner].group.world - 2) * _chunk_bytes(r)
-        under_way[r.owner] += nbytes if isinstance(instr, Reduce) else -nbytes
+        under_way[r.owner] += nbytes * (of.starts - of.lands)
         most[r.owner] = max(most[r.owner], under_way[r.owner])
     return most
 

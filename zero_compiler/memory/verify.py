@@ -6,35 +6,18 @@ hold to the definition, pair by pair (`arena.check`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from ..errors import VerifyError
-from ..ir.program import (
-    Bring,
-    Compute,
-    Discard,
-    Fetch,
-    Gather,
-    Instr,
-    Keep,
-    KeepDesc,
-    Offload,
-    Program,
-    Reduce,
-    ReduceDesc,
-    Release,
-    Restore,
-    Store,
-    WaitFetch,
-    WaitGather,
-    WaitOffload,
-    WaitReduce,
-    WaitRestore,
-    Write,
-)
-from .peak_check import recount
+from ..ir.instructions import Instruction, Release, WaitGather
+from ..ir.program import Program
+from ..ir.transfers import KeepDesc, ReduceDesc
+from .peak_check import known, recount
 from .verify_places import verify_places
+
+_SUMMED = ("reduces", "keeps")  # tables of gradients
 
 
 def verify_program(
@@ -88,11 +71,10 @@ def verify_accumulating(
     for k in program.keeps:
         if k.owner not in owners:
             raise VerifyError(f"{k.label}: they are to be reduced")
-    moving = (Reduce, Store, WaitReduce, Keep)
-    rest, base_rest = ([i for i in p.instrs if not isinstance(i, moving)] for p in (program, base))
+    rest, base_rest = ([i for i in p.instrs if i.table not in _SUMMED] for p in (program, base))
     if rest != base_rest or have != want:
         raise VerifyError("a backward under zero.no_sync does something else than the one that reduces")
-    rows = {v for i in base.instrs if isinstance(i, WaitReduce) for v in i.outs}
+    rows = {v for i in base.instrs if i.effects.lands for v in i.writes}
     for mine, theirs in zip(program.outputs, base.outputs, strict=True):
         if mine != theirs and not (mine is None and theirs in rows):
             raise VerifyError(f"output {theirs} is lost")
@@ -102,14 +84,14 @@ def _gradients(program: Program) -> list[tuple[Any, ...]]:
     """Each gradient, or tile of one, that is kept or reduced, in order: whose it is, how it is summed, its value."""
     found = []
     for instr in program.instrs:
-        if isinstance(instr, (Reduce, Keep)):
-            desc: Any = (program.keeps if isinstance(instr, Keep) else program.reduces)[instr.index]
-            for name, shape, value in zip(desc.names, desc.shapes, instr.ins, strict=True):
+        if instr.table in _SUMMED and instr.reads:
+            desc = getattr(program, instr.table)[instr.index]
+            for name, shape, value in zip(desc.names, desc.shapes, instr.reads, strict=True):
                 found.append((desc.owner, name, shape, desc.dtype, desc.tile, value))
     return found
 
 
-def _fail(i: int, instr: Instr, fact: str) -> NoReturn:
+def _fail(i: int, instr: Instruction, fact: str) -> NoReturn:
     raise VerifyError(f"instruction {i} ({instr.op}): {fact}")
 
 
@@ -117,17 +99,17 @@ def _values(program: Program) -> None:
     written = set(range(program.num_inputs))
     freed: set[int] = set()
     for i, instr in enumerate(program.instrs):
-        ins = getattr(instr, "ins", ())
+        if not known(instr):
+            _fail(i, instr, "the verifier does not know what memory it takes (peak_check.py)")
         # The last reader of a weight drops it from the table; the release then ends the life of its bytes.
-        gone = instr.values if isinstance(instr, (Release, Discard)) else getattr(instr, "free", ())
-        for v in (*ins, *gone):
+        for v in (*instr.reads, *instr.frees):
             if v >= 0 and v not in written:
                 _fail(i, instr, f"value {v} is read before anything writes it")
-        for v in ins:
+        for v in instr.reads:
             if v in freed:
                 _fail(i, instr, f"value {v} is read after it was freed")
-        freed.update(gone)
-        for v in getattr(instr, "outs", ()):
+        freed.update(instr.frees)
+        for v in instr.writes:
             if v == -1:
                 continue
             if v in written:
@@ -135,83 +117,59 @@ def _values(program: Program) -> None:
             if not 0 <= v < program.num_values:
                 _fail(i, instr, f"value {v} is outside the table of {program.num_values} values")
             written.add(v)
-    for v in program.outputs:
-        if isinstance(v, int) and (v not in written or v in freed):
-            raise VerifyError(f"output {v} was never written, or was freed")
+    for out in program.outputs:
+        if isinstance(out, int) and (out not in written or out in freed):
+            raise VerifyError(f"output {out} was never written, or was freed")
 
 
 def _transfers(program: Program) -> None:
     state: dict[tuple[str, int], str] = {}
-    # For each instruction: what it moves, the state that it needs, the state that it leaves.
-    steps = {
-        Fetch: ("gather", "idle", "fetching"),
-        WaitFetch: ("gather", "fetching", "fetched"),
-        Gather: ("gather", "idle", "started"),
-        WaitGather: ("gather", "started", "ready"),
-        Release: ("gather", "ready", "released"),
-        Reduce: ("reduce", "idle", "started"),
-        Store: ("reduce", "started", "stored"),
-        WaitReduce: ("reduce", "started", "done"),
-        Keep: ("keep", "idle", "done"),
-        Offload: ("offload", "idle", "started"),
-        Write: ("offload", "started", "sent on"),
-        WaitOffload: ("offload", "started", "released"),
-        Restore: ("offload", "idle", "started"),
-        Bring: ("offload", "started", "sent on"),
-        WaitRestore: ("offload", "started", "ready"),
-        Discard: ("offload", "ready", "released"),
-    }
     given: dict[int, tuple[int, ...]] = {}
-    hops: dict[int, int] = {}  # of each gather, those that its chunks have made
+    hops: Counter[int] = Counter()  # of each gather, those that its chunks have made
     for i, instr in enumerate(program.instrs):
-        if isinstance(instr, Compute):
+        if not instr.table:
             continue
-        kind, need, leave = steps[type(instr)]
-        if isinstance(instr, (Fetch, WaitFetch, Gather)):
-            done, wanted = hops.get(instr.index, 0), len(program.gathers[instr.index].hops)
-            if not isinstance(instr, WaitFetch) and done:
-                need = "fetched"
-            if isinstance(instr, Gather) and wanted:
-                need = "fetched"
-                if done < wanted and state.get((kind, instr.index)) == need:
-                    _fail(
-                        i, instr, f"gather {instr.index} starts after {done} of {wanted} hops of its chunks"
-                    )
-            elif not isinstance(instr, Gather) and (instr.hop != done or done >= wanted):
-                _fail(i, instr, f"hop {instr.hop} of gather {instr.index} is not number {done} of {wanted}")
-            hops[instr.index] = done + isinstance(instr, WaitFetch)
-        if isinstance(instr, (Store, WaitReduce)) and program.reduces[instr.index].copied:
-            need = "started" if isinstance(instr, Store) else "stored"
-        elif isinstance(instr, Store):
-            _fail(i, instr, f"reduction {instr.index} rests where it is, and is not to be copied")
-        if isinstance(instr, (WaitOffload, WaitRestore)) and program.offloads[instr.index].staged:
-            need = "sent on"
-        elif isinstance(instr, (Write, Bring)) and not program.offloads[instr.index].staged:
-            _fail(i, instr, f"offload {instr.index} has one step to go, and is not sent on")
-        have = state.get((kind, instr.index), "idle")
-        if have != need:
-            _fail(i, instr, f"{kind} {instr.index} is {have}, must be {need}")
-        state[kind, instr.index] = leave
+        kind, need = instr.table.removesuffix("s"), instr.needs(program)
+        have = state.get((instr.table, instr.index), "idle")
+        wrong = instr.misplaced(program)
+        if instr.table == "gathers":
+            wrong = _hop(program, instr, hops[instr.index], have)
+            hops[instr.index] += hasattr(instr, "hop") and instr.ends(program) is not None
+        if wrong or have != need:
+            _fail(i, instr, wrong or f"{kind} {instr.index} is {have}, must be {need}")
+        state[instr.table, instr.index] = instr.effects.leaves
         if isinstance(instr, WaitGather):
             given[instr.index] = instr.outs
         if isinstance(instr, Release) and set(instr.values) != {v for v in given[instr.index] if v >= 0}:
-            _fail(
-                i,
-                instr,
-                f"releases values {instr.values}, but gather {instr.index} gave {given[instr.index]}",
-            )
+            gave = f"gather {instr.index} gave {given[instr.index]}"
+            _fail(i, instr, f"releases values {instr.values}, but {gave}")
+    _ended(program, state)
+
+
+def _hop(program: Program, instr: Instruction, done: int, have: str) -> str:
+    """What is wrong with a step of a gather whose chunks have made ``done`` hops; "" where nothing is."""
+    wanted, hop = len(program.gathers[instr.index].hops), getattr(instr, "hop", None)
+    if hop is not None and (hop != done or done >= wanted):
+        return f"hop {hop} of gather {instr.index} is not number {done} of {wanted}"
+    if hop is None and instr.starts(program) is not None and have == "fetched" and done < wanted:
+        return f"gather {instr.index} starts after {done} of {wanted} hops of its chunks"
+    return ""
+
+
+def _ended(program: Program, state: Mapping[tuple[str, int], str]) -> None:
+    """Every transfer has come to its end, and each gradient is reduced, or kept, once."""
     for k, gather in enumerate(program.gathers):
-        have, want = state.get(("gather", k), "idle"), "ready" if gather.kept else "released"
+        have, want = state.get(("gathers", k), "idle"), "ready" if gather.kept else "released"
         if have != want:
             raise VerifyError(f"{gather.label} ends {have}, must end {want}")
     for k, offload in enumerate(program.offloads):
-        if (have := state.get(("offload", k), "idle")) != "released":
+        if (have := state.get(("offloads", k), "idle")) != "released":
             raise VerifyError(f"{offload.label} ends {have}, must end released")
     for k, reduction in enumerate(program.reduces):
-        if state.get(("reduce", k), "idle") != "done":
+        if state.get(("reduces", k), "idle") != "done":
             raise VerifyError(f"{reduction.label} is not waited for")
     for k, keep in enumerate(program.keeps):
-        if state.get(("keep", k), "idle") != "done":
+        if state.get(("keeps", k), "idle") != "done":
             raise VerifyError(f"the {keep.label} is not made")
     reduced: set[tuple[str, str]] = set()
     summed: list[ReduceDesc | KeepDesc] = [*program.reduces, *program.keeps]
@@ -228,7 +186,7 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
     for the last one, and no other, gives the gradient."""
     following: dict[tuple[str, str], tuple[int, int]] = {}
     for i, instr in enumerate(program.instrs):
-        if not isinstance(instr, WaitReduce) or (part := program.reduces[instr.index].tile) is None:
+        if not instr.effects.lands or (part := program.reduces[instr.index].tile) is None:
             continue
         r = program.reduces[instr.index]
         key = (r.owner, r.names[0])
@@ -236,7 +194,7 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
             _fail(i, instr, f"{r.label}: the whole of it is reduced already")
         if (part.index, part.begin) != following.get(key, (0, 0)):
             _fail(i, instr, f"{r.label} begins at element {part.begin}: it is not the next one")
-        if (instr.outs[0] >= 0) > part.last:
+        if (instr.writes[0] >= 0) > part.last:
             _fail(i, instr, f"{r.label} is not the last one, and gives the gradient")
         following[key] = (part.index + 1, part.begin + r.chunk_numels[0])
         if part.last:

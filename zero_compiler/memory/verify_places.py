@@ -12,17 +12,13 @@ import torch
 
 from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import VerifyError
-from ..ir.program import (
+from ..ir.instructions import (
     Compute,
     Discard,
     Fetch,
     Gather,
-    GatherDesc,
     Offload,
-    OffloadDesc,
-    Program,
     Reduce,
-    ReduceDesc,
     Release,
     Restore,
     Store,
@@ -32,6 +28,8 @@ from ..ir.program import (
     WaitReduce,
     WaitRestore,
 )
+from ..ir.program import Program
+from ..ir.transfers import GatherDesc, OffloadDesc, ReduceDesc
 from .arena import Slot, check
 
 

@@ -22,8 +22,9 @@ from ..alignment import block_aligned
 from ..config import TIERS
 from ..errors import GradientError, OptimizerError
 from ..ir import ops
-from ..ranks.call_handshake import meet, short_digest, tell
+from ..ranks.call_handshake import meet, short_digest
 from ..ranks.failing import MAKE
+from ..ranks.failure_broadcast import tell
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
 from ..sharded.grads import AppliedGrad, check_reduced, used_up

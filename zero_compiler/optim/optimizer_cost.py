@@ -17,7 +17,8 @@ from ..cost.hardware import HardwareSpec
 from ..cost.simulate import UpdateTurn, simulate
 from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..cost.timeline import Timeline
-from ..ir.program import Program, few
+from ..ir.program import Program
+from ..ir.transfers import few
 from ..report.report import Frame, Update
 from ..sharded.managed_parameters import local_of
 from ..sharded.sharded_model import ShardedModel

@@ -52,7 +52,7 @@ class Overlap:
             int, set[int]
         ] = {}  # of each unit that has not run, parameters without a final gradient
         self._hooks: list[RemovableHandle] = []
-        self._own: set[int] = set()  # the ids of these: hooks that are not the user's
+        self.hooks: set[int] = set()  # the ids of these
         self._params: list[weakref.ref[torch.Tensor]] = []
         self._names: dict[
             int, tuple[weakref.ref[ShardedModel], str]
@@ -107,7 +107,7 @@ class Overlap:
                 if id(param) not in self._of:
                     if param.requires_grad:
                         self._hooks.append(param.register_post_accumulate_grad_hook(accumulated))
-                        self._own.add(self._hooks[-1].id)
+                        self.hooks.add(self._hooks[-1].id)
                     self._params.append(weakref.ref(param))
                     self._of[id(param)] = (piece.entry, [])
                 self._of[id(param)][1].append(unit)
@@ -148,13 +148,13 @@ class Overlap:
 
     def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
         """See :class:`~zero_compiler.sharded.grads.Sink`."""
-        if not self._takes(param):
-            return False
+        if id(param) not in self._of:
+            return False  # one that was replaced: ``step()`` says so
         self.enter()
         files = self._files_of(param, False)
         if files is None:
             grads.publish(param, local)
-        elif not files.land(param, local, final, self._own):
+        elif not files.land(param, local, final):
             return False
         if final:
             self._ready(param)
@@ -162,19 +162,14 @@ class Overlap:
 
     def land_part(self, param: DTensor, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
         """See :class:`~zero_compiler.sharded.grads.Sink`; an update waits for the whole of its gradient."""
-        files = self._files_of(param, True) if self._takes(param) else None
+        files = self._files_of(param, True) if id(param) in self._of else None
         if files is None:
             return False
         self.enter()
-        taken = files.land_part(param, part, begin, last, final, self._own)
+        taken = files.land_part(param, part, begin, last, final)
         if taken and last and final:
             self._ready(param)
         return taken
-
-    def _takes(self, param: torch.Tensor) -> bool:
-        """Whether its gradient is used up here. One that was replaced is not: ``step()`` says so."""
-        known = id(param) in self._of
-        return known and grads.goes_to_grad(param) and not grads.hooked(param, self._own)
 
     def _files_of(self, param: torch.Tensor, tiled: bool) -> GradientFiles | None:
         """Who takes a gradient to its file; None for one that goes from memory to its update."""

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from ..errors import ZeroError
 from ..params.ddp_fallback import averaged_over
-from ..ranks.call_handshake import fail_later
-from ..ranks.failing import STEP, Failure, is_known, mark_known
+from ..ranks.failing import STEP, is_known, mark_known
+from ..ranks.failure_broadcast import fail_later
 from ..ranks.group import Group
 from ..sharded.sharded_model import ShardedModel
 
@@ -46,7 +46,7 @@ class Telling:
             return
         mark_known(error)
         for group in self._peers():
-            fail_later(group, Failure.of(error, group.name_of(group.rank), what))
+            fail_later(group, error, what)
 
     @contextlib.contextmanager
     def _known_to_peers(self) -> Iterator[None]:

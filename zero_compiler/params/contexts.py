@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError, RankMismatchError, ShardError, ZeroError
-from ..ranks.call_handshake import cannot_begin, fail, together
-from ..ranks.failing import Failure, is_known, mark_known
+from ..ranks.failing import is_known, mark_known
+from ..ranks.failure_broadcast import cannot_begin, fail, failure_of, together
 from ..ranks.group import Group, group_of
 from ..ranks.peer_waits import answered
 from ..sharded import blocking_transfers, parameter_errors
@@ -113,9 +113,7 @@ def _all_fail(policies: list[ShardedModel], error: BaseException) -> bool:
     if group is None or group.alone or is_known(error):
         return True
     try:
-        return fail(
-            group, Failure.of(error, group.name_of(group.rank), "complete its zero.gathered"), new=True
-        )
+        return fail(group, failure_of(group, error, "complete its zero.gathered"), new=True)
     except ZeroError:
         return False  # a peer is gone: the error of this rank says more
     finally:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import GradientError, RankMismatchError, TransferError
-from ..ranks.call_handshake import cannot_begin, meet, short_digest
+from ..ranks.call_handshake import meet, short_digest
+from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
 from ..ranks.mesh import make_group
 from ..ranks.peer_waits import answered

@@ -41,23 +41,17 @@ class Unshard(torch.autograd.Function):
         again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
         if not policy.sync:
             grads.check_unhooked(param, name)
-            if grads.goes_to_grad(param):
-                if again:
-                    raise parameter_errors.keeps_no_graph(name)
-                grads.keep_pending(param, grad, info.reduce_dtype)
+            if again and grads.goes_to_grad(param):
+                raise parameter_errors.keeps_no_graph(name)
+            grads.keep(param, grad, info.reduce_dtype, info.layout)
             return None, None, None
-        grad = grad.to(info.reduce_dtype)
-        if grads.goes_to_grad(param):
-            grad = grads.take_pending(param, grad)
-            grads.flush_at_end(policy)
+        grad = grads.to_reduce(policy, name, param, grad.to(info.reduce_dtype), info.reduce_dtype)
         if again:
             rows = Average.apply(grad, param, policy, name)
         else:
             rows = grads.as_dtensor(param, _averaged(policy, name, grad, param))
-        sink = policy.sinks.get(name) if policy.sinks else None
-        if sink is not None and sink.land(param, rows._local_tensor.detach(), alone):
-            return None, None, None
-        return rows, None, None
+        taken = policy.sinks and grads.deliver(policy, name, param, rows._local_tensor.detach(), alone)
+        return None if taken else rows, None, None
 
 
 def read(param: DTensor, policy: ShardedModel, name: str) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..alignment import BLOCK_BYTES
 from ..errors import ShardError
-from ..ranks.call_handshake import together
+from ..ranks.failure_broadcast import together
 from ..ranks.group import group_of
 from ..storage import heap
 from ..storage.stores import Region, region_of, watch

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError
-from ..ranks.call_handshake import cannot_begin
+from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
 
 

@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils import _pytree as pytree
 
 from ..errors import MemoryBudgetError
-from ..ranks.call_handshake import cannot_begin
+from ..ranks.failure_broadcast import cannot_begin
 from ..sharded.sharded_model import Scope, ShardedModel
 
 log = logging.getLogger("zero_compiler")

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import ShardError
-from ..ranks.call_handshake import fail_later
-from ..ranks.failing import Failure
+from ..ranks.failure_broadcast import fail_later
 
 log = logging.getLogger("zero_compiler")
 
@@ -52,8 +51,7 @@ _OF_ADAPTERS = frozenset({"merge", "unmerge"})
 def refuse(module: Any, call: str, reason: str) -> NoReturn:
     """Raise, and let the next call of every other rank end with this: it may be that this rank alone is here."""
     error = ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
-    group = module._zero.policy.group.everyone
-    fail_later(group, Failure.of(error, group.name_of(group.rank), f"go on behind {call}"))
+    fail_later(module._zero.policy.group, error, f"go on behind {call}")
     raise error
 
 

@@ -20,7 +20,8 @@ from ..config import Config
 from ..errors import ShardError
 from ..layout import Layout, layout_of
 from ..ranks.agreement import agree
-from ..ranks.call_handshake import begin, together
+from ..ranks.call_handshake import begin
+from ..ranks.failure_broadcast import together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
 from ..ranks.tensor_parallel import TensorPart, part_of, tensor_mesh_of

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..emit.no_sync_program import most_accumulating
-from ..ir.program import Program
+from ..ir.program import Need, Program
 from ..memory.live import idle_bytes, most
 from ..report.report import Memory
 from ..sharded.grads import PendingGrad
@@ -87,16 +87,6 @@ def at_sizes(programs: Mapping[str, Program], planned: Planned, text: str) -> At
     )
     idle = idle_bytes(programs.values(), m.gradients, planned.allowed - rest)
     return AtSizes(programs, replace(planned, memory=memory), rest + largest, idle, text)
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a call takes: ``nbytes`` on this rank, with the reason why they are too many, or 0 where it fits. Of the
-    storages of gradients that nobody holds ``idle_bytes`` may wait while it runs; -1: all of them."""
-
-    nbytes: int
-    idle_bytes: int
-    refusal: str = ""
 
 
 def need_of(

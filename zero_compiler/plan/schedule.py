@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,24 +17,11 @@ from ..cost.lane_simulator import share_cores
 from ..cost.prefetch import Event, Phase, distances, in_flight, phase_us
 from ..cost.simulate import simulate
 from ..cost.timeline import HOST, READ, WRITE, duration
-from ..cost.transfer_costs import fetch_us, offload_us, transfers
+from ..cost.transfer_costs import transfer_us, transfers, work_us
 from ..ir.facts import ParamRef
-from ..ir.program import (
-    Bring,
-    Compute,
-    Fetch,
-    Gather,
-    GatherDesc,
-    Offload,
-    Program,
-    Reduce,
-    Restore,
-    Store,
-    WaitFetch,
-    WaitGather,
-    WaitReduce,
-    Write,
-)
+from ..ir.instructions import Instruction, Step, reducing
+from ..ir.program import Program
+from ..ir.transfers import GatherDesc
 from ..passes.base import ParamPlan
 from ..ranks.agreement import digest
 
@@ -107,28 +93,29 @@ def look(program: Program, spec: HardwareSpec, world: int) -> Look:
     nbytes: list[int] = []
     last_wait: dict[int, int] = {}
     for at, instr in enumerate(program.instrs):
-        if isinstance(instr, Gather):
-            g = program.gathers[instr.index]
-            unit = f"{g.owner}:{g.unit}"
+        if instr.table != "gathers":
+            continue
+        g = program.gathers[instr.index]
+        unit, collective = f"{g.owner}:{g.unit}", Step("gathers", instr.index, g.steps - 1)
+        if instr.starts(program) == collective:
             if unit not in index:
                 index[unit] = len(us)
                 us.append(0.0)
                 nbytes.append(0)
             us[index[unit]] += gather_costs[instr.index][0]
             nbytes[index[unit]] += _bytes_in_flight(g, world)
-        elif isinstance(instr, WaitGather):
-            g = program.gathers[instr.index]
-            last_wait[index[f"{g.owner}:{g.unit}"]] = at
+        elif instr.ends(program) == collective:
+            last_wait[index[unit]] = at
     ends = {at for at in last_wait.values()}
     between: list[list[Event]] = [[]]
     for at, instr in enumerate(program.instrs):
+        of = reducing(program, instr)
         if at in ends:
             between.append([])
-        elif isinstance(instr, Compute):
-            between[-1].append(("compute", program.segment_us[instr.segment]))
-        elif isinstance(instr, (Reduce, Store, WaitReduce)) and reduce_costs[instr.index][0]:
-            if not (isinstance(instr, WaitReduce) and program.reduces[instr.index].copied):
-                between[-1].append(("start" if isinstance(instr, Reduce) else "wait", instr.index))
+        elif (work := instr.work(program)) is not None:
+            between[-1].append(("compute", work_us(work, spec)))
+        elif of is not None and (of.starts or of.ends) and reduce_costs[instr.index][0]:
+            between[-1].append(("start" if of.starts else "wait", instr.index))
     return Look(list(index), Phase(us, nbytes, between, [cost for cost, _ in reduce_costs]))
 
 
@@ -223,21 +210,21 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int, chec
     waits: dict[int, int] = {}  # the first instruction that waits for hops of a unit
     starts: dict[int, int] = {}  # the last one that starts the unit in the stage before
     for at, instr in enumerate(program.instrs):
-        if not isinstance(instr, (Fetch, WaitFetch, Gather)):
+        if instr.table != "gathers":
             continue
         g, unit = program.gathers[instr.index], unit_of[instr.index]
-        now = 0 if isinstance(instr, Gather) else len(g.hops) - instr.hop
-        if isinstance(instr, Fetch) and now == stage:
-            us[unit] += fetch_us(program, instr, spec)
+        transfer, ended = instr.transfer(program), instr.ends(program)
+        if transfer is not None and len(g.hops) - transfer.step.number == stage:
+            us[unit] += transfer_us(transfer, spec)
             nbytes[unit] += g.chunk_bytes
-        elif isinstance(instr, WaitFetch) and now == stage:
-            waits.setdefault(unit, at)
-        elif not isinstance(instr, WaitFetch) and now == stage - 1:
+        elif transfer is not None and len(g.hops) - transfer.step.number == stage - 1:
             starts[unit] = at
+        elif ended is not None and len(g.hops) - ended.number == stage:
+            waits.setdefault(unit, at)
     reached = [0.0, *simulate(program, spec, world, fetches=False, checksums=checksums).reached_us]
     other_us: list[float] = []
     between: list[list[Event]] = []
-    begin = next((at for at, i in enumerate(program.instrs) if isinstance(i, (Fetch, Gather))), 0)
+    begin = next((at for at, i in enumerate(program.instrs) if i.table == "gathers" and i.starts(program)), 0)
     for unit in range(count + 1):
         end = waits.get(unit, starts.get(unit, begin)) if unit < count else len(program.instrs)
         events: list[Event] = []
@@ -252,14 +239,12 @@ def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int, chec
     return Phase(us, nbytes, between, other_us)
 
 
-def _other_us(program: Program, instr: Any, lanes: Collection[str], spec: HardwareSpec) -> float:
+def _other_us(program: Program, instr: Instruction, lanes: Collection[str], spec: HardwareSpec) -> float:
     """Time on ``lanes`` of what an instruction puts there, if that is no hop."""
-    if isinstance(instr, (Offload, Write, Restore, Bring)):
-        where, us = offload_us(program, instr, spec)
-        return us if where in lanes else 0.0
-    if isinstance(instr, Store) and HOST in lanes:
-        return spec.links("host")[1].us(program.reduces[instr.index].result_bytes)
-    if isinstance(instr, WaitReduce) and WRITE in lanes:
+    transfer = instr.transfer(program)
+    if transfer is not None and transfer.step.table != "gathers" and transfer.lane in lanes:
+        return transfer_us(transfer, spec)
+    if instr.effects.lands and WRITE in lanes:
         r = program.reduces[instr.index]
         return spec.nvme_write.us(r.result_bytes) if r.tiers[-1:] == ("nvme",) else 0.0
     return 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,18 +22,12 @@ from ..ir import ops
 from . import peer_connections
 from .agreement import agree, digest, first_difference
 from .failing import (
-    BEGIN,
-    COMPLETE,
     SOON_S,
     Failure,
     begun,
     ended,
-    is_known,
     mark_known,
-    notice,
     noticed,
-    passed,
-    warn_others,
 )
 from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
 from .peer_waits import never_came, no_answer
@@ -41,15 +35,15 @@ from .store_requests import Unanswered
 
 HEADER_BYTES = 32
 _DIGEST_BYTES = 16
-_SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: where the reason lies
+SAID_BYTES = HEADER_BYTES - _DIGEST_BYTES - 1  # of the header of a failure: where the reason lies
 # Far from the small tags that people choose for their own messages, and not one of the engine's. One tag for all
 # headers of a group, whichever model or eager weight they speak for: what arrives next is the peer's next call.
 _HEADER_TAG = 0x59000000
 _FIRST_LOOK_S, _LOOK_S = 20e-6, 1e-3  # where a rank looks again and again whether its peers have answered
-_TELLING = "what this rank tells others through the store of the process group"
+TELLING = "what this rank tells others through the store of the process group"
 _ASK_S = 0.5
-_UNMADE = "a call that this rank could not make"
-_FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
+UNMADE = "a call that this rank could not make"
+FAILED = bytes(_DIGEST_BYTES)  # this rank cannot make the call, and the rest names the reason
 
 
 def short_digest(text: str) -> bytes:
@@ -75,8 +69,8 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
     """
     group = group.everyone
     peer_connections.meets()
-    headers = _exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
-    failed = next((h for h in headers if h.startswith(_FAILED)), None)
+    headers = exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
+    failed = next((h for h in headers if h.startswith(FAILED)), None)
     if failed is not None:
         ended(group)
         raise mark_known(_told(group, failed))
@@ -98,11 +92,11 @@ def begin(group: Group, what: str) -> None:
     group = group.everyone
     if group.alone:
         return
-    gloo = _has_gloo(group)
+    gloo = has_gloo(group)
     if group.rank == 0 or not gloo:
         _connect(group, what)  # the others connect when all are here
     if gloo:
-        with _plain_torch():
+        with plain_torch():
             meet(group, short_digest(what), lambda: what, what)
         _connect(group, what)  # the first rank listens by now
     else:
@@ -110,60 +104,29 @@ def begin(group: Group, what: str) -> None:
 
 
 def _connect(group: Group, what: str) -> None:
-    with _named(group, None, what):
+    with naming_peer(group, None, what):
         peer_connections.of(group)
 
 
 @contextlib.contextmanager
-def together(group: Callable[[], Group | None], what: str, works: bool = True) -> Iterator[None]:
-    """A call that all ranks make together: an error on this one is told to the others, unless they know.
-
-    Args:
-        group: who they are, when there is an error; None where there is nobody, or that is not known.
-        what: the call, for messages.
-        works: as in :func:`zero_compiler.ranks.peer_connections.working`.
-    """
-    with peer_connections.working(what, works):
-        try:
-            yield
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            tell(group, error, f"complete its {what}")
-            raise
-
-
-@contextlib.contextmanager
-def _plain_torch() -> Iterator[None]:
+def plain_torch() -> Iterator[None]:
     """Tensors that are made inside are in memory, whatever is to be made on meta or as a fake around it."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
-def tell(group: Callable[[], Group | None], error: BaseException, what: str) -> None:
-    """Have the next call of every peer end with ``error``, unless they know of it."""
-    if is_known(error):
-        return
-    with contextlib.suppress(Exception), _plain_torch():  # the error of this rank says more
-        others = group()
-        if others is not None and not others.alone and not others.destroyed:
-            everyone = others.everyone
-            fail_later(everyone, Failure.of(error, everyone.name_of(everyone.rank), what))
-            mark_known(error)
-
-
-def _exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
+def exchange(group: Group, mine: bytes, what: str) -> list[bytes]:
     """The headers of all ranks, in order, given this rank's. One that is still owed goes first."""
-    owed = _owed.pop(group.pg, None)
-    if owed is not None:
-        exchange, told_at = owed
-        exchange.wait(_UNMADE)
+    due = owed.pop(group.pg, None)
+    if due is not None:
+        posted, told_at = due
+        posted.wait(UNMADE)
         with contextlib.suppress(RuntimeError):  # all have met, so nobody looks there any more
             store_of(group, SOON_S).delete_key(told_at)
-    return _Exchange(group, mine, what).wait(what)
+    return Exchange(group, mine, what).wait(what)
 
 
-class _Exchange:
+class Exchange:
     """A header of this rank on its way to each peer, and one of each peer to this rank.
 
     An accelerator's backend has no tags that would keep these messages apart from others, and reads no host memory:
@@ -184,19 +147,19 @@ class _Exchange:
         # Kept until they have been read, whoever looks at the result.
         self._sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self._got = torch.empty(group.world, len(mine), dtype=torch.uint8)
-        if not _has_gloo(group):
+        if not has_gloo(group):
             self._sent, self._got = self._sent.to(group.device), self._got.to(group.device)
-            with _named(group, None, what):
+            with naming_peer(group, None, what):
                 work = all_gather_flat(self._got.view(-1), self._sent, group=pg, async_op=True)
             self._works.append((None, work))
             return
         self._got[group.rank] = self._sent
         others = [r for r in range(group.world) if r != group.rank]
         for peer in others:
-            with _named(group, peer, what):
+            with naming_peer(group, peer, what):
                 self._works.append((peer, pg.recv([self._got[peer]], peer, _HEADER_TAG)))
         for peer in others:
-            with _named(group, peer, what):
+            with naming_peer(group, peer, what):
                 self._works.append((peer, pg.send([self._sent], peer, _HEADER_TAG)))
 
     def wait(self, what: str) -> list[bytes]:
@@ -211,13 +174,13 @@ class _Exchange:
         """
         for peer, work in self._works:
             with (
-                _named(self._group, peer, what),
+                naming_peer(self._group, peer, what),
                 peer_connections.awaiting_header(self._group.pg, self._number, what),
             ):
                 if peer is None:
                     self._until_done(work, what)
                 work.wait()
-        with _named(self._group, None, what):
+        with naming_peer(self._group, None, what):
             return [bytes(row) for row in self._got.tolist()]
 
     def _until_done(self, work: dist.Work, what: str) -> None:
@@ -246,11 +209,11 @@ class _Exchange:
 
 
 # What a rank that failed has posted where no peer was waiting for it, and where in the store it has said why.
-_owed: weakref.WeakKeyDictionary[Any, tuple[_Exchange, str]] = weakref.WeakKeyDictionary()
+owed: weakref.WeakKeyDictionary[Any, tuple[Exchange, str]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
+def naming_peer(group: Group, peer: int | None, what: str) -> Iterator[None]:
     """Errors of a backend say whom this rank was waiting for; None: all peers."""
     try:
         yield
@@ -268,7 +231,7 @@ def _named(group: Group, peer: int | None, what: str) -> Iterator[None]:
 def lay_text(group: Group, text: str, nbytes: int) -> bytes:
     """Lay ``text`` where peers find it (:func:`laid_text`) that are told what is returned, a part of a header."""
     group, name = group.everyone, digest(text)[:nbytes]
-    with _named(group, None, _TELLING):
+    with naming_peer(group, None, TELLING):
         store_of(group).set(in_store(group, f"call/{name.hex()}"), text)
     return name
 
@@ -284,7 +247,7 @@ def laid_text(group: Group, told: bytes) -> str | None:
         return None
 
 
-def _has_gloo(group: Group) -> bool:
+def has_gloo(group: Group) -> bool:
     try:
         return group.pg._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:
@@ -292,91 +255,13 @@ def _has_gloo(group: Group) -> bool:
 
 
 def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
-    with _named(group, None, _TELLING):
+    with naming_peer(group, None, TELLING):
         store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
     # The same two ranks on every rank, so that all say the same.
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     texts = [laid_text(group, digests[r]) or "a call that it does not describe" for r in (0, other)]
     found = first_difference(texts[0], texts[1], group.name_of(0), group.name_of(other))
     raise mark_known(RankMismatchError(f"ranks are in different calls; first difference: {found}"))
-
-
-def fail(group: Group, failure: Failure, new: bool) -> bool:
-    """End a call that this rank cannot make, together with its peers: those that can make it are in :func:`meet`.
-
-    Args:
-        new: this rank holds no Program of the model yet.
-
-    Returns whether no rank can make it, and it is ``new`` to all.
-
-    Raises:
-        TransferError: a peer did not answer.
-    """
-    if group.alone:
-        return new
-    group = group.everyone
-    with _named(group, None, _TELLING):
-        warn_others(group, failure)
-    said = lay_text(group, failure.text(), _SAID_BYTES)
-    headers = _exchange(group, _FAILED + bytes([new]) + said, _UNMADE)
-    ended(group)
-    return all(h.startswith(_FAILED + bytes([True])) for h in headers)
-
-
-def fail_later(group: Group, failure: Failure) -> None:
-    """Have the next call of every peer end with ``failure``. For what fails where no peer waits for this rank, which
-    therefore does not wait either: its own next call comes behind theirs.
-
-    While peers have not met one failure, there is room for no other.
-    """
-    group = group.everyone
-    if group.alone or group.destroyed or (group.pg in _owed and not _met(group)):
-        return
-    told_at = notice(group)
-    # Where a peer is gone, or the store, the error of this rank says more.
-    with contextlib.suppress(RuntimeError):
-        warn_others(group, failure)
-        said = lay_text(group, failure.text(), _SAID_BYTES)
-        _owed[group.pg] = _Exchange(group, _FAILED + bytes([False]) + said, _UNMADE), told_at
-    passed(group)
-
-
-def _met(group: Group) -> bool:
-    """Whether a peer was told by its call what this rank owed, which is done with then. What has happened to all is
-    told to nobody."""
-    exchange, told_at = _owed[group.pg]
-    try:
-        if store_of(group, SOON_S).check([told_at]):
-            return False
-        headers = exchange.wait(_UNMADE)  # whoever has deleted it had the headers of all
-    except RuntimeError:  # a peer is gone, or the store
-        return False
-    del _owed[group.pg]
-    return not all(h.startswith(_FAILED) for h in headers)
-
-
-def broke_off(group: Group, error: BaseException, titles: Sequence[str]) -> None:
-    """The same for a call that an ``error`` has ended on this rank among its collectives. Peers that are in it look for
-    that (`runtime/peer_watchdog.py`), and none can call the models of these ``titles`` again.
-
-    A group without gloo would take a header for one of those collectives: there peers find why, and no more.
-    """
-    group = group.everyone
-    failure = Failure.of(error, group.name_of(group.rank), COMPLETE, titles)
-    mark_known(error)
-    if _has_gloo(group):
-        fail_later(group, failure)
-    else:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            warn_others(group, failure)
-
-
-def cannot_begin(group: Group, error: BaseException) -> None:
-    """The same for a call of which this rank has the Programs, and that an ``error`` ends before :func:`meet`."""
-    failure = Failure.of(error, group.everyone.name_of(group.everyone.rank), BEGIN)
-    mark_known(error)
-    with contextlib.suppress(ZeroError):  # a peer is gone: the error that this rank has says more
-        fail(group, failure, new=False)
 
 
 def _told(group: Group, header: bytes) -> ZeroError:

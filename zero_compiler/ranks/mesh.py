@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ShardError
-from .call_handshake import begin, fail_later
-from .failing import Failure
+from .call_handshake import begin
+from .failure_broadcast import fail_later
 from .group import Group, group_timeout_s, link_to
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
@@ -30,6 +30,7 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+# Long: each way in which a mesh and a device do not fit has its own sentence.
 def make_group(
     mesh: DeviceMesh | None, device: torch.device | str | None, tensor: DeviceMesh | None = None
 ) -> Group:
@@ -207,7 +208,7 @@ def _meet(mesh: DeviceMesh, device: torch.device) -> None:
             begin(group, _MAKES)
         except BaseException as error:
             for other in along[dim + 1 :]:
-                fail_later(other, Failure.of(error, other.name_of(other.rank), f"begin the {_MAKES}"))
+                fail_later(other, error, f"begin the {_MAKES}")
             raise
 
 

@@ -238,6 +238,7 @@ class Report:
         phases = [t.total_us for f in self.frames for p, t in f.timelines.items() if p in picture.STEP]
         return math.fsum([*phases, *([self.update.timeline.total_us] if self.update is not None else [])])
 
+    # Long: one line for each field of the JSON.
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
@@ -330,6 +331,7 @@ class Report:
         """The text without the instructions of the Programs."""
         return self._text(instructions=False)
 
+    # Long: the lines of the report, in their order.
     def _text(self, instructions: bool) -> str:
         m = self.memory
         lines = [

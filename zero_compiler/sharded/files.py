@@ -98,6 +98,7 @@ class GradientFiles:
     """
 
     uses_up = False
+    hooks: Collection[int] = ()
 
     def __init__(
         self,
@@ -145,10 +146,10 @@ class GradientFiles:
         largest = max((r.nbytes for r in self._regions.values()), default=0)
         return write_buffers(largest, self._budget_bytes)
 
-    def land(self, param: DTensor, local: torch.Tensor, final: bool, ours: Collection[int] = ()) -> bool:
-        """See :class:`~zero_compiler.sharded.grads.Sink`; ``ours`` are the ids of hooks that are not the user's."""
+    def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
+        """See :class:`~zero_compiler.sharded.grads.Sink`."""
         name = self._name_of(param)
-        if name is None or not grads.goes_to_grad(param) or grads.hooked(param, ours):
+        if name is None:
             return False
         rows = self._rows(name, local)
         self._enter()
@@ -164,15 +165,7 @@ class GradientFiles:
         self._landed[name] = (param, written)
         return True
 
-    def land_part(
-        self,
-        param: DTensor,
-        part: torch.Tensor,
-        begin: int,
-        last: bool,
-        final: bool,
-        ours: Collection[int] = (),
-    ) -> bool:
+    def land_part(self, param: DTensor, part: torch.Tensor, begin: int, last: bool, final: bool) -> bool:
         """A tile of a gradient, ``begin`` elements after the beginning of the chunk; tiles follow each other.
 
         Returns whether it was taken; what was not taken of the first tile is not of those after it.
@@ -181,7 +174,7 @@ class GradientFiles:
         if name is None or (begin and name not in self._partly):
             return False
         if begin == 0:
-            takes = self._takes_parts(name, param, ours)
+            takes = self._takes_parts(name, param)
             if takes is None:
                 return False
             self._partly[name] = takes
@@ -197,11 +190,8 @@ class GradientFiles:
             self._landed[name] = (param, written or not added)
         return True
 
-    def _takes_parts(self, name: str, param: DTensor, ours: Collection[int]) -> bool | None:
-        """Whether they are added to what the file has; None: they are to be added to what lies elsewhere, or somebody
-        wants to see the whole."""
-        if not grads.goes_to_grad(param) or grads.hooked(param, ours):
-            return None
+    def _takes_parts(self, name: str, param: DTensor) -> bool | None:
+        """Whether they are added to what the file has; None: they are to be added to what lies elsewhere."""
         if self._landed.get(name, (param, False))[1]:
             return True
         if param.grad is None:

@@ -1,4 +1,9 @@
-"""Gradients at rest: publishing ``p.grad``, and full gradients that wait for their reduction.
+"""Where a gradient goes is decided here alone: to ``.grad``, into what waits there for a reduction, to a file or an
+update, or on by way of autograd.
+
+A full gradient is kept (:func:`keep`) or given to a reduction (:func:`to_reduce`). This rank's rows, which that gives,
+are offered to who takes them at once (:func:`deliver`), and else handed to autograd (:func:`handed_on`), which
+calls hooks.
 
 Under ``zero.no_sync`` a backward adds its full local gradient to ``p.grad`` as a :class:`PendingGrad`. That
 object *is* the state: setting ``p.grad`` to None drops it, as it drops any gradient, and an optimizer or a
@@ -15,6 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError, ShardError
+from ..ir.transfers import Part
+from ..layout import Layout, tiled_rows
 from ..ranks.group import Group
 from . import blocking_transfers
 
@@ -169,14 +176,93 @@ def as_dtensor(param: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
 
 
-def keep_pending(param: Any, full: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add a full local gradient to what waits for the next synchronising backward, in ``dtype``."""
+def keep(
+    param: Any, full: torch.Tensor, dtype: torch.dtype, layout: Layout, tile: Part | None = None
+) -> None:
+    """Add a full local gradient, or a tile of it, to what waits in ``.grad`` for the next synchronising backward, in
+    ``dtype``; nothing where the backward that runs does not add to ``.grad``."""
+    if not goes_to_grad(param):
+        return
     grad = param.grad
-    if isinstance(grad, PendingGrad):
+    if tile is not None:
+        if not isinstance(grad, PendingGrad):
+            whole = torch.zeros(param.shape, dtype=dtype, device=full.device)
+            param.grad = grad = PendingGrad(param, whole, grad)
+        part = full.to(dtype)
+        for theirs, ours in tiled_rows(layout, tile.begin, full.shape[0]):
+            grad.full[theirs].add_(part[ours])
+    elif isinstance(grad, PendingGrad):
         grad.full.add_(full.to(dtype))
     else:
         # A private copy, and only one: the caller's gradient may lie in a buffer that is used again.
         param.grad = PendingGrad(param, full.detach().to(dtype, copy=True), grad)
+
+
+def to_reduce(
+    policy: _Trained,
+    name: str,
+    param: DTensor,
+    full: torch.Tensor,
+    dtype: torch.dtype,
+    tile: Part | None = None,
+) -> torch.Tensor:
+    """A full gradient, or a tile of it, with what waited for its reduction, in ``dtype`` then; ``.grad`` becomes the
+    part that was reduced before. What waits of other weights is reduced when the backward ends."""
+    if not PendingGrad.ever_made or not goes_to_grad(param):
+        return full
+    flush_at_end(policy)
+    grad = param.grad
+    if not isinstance(grad, PendingGrad):
+        return full
+    full = full.to(dtype)
+    if tile is None:
+        param.grad = grad.base
+        return grad.full.add_(full)
+    out = full.clone()
+    for theirs, ours in tiled_rows(policy.params[name].layout, tile.begin, full.shape[0]):
+        out[ours].add_(grad.full[theirs])
+    if tile.last:
+        param.grad = grad.base
+    return out
+
+
+def deliver(policy: _Trained, name: str, param: DTensor, local: torch.Tensor, final: bool) -> bool:
+    """Offer this rank's reduced rows to who takes them at once; False: autograd is to go on with them.
+
+    Args:
+        final: see :meth:`Sink.land`.
+    """
+    sink = _taker(policy, name, param)
+    return sink is not None and sink.land(param, local, final)
+
+
+def deliver_part(
+    policy: _Trained, name: str, param: DTensor, part: torch.Tensor, tile: Part, final: bool
+) -> bool:
+    """The same with a tile of these rows."""
+    sink = _taker(policy, name, param)
+    return sink is not None and sink.land_part(param, part, tile.begin, tile.last, final)
+
+
+def _taker(policy: _Trained, name: str, param: DTensor) -> Sink | None:
+    """Who takes a gradient past autograd: nobody where it is asked for by ``torch.autograd.grad``, or has hooks."""
+    sink = policy.sinks.get(name) if policy.sinks else None
+    if sink is None or not goes_to_grad(param) or hooked(param, sink.hooks):
+        return None
+    return sink
+
+
+def handed_on(param: DTensor, local: torch.Tensor | None, runs: bool) -> DTensor | None:
+    """What autograd is to add to ``.grad``, of this rank's reduced rows; None where there is nothing left to add.
+
+    Args:
+        runs: whether the backward comes to where autograd adds to ``.grad``.
+    """
+    if local is None:
+        return None
+    # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
+    direct = runs and param.requires_grad and not hooked(param)
+    return None if direct and _added(param, local) else as_dtensor(param, local)
 
 
 def check_unhooked(param: DTensor, name: str) -> None:
@@ -190,36 +276,6 @@ def check_unhooked(param: DTensor, name: str) -> None:
             f"parameter {name!r} has a hook for its gradient, and zero.no_sync has none to show before it is reduced: "
             "remove the hook, or run this backward outside zero.no_sync"
         )
-
-
-def take_pending(param: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """``full`` plus what waited; ``param.grad`` becomes the part that was reduced before."""
-    grad = param.grad
-    if not isinstance(grad, PendingGrad):
-        return full
-    param.grad = grad.base
-    return grad.full.add_(full)
-
-
-def keep_pending_rows(param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]]) -> None:
-    """:func:`keep_pending` of some rows: pairs of those of the full gradient and those of ``part``."""
-    if not isinstance(param.grad, PendingGrad):
-        full = torch.zeros(param.shape, dtype=part.dtype, device=part.device)
-        param.grad = PendingGrad(param, full, param.grad)
-    for theirs, ours in rows:
-        param.grad.full[theirs].add_(part[ours])
-
-
-def take_pending_rows(
-    param: Any, part: torch.Tensor, rows: Iterable[tuple[slice, slice]], last: bool
-) -> torch.Tensor:
-    """:func:`take_pending` of some rows; ``last`` drops what waited."""
-    out, grad = part.clone(), param.grad
-    for theirs, ours in rows:
-        out[ours].add_(grad.full[theirs])
-    if last:
-        param.grad = grad.base
-    return out
 
 
 def publish(param: DTensor, local: torch.Tensor) -> None:
@@ -236,7 +292,7 @@ def publish(param: DTensor, local: torch.Tensor) -> None:
         )
 
 
-def added(param: DTensor, local: torch.Tensor) -> bool:
+def _added(param: DTensor, local: torch.Tensor) -> bool:
     """Add this rank's reduced rows to ``param.grad`` without autograd, whose accumulation detaches a DTensor by way of
     Python's dispatch; False where what stands there is for autograd to add to."""
     grad = param.grad
@@ -252,10 +308,11 @@ def added(param: DTensor, local: torch.Tensor) -> bool:
 class Sink(Protocol):
     """Who takes the gradient of a parameter as soon as it is reduced.
 
-    ``uses_up``: there is no gradient afterwards.
+    ``uses_up``: there is no gradient afterwards. ``hooks``: ids of hooks that are not the user's.
     """
 
     uses_up: bool
+    hooks: Collection[int]
 
     def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
         """This rank's rows of the gradient, in a backward that runs.

@@ -41,6 +41,7 @@ def threads_of(world: int) -> int:
     return torch.get_num_threads() if world == 1 or "OMP_NUM_THREADS" in os.environ else 1
 
 
+# Long: one measurement after the other, each with the line that is said before it.
 def calibrate(
     worlds: list[int],
     directory: str | None,

@@ -264,7 +264,7 @@ def test_a_second_failure_is_told_once_the_first_is_met(world, tmp_path):
 def all_fail(rank: int, world: int, folder: str, gloo: bool) -> None:
     """Nobody is told what happens to all; a group may end with what nobody has read."""
     if not gloo:  # as on an accelerator, whose own backend has no tags
-        call_handshake._has_gloo = lambda _: False
+        call_handshake.has_gloo = lambda _: False
     model = made(folder)
     optimizer, call = zero.optimizer(AdamW, model), called(model)
     hook = Hook(optimizer, False)

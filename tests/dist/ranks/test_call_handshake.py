@@ -49,7 +49,7 @@ def hide_gloo() -> list[str]:
         seen.append(f"{given.dtype} {given.numel()}")
         return gather(out, given, **kw)
 
-    call_handshake._has_gloo = lambda _: False
+    call_handshake.has_gloo = lambda _: False
     call_handshake.all_gather_flat = counted
     return seen
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, ShardError, StorageError, TransferError
 from zero_compiler.params.modules import policies_of
-from zero_compiler.ranks.call_handshake import fail_later
-from zero_compiler.ranks.failing import STEP, Failure
+from zero_compiler.ranks.failing import STEP
+from zero_compiler.ranks.failure_broadcast import fail_later
 from zero_compiler.runtime import peer_watchdog, pools
 from zero_compiler.storage.stores import FileStore
 
@@ -163,7 +163,7 @@ def fails_after_a_call(rank: int, world: int) -> str:
     if rank == 1:
         call(torch.ones(4, 16))
         group = policies_of(model)[0].group
-        fail_later(group, Failure(group.name_of(rank), "ValueError", "out of luck", STEP))
+        fail_later(group, ValueError("out of luck"), STEP)
         return ""
     _slow.append(3 * peer_watchdog.LOOK_S)
     loss = call(torch.ones(4, 16))

@@ -191,7 +191,7 @@ def test_a_rank_that_cannot_shard_and_stays(gloo):
 
 
 def fails_without_gloo(rank: int, world: int) -> str:
-    call_handshake._has_gloo = lambda _: False
+    call_handshake.has_gloo = lambda _: False
     return fails_and_stays(rank, world)
 
 

@@ -86,10 +86,10 @@ def test_a_search_lowers_no_phase_twice_alike_and_takes_as_many_steps_at_any_dep
 
     def lower(self, gm, phase, segment_us=None, trial=False):
         if trial:
-            context = self.state.context(phase)
+            context, options = self.state.context(phase), self.state.options(phase)
             of = copied[-1]
             tried.append(
-                (id(of), tuple(passes.tiles_in(gm.graph)), context.bucket_bytes, str(context.params))
+                (id(of), tuple(passes.tiles_in(gm.graph)), options.bucket_bytes, str(context.params))
             )
         return lowered(self, gm, phase, segment_us, trial)
 

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from null.graphs import Build, aten, lower
+from null.graphs import Build, aten, lower, lower_joint
 from torch import fx
 
 from zero_compiler.cost import prefetch
-from zero_compiler.passes import JOINT, run_passes
 
 
 def layered(layers: int) -> tuple[Build, Build]:
@@ -67,7 +66,7 @@ def seconds(layers: int) -> tuple[int, float]:
     nodes = len(f.graph.nodes) + len(b.graph.nodes)
     whole = joint(layers)
     start = time.process_time()
-    run_passes(whole.graph, JOINT, whole.context("joint"))
+    lower_joint(whole)
     for build, phase in ((f, "forward"), (b, "backward")):
         build.program(lower(build, phase, bucket_bytes=256), phase)
     return nodes, time.process_time() - start

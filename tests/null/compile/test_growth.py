@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from machines import machine
-from null.graphs import Build, aten, lower
+from null.graphs import Build, aten, lower, lower_joint
 from null.passes.test_partition_activations import Graphs
 from torch import fx, nn
 
@@ -21,7 +21,7 @@ from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.emit.emit import emit
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir import facts, ops
-from zero_compiler.passes import JOINT, PHASE, TileMlp, run_passes
+from zero_compiler.passes import TileMlp, phase_passes, run_passes
 from zero_compiler.tools.planning import report
 
 
@@ -73,13 +73,12 @@ def mlps(layers: int, tokens: int = 64) -> Build:
 def test_mlps_in_tiles():
     def made(layers: int) -> Callable[[], Any]:
         b = mlps(layers)
-        names = [p.name for p, _ in JOINT]
-        run_passes(b.graph, JOINT[: names.index("tile-mlp")], b.context("joint"))
+        lower_joint(b, "tile-loss")
         spec = HardwareSpec.from_dict(machine())
-        context = b.context("joint", tile_mlp=True, mlp_bytes=1, machine=spec)
+        context = b.context("joint", machine=spec)
 
         def run() -> None:
-            TileMlp().run(b.graph, context)
+            TileMlp(True, mlp_bytes=1).run(b.graph, context)
             assert len(b.graph.find_nodes(op="call_function", target=ops.tiled)) == 2 * layers
 
         return run
@@ -107,7 +106,7 @@ def test_activations_in_parts():
 
 def in_tiles(tokens: int) -> Build:
     b = mlps(2, tokens)
-    run_passes(b.graph, JOINT, b.context("joint", tile_mlp=True, mlp_bytes=1))
+    lower_joint(b, tile_mlp=True, mlp_bytes=1)
     return b
 
 
@@ -151,8 +150,9 @@ def test_what_a_budget_tries_takes_the_bytes_of_what_would_run(monkeypatch):
 
     def both(self: Lowering, gm: fx.GraphModule, phase: str) -> Any:
         program, context = trial(self, gm, phase), self.state.context(phase)
+        pipeline = phase_passes(self.state.options(phase))
         copy = facts.copy_module(gm)
-        run_passes(copy.graph, PHASE, context, trial=True)
+        run_passes(copy.graph, pipeline, context, trial=True)
         whole = emit(copy, self.state.params, phase, self.state.loader.kept_offsets(), trial=True).program
         tried.append(len(program.instrs) < len(whole.instrs))
         assert (max(program.live), program.buffer_bytes, program.host_bytes) == (

@@ -18,7 +18,7 @@ from zero_compiler.cost import hardware
 from zero_compiler.cost.prefetch import phase_us
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import COMPUTE, HOST, LINK, READ
-from zero_compiler.ir.program import Fetch, Gather
+from zero_compiler.ir.instructions import Fetch, Gather
 from zero_compiler.plan import schedule
 
 pytestmark = pytest.mark.usefixtures("on_accelerator")

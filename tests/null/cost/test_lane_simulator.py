@@ -7,7 +7,8 @@ from null.instructions import BEHIND, CORES, gather_of, program_of, spec_of
 
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import COMPUTE, LINK, READ
-from zero_compiler.ir.program import Compute, Fetch, Gather, Hop, WaitFetch, WaitGather
+from zero_compiler.ir.instructions import Compute, Fetch, Gather, WaitFetch, WaitGather
+from zero_compiler.ir.transfers import Hop
 
 
 @pytest.mark.parametrize(

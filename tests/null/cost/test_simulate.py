@@ -10,7 +10,8 @@ from null.instructions import BEHIND, CORES, gather_of, program_of, reduce_of, s
 from zero_compiler.cost.hardware import PythonTime
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import COMPUTE, LINK, PYTHON, READ, WRITE
-from zero_compiler.ir.program import Fetch, Hop, Reduce, WaitFetch, WaitReduce
+from zero_compiler.ir.instructions import Fetch, Reduce, WaitFetch, WaitReduce
+from zero_compiler.ir.transfers import Hop
 from zero_compiler.storage.writeback_buffers import write_buffers
 
 

@@ -9,7 +9,8 @@ from null.instructions import gather_of, program_of, reduce_of, spec_of
 
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import LINK, READ, WRITE
-from zero_compiler.ir.program import Fetch, Gather, Hop, Reduce, WaitFetch, WaitGather, WaitReduce
+from zero_compiler.ir.instructions import Fetch, Gather, Reduce, WaitFetch, WaitGather, WaitReduce
+from zero_compiler.ir.transfers import Hop
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

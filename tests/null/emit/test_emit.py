@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from null.graphs import lower, two_layers, two_layers_backward
 
-from zero_compiler.ir.program import Gather, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.ir.instructions import Gather, Reduce, Release, WaitGather, WaitReduce
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])

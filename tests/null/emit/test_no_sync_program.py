@@ -23,7 +23,8 @@ from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import COMPUTE, LINK
 from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import VerifyError
-from zero_compiler.ir.program import Keep, Program, Reduce, WaitReduce
+from zero_compiler.ir.instructions import Keep, Reduce, WaitReduce
+from zero_compiler.ir.program import Program
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.verify import verify_accumulating, verify_program
 

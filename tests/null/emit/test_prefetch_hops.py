@@ -18,7 +18,8 @@ from tiered import Net
 import zero_compiler as zero
 from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.errors import ConfigError, MemoryBudgetError, VerifyError
-from zero_compiler.ir.program import Fetch, Gather, Program, Reduce, Store, WaitFetch, WaitReduce
+from zero_compiler.ir.instructions import Fetch, Gather, Reduce, Store, WaitFetch, WaitReduce
+from zero_compiler.ir.program import Program
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.verify import verify_accumulating, verify_program
 

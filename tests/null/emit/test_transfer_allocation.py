@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.ir.program import Gather, Program, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.ir.instructions import Gather, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.ir.program import Program
 from zero_compiler.memory.live import moments
 from zero_compiler.ranks.transport import Transport
 from zero_compiler.report.report import Frame

@@ -13,6 +13,7 @@ from null.graphs import (
     find,
     head_graph,
     lower,
+    lower_joint,
     two_layers,
     two_layers_backward,
 )
@@ -21,7 +22,7 @@ from null.sentences import ROOT, untested
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import facts, ops, spec
 from zero_compiler.ir.facts import ParamRef
-from zero_compiler.passes import JOINT, Context, run_passes
+from zero_compiler.passes import Context, run_passes
 
 
 def forward(**kw) -> Build:
@@ -54,7 +55,7 @@ def broken(b: Build, fact: str, level: str = "scheduled", **kw) -> None:
 )
 def test_columns_that_are_not_those_of_the_weight(change, fact):
     b = head_graph(tile_rows={"w": 1})
-    run_passes(b.graph, JOINT, b.context("joint", tile_bytes=40))
+    lower_joint(b, tile_bytes=40)
     node = find(b, ops.tiled, 1)
     tiling = facts.tiling(node)
     columns = tiling.columns
@@ -361,7 +362,7 @@ def test_what_backward_takes_is_what_forward_saves():
 def test_levels_hold_where_they_should():
     b = two_layers()
     spec.verify(b.graph, "captured", b.plans)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    lower_joint(b, "merge-markers")
 
 
 # All of them -----------------------------------------------------------------------------------------------

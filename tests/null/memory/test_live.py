@@ -18,17 +18,9 @@ from torch import fx, nn
 import zero_compiler as zero
 from zero_compiler.emit.no_sync_program import most_accumulating
 from zero_compiler.ir import facts, ops
-from zero_compiler.ir.program import (
-    Compute,
-    Gather,
-    GatherDesc,
-    Program,
-    Reduce,
-    ReduceDesc,
-    Release,
-    WaitGather,
-    WaitReduce,
-)
+from zero_compiler.ir.instructions import Compute, Gather, Reduce, Release, WaitGather, WaitReduce
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import GatherDesc, ReduceDesc
 from zero_compiler.memory.live import idle_bytes, moments, most, waiting_of
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.segment_graph import SegmentGraph

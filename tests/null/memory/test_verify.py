@@ -23,11 +23,10 @@ from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.emit import emit, transfer_allocation
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import facts
-from zero_compiler.ir.program import (
+from zero_compiler.ir.instructions import (
     Bring,
     Compute,
     Gather,
-    Program,
     Reduce,
     Release,
     WaitGather,
@@ -36,6 +35,7 @@ from zero_compiler.ir.program import (
     WaitRestore,
     Write,
 )
+from zero_compiler.ir.program import Program
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.verify import verify_program
 from zero_compiler.passes import OffloadActivations
@@ -185,9 +185,9 @@ def in_files(phase: str = "forward", tiers: tuple[str, ...] = ("nvme",)) -> Prog
     forward, backward = two_products()
     fast = {"latency_us": 1e-6, "bytes_per_us": 1e9}
     machine = HardwareSpec.from_dict(machines.machine(nvme_read=fast, nvme_write=fast, host_device=fast))
-    context = forward.context("joint", machine=machine, away=frozenset(), activation_bytes=0, tiers=tiers)
+    context = forward.context("joint", machine=machine)
     facts.send_away(find(forward, aten.tanh.default))
-    OffloadActivations().run(forward.graph, backward.graph, 1, context)
+    OffloadActivations((), frozenset(), tiers, 0).run(forward.graph, backward.graph, 1, context)
     build = forward if phase == "forward" else backward
     return build.program(lower(build, phase, machine=machine), phase)[0]
 

@@ -10,7 +10,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.cost.simulate import UpdateTurn, simulate
 from zero_compiler.cost.timeline import COMPUTE, HOST, READ, WRITE
-from zero_compiler.ir.program import Compute, Gather, Reduce, WaitGather, WaitReduce
+from zero_compiler.ir.instructions import Compute, Gather, Reduce, WaitGather, WaitReduce
 from zero_compiler.storage.double_buffer import BUFFERS
 from zero_compiler.tools.planning import report
 

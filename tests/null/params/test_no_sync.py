@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
+from zero_compiler.compile import call_decisions
 from zero_compiler.errors import GradientError
 from zero_compiler.params.modules import policies_of
-from zero_compiler.runtime import session
 
 # The Programs of a frame that is trained.
 TRAINED = ["backward", "backward under zero.no_sync", "forward"]
@@ -267,9 +267,9 @@ def test_programs_under_no_sync_are_made_when_they_are_needed_and_once():
     call = use(outer, "compiled")
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        derive = session.accumulating
+        derive = call_decisions.accumulating
         patch.setattr(
-            session, "accumulating", lambda p, owners: made.append(len(owners)) or derive(p, owners)
+            call_decisions, "accumulating", lambda p, owners: made.append(len(owners)) or derive(p, owners)
         )
         for seed, model in enumerate((inner, outer, inner, outer)):
             with zero.no_sync(model):

@@ -20,7 +20,7 @@ from zero_compiler.config import Config
 from zero_compiler.cost.cost import CostModel
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.errors import ConfigError, MemoryBudgetError
-from zero_compiler.ir.program import Gather
+from zero_compiler.ir.instructions import Gather
 from zero_compiler.passes import activations
 from zero_compiler.passes.activations import Activations
 from zero_compiler.passes.repeats import stand_ins

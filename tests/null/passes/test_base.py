@@ -16,7 +16,7 @@ from null.graphs import (
 from zero_compiler import passes
 from zero_compiler.errors import VerifyError
 from zero_compiler.ir import spec
-from zero_compiler.passes import INFERENCE, JOINT, PHASE, SPLIT, run_passes, run_split
+from zero_compiler.passes import SPLIT, inference_passes, joint_passes, phase_passes, run_passes, run_split
 
 
 def test_every_pass_stands_on_the_screen():
@@ -26,7 +26,7 @@ def test_every_pass_stands_on_the_screen():
         for n in passes.__all__
         if hasattr(c := getattr(passes, n), "run") and not vars(c).get("_is_protocol")
     }
-    assert every == {*(type(p) for p, _ in (*JOINT, *INFERENCE, *PHASE)), *SPLIT}
+    assert every == {*(type(p) for p, _ in (*joint_passes(), *inference_passes(), *phase_passes())), *SPLIT}
 
 
 class Careless:
@@ -58,7 +58,7 @@ def test_every_pass_says_what_it_refuses():
         for name in passes.__all__
         if hasattr(c := getattr(passes, name), "run") and c not in (passes.Pass, passes.SplitPass)
     ]
-    assert {type(p) for p, _ in (*JOINT, *PHASE)} <= set(every)
+    assert {type(p) for p, _ in (*joint_passes(), *phase_passes())} <= set(every)
     assert [c.__name__ for c in every if "    Refuses: " not in c.__doc__] == []
 
 
@@ -85,7 +85,7 @@ def test_a_frozen_weight_gets_no_reduction():
 @pytest.mark.parametrize("part", ["run", "lint", "verify"])
 def test_the_time_of_a_pass_has_its_checks_in_it(monkeypatch, part):
     b = two_layers()
-    (one, level) = JOINT[0]
+    (one, level) = joint_passes()[0]
     now = [0.0]
     spend = lambda *_: now.__setitem__(0, now[0] + 2.0)  # noqa: E731
     monkeypatch.setattr("zero_compiler.passes.base.time.perf_counter", lambda: now[0])

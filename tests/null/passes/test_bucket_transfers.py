@@ -71,7 +71,7 @@ def _context(rows) -> Context:
     for i, (numel, dtype, owner) in enumerate(rows):
         ref = ParamRef(owner, f"w{i}")
         plans[ref] = ParamPlan(ref, (numel,), torch.float32, dtype, torch.float32, True, 2, 3)
-    return Context(plans, "forward", LIMIT)
+    return Context(plans, "forward")
 
 
 @given(weights)
@@ -86,7 +86,7 @@ def test_buckets_are_pure_in_order_and_no_larger_than_they_may_be(rows):
     def size(ref):
         return ctx.params[ref].gather_bytes
 
-    made = buckets(refs, ctx, key)
+    made = buckets(refs, ctx, LIMIT, key)
     assert sorted(r.name for b in made for r in b) == sorted(r.name for r in refs)
     for bucket in made:
         assert len({key(ref) for ref in bucket}) == 1

@@ -8,12 +8,11 @@ import pytest
 from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from null.graphs import Build, aten
+from null.graphs import Build, aten, lower_joint
 from null.passes.test_activations import SPEC, two_layers
 
 from zero_compiler.cost.cost import CostModel
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.passes import JOINT, run_passes
 from zero_compiler.passes.activations import Activations
 from zero_compiler.passes.choose_saved import choose
 
@@ -45,7 +44,7 @@ t_default_1: MUST_RECOMPUTE""",
 
 def tagged(b: Build, **fields) -> str:
     """The policy of every value of forward that has one."""
-    run_passes(b.graph, JOINT, b.context("joint", recompute=True, machine=SPEC, forward_outputs=1, **fields))
+    lower_joint(b, recompute=True, machine=SPEC, forward_outputs=1, **fields)
     rows = []
     for n in b.graph.nodes:
         policy = n.meta.get("recompute")

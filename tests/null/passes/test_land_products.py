@@ -22,7 +22,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.ir import dump, ops
-from zero_compiler.ir.program import Reduce
+from zero_compiler.ir.instructions import Reduce
 from zero_compiler.storage import aio, writeback_buffers
 
 

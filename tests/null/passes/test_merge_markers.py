@@ -5,26 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import TestCase
-from null.graphs import (
-    Build,
-    aten,
-    names_of,
-    tied,
-)
+from null.graphs import Build, aten, lower_joint, names_of, tied
 
 from zero_compiler.errors import PassRefused
 from zero_compiler.ir import dump
 from zero_compiler.passes import (
-    JOINT,
     MergeMarkers,
-    run_passes,
 )
 
 
 class Goldens(TestCase):
     def test_merge_markers(self):
         b = tied()
-        run_passes(b.graph, JOINT[:1], b.context("joint"))
+        lower_joint(b, "merge-markers")
         self.assertExpectedInline(
             dump.text(b.graph),
             """\
@@ -49,7 +42,7 @@ return %mm_default_1, %reduce_grad_default_2
 def test_merge_markers_keeps_the_numbers(adds):
     b = tied(adds)
     want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    lower_joint(b, "merge-markers")
     torch.testing.assert_close(b.by_markers(b.graph), want)
 
 
@@ -60,7 +53,7 @@ def test_sums_of_sums_become_one_reduction():
     left, right = b.op(aten.add.Tensor, r[0], r[1]), b.op(aten.add.Tensor, r[3], r[2])
     b.done(b.op(aten.add.Tensor, left, right))
     want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT[:1], b.context("joint"))
+    lower_joint(b, "merge-markers")
     assert names_of(b.graph) == ["aten.add.Tensor"] * 3 + ["zero.reduce_grad"]
     torch.testing.assert_close(b.by_markers(b.graph), want)
 

@@ -15,7 +15,7 @@ from null.offloaded import FAST, SLOW, Net, at_of, least, planned, waits, x
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.ir.program import Compute, Discard, Offload, Restore, WaitOffload, WaitRestore
+from zero_compiler.ir.instructions import Compute, Discard, Offload, Restore, WaitOffload, WaitRestore
 from zero_compiler.passes.offload_activations import Saved, hidden, latest_starts
 
 pytestmark = pytest.mark.slow

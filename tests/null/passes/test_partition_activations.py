@@ -63,7 +63,7 @@ class Graphs:
     def run(self, show: Any = lambda text: [text]) -> None:
         with self.mode:
             cut = PartitionActivations("tp", 2, show)
-            run_split(cut, self.forward, self.backward, 1, Context({}, "joint", 0))
+            run_split(cut, self.forward, self.backward, 1, Context({}, "joint"))
 
     def parts(self) -> list[str]:
         return [n.args[0].name for n in self.forward.find_nodes(op="call_function", target=ops.part)]
@@ -186,9 +186,9 @@ def test_a_part_waits_elsewhere_and_is_back_until_it_has_been_sent(tp_group):
     )  # backward is busy when it wants the part
     graphs.run()
     spec = HardwareSpec.from_dict(machine(host_device=fast))
-    context = Context({}, "joint", 0, machine=spec, away=frozenset(), tiers=("host",))
+    context = Context({}, "joint", machine=spec)
     with graphs.mode:
-        run_split(OffloadActivations(), graphs.forward, graphs.backward, 1, context)
+        run_split(OffloadActivations((), frozenset(), ("host",)), graphs.forward, graphs.backward, 1, context)
         PlaceOffloads().run(graphs.backward, context)
     (moved,) = offloaded(graphs.backward)
     part = 4 * 64 * WIDTH // 2

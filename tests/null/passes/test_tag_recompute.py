@@ -13,7 +13,7 @@ from zero_compiler.passes import TagRecompute
 class Goldens(TestCase):
     def test_tag_recompute(self):
         b = two_layers()
-        TagRecompute().run(b.graph, b.context("joint"))
+        TagRecompute(1 << 20).run(b.graph, b.context("joint"))
         rows = [
             f"{n.name}: {n.meta['recompute'].name}" if "recompute" in n.meta else f"{n.name}: -"
             for n in b.graph.nodes

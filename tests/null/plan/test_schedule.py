@@ -14,7 +14,7 @@ from torch import nn
 from zero_compiler.cost.hardware import load
 from zero_compiler.cost.prefetch import phase_us
 from zero_compiler.cost.simulate import simulate
-from zero_compiler.ir.program import Gather, WaitGather
+from zero_compiler.ir.instructions import Gather, WaitGather
 from zero_compiler.plan import schedule
 from zero_compiler.tools.planning import plan, report
 

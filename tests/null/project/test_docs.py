@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import zero_compiler as zero
-from zero_compiler.passes import PHASE
+from zero_compiler.passes import phase_passes
 from zero_compiler.tools import cli
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page):
 @by_page
 def test_dumps_that_are_named_are_those_of_a_run(page):
     named = re.findall(r"frame0/\w+/(\d\d)-([\w-]+)\.txt", page.read_text())
-    assert all(PHASE[int(number) - 1][0].name == name for number, name in named), named
+    assert all(phase_passes()[int(number) - 1][0].name == name for number, name in named), named
 
 
 @by_page

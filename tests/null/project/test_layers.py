@@ -112,6 +112,13 @@ def test_imports_between_rooms_run_one_way():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_the_session_sees_nothing_that_plans():
+    """It is told what is decided of its calls (`compile/call_decisions.py`)."""
+    module = "zero_compiler.runtime.session"
+    rooms = {room_of(there) for _, there in imports_of(module, FILES[module].read_text())}
+    assert rooms <= {"root", "ir", "ranks", "storage", "runtime"}
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """Modules that import each other in a circle; none where there is no circle."""
     try:
@@ -142,6 +149,22 @@ def test_folders_are_small():
     folders = {path.parent for path in FILES.values()}
     crowded = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) for f in folders}
     assert not {name: count for name, count in crowded.items() if count > MOST_FILES}
+
+
+def test_functions_are_short():
+    """Of at most 80 lines; above 60 a comment before the function says why it is long."""
+    too_long, unexplained = [], []
+    for module, path in FILES.items():
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length, name = node.end_lineno - node.lineno + 1, f"{module}.{node.name}"
+                begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                too_long += [name] if length > 80 else []
+                explained = lines[begin - 2].lstrip().startswith("# Long: ")
+                unexplained += [name] if length > 60 and not explained else []
+    assert not too_long
+    assert not unexplained
 
 
 def test_every_folder_is_a_room():
@@ -200,11 +223,13 @@ def test_no_class_name_occurs_in_two_modules():
 # Modules whose tests have another name, and which.
 TESTED_ELSEWHERE = {
     "zero_compiler._tree": "null/project/test_install.py",
+    "zero_compiler.compile.call_decisions": "null/params/test_no_sync.py",  # which Programs are made, and when
     "zero_compiler.compile.frame_state": "null/compile/test_backend.py",  # a frame is nothing without its compilation
     "zero_compiler.compile.loader": "null/runtime/test_pools.py",
     "zero_compiler.compile.phase_lowering": "null/compile/test_budget_search.py",  # counts what is lowered
     "zero_compiler.params.blocking_transfers": "dist/training/test_loop.py",  # eager gathers, every layout
     "zero_compiler.params.policy": "null/params/test_shard.py",
+    "zero_compiler.runtime.session": "dist/training/test_loop.py",  # every kind of call
     "zero_compiler.runtime.reductions": "dist/training/test_loop.py",  # accumulation, sums, no_sync
     # Parts of one analysis, whose numbers are compared where a whole head, loss or operator is tiled.
     "zero_compiler.passes.tiling.column_sums": "null/passes/tiling/test_vocabulary.py",

@@ -17,7 +17,7 @@ import zero_compiler as zero
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.cost.transfer_costs import transfers
 from zero_compiler.errors import ShardError, TransferError
-from zero_compiler.ir.program import Reduce, WaitReduce
+from zero_compiler.ir.instructions import Reduce, WaitReduce
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.ranks.mesh import bare_mesh, find_again, roles_of
 from zero_compiler.runtime.reference import Reference

@@ -20,7 +20,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, MemoryBudgetError, StorageError
-from zero_compiler.ir.program import Compute, Restore
+from zero_compiler.ir.instructions import Compute, Restore
 from zero_compiler.sharded.rest_tiers import RestTiers
 
 pytestmark = pytest.mark.slow

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import lockstep
 import pytest
+from lockstep import Lockstep
 
 from zero_compiler.errors import TransferError
-from zero_compiler.runtime import reference
-from zero_compiler.runtime.reference import Lockstep
 
 
 def test_each_rank_gets_its_own_result():
@@ -37,7 +37,7 @@ def test_the_error_of_a_rank_reaches_the_caller(where):
 
 
 def test_who_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(reference, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(lockstep, "_PATIENCE_S", 0.2)
     lock = Lockstep(3)
 
     def body(rank: int) -> None:

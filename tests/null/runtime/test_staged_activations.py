@@ -37,17 +37,17 @@ import zero_compiler as zero
 from zero_compiler.cost.timeline import HOST, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
 from zero_compiler.ir import dump
-from zero_compiler.ir.program import (
+from zero_compiler.ir.instructions import (
     Bring,
     Compute,
     Discard,
     Offload,
-    OffloadDesc,
     Restore,
     WaitOffload,
     WaitRestore,
     Write,
 )
+from zero_compiler.ir.transfers import OffloadDesc
 from zero_compiler.memory.peak_check import recount
 from zero_compiler.memory.verify import verify_program
 from zero_compiler.passes.offload_activations import Saved, hidden

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_compiler.errors import StorageError
-from zero_compiler.ir.program import OffloadDesc
+from zero_compiler.ir.transfers import OffloadDesc
 from zero_compiler.runtime.activation_offload import ActivationFiles
 from zero_compiler.runtime.model import ModelRuntime
 from zero_compiler.runtime.pools import Pools

@@ -16,7 +16,9 @@ from zero_compiler.cost import hardware
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import COMPUTE, READ, WRITE
 from zero_compiler.errors import MemoryBudgetError, StorageError, VerifyError
-from zero_compiler.ir.program import Fetch, Hop, Program, WaitFetch
+from zero_compiler.ir.instructions import Fetch, WaitFetch
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import Hop
 from zero_compiler.memory.verify import verify_program
 from zero_compiler.storage import stores
 from zero_compiler.storage.aio import Engine

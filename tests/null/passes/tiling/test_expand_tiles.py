@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 from expecttest import TestCase
-from null.graphs import (
-    Build,
-    head_graph,
-    lower,
-)
+from null.graphs import Build, head_graph, lower, lower_joint
 
 from zero_compiler.ir import dump
-from zero_compiler.passes import JOINT, run_passes
 from zero_compiler.passes.tiling.expand_tiles import tiles_of
 
 
@@ -52,7 +47,7 @@ class Goldens(TestCase):
 
 def tiled_head(tile_bytes: int) -> Build:
     b = head_graph()
-    run_passes(b.graph, JOINT[:-1], b.context("joint", tile_bytes=tile_bytes))
+    lower_joint(b, "tag-recompute", tile_bytes=tile_bytes)
     return b
 
 

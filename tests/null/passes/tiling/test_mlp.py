@@ -47,11 +47,11 @@ def notes(model: SimulatedModel, what: str) -> set[str]:
 @pytest.fixture
 def forced(monkeypatch):
     """MLPs in tiles of 16 tokens."""
-    context = FrameState.context
+    options = FrameState.options
     monkeypatch.setattr(
         FrameState,
-        "context",
-        lambda self, phase: replace(context(self, phase), tile_mlp=True, mlp_bytes=1),
+        "options",
+        lambda self, phase: replace(options(self, phase), tile_mlp=True, mlp_bytes=1),
     )
 
 
@@ -226,9 +226,9 @@ def leaky(layers: int) -> Build:
 
 def seconds(layers: int) -> float:
     b = leaky(layers)
-    context = b.context("joint", tile_mlp=True, mlp_bytes=1)
+    context = b.context("joint")
     start = time.process_time()
-    TileMlp().run(b.graph, context)
+    TileMlp(True, mlp_bytes=1).run(b.graph, context)
     spent = time.process_time() - start
     assert len(chains(b.graph, ())) == layers
     assert not b.graph.find_nodes(op="call_function", target=ops.tiled)

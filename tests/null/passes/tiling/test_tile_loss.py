@@ -12,16 +12,12 @@ from expecttest import TestCase
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
 from marks import slow, thorough
-from null.graphs import (
-    head_graph,
-    lower,
-)
+from null.graphs import head_graph, lower, lower_joint
 from null.passes.tiling.test_expand_tiles import tiled_head
 from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.ir import dump
-from zero_compiler.passes import JOINT, run_passes
 
 
 class Goldens(TestCase):
@@ -64,7 +60,7 @@ def notes(model: SimulatedModel) -> list[str]:
 def test_the_passes_keep_the_numbers(world, tile_bytes):
     b = head_graph(world=world)
     want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT, b.context("joint", tile_bytes=tile_bytes))
+    lower_joint(b, tile_bytes=tile_bytes)
     got = b.by_reference(lower(b, "forward"), "forward")
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 

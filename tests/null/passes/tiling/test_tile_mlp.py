@@ -12,14 +12,13 @@ from expecttest import TestCase
 from harness import SimulatedModel
 from marks import thorough
 from models import FAMILIES, tokens
-from null.graphs import Build, aten, lower
+from null.graphs import Build, aten, lower, lower_joint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_compiler.compile.frame_state import FrameState
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.ir import dump, ops
-from zero_compiler.passes import JOINT, run_passes
 from zero_compiler.tools.planning import report
 
 WIDTH, TOKENS = 16, 96
@@ -46,8 +45,7 @@ def mlp_graph(**kw) -> Build:
 class Goldens(TestCase):
     def test_tile_mlp(self):
         b = mlp_graph()
-        names = [p.name for p, _ in JOINT]
-        run_passes(b.graph, JOINT[: names.index("tile-mlp") + 1], b.context("joint", tile_mlp=True))
+        lower_joint(b, "tile-mlp", tile_mlp=True)
         text = re.sub(r"\s+[+-]?\d*\s+live \d+$", "", dump.text(b.graph), flags=re.MULTILINE)
         self.assertExpectedInline(
             text,
@@ -83,7 +81,7 @@ return %getitem, %reduce_grad_default, %reduce_grad_default_1, %reduce_grad_defa
 def test_the_passes_keep_the_numbers(world, mlp_bytes):
     b = mlp_graph(world=world)
     want = b.by_markers(b.graph)
-    run_passes(b.graph, JOINT, b.context("joint", tile_mlp=True, mlp_bytes=mlp_bytes))
+    lower_joint(b, tile_mlp=True, mlp_bytes=mlp_bytes)
     assert len(b.graph.find_nodes(op="call_function", target=ops.tiled)) == 2
     got = b.by_reference(lower(b, "forward"), "forward")
     # Sums over 40 tokens in another order: 40 roundings, of 2**-24 each, of partial sums below 40.
@@ -394,11 +392,11 @@ class LossAlone(nn.Module):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_models_of_transformers(name, monkeypatch):
     """Small ones hold most elsewhere, so no budget asks for it: as if one had."""
-    context = FrameState.context
+    options = FrameState.options
     monkeypatch.setattr(
         FrameState,
-        "context",
-        lambda self, phase: replace(context(self, phase), tile_mlp=True, mlp_bytes=1),
+        "options",
+        lambda self, phase: replace(options(self, phase), tile_mlp=True, mlp_bytes=1),
     )
     model = SimulatedModel(LossAlone(FAMILIES[name].model()), 2, stage=3)
     data = [tokens(torch.Generator().manual_seed(rank), 0, 2, 24) for rank in range(2)]

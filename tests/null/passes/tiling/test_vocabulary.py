@@ -11,20 +11,19 @@ from expecttest import TestCase
 from harness import SimulatedModel
 from heads import LOSSES, VOCAB, WIDTH, Head, batch, flat
 from marks import slow, thorough
-from null.graphs import Build, head_graph, lower
+from null.graphs import Build, head_graph, lower, lower_joint
 from null.passes.tiling.test_tile_loss import TOL, notes
 from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.ir import dump
-from zero_compiler.passes import JOINT, run_passes
 
 TILE = 800  # bytes: 12 rows of 61 in each of two tiles, and so many tokens
 
 
 def tiled(world: int, rows: int, tile_bytes: int) -> Build:
     b = head_graph(world=world, tile_rows={"w": rows})
-    run_passes(b.graph, JOINT, b.context("joint", tile_bytes=tile_bytes))
+    lower_joint(b, tile_bytes=tile_bytes)
     return b
 
 

@@ -1,0 +1,171 @@
+"""Full weights on their way: from chunks at rest through gathers to segments, and which kept ones are still right."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_compiler.ir.program import Program
+from zero_compiler.ir.transfers import GatherDesc
+
+from .model import ModelRuntime
+from .tier_copies import Hops
+
+_BLOCK = 1 << 22  # elements of kept weights that a device compares at a time
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _equal(pairs: Sequence[_Pair | None]) -> list[bool]:
+    """Of each pair whether the second, cast to the dtype of the first, equals it; not where there is none."""
+    there = [pair for pair in pairs if pair is not None]
+    if not there or there[0][0].device.type == "cpu":
+        return [pair is not None and _equal_here(*pair) for pair in pairs]
+    # A device is asked once: each answer waits for all that it has been told to compute.
+    flags = torch.stack([_differ(*pair) for pair in there]).tolist()
+    differ = iter(flags)
+    return [pair is not None and not next(differ) for pair in pairs]
+
+
+def _equal_here(kept: torch.Tensor, local: torch.Tensor) -> bool:
+    """After an optimizer's step the first block tells."""
+    kept, local = kept.reshape(-1), local.reshape(-1)
+    at, size = 0, 1 << 12
+    while at < local.numel():
+        if not torch.equal(kept[at : at + size], local[at : at + size].to(kept.dtype)):
+            return False
+        at, size = at + size, 1 << 18
+    return True
+
+
+def _differ(kept: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """In blocks, so that what is cast takes little room."""
+    blocks = zip(kept.reshape(-1).split(_BLOCK), local.reshape(-1).split(_BLOCK), strict=True)
+    differ = torch.zeros((), dtype=torch.bool, device=kept.device)
+    for here, there in blocks:
+        differ |= (here != there.to(here.dtype)).any()
+    return differ
+
+
+def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> _Pair | None:
+    """This rank's rows inside the kept copy, and as they rest; None where these are not there to compare."""
+    if view is None:
+        return None
+    group = runtime.policy.group
+    layout = runtime.policy.params[name].layout
+    rows = layout.rows(group.rank)
+    local = runtime.policy.param(name)._local_tensor.detach()
+    if local.shape[:1] != (rows,):
+        return None
+    return view.narrow(0, layout.start(group.rank), rows), local
+
+
+class Gathers:
+    """What a call of one Program gathers.
+
+    Args:
+        runtimes: of each owner that the Program names.
+    """
+
+    def __init__(self, program: Program, runtimes: Mapping[str, ModelRuntime]) -> None:
+        self._runtimes = runtimes
+        self._all = [self._add_gather(g) for g in program.gathers]
+        self._whole = [self._is_whole(g) for g in program.gathers]
+        self.hops = Hops([(runtimes[g.owner], g) for g in program.gathers])
+        self._at_home: dict[ModelRuntime, list[str]] = {}
+        for g in program.gathers:
+            if g.home:
+                self._at_home.setdefault(runtimes[g.owner], []).extend(g.names)
+
+    def views(self, which: int) -> list[torch.Tensor]:
+        """The weights of a gather that stay where they are from call to call."""
+        return self._all[which][3]
+
+    def bring_home(self) -> None:
+        """What peers read where it lies at rest from here on is in place."""
+        for runtime, names in self._at_home.items():
+            runtime.bring_home(names)
+
+    def _add_gather(self, g: GatherDesc) -> tuple[ModelRuntime, int, GatherDesc, list[Any]]:
+        runtime = self._runtimes[g.owner]
+        if g.home:
+            return runtime, -1, g, runtime.home_views(g.names)
+        arena = runtime.kept if g.kept else runtime.slots if g.shared else runtime.transient
+        if g.kept:
+            item = runtime.policy.group.world * getattr(torch, g.dtype).itemsize
+            runtime.make_room_for_kept(
+                max(o + c * item for o, c in zip(g.offsets, g.chunk_numels, strict=True))
+            )
+
+        params = list(zip(g.chunk_numels, map(list, g.shapes), g.offsets, strict=True))
+        index = runtime.engine.add_gather(
+            arena, getattr(torch, g.dtype), g.label, params, g.staging, staging_arena=runtime.transient
+        )
+        views = runtime.kept_views((g.names, g.dtype, g.offsets)) if g.kept else []
+        return runtime, index, g, views
+
+    def _is_whole(self, g: GatherDesc) -> bool:
+        """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
+        policy = self._runtimes[g.owner].policy
+        own = all(policy.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
+        return policy.group.world == 1 and own and not (g.home or g.hops or g.tile)
+
+    def stale_kept(self, phase: str) -> bytes:
+        """Forget kept weights whose shards have changed; a digest of what is left to gather.
+
+        Shards are written outside the runtime (optimizers, ``load_state_dict``, averages through ``.data``), and
+        no counter sees all of that; this rank's rows inside the kept copy do.
+        """
+        seen = hashlib.blake2b(digest_size=8)
+        kept = [
+            (runtime, name, view)
+            for runtime, _, g, views in self._all
+            if g.kept and not g.home
+            for name, view in zip(g.names, views or [None] * len(g.names), strict=True)
+        ]
+        if phase != "backward":
+            asked = [at for at in kept if at[1] in at[0].fresh]
+            for (runtime, name, _), same in zip(asked, _equal([_rows(*at) for at in asked]), strict=True):
+                if not same:
+                    runtime.fresh.discard(name)
+        for runtime, name, view in kept:
+            seen.update(b"\1" if view is not None and name in runtime.fresh else b"\0")
+        return seen.digest()
+
+    def start(self, which: int) -> None:
+        runtime, index, g, views = self._all[which]
+        if g.kept and views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
+            return
+        if g.kept:
+            runtime.fresh.difference_update(g.names)
+        chunks = self.hops.chunks(which)
+        if not self._whole[which]:
+            runtime.engine.gather_start(index, chunks)
+            return
+        held = runtime.whole.get(g.names)
+        if held is None or not all(map(operator.is_, held[0], chunks)):
+            runtime.engine.gather_start(index, chunks)
+            runtime.whole[g.names] = (chunks, runtime.engine.gather_wait(index))
+            runtime.engine.release(index)
+
+    def wait(self, which: int) -> Sequence[torch.Tensor]:
+        runtime, index, g, views = self._all[which]
+        if self._whole[which]:
+            return runtime.whole[g.names][1]
+        if not g.kept:
+            return runtime.engine.gather_wait(index)
+        if views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
+            return views
+        views[:] = runtime.engine.gather_wait(index)
+        runtime.engine.release(index)
+        runtime.fresh.update(g.names)
+        return views
+
+    def release(self, which: int) -> None:
+        if not self._whole[which]:
+            runtime, index, _, _ = self._all[which]
+            runtime.engine.release(index)
