@@ -80,10 +80,10 @@ class CallDecisions:
 
     def _planned(
         self, first: ModelRuntime, policies: Sequence[ShardedModel]
-    ) -> call_admission.Planned | None:
+    ) -> call_admission.PlannedMemory | None:
         """Of the frames compiled so far, and for the optimizers that there are."""
         state = tuple((len(p.frames), len(p.optimizers), p.taken, p.scope, p.scope.changes) for p in policies)
         if first.planned is None or first.planned[0] != state:
             first.planned = (state, call_admission.planned_for(policies))
-        known: call_admission.Planned | None = first.planned[1]
+        known: call_admission.PlannedMemory | None = first.planned[1]
         return known

@@ -25,7 +25,7 @@ from .cross_frame_memory import frames_of, related
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedMemory:
     """What the models of a call were planned to take, and the budget that they were planned for."""
 
     memory: Memory
@@ -38,7 +38,7 @@ class Planned:
         return max(m.peak, m.accumulating_peak) + 2 * m.gradients <= self.allowed
 
 
-def planned_for(policies: Sequence[ShardedModel]) -> Planned | None:
+def planned_for(policies: Sequence[ShardedModel]) -> PlannedMemory | None:
     """By the frames compiled so far of all that they are parts of; None without a budget. Of several budgets the least;
     where a frame was compiled again for another one, the last."""
     policies = related(policies)
@@ -48,7 +48,7 @@ def planned_for(policies: Sequence[ShardedModel]) -> Planned | None:
     if not budgets:
         return None
     programs = [p for f in frames for p in f.programs.values()]
-    return Planned(memory_of(policies, programs, max(f.kept_bytes for f in frames)), min(budgets))
+    return PlannedMemory(memory_of(policies, programs, max(f.kept_bytes for f in frames)), min(budgets))
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class AtSizes:
     """
 
     programs: Mapping[str, Program]
-    planned: Planned
+    planned: PlannedMemory
     nbytes: int
     idle_bytes: int
     text: str
 
 
-def at_sizes(programs: Mapping[str, Program], planned: Planned, text: str) -> AtSizes:
+def at_sizes(programs: Mapping[str, Program], planned: PlannedMemory, text: str) -> AtSizes:
     """What a call takes.
 
     Args:
@@ -92,7 +92,7 @@ def at_sizes(programs: Mapping[str, Program], planned: Planned, text: str) -> At
 def need_of(
     program: Program,
     policies: Sequence[ShardedModel],
-    planned: Planned | None,
+    planned: PlannedMemory | None,
     who: str,
     at: AtSizes | None = None,
 ) -> Need:
@@ -177,7 +177,7 @@ def _held(of: Iterable[tuple[Any, Iterable[str]]]) -> tuple[int, int]:
     return rows, full
 
 
-def _refusal(program: Program, planned: Planned, needed: int, who: str) -> str:
+def _refusal(program: Program, planned: PlannedMemory, needed: int, who: str) -> str:
     allowed, waiting = planned.allowed, planned.memory.waiting
     begin = f"memory_budget_bytes={allowed:,} is {needed - allowed:,} bytes too small"
     if program.keeps:

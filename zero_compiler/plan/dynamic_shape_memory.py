@@ -21,7 +21,7 @@ from ..ir import facts
 from ..ir.program import Program
 from ..memory.alias_table import storages_of
 from ..memory.live import live_bytes
-from .call_admission import AtSizes, Planned, at_sizes
+from .call_admission import AtSizes, PlannedMemory, at_sizes
 
 _REMEMBERED = 64  # distinct calls
 
@@ -105,7 +105,7 @@ class Sized:
         phase: str,
         inputs: Sequence[Any],
         before_bytes: int,
-        planned: Planned,
+        planned: PlannedMemory,
         programs: Mapping[str, Program],
     ) -> AtSizes | None:
         """What a call takes, a forward together with its backward; None where it is as its plan says.
@@ -142,7 +142,7 @@ class Sized:
         values: Sequence[int],
         before_bytes: int,
         again_bytes: Sequence[int],
-        planned: Planned,
+        planned: PlannedMemory,
     ) -> tuple[AtSizes, int | None]:
         symbols = self._phases[phases[0]].symbols
         sizes = facts.Sizes({s.symbol: v for s, v in zip(symbols, values, strict=True)})

@@ -227,8 +227,16 @@ TESTED_ELSEWHERE = {
     "zero_compiler.compile.frame_state": "null/compile/test_backend.py",  # a frame is nothing without its compilation
     "zero_compiler.compile.loader": "null/runtime/test_pools.py",
     "zero_compiler.compile.phase_lowering": "null/compile/test_budget_search.py",  # counts what is lowered
-    "zero_compiler.params.blocking_transfers": "dist/training/test_loop.py",  # eager gathers, every layout
-    "zero_compiler.params.policy": "null/params/test_shard.py",
+    # Parts of a sharded model, which only zero.shard puts together.
+    "zero_compiler.sharded.agreed_choices": "dist/plan/test_budget.py",
+    "zero_compiler.sharded.call_protocol": "dist/ranks/test_call_handshake.py",
+    "zero_compiler.sharded.chunk_storage": "dist/sharded/test_files.py",
+    "zero_compiler.sharded.gradient_storage": "dist/sharded/test_files.py",
+    "zero_compiler.sharded.managed_parameters": "null/params/test_shard.py",
+    "zero_compiler.sharded.model_identity": "dist/ranks/test_call_handshake.py",
+    "zero_compiler.sharded.rest_tiers": "null/cost/test_tier_placement.py",
+    "zero_compiler.sharded.sharded_model": "null/params/test_shard.py",
+    "zero_compiler.sharded.blocking_transfers": "dist/training/test_loop.py",  # eager gathers, every layout
     "zero_compiler.runtime.session": "dist/training/test_loop.py",  # every kind of call
     "zero_compiler.runtime.reductions": "dist/training/test_loop.py",  # accumulation, sums, no_sync
     # Parts of one analysis, whose numbers are compared where a whole head, loss or operator is tiled.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zero_compiler.params.write_detector import may_write
+from zero_compiler.sharded.write_detector import may_write
 
 
 class Reads(nn.Module):
