@@ -8,7 +8,9 @@ Ways to allocate, each a job of its own, for one process has one allocator:
   mapped   torch's own, and glibc maps every block of 1 MiB or more (MALLOC_MMAP_THRESHOLD_), which it gives back
 
 The jobs train at stage 3 and take turns at every step, each round beginning with another, so that drift of the machine
-hits all alike; the others wait meanwhile. A step's time is that of its slowest rank. Ratios are taken round by round.
+hits all alike; the others wait meanwhile. A step's time is that of its slowest rank; beside it stands the time that
+its ranks had a processor, system calls and page faults included, which other work on the machine changes least. Ratios
+are taken round by round.
 Resident memory is what a rank has for itself when the last step has ended (RssAnon), the larger of the two.
 """
 
@@ -92,7 +94,7 @@ class Job:
         ]
 
     def step(self) -> dict[str, float]:
-        """Time, resident bytes and loss of a step: of the slowest and largest rank, and of the first."""
+        """Of a step the time (the slowest rank's), processor time (of all), resident bytes (the largest) and loss."""
         for rank in self._ranks:
             assert rank.stdin is not None
             print("step", file=rank.stdin, flush=True)
@@ -105,6 +107,7 @@ class Job:
             found.append(json.loads(line))
         return {
             "seconds": max(f["seconds"] for f in found),
+            "processor": sum(f["processor"] for f in found),
             "resident": max(f["resident"] for f in found),
             "loss": found[0]["loss"],
         }
@@ -128,9 +131,7 @@ def rounds(jobs: dict[str, Job], warmup: int, steps: int) -> dict[str, Any]:
     return {
         "ways": {
             way: {
-                "seconds": [f["seconds"] for f in all_],
-                "ratio": common.spread([f["seconds"] / g["seconds"] for f, g in zip(first, all_)]),
-                "time": common.spread([f["seconds"] for f in all_]),
+                **{what: compared(what, first, all_) for what in ("seconds", "processor")},
                 "resident": all_[-1]["resident"],
                 "losses_equal": [f["loss"] for f in all_] == [f["loss"] for f in first],
             }
@@ -139,16 +140,31 @@ def rounds(jobs: dict[str, Job], warmup: int, steps: int) -> dict[str, Any]:
     }
 
 
+def compared(what: str, first: list[dict[str, float]], these: list[dict[str, float]]) -> dict[str, Any]:
+    return {
+        "all": [f[what] for f in these],
+        "time": common.spread([f[what] for f in these]),
+        "ratio": common.spread([f[what] / g[what] for f, g in zip(first, these)]),
+    }
+
+
 def report(run: dict[str, Any]) -> str:
     ways = run["ways"]
     first = next(iter(ways))
     title = f"{run['model']}: {MODELS[run['model']].about}; fp32, stage 3, one thread a rank"
-    head = ["allocator", "ms a step", f"{first} / this", "resident MiB of a rank", f"losses of {first}"]
+    head = ["allocator", "ms a step", f"{first} / this", "processor ms", f"{first} / this"]
+    head += ["resident MiB of a rank", f"losses of {first}"]
     rows = [
         [
             way,
-            common.show(w["time"], scale=1000),
-            common.show(w["ratio"], digits=2),
+            *(
+                cell
+                for what in ("seconds", "processor")
+                for cell in (
+                    common.show(w[what]["time"], scale=1000),
+                    common.show(w[what]["ratio"], digits=2),
+                )
+            ),
             f"{w['resident'] / 2**20:.0f}",
             "equal" if w["losses_equal"] else "other",
         ]
@@ -177,11 +193,11 @@ def train(call: dict[str, Any]) -> None:
     for step, _ in enumerate(sys.stdin):
         data = spec.data(step, rank)
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         loss = trainer.step(*data)
-        seconds = time.perf_counter() - start
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
         assert _C.cpu_allocator_is_installed() == (call["way"] == "own")
-        found = {"seconds": seconds, "resident": Resident.now().own, "loss": loss.item()}
+        found = {"seconds": seconds, "processor": busy, "resident": Resident.now().own, "loss": loss.item()}
         print(json.dumps(found), file=said, flush=True)
     os._exit(0)
 
