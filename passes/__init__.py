@@ -1,6 +1,6 @@
 """The pipeline: every pass, in order, on one screen.
 
-The joint graph (forward and backward together, with markers) is rewritten first; the partitioner cuts it, and passes
+The joint graph (forward and backward together, with markers) is rewritten first; the partitioner splits it, and passes
 over both sides change what is handed from one to the other; then each phase is lowered and scheduled.
 """
 
@@ -41,14 +41,14 @@ def inference_passes(o: PassOptions = _DEFAULT) -> Pipeline:
     ]
 
 
-def joint_passes(o: PassOptions = _DEFAULT, cuts: Cuts | None = None) -> Pipeline:
+def joint_passes(o: PassOptions = _DEFAULT, min_cuts: Cuts | None = None) -> Pipeline:
     """Passes over a joint graph.
 
     Args:
         cuts: minimum cuts that were found for a copy of it; grows (see `choose_saved.py`).
     """
     saved = ChooseSaved(
-        o.activation_bytes, o.bucket_bytes, o.recompute, o.away, o.tiers, {} if cuts is None else cuts
+        o.activation_bytes, o.bucket_bytes, o.recompute, o.away, o.tiers, {} if min_cuts is None else min_cuts
     )
     markers, *tiles = inference_passes(o)
     return [

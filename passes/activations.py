@@ -29,7 +29,9 @@ _aten = torch.ops.aten
 _LOOKUPS = frozenset({_aten.embedding.default, _aten._embedding_bag.default})
 _KNOWN = frozenset({"aten", "prims", "zero", "_c10d_functional"})
 _FORCED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_NS = 1000  # capacities are whole nanoseconds: sums of them are exact, and equal graphs give equal cuts
+_NS = (
+    1000  # capacities are whole nanoseconds: sums of them are exact, and equal graphs give equal minimum cuts
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Activations:
         away_us: Callable[[fx.Node], float | None] = lambda node: None,
     ) -> None:
         self.cost, self.fused = cost, fused
-        self._cuts = {} if known is None else known
+        self._min_cuts = {} if known is None else known
         self._at: dict[float, Choice] = {}
         tangents = facts.depends_on_tangents(graph)
         (self._output,) = graph.find_nodes(op="output")
@@ -189,9 +191,9 @@ class Activations:
     def at(self, us_per_byte: float) -> Choice:
         """The best choice at a price."""
         if us_per_byte not in self._at:
-            if us_per_byte not in self._cuts:
-                self._cuts[us_per_byte] = frozenset(n.name for n in self.cheapest(us_per_byte))
-            names = self._cuts[us_per_byte]
+            if us_per_byte not in self._min_cuts:
+                self._min_cuts[us_per_byte] = frozenset(n.name for n in self.cheapest(us_per_byte))
+            names = self._min_cuts[us_per_byte]
             again = frozenset(n for n in self.forward if n.name in names)
             self._at[us_per_byte] = self.choice(again, self._cheaper_away(us_per_byte))
         return self._at[us_per_byte]

@@ -25,7 +25,7 @@ class ParamPlan:
     dtype: torch.dtype
     gather_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    cut: bool
+    sharded: bool
     world: int
     stage: int
     kept: bool = False
@@ -69,7 +69,7 @@ class ParamPlan:
     def home(self) -> bool:
         """Read where it lies at rest: every rank's rows are in memory that all share, in the dtype of the gather."""
         same = self.gather_dtype == self.dtype
-        return self.shared and self.cut and same and not self.path and not self.tile_rows
+        return self.shared and self.sharded and same and not self.path and not self.tile_rows
 
     @property
     def released(self) -> bool:

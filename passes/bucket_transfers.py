@@ -109,7 +109,9 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
         (wait,) = node.users
         (element,) = wait.users
         old[ref], device = element, node.args[4]
-    wanted = set(old) | {r for r in ctx.gathered or () if ctx.params[r].cut and not ctx.params[r].tile_rows}
+    wanted = set(old) | {
+        r for r in ctx.gathered or () if ctx.params[r].sharded and not ctx.params[r].tile_rows
+    }
     if not wanted:
         return
     if device is None:
@@ -253,7 +255,7 @@ def _bucket_reductions(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None
                 sizes, dims = ops.flat_sizes([facts.value(old[r]).shape for r in bucket])
                 plan = ctx.params[bucket[0]]
                 grads = [start_of[r].args[0][0] for r in bucket]
-                args = (grads, sizes, dims, plan.dtype, not plan.cut)
+                args = (grads, sizes, dims, plan.dtype, not plan.sharded)
                 elements = _emit(graph, ops.reduce, args, bucket, unit, [facts.value(old[r]) for r in bucket])
                 new_of.update(zip((old[r] for r in bucket), elements, strict=True))
     facts.replace_all(new_of)
@@ -316,7 +318,7 @@ def _reduced_together(
 
 def _reduce_key(ctx: Context, ref: ParamRef) -> object:
     plan = ctx.params[ref]
-    return (plan.dtype, plan.reduce_dtype, plan.cut, plan.grad_path)
+    return (plan.dtype, plan.reduce_dtype, plan.sharded, plan.grad_path)
 
 
 def _unit_starts(waits: list[fx.Node]) -> list[fx.Node]:

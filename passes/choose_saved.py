@@ -55,7 +55,7 @@ class ChooseSaved:
     away: frozenset[str] | None = None
     tiers: tuple[str, ...] = ("nvme",)
     # What was found for a copy of the same joint graph; grows, and depends on nothing else.
-    cuts: Cuts = field(default_factory=dict, compare=False)
+    min_cuts: Cuts = field(default_factory=dict, compare=False)
     name: str = "choose-saved"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
@@ -68,7 +68,7 @@ class ChooseSaved:
             fused=ctx.fused,
             small_bytes=self.bucket_bytes,
             recompute=self.recompute,
-            known=self.cuts,
+            known=self.min_cuts,
             away_us=self._away_us(ctx.machine),
         )
         tag(acts, choose(acts, self.activation_bytes))
@@ -141,8 +141,8 @@ def _frontier(acts: Activations, worth_a_look: Callable[[Choice, Choice], bool])
 
 
 def _all(acts: Activations) -> list[Choice]:
-    """The whole frontier, and each choice of it with all that can be in files: where these are slow, a cut makes again
-    what is small, and knows nothing of the peak while it is made."""
+    """The whole frontier, and each choice of it with all that can be in files: where these are slow, a minimum cut
+    makes again what is small, and knows nothing of the peak while it is made."""
     found = _frontier(acts, lambda fast, small: True)
     if acts.away_us:
         found += [acts.choice(c.again, acts.away_us) for c in found]

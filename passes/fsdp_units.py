@@ -56,11 +56,11 @@ def assign_units(
         following = items[i + 1][0] if i + 1 < len(items) else None
         # Joining a repeated block would make it differ from its siblings, and be compiled once more.
         joins = following is not None and not any(p.isdigit() for p in following[1].split("."))
-        alone = following is not None and any(params[r].tile_rows for r in (*members, *groups[following]))
+        single = following is not None and any(params[r].tile_rows for r in (*members, *groups[following]))
         if (
             size < bucket_bytes
             and not indexed
-            and not alone
+            and not single
             and joins
             and following is not None
             and following[0] == owner
@@ -83,4 +83,4 @@ def gathered_in_backward(
     """
     markers = regathered(graph, small_bytes, recompute)
     refs = {ParamRef(m.args[3], m.args[4]) for m in markers}
-    return frozenset(r for r in refs if params[r].cut)
+    return frozenset(r for r in refs if params[r].sharded)

@@ -68,8 +68,8 @@ class LandProducts:
 
 
 def _lands(plan: ParamPlan) -> bool:
-    alone = plan.world == 1 and plan.copies == 1
-    return alone and plan.grad_path == ("nvme",) and plan.gather_dtype == plan.reduce_dtype == plan.dtype
+    one_rank = plan.world == 1 and plan.copies == 1
+    return one_rank and plan.grad_path == ("nvme",) and plan.gather_dtype == plan.reduce_dtype == plan.dtype
 
 
 def _product(grad: fx.Node) -> fx.Node | None:

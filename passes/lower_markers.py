@@ -37,7 +37,7 @@ class LowerMarkers:
         for node in graph.find_nodes(op="call_function", target=ops.unshard):
             plan = ctx.params[ParamRef(node.args[3], node.args[4])]
             with graph.inserting_before(node):
-                new = _gather(graph, node, plan) if plan.cut else _whole(graph, node, plan)
+                new = _gather(graph, node, plan) if plan.sharded else _whole(graph, node, plan)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
         reduced = {}
@@ -69,7 +69,7 @@ def _whole(graph, node, plan):
 def _reduce(graph, node, plan):
     grad, size = node.args[0], node.args[1]
     sizes, dims = ops.flat_sizes([size])
-    start = graph.call_function(ops.reduce, ([grad], sizes, dims, plan.dtype, not plan.cut))
+    start = graph.call_function(ops.reduce, ([grad], sizes, dims, plan.dtype, not plan.sharded))
     return waited(graph, start, [plan.ref], [facts.value(node)], node)
 
 

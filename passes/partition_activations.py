@@ -49,7 +49,7 @@ class PartitionActivations:
     cut, and what pure operators make of these alone. Their constants may be a rank's own (the rows that it takes of a
     tensor), and so may whole operators: a rank with nothing to subtract has no subtraction. So ranks show each other
     how each tensor was made and between which collectives backward first reads it, without names of nodes. What all
-    of them show, each once and in one order, is cut; every rank then issues the same collectives.
+    of them show, each once and in one order, is saved in parts; every rank then issues the same collectives.
 
     Refuses: nothing. What is left whole: what is smaller than :data:`WORTH_BYTES`, or lies in no simple order; what
     the user is given as well; a view of something else that is saved; what has a symbolic size.
@@ -84,14 +84,14 @@ class PartitionActivations:
         place = {v: k for k, v in enumerate(values) if k >= num_outputs and isinstance(v, fx.Node)}
         for node in (offers[text] for text in chosen):
             k = place[node]
-            values[k] = self._cut(node, roots[node], last, ctx)
+            values[k] = self._save_part(node, roots[node], last, ctx)
             self._gather(entries[node.name], values[k])
         output.args = (type(output.args[0])(values),)
 
     def _offers(
         self, wanted: Sequence[fx.Node], made: Mapping[fx.Node, str], backward: fx.Graph
     ) -> dict[str, fx.Node]:
-        """Saved tensors that may be cut, by what this rank shows of each, in the order of first use in backward."""
+        """What may be saved in parts, by what this rank shows of each, in the order of first use in backward."""
         by_name = {node.name: node for node in wanted}
         out: dict[str, fx.Node] = {}
         twice = set()
@@ -107,9 +107,9 @@ class PartitionActivations:
             passed += self._sends(reader)
         return {text: node for text, node in out.items() if text not in twice}
 
-    def _note_left(self, graph: fx.Graph, wanted: Sequence[fx.Node], cut: Collection[fx.Node]) -> None:
+    def _note_left(self, graph: fx.Graph, wanted: Sequence[fx.Node], in_parts: Collection[fx.Node]) -> None:
         """For the report: what is saved whole though it could be in parts, if it were known to be alike."""
-        left = [facts.bytes_of(facts.value(n)) for n in wanted if n not in cut]
+        left = [facts.bytes_of(facts.value(n)) for n in wanted if n not in in_parts]
         if left:
             facts.add_note(
                 graph,
@@ -126,7 +126,7 @@ class PartitionActivations:
     def _wanted(
         self, values: list[fx.node.Argument], num_outputs: int, roots: Mapping[fx.Node, frozenset[fx.Node]]
     ) -> list[fx.Node]:
-        """Saved tensors that can be cut, in order."""
+        """Saved tensors that can be saved in parts, in order."""
         users_own = {r for v in values[:num_outputs] if isinstance(v, fx.Node) for r in roots[v]}
         saved = [v for v in values[num_outputs:] if isinstance(v, fx.Node)]
         holders: dict[fx.Node, int] = {}
@@ -136,10 +136,12 @@ class PartitionActivations:
         out = []
         for node in saved:
             val = facts.value(node)
-            alone = all(holders[r] == 1 and r not in users_own and r.op != "placeholder" for r in roots[node])
+            unshared = all(
+                holders[r] == 1 and r not in users_own and r.op != "placeholder" for r in roots[node]
+            )
             if (
                 isinstance(val, torch.Tensor)
-                and alone
+                and unshared
                 and val.is_contiguous()
                 and facts.bytes_of(val) >= WORTH_BYTES
                 and all(isinstance(n, int) for n in val.shape)
@@ -167,7 +169,7 @@ class PartitionActivations:
                 made[node] = _way(node, made)
         return made
 
-    def _cut(
+    def _save_part(
         self, node: fx.Node, roots: Iterable[fx.Node], last: Mapping[fx.Node, fx.Node], ctx: Context
     ) -> fx.Node:
         # Behind the last reader of its storage, which is dead then.

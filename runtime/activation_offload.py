@@ -194,7 +194,7 @@ class Staged(ActivationFiles):
 
     def _write(self, which: int) -> None:
         """Wait for the copy, and start to write what came."""
-        self._aside().land(self._copying[which][0])
+        self._aside().await_copy(self._copying[which][0])
         del self._copying[which]
         store: FileStore = self._filled().place
         self._begin(which, store)

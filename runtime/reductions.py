@@ -125,25 +125,25 @@ class Reductions:
 
     def store(self, env: list[Any], which: int) -> None:
         """Wait for a reduction whose result goes to the host, and start the copy."""
-        self.land_sums(env)
+        self.finish_sums(env)
         self._reduced(env, which, (), ())
 
     def wait(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
         """Give a result to those that wait for it. ``final``: nothing reads the weight from here on."""
         runtime, r = self._all[which].runtime, self._all[which].desc
-        self.land_sums(env)
+        self.finish_sums(env)
         if not r.copied:
             self._reduced(env, which, outs, final)
             if not self._read.isdisjoint(outs):
-                self.land_sums(env)
+                self.finish_sums(env)
             return
         _, chunks, event = self._leaving.pop(which)
         runtime.aside.wait(event)
         if r.tile is not None or runtime.policy.sinks or not self._read.isdisjoint(outs):
-            runtime.aside.land(event)  # the host reads it at once
-        self._land(env, which, outs, final, chunks)
+            runtime.aside.await_copy(event)  # the host reads it at once
+        self._deliver(env, which, outs, final, chunks)
 
-    def land_sums(self, env: list[Any]) -> None:
+    def finish_sums(self, env: list[Any]) -> None:
         """Wait for what is summed between ranks with the same rows."""
         for s in self._summing:
             try:
@@ -180,11 +180,11 @@ class Reductions:
         """Give reduced rows to those that wait for them, or start to copy them to the host."""
         runtime, r = self._all[which].runtime, self._all[which].desc
         if not r.copied:
-            self._land(env, which, outs, final, chunks)
+            self._deliver(env, which, outs, final, chunks)
             return
         self._leaving[which] = (chunks, *runtime.aside.to_host(chunks))
 
-    def _land(
+    def _deliver(
         self,
         env: list[Any],
         which: int,
@@ -207,7 +207,7 @@ class Reductions:
         ]
         if policy.sinks:
             for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
-                done = last and grads.alone(policy, name)
+                done = last and grads.is_last_call(policy, name)
                 if grads.deliver(policy, name, policy.param(name), out[k], done):
                     out[k] = None
         for i, value in zip(outs, out, strict=True):
@@ -220,7 +220,7 @@ class Reductions:
         """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
         assert r.tile is not None
         policy, (name, *_) = runtime.policy, r.names
-        done = r.tile.last and final and grads.alone(policy, name)
+        done = r.tile.last and final and grads.is_last_call(policy, name)
         if grads.deliver_part(policy, name, policy.param(name), part, r.tile, done):
             return None
         key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel

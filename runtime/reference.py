@@ -436,8 +436,8 @@ class Reference:
             part = mean[at : at + numel].to(_dtype(r.out_dtype), copy=True)
             layout = self.layouts[ParamRef(r.owner, name)]
             if r.tile is not None:
-                part = self._landed(k, r, layout, part)
-            rows = layout.local_shape(k) if layout.cut else shape
+                part = self._with_tiles(k, r, layout, part)
+            rows = layout.local_shape(k) if layout.sharded else shape
             out.append(part[: _numel(rows)].view(rows))
             at += numel
         return out
@@ -449,7 +449,7 @@ class Reference:
             self._staging(rank, r).fill_(_POISON)
         return ends
 
-    def _landed(self, k: int, r: ReduceDesc, layout: Layout, part: torch.Tensor) -> torch.Tensor:
+    def _with_tiles(self, k: int, r: ReduceDesc, layout: Layout, part: torch.Tensor) -> torch.Tensor:
         """The chunk of rank ``k`` with the tiles of its gradient that have landed so far; NaN for the others."""
         assert r.tile is not None
         whole = self._tiles.setdefault(

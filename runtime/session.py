@@ -82,7 +82,7 @@ class Session:
         in_turn(runtimes.values(), lambda: self._load(program))
         sends = bool(program.gathers or program.reduces)
         self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
-        self._take(program)
+        self._run_from_here(program)
 
     def _load(self, program: Program) -> None:
         runtimes, first = self.runtimes, self.first
@@ -108,7 +108,7 @@ class Session:
         for runtime in self._devices:
             runtime.pools.grow(program)
 
-    def _take(self, program: Program) -> None:
+    def _run_from_here(self, program: Program) -> None:
         """Run ``program`` from here on, whose transfers are known."""
         self.program = program
         self._sequence = program.collectives()
@@ -125,7 +125,7 @@ class Session:
         if found is None:
             program = self._decisions.accumulating(owners)
             found = self._accumulating[owners] = copy.copy(self)
-            found._take(program)
+            found._run_from_here(program)
         return found
 
     def _step(self, at: int, instr: Instruction) -> _Step | None:
@@ -385,7 +385,7 @@ class Session:
     def _walk(self, env: list[Any]) -> None:
         for step in self._code:
             step(env)
-        self._reductions.land_sums(env)
+        self._reductions.finish_sums(env)
 
 
 _STEPS: dict[type, Callable[[Session, int, Any], _Step | None]] = {

@@ -62,7 +62,7 @@ class Aside:
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)
 
-    def land(self, event: Any) -> None:
+    def await_copy(self, event: Any) -> None:
         """Wait until a copy is done: the host may read what came to it, and what it was copied from may go."""
         if event is not None:
             event.synchronize()

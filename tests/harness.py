@@ -57,7 +57,10 @@ class SimulatedModel(PlanLoader):
         self.layouts = {ParamRef(self.policy.key, n): i.layout for n, i in self.policy.params.items()}
         self.ranks = [
             Rank(
-                {ref: lay.cut_rows(fulls[ref.name], k % world).view(-1) for ref, lay in self.layouts.items()}
+                {
+                    ref: lay.shard_rows(fulls[ref.name], k % world).view(-1)
+                    for ref, lay in self.layouts.items()
+                }
             )
             for k in range(self.world)
         ]
@@ -65,7 +68,7 @@ class SimulatedModel(PlanLoader):
         self.rows: list[dict[str, torch.Tensor]] = [
             {
                 ref.name: self.ranks[k]
-                .chunks[ref][: lay.rows(k % world) * lay.row_numel if lay.cut else None]
+                .chunks[ref][: lay.rows(k % world) * lay.row_numel if lay.sharded else None]
                 .view(lay.local_shape(k % world))
                 .detach()
                 .requires_grad_(self.policy.param(ref.name).requires_grad)
@@ -200,8 +203,8 @@ class SimulatedModel(PlanLoader):
                     assert row.grad is None, f"{ref.name} has a gradient that eager has not"
                     continue
                 part = rank % layout.world
-                start = layout.start(part) if layout.cut else 0
-                mine = full[start : start + layout.rows(part)] if layout.cut else full
+                start = layout.start(part) if layout.sharded else 0
+                mine = full[start : start + layout.rows(part)] if layout.sharded else full
                 assert row.grad is not None, f"{ref.name} has no gradient on rank {rank}"
                 torch.testing.assert_close(
                     row.grad, mine, rtol=rtol, atol=atol, msg=lambda m, n=ref.name: f"gradient of {n}: {m}"

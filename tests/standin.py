@@ -32,7 +32,7 @@ class _Copy:
         return self.over
 
     def synchronize(self):
-        self.aside.land(self)
+        self.aside.await_copy(self)
 
     def end(self):
         """The host has waited."""
@@ -44,7 +44,7 @@ class _Copy:
         self.over = True
 
 
-def _meet(these, those):
+def _overlap(these, those):
     """Whether tensors of the two lie on the same bytes."""
     spans = [[(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors] for tensors in (these, those)]
     return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
@@ -62,8 +62,8 @@ class LateAside(Aside):
 
     def to_places(self, into, of):
         # In order: what was copied from there has been read when this writes to it.
-        assert not any(_meet(copy.of, into) for copy in self._waiting if not copy.to_host)
-        for copy in [c for c in self._ending if not c.to_host and _meet(c.of, into)]:
+        assert not any(_overlap(copy.of, into) for copy in self._waiting if not copy.to_host)
+        for copy in [c for c in self._ending if not c.to_host and _overlap(c.of, into)]:
             copy.end()
             self._ending.remove(copy)
         self._waiting.append(_Copy(self, into, of, to_host=True))
@@ -78,7 +78,7 @@ class LateAside(Aside):
             for there, here in () if copy.to_host else zip(copy.into, copy.of, strict=True):
                 there.copy_(here)
 
-    def land(self, event):
+    def await_copy(self, event):
         """With it, in order, what was started before."""
         self.wait(event)
         while not event.over:

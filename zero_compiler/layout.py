@@ -1,6 +1,6 @@
-"""How one parameter is cut over the ranks: FSDP2's layout, so that DTensor, DCP and torch.optim fit.
+"""How one parameter is sharded over the ranks: FSDP2's layout, so that DTensor, DCP and torch.optim fit.
 
-A parameter of shape ``[n, ...]`` is cut along dimension 0 into ``world`` chunks of ``ceil(n / world)``
+A parameter of shape ``[n, ...]`` is sharded along dimension 0 into ``world`` chunks of ``ceil(n / world)``
 rows. The rank-major concatenation of the padded chunks has the full tensor as its first elements: a
 single weight is gathered straight into place, with no copy before or after.
 """
@@ -21,13 +21,13 @@ class Layout:
         shape: full shape.
         dtype: dtype at rest.
         world: number of ranks that hold a part.
-        cut: True for ``Shard(0)``; False for ``Replicate()`` (scalars, zero-sized tensors, stage 0).
+        sharded: True for ``Shard(0)``; False for ``Replicate()`` (scalars, zero-sized tensors, stage 0).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     world: int
-    cut: bool
+    sharded: bool
 
     @property
     def numel(self) -> int:
@@ -40,12 +40,12 @@ class Layout:
     @property
     def chunk_rows(self) -> int:
         """Rows of one padded chunk."""
-        return -(-self.shape[0] // self.world) if self.cut else 0
+        return -(-self.shape[0] // self.world) if self.sharded else 0
 
     @property
     def chunk_numel(self) -> int:
         """Elements of one padded chunk; of the whole tensor where it is replicated."""
-        return self.chunk_rows * self.row_numel if self.cut else self.numel
+        return self.chunk_rows * self.row_numel if self.sharded else self.numel
 
     def start(self, rank: int) -> int:
         """First row that ``rank`` holds."""
@@ -56,11 +56,11 @@ class Layout:
         return min((rank + 1) * self.chunk_rows, self.shape[0]) - self.start(rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        return (self.rows(rank), *self.shape[1:]) if self.cut else self.shape
+        return (self.rows(rank), *self.shape[1:]) if self.sharded else self.shape
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        return (self.chunk_rows, *self.shape[1:]) if self.cut else self.shape
+        return (self.chunk_rows, *self.shape[1:]) if self.sharded else self.shape
 
     def bytes_full(self, dtype: torch.dtype | None = None) -> int:
         return self.numel * (dtype or self.dtype).itemsize
@@ -69,10 +69,12 @@ class Layout:
         """Bytes at rest on one rank, padding included."""
         return self.chunk_numel * self.dtype.itemsize
 
-    def cut_rows(self, full: torch.Tensor, rank: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def shard_rows(
+        self, full: torch.Tensor, rank: int, begin: int = 0, end: int | None = None
+    ) -> torch.Tensor:
         """The padded chunk of ``rank``, or its rows from ``begin`` to ``end``, newly allocated: its unpadded rows are a
         prefix of its storage."""
-        if not self.cut:
+        if not self.sharded:
             return full.detach().clone(memory_format=torch.contiguous_format)
         end = self.chunk_rows if end is None else end
         chunk = torch.empty((end - begin, *self.shape[1:]), dtype=full.dtype, device=full.device)
@@ -84,9 +86,9 @@ class Layout:
 
 
 def layout_of(tensor: torch.Tensor, world: int, stage: int) -> Layout:
-    """The layout that ``zero.shard`` gives a parameter: cut where there are rows to cut."""
-    cut = stage > 0 and tensor.dim() > 0 and tensor.numel() > 0
-    return Layout(tuple(tensor.shape), tensor.dtype, world, cut)
+    """The layout that ``zero.shard`` gives a parameter: sharded where there are rows to shard."""
+    sharded = stage > 0 and tensor.dim() > 0 and tensor.numel() > 0
+    return Layout(tuple(tensor.shape), tensor.dtype, world, sharded)
 
 
 def tiled_rows(layout: Layout, begin: int, rows: int) -> list[tuple[slice, slice]]:

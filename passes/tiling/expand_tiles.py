@@ -89,7 +89,7 @@ def set_tiles(graph: fx.Graph, tiles: Sequence[int]) -> None:
 
 
 def finer(graphs: Iterable[fx.Graph]) -> bool:
-    """Cut every computation that is done in tiles into twice as many; False where none can be cut further."""
+    """Split every computation that is done in tiles into twice as many; False where none can be split further."""
     found = False
     for node in (n for g in graphs for n in g.find_nodes(op="call_function", target=ops.tiled)):
         tiling = facts.tiling(node)
@@ -195,7 +195,7 @@ def _expand(graph: fx.Graph, node: fx.Node, tiling: Tiling, ctx: Context, bytes_
 def token_tiles(
     emit: Emitter, node: fx.Node, dim: int | None, tiling: Tiling, tiles: Sequence[int]
 ) -> list[fx.Node]:
-    """Those ``tiles`` of a value; the whole of it for each where no dimension is cut."""
+    """Those ``tiles`` of a value; the whole of it for each where no dimension is split."""
     if dim is None or tiling.tiles == 1:
         return [node] * len(tiles)
     split = emit(aten.split.Tensor, node, -(-facts.value(node).shape[dim] // tiling.tiles), dim)

@@ -101,10 +101,10 @@ class Mlp:
                 # In the order of the graph, so that all that it reads is known; and one at a time: the first that
                 # cannot be taken ends the walk, which would else reach the end of the model.
                 node = heapq.heappop(todo)
-                self._take(node)
+                self._add_node(node)
                 found = [node] if node in self.rows and node not in self.ends else []
 
-    def _take(self, node: fx.Node) -> None:
+    def _add_node(self, node: fx.Node) -> None:
         if node.op == "output":
             raise Left("the intermediate is returned")
         given = [n for n in node.all_input_nodes if n in self.rows and n not in self.ends]

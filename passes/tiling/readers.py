@@ -46,7 +46,7 @@ class Reader:
         operand: the view of the weight that it reads; of a ``zero.tiled``, which may read several, one.
         path: views and casts from the weight to there, each with the dimension that its rows lie along.
         laid: dimension of the result along which the rows lie; None where they are summed over.
-        slices: its other operands that are cut as the weight is, with the dimension.
+        slices: its other operands that are split as the weight is, with the dimension.
         bias: what is added to the sum once.
         picks: the indices by which it looks rows up.
     """
@@ -61,7 +61,7 @@ class Reader:
     picks: fx.Node | None = None
 
     def piece(self, emit: Emitter, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """The operator on a tile of the weight and of what is cut with it."""
+        """The operator on a tile of the weight and of what is split with it."""
         if self.bias is not None:
             return emit(aten.mm.default, *self._factors(env))
         out = emit.like(self.call, env)

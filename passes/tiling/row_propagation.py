@@ -411,8 +411,8 @@ def operands(node: fx.Node, out: Rows | Summed) -> dict[fx.Node, Rows | None]:
         theirs = shape(n)
         shift = len(mine) - len(theirs)
         dims = [d - shift for d in range(rows.at, rows.end)]
-        alone = rows.count > 1 and dims[0] >= 0 and all(_is_one(s) for s in mine[rows.at : rows.end])
-        if all(d < 0 or _is_one(theirs[d]) for d in dims) and not alone:
+        between_ones = rows.count > 1 and dims[0] >= 0 and all(_is_one(s) for s in mine[rows.at : rows.end])
+        if all(d < 0 or _is_one(theirs[d]) for d in dims) and not between_ones:
             if rows.count > 1 and dims[-1] >= 0:
                 raise Left(f"an operand of {t} is repeated over several dimensions of tokens")
             need[n] = None

@@ -66,7 +66,7 @@ class TileOperators:
             return
         how = TileContext(ctx.machine, self.tile_bytes, self.bytes_only)
         for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-            _take_apart(graph, node, ctx)
+            _separate_gradients(graph, node, ctx)
         for start in graph.find_nodes(op="call_function", target=ops.gather):
             plan = ctx.params[facts.params(start)[0]]
             if plan.tile_rows and facts.tile(start) is None:
@@ -77,7 +77,7 @@ class TileOperators:
                 _tile_gradient(graph, start, plan, how)
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
+def _separate_gradients(graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
     """Give every gradient of a convolution an operator of its own: that of the input alone reads the weight."""
     weight = readers.weight_behind(node.args[2])
     if weight is None or not readers.plain_convolution(node):
@@ -163,9 +163,9 @@ def _made_in(reduction: fx.Node, sweeps: Iterable[Sweep]) -> list[Sweep]:
     out = [s for s in sweeps if s.node in makers]
     for sweep in out:
         sweep.reduced = {n.args[1] for n in form.loops() if n.args[0] is sweep.node}
-    alone = not any(form.leaves()) and not any(form.specials()) and len(out) == 1
+    single = not any(form.leaves()) and not any(form.specials()) and len(out) == 1
     # One that another loop adds to, which is not done in tiles of the weight, is made whole.
-    if makers <= {s.node for s in out} and (alone or not any(s.gives_more for s in out)):
+    if makers <= {s.node for s in out} and (single or not any(s.gives_more for s in out)):
         return out
     for sweep in out:
         sweep.reduced = set()

@@ -1,6 +1,6 @@
 """Tiles of values: rows of a weight that lie along a dimension of an activation or of a gradient.
 
-A value that exists is cut (:func:`parts`); a gradient is not made whole where its operators can make a tile of it
+A value that exists is split (:func:`parts`); a gradient is not made whole where its operators can make a tile of it
 (:func:`gradient`).
 """
 
@@ -67,7 +67,7 @@ def _of_weights(node: fx.Node) -> bool:
 @dataclass(eq=False)
 class Sliced:
     """How a tile of ``node`` along ``dim`` is made: of tiles of its operands, of which ``given`` has those that differ;
-    without any it is cut from ``node``, which exists."""
+    without any it is a part of ``node``, which exists."""
 
     node: fx.Node
     dim: int
@@ -217,12 +217,12 @@ def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argu
 def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argument:
     call = node.args[0]
     grad, given, weight = call.args[:3]
-    cut = parts(emit, grad, 1, plan)
+    pieces = parts(emit, grad, 1, plan)
     val = facts.value(weight)
 
     def make(tile: Tile, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         shape = readers.shape_of(emit, val, plan.world * tile.rows)
-        piece = part(emit, cut[tile.index], 1, plan, tile)
+        piece = part(emit, pieces[tile.index], 1, plan, tile)
         out = emit(call.target, piece, given, shape, None, *call.args[4:10], [False, True, False])
         return emit(operator.getitem, out, 1)
 

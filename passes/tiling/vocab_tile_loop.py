@@ -55,19 +55,19 @@ class Sweep:
         return not set(self.got) <= self.reduced
 
     def begin(self) -> None:
-        """Cut what is cut, and make places for the results."""
+        """Split what tiles read in parts, and make places for the results."""
         emit, plan, tiling = self.emit, self.plan, self.tiling
         self._cut()
         weights = {r.operand for r in self.found}
         self.tokens: dict[int, list[fx.Node]] = {}
-        self.cut: dict[int, tuple[int, list[fx.Node]]] = {}  # along a dimension
+        self.sliced: dict[int, tuple[int, list[fx.Node]]] = {}  # along a dimension
         for i, (n, row, column) in enumerate(
             zip(self.given, tiling.inputs, self.columns.inputs, strict=True)
         ):
             if n in weights:
                 continue
             if column is not None:
-                self.cut[i] = column, parts(emit, n, column, plan)
+                self.sliced[i] = column, parts(emit, n, column, plan)
             else:
                 self.tokens[i] = token_tiles(emit, n, row, tiling, self.written)
         self.results: dict[int, fx.Node] = {}
@@ -102,7 +102,7 @@ class Sweep:
         columns = plan.world * tile.rows
         tiling = replace(self.tiling, columns=replace(self.columns, size=columns))
         weight = gathered(emit, self.start, plan, tile, f"{self.k}.{tile.index}")
-        given = {i: part(emit, p[tile.index], dim, plan, tile) for i, (dim, p) in self.cut.items()}
+        given = {i: part(emit, p[tile.index], dim, plan, tile) for i, (dim, p) in self.sliced.items()}
         for r in self.found:
             out = weight
             for node, dim in r.path:
@@ -121,7 +121,7 @@ class Sweep:
                 elif i in self.got and isinstance(how, int):
                     born[i] = emit(aten.mm.default, *made) if kind.product else made[0]
                 elif i in self.got:
-                    self._take(how, self.places[i][t], made)
+                    self._add_result(how, self.places[i][t], made)
         self._cut()
         return self._laid(born, tile)
 
@@ -148,7 +148,7 @@ class Sweep:
             self._cut()
         return out
 
-    def _take(self, how: str | int, place: fx.Node, made: Sequence[fx.Node]) -> None:
+    def _add_result(self, how: str | int, place: fx.Node, made: Sequence[fx.Node]) -> None:
         emit = self.emit
         if how == "sum":
             self._add(place, made)

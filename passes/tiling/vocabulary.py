@@ -34,7 +34,7 @@ def plan_of(head: fx.Node, ctx: Context) -> ParamPlan | None:
     if weight is None or weight.target is not ops.unshard:
         return None
     plan = ctx.params.get(ParamRef(weight.args[3], weight.args[4]))
-    return plan if plan is not None and plan.cut else None
+    return plan if plan is not None and plan.sharded else None
 
 
 @dataclass(eq=False)
@@ -212,7 +212,7 @@ class Vocabulary:
     def _late(self, r: _Result) -> bool:
         return r.node in self.head.tangents
 
-    def _is_alone(self, r: _Result) -> bool:
+    def _is_separate(self, r: _Result) -> bool:
         """A gradient of the weight that is reduced as it is, and not after it was added to another one."""
         if not isinstance(r.how, int) or r.kind is None or not r.kind.product:
             return True
@@ -235,7 +235,7 @@ class Vocabulary:
         early = [r for r in self.results if not self._late(r)]
         late = [r for r in self.results if self._late(r)]
         swept = [r for r in late if r.kind is not None]
-        apart = [r for r in swept if not self._is_alone(r)]
+        apart = [r for r in swept if not self._is_separate(r)]
         new: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(head.before_writes(self._first(early or late))):
             self._sweep_forward()

@@ -59,10 +59,10 @@ class Build:
         dtype = gather_dtype or torch.float32
         for name, shape in params.items():
             ref = ParamRef(OWNER, name.replace("__", "."))
-            cut = bool(shape) and stage > 0
+            sharded = bool(shape) and stage > 0
             rows = (tile_rows or {}).get(name, 0)
             self.plans[ref] = ParamPlan(
-                ref, shape, torch.float32, dtype, dtype, cut, world, stage, tile_rows=rows
+                ref, shape, torch.float32, dtype, dtype, sharded, world, stage, tile_rows=rows
             )
             node = self.graph.placeholder(f"{name}_shard")
             facts.set_value(node, self._fake(self.layout(ref).local_shape(0)))
@@ -70,7 +70,7 @@ class Build:
 
     def layout(self, ref: ParamRef) -> Layout:
         plan = self.plans[ref]
-        return Layout(plan.shape, plan.dtype, plan.world, plan.cut)
+        return Layout(plan.shape, plan.dtype, plan.world, plan.sharded)
 
     def _fake(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         with self.mode:
@@ -151,7 +151,9 @@ class Build:
                 mean = sum(env[node.args[0]].to(plan.reduce_dtype) for env in envs) / self.world
                 for k, env in enumerate(envs):
                     start = layout.start(k)
-                    env[node] = (mean[start : start + layout.rows(k)] if plan.cut else mean).to(plan.dtype)
+                    env[node] = (mean[start : start + layout.rows(k)] if plan.sharded else mean).to(
+                        plan.dtype
+                    )
             else:
                 for env in envs:
                     args, kwargs = tree_map(
@@ -171,14 +173,14 @@ class Build:
         full = self.weights()
         layouts = {ref: self.layout(ref) for ref in self.plans}
         ranks = [
-            Rank({ref: lay.cut_rows(full[ref.name], k).view(-1) for ref, lay in layouts.items()})
+            Rank({ref: lay.shard_rows(full[ref.name], k).view(-1) for ref, lay in layouts.items()})
             for k in range(self.world)
         ]
         inputs = []
         for k, batch in enumerate(self.batches()):
             # Shards come first: they are placeholders before the inputs.
             rows = [
-                lay.cut_rows(full[ref.name], k)[: lay.rows(k)] if lay.cut else full[ref.name]
+                lay.shard_rows(full[ref.name], k)[: lay.rows(k)] if lay.sharded else full[ref.name]
                 for ref, lay in layouts.items()
             ]
             inputs.append([*rows, *batch])

@@ -279,7 +279,7 @@ class _FrameCompiler:
     def partition(
         self, gm: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Rewrite the joint graph and cut it into forward and backward."""
+        """Rewrite the joint graph and partition it into forward and backward."""
         check_outputs(self.captured.gm)
         check_gradients(gm.graph, self.captured.differentiated)
         if self.state.fused:

@@ -20,7 +20,7 @@ from ..memory import live
 from ..memory.verify import verify_program
 from ..passes import Context, PassOptions, run_passes, run_split
 from ..plan import budget, cross_frame_memory, schedule, tiling
-from ..plan.activation_search import Cut, Phases, check_held, within_activations, within_memory
+from ..plan.activation_search import Partition, Phases, check_held, within_activations, within_memory
 from .frame_state import FrameState
 from .phase_lowering import Lowering
 from .plan_choice import PlanChoice
@@ -30,7 +30,7 @@ _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part
 
 @dataclass(frozen=True)
 class _Known:
-    """Phases that were cut, all that they follow from beside the joint graph, and the choice with what was found."""
+    """Partitioned phases, all that they follow from beside the joint graph, and the choice with what was found."""
 
     asked: tuple[int, Context, PassOptions]
     graphs: Phases
@@ -45,29 +45,37 @@ class Fitting:
         self.state = state
         self.lowering = lowering
         self.segments = segments
-        self._cuts: dict[float, frozenset[str]] = {}  # what a smaller cut saves, as found before
+        self._min_cuts: dict[
+            float, frozenset[str]
+        ] = {}  # what a partition saves that keeps less, as found before
         self._known: list[_Known] = []
 
     def _joint(self, gm: fx.GraphModule, outputs: int, activation_bytes: int | None) -> None:
         state = self.state
         context = replace(state.context("joint"), forward_outputs=outputs)
         options = replace(state.options("joint"), activation_bytes=activation_bytes)
-        run_passes(gm.graph, passes.joint_passes(options, self._cuts), context, state.trace, state.dump_dir())
+        run_passes(
+            gm.graph, passes.joint_passes(options, self._min_cuts), context, state.trace, state.dump_dir()
+        )
         state.order_weights(gm.graph)
 
     # Long: what is tried for a budget, in order, from what costs least to what costs most.
     def partition(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Phases:
-        """Rewrite the joint graph and cut it into forward and backward, within the budgets."""
+        """Rewrite the joint graph and partition it into forward and backward, within the budgets."""
         state = self.state
         activations, memory = state.config.activation_budget_bytes, state.config.memory_budget_bytes
         # Where no budget chooses, what waits elsewhere is chosen once, and what ranks save alike is in parts by then.
         parts_first = state.config.partition_activations and activations is None and memory is None
 
-        def cut(nbytes: int | None) -> Phases:
+        def partition(nbytes: int | None) -> Phases:
             """Forward and backward whose activations take at most so many bytes."""
-            return cut_anew(nbytes) if nbytes is not None else self._cut_once(gm.graph, cut_anew)
+            return (
+                partition_anew(nbytes)
+                if nbytes is not None
+                else self._partition_once(gm.graph, partition_anew)
+            )
 
-        def cut_anew(nbytes: int | None = None) -> Phases:
+        def partition_anew(nbytes: int | None = None) -> Phases:
             joint = gm if activations is None and memory is None else facts.copy_module(gm)
             self._joint(joint, kwargs["num_fwd_outputs"], nbytes)
             choice = state.choice
@@ -83,33 +91,35 @@ class Fitting:
             return {"forward": forward, "backward": backward}
 
         def planned() -> Phases:
-            graphs = cut(None)
-            return graphs if activations is None else self._within_activations(cut, graphs, activations)
+            graphs = partition(None)
+            return graphs if activations is None else self._within_activations(partition, graphs, activations)
 
         self._check_rest()
-        graphs = cut(None)
+        graphs = partition(None)
         if self._decided("mlp-activations") or self._decided("mlp-memory"):
             self._tile_mlps(True)
-            graphs = cut(None)
+            graphs = partition(None)
         if self._decided("heads"):
             self._tile_heads(True)
-            graphs = cut(None)
+            graphs = partition(None)
         if activations is not None:
-            graphs = self._within_activations(cut, graphs, activations)
+            graphs = self._within_activations(partition, graphs, activations)
         if memory is not None and state.policies:
             self._count_compiled(graphs, memory)
             graphs = self._fit_buckets("buckets", planned, graphs, memory)
             over = self._over_in_small_tiles(graphs, memory) > 0
             if not state.choice.recompute and self._agreed("recompute", over):
-                self._take(replace(state.choice, recompute=True))
-                graphs = cut(None)  # backward gathers more weights now
-            graphs = self._within_memory(cut, graphs, memory)
+                self._adopt(replace(state.choice, recompute=True))
+                graphs = partition(None)  # backward gathers more weights now
+            graphs = self._within_memory(partition, graphs, memory)
             over_by = functools.partial(self._over_in_small_tiles, budget_bytes=memory)
             if state.choice.away is not None and over_by(graphs) > 0:
                 # On a CPU what files are read to is memory too: it may take more than they free.
-                self._take(replace(state.choice, away=None))
-                graphs = min(graphs, within_memory(cut, cut(None), over_by, self._held_bytes), key=over_by)
-            graphs = self._within_heads(cut, graphs, memory)
+                self._adopt(replace(state.choice, away=None))
+                graphs = min(
+                    graphs, within_memory(partition, partition(None), over_by, self._held_bytes), key=over_by
+                )
+            graphs = self._within_heads(partition, graphs, memory)
             if activations is not None:
                 check_held(self._held_bytes(graphs), activations)
         if state.config.partition_activations:
@@ -158,8 +168,8 @@ class Fitting:
         state.order_weights(gm.graph)
         return gm
 
-    def _cut_once(self, joint: fx.Graph, anew: Callable[[], Phases]) -> Phases:
-        """Phases without a limit, cut ``anew`` unless they were: buckets of another size change only what is sent
+    def _partition_once(self, joint: fx.Graph, anew: Callable[[], Phases]) -> Phases:
+        """Phases without a limit, made ``anew`` unless they were: buckets of another size change only what is sent
         together, as long as the same weights are smaller than a bucket."""
         state = self.state
         marks = joint.find_nodes(op="call_function", target=ops.unshard)
@@ -257,7 +267,7 @@ class Fitting:
         if size != state.choice.bucket_bytes:
             graphs = self._in_buckets(size, planned)
         if size != first:
-            state.take_buckets(
+            state.set_bucket_bytes(
                 size, f"the memory budget asks for less than {first:,}, which suits the link best"
             )
         return graphs
@@ -269,16 +279,16 @@ class Fitting:
             MemoryBudgetError: there are none; the state is that of the phases before.
         """
         before = self.state.choice
-        self._take(replace(before, bucket_bytes=nbytes))
+        self._adopt(replace(before, bucket_bytes=nbytes))
         try:
             return planned()
         except MemoryBudgetError:
-            self._take(before)
+            self._adopt(before)
             raise
 
-    def _take(self, choice: PlanChoice) -> None:
-        """Go on from another choice: what a smaller cut saves is found anew."""
-        self._cuts.clear()
+    def _adopt(self, choice: PlanChoice) -> None:
+        """Go on from another choice: what a partition saves that keeps less is found anew."""
+        self._min_cuts.clear()
         self.state.choice = choice
 
     def _check_rest(self) -> None:
@@ -337,7 +347,7 @@ class Fitting:
             return 0
         return max(0, self._held_bytes(graphs) - allowed)
 
-    def _within_activations(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+    def _within_activations(self, partition: Partition, graphs: Phases, budget_bytes: int) -> Phases:
         """Phases whose activations fit; with MLPs in tiles where rank 0 finds no others.
 
         Raises:
@@ -346,7 +356,7 @@ class Fitting:
         refused: MemoryBudgetError | None = None
         if not self.state.choice.tile_mlp:
             try:
-                graphs = within_activations(cut, graphs, budget_bytes, self._held_bytes)
+                graphs = within_activations(partition, graphs, budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:
                 refused = error
             if not self._agreed("mlp-activations", refused is not None):
@@ -359,42 +369,42 @@ class Fitting:
             if not files:
                 self.state.choice = replace(self.state.choice, away=None)
             try:
-                return within_activations(cut, cut(None), budget_bytes, self._held_bytes)
+                return within_activations(partition, partition(None), budget_bytes, self._held_bytes)
             except MemoryBudgetError as error:
                 refused = error
         assert refused is not None
         raise refused
 
-    def _within_memory(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+    def _within_memory(self, partition: Partition, graphs: Phases, budget_bytes: int) -> Phases:
         """Phases that fit, or those that come nearest; with MLPs in tiles where that serves rank 0 best.
 
         Tiles of weights come later, and MLPs in tiles of tokens exclude them: so what those would bring is tried.
         """
         state = self.state
         over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
-        whole = within_memory(cut, graphs, over, self._held_bytes)
+        whole = within_memory(partition, graphs, over, self._held_bytes)
         if state.choice.tile_mlp:
             return whole
         if self._decided("mlp-memory") is None and self._over(whole, budget_bytes) > 0:
             least = self._least_peak(whole, budget_bytes)
             before = state.choice
             self._tile_mlps(True)
-            tiled = within_memory(cut, cut(None), over, self._held_bytes)
+            tiled = within_memory(partition, partition(None), over, self._held_bytes)
             wanted = self._over(tiled, budget_bytes) <= 0 or (
                 not self._held_over(tiled) and budget_bytes < least > self._least_peak(tiled, budget_bytes)
             )
             tried = state.choice
-            self._take(before)  # ranks that try nothing ask from here
+            self._adopt(before)  # ranks that try nothing ask from here
             if not self._agreed("mlp-memory", wanted):
                 return whole
-            self._take(tried)
+            self._adopt(tried)
             return tiled
         if not self._agreed("mlp-memory", False):
             return whole
         self._tile_mlps(True)
-        return within_memory(cut, cut(None), over, self._held_bytes)
+        return within_memory(partition, partition(None), over, self._held_bytes)
 
-    def _within_heads(self, cut: Cut, graphs: Phases, budget_bytes: int) -> Phases:
+    def _within_heads(self, partition: Partition, graphs: Phases, budget_bytes: int) -> Phases:
         """Phases in which weights of heads can be gathered in tiles, where rank 0 finds that nothing else fits.
 
         Backward then makes logits again, where forward makes their gradient otherwise.
@@ -410,23 +420,23 @@ class Fitting:
             and (least := self._least_peak(graphs, budget_bytes)) > budget_bytes
         ):
             self._tile_heads(True)
-            tiled = within_memory(cut, cut(None), over, self._held_bytes)
+            tiled = within_memory(partition, partition(None), over, self._held_bytes)
             wanted = not self._held_over(tiled) and self._least_peak(tiled, budget_bytes) < least
             tried = state.choice
-            self._take(before)  # ranks that try nothing ask from here
+            self._adopt(before)  # ranks that try nothing ask from here
         if not self._agreed("heads", wanted):
             return graphs
         if tiled is not None:
-            self._take(tried)
+            self._adopt(tried)
             return tiled
         self._tile_heads(True)
-        return within_memory(cut, cut(None), over, self._held_bytes)
+        return within_memory(partition, partition(None), over, self._held_bytes)
 
     def _tile_heads(self, tiled: bool) -> None:
-        self._take(replace(self.state.choice, tile_heads=tiled))
+        self._adopt(replace(self.state.choice, tile_heads=tiled))
 
     def _tile_mlps(self, tiled: bool, nbytes: int | None = None) -> None:
-        self._take(replace(self.state.choice, tile_mlp=tiled, mlp_bytes=nbytes))
+        self._adopt(replace(self.state.choice, tile_mlp=tiled, mlp_bytes=nbytes))
 
     def _least_peak(self, graphs: Phases, budget_bytes: int) -> int:
         """Predicted peak with weights in tiles, as small as the budget asks for."""
@@ -465,9 +475,9 @@ class Fitting:
                 'zero.shard a mesh with a dimension called "tp" and call parallelize_module before it, or leave it out'
             )
         peers, show = policy.group.tensor, functools.partial(state.loader.show, policy)
-        cut = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
+        partition = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
         both = graphs["forward"].graph, graphs["backward"].graph
-        run_split(cut, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())
+        run_split(partition, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())
         self.lowering.forget(graphs)
 
     def _spend_budget(self, graphs: Phases, budget_bytes: int) -> None:
@@ -480,7 +490,7 @@ class Fitting:
         state = self.state
         if state.config.tile_bytes is None:
             self._tile_weights(graphs, budget_bytes)
-        lowered = self.lowering.settled(graphs)
+        lowered = self.lowering.with_distances(graphs)
         programs = [low.emitted.program for low in lowered.values()]
         state.planned = {p.phase: p for p in programs}
         policies = list(state.policies.values())
@@ -494,7 +504,7 @@ class Fitting:
         gradients = max(
             memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
         )
-        room = max(0, budget_bytes - max(gradients, state.peak(programs))) if state.alone else 0
+        room = max(0, budget_bytes - max(gradients, state.peak(programs))) if state.is_whole_forward else 0
 
         def over_bytes(kept: Mapping[ParamRef, bool]) -> int:
             tables = state.loader.kept_offsets()
@@ -520,21 +530,21 @@ class Fitting:
         """
         state = self.state
         every, undecided = tiling.undecided(state.policies, state.params), self._undecided(graphs)
-        tiling.note(state.policies, [ref for ref in every if ref not in undecided], None)
+        tiling.set_tile_rows(state.policies, [ref for ref in every if ref not in undecided], None)
         if not undecided:
             return
         room = budget_bytes - self.lowering.trial_peak(graphs)
         peak = self._shrink_tiles(graphs, undecided, budget_bytes)
         chosen = state.choice.tile_bytes
         limit = chosen.get(undecided[0])  # one for all so far
-        if limit is not None and peak <= budget_bytes and state.alone:
+        if limit is not None and peak <= budget_bytes and state.is_whole_forward:
 
             def fits(tile_bytes: Mapping[ParamRef, int | None]) -> bool:
                 state.try_tiles(tile_bytes)
                 return self.lowering.trial_peak(graphs) <= budget_bytes
 
             chosen = tiling.coarsen({ref: state.params[ref] for ref in undecided}, limit, fits)
-        tiling.settle(state.policies, undecided, chosen, room, state.loader.tightest)
+        tiling.agree_on_rows(state.policies, undecided, chosen, room, state.loader.tightest)
         state.try_tiles({})
 
     def _undecided(self, graphs: Phases) -> list[ParamRef]:
@@ -582,7 +592,7 @@ class Fitting:
             MemoryBudgetError: it does not.
         """
         state = self.state
-        cross_frame_memory.settle(state.frame, state.others, state.due.values())
+        cross_frame_memory.link_backwards(state.frame, state.others, state.due.values())
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is None or not state.policies:
             return

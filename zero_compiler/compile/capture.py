@@ -24,7 +24,7 @@ from ..ir.facts import ParamRef
 from ..params.weight_op import managed, placed, weight
 from ..sharded import parameter_errors
 from ..tensors import transforms
-from .captured_writes import CapturedWrite, take_writes
+from .captured_writes import CapturedWrite, extract_writes
 
 log = logging.getLogger("zero_compiler")
 
@@ -159,7 +159,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tu
     _remove_placed(gm)
     _remove_unused(gm)
     _read_below_transforms(gm)
-    writes = take_writes(gm)
+    writes = extract_writes(gm)
     _refuse_writes(gm, writes)
     _hoist_reads(gm)
     _read_once_where_hooked(gm, goes_on)

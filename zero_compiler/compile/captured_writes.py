@@ -47,7 +47,7 @@ class CapturedWrite:
         write_rows(param, lambda rows: self.graph(rows, *operands))
 
 
-def take_writes(gm: fx.GraphModule) -> list[CapturedWrite]:
+def extract_writes(gm: fx.GraphModule) -> list[CapturedWrite]:
     """Take the elementwise writes to weights out of ``gm``: they are to be done before it runs, to the rows.
 
     Those stay that come after a use of the weight, or need more than the weight and inputs of the graph.

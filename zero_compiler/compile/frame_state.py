@@ -74,7 +74,7 @@ class FrameState:
             self.frame.sized = Sized()
         self.others = cross_frame_memory.frames_of(self.relatives)  # that were compiled before
         self.due = cross_frame_memory.due(self.others, captured.code)
-        self.take_buckets(nbytes, why)
+        self.set_bucket_bytes(nbytes, why)
         self.planned: dict[str, Program] = {}  # within a memory budget, before any of them is compiled
         # Called under zero.no_sync: a budget leaves room for full gradients that wait.
         self.accumulates = any(not policy.sync for policy in self.policies.values())
@@ -121,7 +121,7 @@ class FrameState:
             return []
         return smaller_buckets(self.machine, self.world, self.first.storage.transport.shared)
 
-    def take_buckets(self, nbytes: int, why: str) -> None:
+    def set_bucket_bytes(self, nbytes: int, why: str) -> None:
         """Plan with buckets of so many bytes, and say why in the report."""
         self.choice = dataclasses.replace(self.choice, bucket_bytes=nbytes)
         self.frame.bucket_bytes = nbytes
@@ -156,7 +156,7 @@ class FrameState:
             dtype=info.layout.dtype,
             gather_dtype=info.gather_dtype,
             reduce_dtype=info.reduce_dtype,
-            cut=info.layout.cut,
+            sharded=info.layout.sharded,
             world=info.layout.world,
             stage=policy.config.stage,
             kept=self.choice.kept.get(shard.ref, policy.agreed.kept.get(shard.ref.name, False)),
@@ -261,7 +261,7 @@ class FrameState:
         return [p for f in self.due.values() for p in f.programs.values()]
 
     @property
-    def alone(self) -> bool:
+    def is_whole_forward(self) -> bool:
         """Whether this frame is all of the forward: what a budget leaves is left to no other."""
         return not self.captured.goes_on and not self.due
 

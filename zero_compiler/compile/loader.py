@@ -78,7 +78,7 @@ class EngineLoader:
 
     def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         group = policy.group.everyone
-        if group.alone:
+        if group.one_rank:
             return text
         # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
         asked = f"{key}/{policy.agreed.attempt}.{ended_calls(group)}"
@@ -118,7 +118,7 @@ class PlanLoader:
         policies: models that may be compiled already: what their Programs keep, they keep in the plan.
     """
 
-    compute: str | None = "aten"  # segments are only cut, and no kernel is compiled
+    compute: str | None = "aten"  # segments are only formed, and no kernel is compiled
 
     def __init__(self, policies: Iterable[ShardedModel] = ()) -> None:
         made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}

@@ -64,7 +64,9 @@ class Lowering:
 
     def phase(self, gm: fx.GraphModule, phase: str) -> Lowered:
         """Lower ``gm`` itself, with distances that are decided here where they are not known yet."""
-        return self._lowered(gm, phase) if self._is_settled(phase) else self.settled({phase: gm})[phase]
+        return (
+            self._lowered(gm, phase) if self._is_decided(phase) else self.with_distances({phase: gm})[phase]
+        )
 
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
@@ -182,7 +184,7 @@ class Lowering:
                 emitted = self._emitted(gm, phase, ahead)
                 emitted = replace(emitted, program=replace(emitted.program, segment_us=times))
 
-    def _is_settled(self, phase: str) -> bool:
+    def _is_decided(self, phase: str) -> bool:
         """Whether the distances of a phase are known: nothing was to decide, or it was decided before."""
         state = self.state
         if phase not in state.choice.prefetch:
@@ -199,10 +201,10 @@ class Lowering:
         choice = self.state.choice
         self.state.choice = replace(choice, prefetch={**choice.prefetch, **found})
 
-    def settled(self, graphs: Mapping[str, fx.GraphModule]) -> dict[str, Lowered]:
+    def with_distances(self, graphs: Mapping[str, fx.GraphModule]) -> dict[str, Lowered]:
         """Lower copies of phases, with distances that are decided here where they are not known yet."""
         state = self.state
-        decided = {phase: self._is_settled(phase) for phase in graphs}
+        decided = {phase: self._is_decided(phase) for phase in graphs}
         low = {phase: self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()}
         looks = {
             phase: schedule.look(low[phase].emitted.program, state.machine, state.world)
@@ -214,7 +216,7 @@ class Lowering:
         spare = state.config.memory_budget_bytes
         if spare is not None:
             spare -= state.peak([x.emitted.program for x in low.values()])
-            spare = spare if state.alone else min(spare, 0)
+            spare = spare if state.is_whole_forward else min(spare, 0)
         units = list(state.choice.units.values())
 
         def again(phase: str) -> Lowered:

@@ -50,7 +50,7 @@ def _node_of(out: object) -> Any:
 
 def _before(given: Any) -> None:
     if any(map(transforms.batched, given)):
-        raise parameter_errors.takes_one_gradient("a compiled model")
+        raise parameter_errors.one_gradient_at_a_time("a compiled model")
     if torch.is_grad_enabled():  # create_graph=True
         torch._C._current_autograd_node().register_hook(_after)
 

@@ -1,9 +1,9 @@
 """Partitioned construction, the public part: ``zero.module`` and ``zero.init``.
 
-Inside a scope every parameter is cut when the ``__init__`` of its owner returns, so that no rank ever holds the
+Inside a scope every parameter is partitioned when the ``__init__`` of its owner returns, so that no rank ever holds the
 whole model: the peak is the shards plus the largest parameter, or the parameters of the one owner whose
 ``__init__`` makes several. Values are those of plain construction, bit for bit: every rank runs the same
-constructor on the same seed, and nothing is broadcast. ``openings`` says how a write to a cut parameter acts on
+constructor on the same seed, and nothing is broadcast. `unsharded_mode.py` says how a write to such a parameter acts on
 its full value.
 """
 

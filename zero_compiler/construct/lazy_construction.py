@@ -1,8 +1,8 @@
-"""A model under construction: who owns which parameter, when it is cut, and what becomes a sharded model.
+"""A model under construction: who owns which parameter, when it is partitioned, and what becomes a sharded model.
 
 torch tells us, by its public registration hooks, when a parameter or a module is registered. It does not tell
 when an ``__init__`` returns; but until it does, its frame is on the stack of this thread. So before every torch
-function that may allocate or write, the parameters of owners whose frame is gone are cut.
+function that may allocate or write, the parameters of owners whose frame is gone are partitioned.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..sharded.sharded_model import ShardedModel
 from ..storage import heap
 from ..storage.stores import Nvme
 from ..tensors.whole_parameters import describe_whole, stays_whole
-from .unsharded_mode import KEY, Cut, Openings, cut_of, rows_of, storage_uses
+from .unsharded_mode import KEY, Openings, PartitionedTensor, partitioned_of, rows_of, storage_uses
 
 BUILDING, BUILD = "zero.init or zero.module", "build its part of the model"
 # How many constructions there have been over the same ranks, which all make the same ones.
@@ -88,7 +88,7 @@ class Placement:
         """
         config, asked = self.config, self.config.offload_params
         apart = self.group.device.type != "cpu"
-        if not layout.cut:
+        if not layout.sharded:
             return "none"
         if asked is not None or config.device_rest_bytes is None or config.stage != 3:
             return asked if asked is not None and (apart or asked == "nvme") else "none"
@@ -204,12 +204,12 @@ class Construction:
         with torch._C.DisableTorchFunction():
             self._pending.pop((id(owner), attribute), None)
             frame, inside = self._init_frame(owner)
-            self._note(owner, frame, inside)
+            self._mark_met(owner, frame, inside)
             successor = param.__dict__.get(SUCCESSOR)
             if successor is not None:
-                cut = cut_of(successor)
-                if cut is not None and cut.shares(param):
-                    return successor  # cut meanwhile; the caller kept the whole one
+                entry = partitioned_of(successor)
+                if entry is not None and entry.shares(param):
+                    return successor  # partitioned meanwhile; the caller kept the whole one
                 del param.__dict__[
                     SUCCESSOR
                 ]  # repointed (``set_``, which no mode sees): another parameter now
@@ -223,18 +223,18 @@ class Construction:
             return
         with torch._C.DisableTorchFunction():
             frame, inside = self._init_frame(parent)
-            self._note(parent, frame, inside)
+            self._mark_met(parent, frame, inside)
             # A module that copy.deepcopy made comes with parameters of which the other hook heard nothing. One
             # from before the scope is left as it is: rank 0 has its values.
             for module in child.modules():
-                if self.placements[-1].met.get(module) or _has_cut(module):
+                if self.placements[-1].met.get(module) or _has_partitioned(module):
                     for attribute, param in module._parameters.items():
                         if param is not None and not isinstance(param, DTensor):
                             if (id(module), attribute) not in self._pending:
                                 self._pend(module, attribute, self._init_frame(module)[0])
             self.sweep()
 
-    def _note(self, module: nn.Module, frame: types.FrameType | None, inside: bool) -> None:
+    def _mark_met(self, module: nn.Module, frame: types.FrameType | None, inside: bool) -> None:
         if inside:
             met = self.placements[-1].met
             met[module] = met.get(module, False) or frame is not None
@@ -246,7 +246,7 @@ class Construction:
         """The running ``__init__`` of ``module``, if any, and whether it began inside the innermost scope.
 
         Frames are told by their code. Where two modules of one class are under construction the innermost is
-        taken; if it was the outer one, its parameters are cut earlier, which changes no value.
+        taken; if it was the outer one, its parameters are partitioned earlier, which changes no value.
         """
         code = getattr(inspect.unwrap(type(module).__init__), "__code__", None)
         inside = True
@@ -257,13 +257,13 @@ class Construction:
                 return frame, inside
         return None, True
 
-    # --- cutting ---------------------------------------------------------------------------------------------
+    # --- partitioning ----------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Cut the parameters whose owners are done."""
         if self._pending:
-            self._cut(self._done())
-        self._mode.settle()
+            self._partition(self._done())
+        self._mode.close_unused()
 
     def _done(self) -> list[_Pending]:
         """What waits for no ``__init__`` any more. Their frames are let go: a frame's locals may be large."""
@@ -274,9 +274,9 @@ class Construction:
                     pending.frame = None
         return [p for p in self._pending.values() if p.frame is None]
 
-    def _cut(self, done: list[_Pending]) -> None:
+    def _partition(self, done: list[_Pending]) -> None:
         finished = {id(p) for p in done}
-        # One whole parameter may have several owners, made one inside the other: it is cut when all are done.
+        # One whole parameter may have several owners, made one inside the other: it is partitioned when all are done.
         waiting = {id(self._whole(p)) for p in self._pending.values() if id(p) not in finished}
         for pending in done:
             old = self._whole(pending)
@@ -284,13 +284,13 @@ class Construction:
                 del self._pending[id(pending.owner), pending.attribute]
             elif id(old) not in waiting:
                 del self._pending[id(pending.owner), pending.attribute]
-                self._cut_one(pending, old)
+                self._partition_one(pending, old)
 
     def _whole(self, pending: _Pending) -> nn.Parameter | None:
         param = pending.owner._parameters.get(pending.attribute)
         return None if isinstance(param, DTensor) else param
 
-    def _cut_one(self, pending: _Pending, old: nn.Parameter) -> None:
+    def _partition_one(self, pending: _Pending, old: nn.Parameter) -> None:
         owner, attribute = pending.owner, pending.attribute
         new = old.__dict__.get(SUCCESSOR)
         if new is None:
@@ -313,35 +313,35 @@ class Construction:
         stride = contiguous_stride(layout.shape) if full.is_contiguous() else tuple(full.stride())
         tier = placement.tier(layout, old)
         at_rest = placement.at_rest(tier, full)
-        alone = storage_uses(full) <= 2 and full.untyped_storage().nbytes() == full.numel() * full.itemsize
+        unshared = storage_uses(full) <= 2 and full.untyped_storage().nbytes() == full.numel() * full.itemsize
         filed = tier == "nvme" and not (full.is_meta or isinstance(full, FakeTensor))
         keep = (
             not filed
-            and (group.world == 1 or not layout.cut)
+            and (group.world == 1 or not layout.sharded)
             and full.is_contiguous()
             and full.device == at_rest
-            and alone
+            and unshared
         )
         if keep:
             local = full
         else:
             local = rows_of(layout, placement.chunk(layout, at_rest, full, what, filed), group.rank)
-        cut = Cut(group, layout, local, full.device, stride, what, filed)
+        entry = PartitionedTensor(group, layout, local, full.device, stride, what, filed)
         if not keep:
-            self._mode.hold(cut, full)
-        return cut.parameter(old.requires_grad)
+            self._mode.hold(entry, full)
+        return entry.parameter(old.requires_grad)
 
     # --- what becomes of it ----------------------------------------------------------------------------------
 
     def finish(self, placement: Placement, root: nn.Module | None) -> None:
-        """End a scope: cut what is left, and make a sharded model of every module that stands for itself.
+        """End a scope: partition what is left, and make a sharded model of every module that stands for itself.
 
         Args:
             root: the decorated module that the scope was opened for.
         """
         with torch._C.DisableTorchFunction():
-            self._cut([p for p in self._pending.values() if p.placement is placement])
-            self._mode.settle()
+            self._partition([p for p in self._pending.values() if p.placement is placement])
+            self._mode.close_unused()
             if any(model is not root for model in self._tops(placement, root)):
                 # What was made and dropped counts until it is collected, which may have happened on some ranks.
                 gc.collect()
@@ -360,8 +360,8 @@ class Construction:
         return all(self._is_ours(p, placement) for p in _unmanaged(module))
 
     def _is_ours(self, param: torch.Tensor, placement: Placement) -> bool:
-        cut = cut_of(param)
-        return cut is not None and isinstance(param, DTensor) and _same(cut.group, placement.group)
+        entry = partitioned_of(param)
+        return entry is not None and isinstance(param, DTensor) and _same(entry.group, placement.group)
 
     def _make_root(self, model: nn.Module, placement: Placement) -> None:
         group = placement.group
@@ -373,7 +373,11 @@ class Construction:
                 policy.protocol.describe(),
                 *given({name: param for name, (param, _) in targets.items()}),
                 *describe_whole(model),
-                *(f"parameter {name} is from before" for name, (p, _) in targets.items() if not _is_cut(p)),
+                *(
+                    f"parameter {name} is from before"
+                    for name, (p, _) in targets.items()
+                    if not _is_partitioned(p)
+                ),
             ]
             self._agree(group, said)
         params = {name: param for name, (param, _) in targets.items()}
@@ -381,14 +385,14 @@ class Construction:
             policy.params,
             params,
             policy.hardware,
-            {name: self._settled(policy, param) for name, param in params.items()},
+            {name: self._fixed_tier(policy, param) for name, param in params.items()},
         )
         policy.storage.choose_transport(policy.hardware)
-        policy.storage.take_files(placement.nvme)
+        policy.storage.adopt_files(placement.nvme)
         policy.storage.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
-            cut = cut_of(param)
-            if cut is None or not isinstance(param, DTensor):
+            entry = partitioned_of(param)
+            if entry is None or not isinstance(param, DTensor):
                 # From before the scope, or put in place behind torch's hooks: as zero.shard does.
                 install(
                     policy,
@@ -399,34 +403,41 @@ class Construction:
                     ),
                     places,
                 )
-            elif cut.layout != policy.params[name].layout:
+            elif entry.layout != policy.params[name].layout:
                 raise ShardError(
-                    f"parameter {name} was partitioned with stage {3 if cut.layout.cut else 0} by an inner scope and "
-                    "is used in a model with another placement; give both the same options"
+                    f"parameter {name} was partitioned with stage {3 if entry.layout.sharded else 0} by an inner scope "
+                    "and is used in a model with another placement; give both the same options"
                 )
             else:
                 policy.places[name] = places
-                if cut.layout.cut and (cut.has_values or type(cut.local) is torch.Tensor):
-                    chunk = blocking_transfers.flat_chunk(cut.layout, cut.local).view(cut.layout.padded_shape)
-                    cut.local = param._local_tensor = policy.storage.settle(name, chunk)[
-                        : cut.layout.rows(group.rank)
+                if entry.layout.sharded and (entry.has_values or type(entry.local) is torch.Tensor):
+                    chunk = blocking_transfers.flat_chunk(entry.layout, entry.local).view(
+                        entry.layout.padded_shape
+                    )
+                    entry.local = param._local_tensor = policy.storage.place_chunk(name, chunk)[
+                        : entry.layout.rows(group.rank)
                     ]
-        policy.storage.check_settled()
+        policy.storage.check_placed()
         swap_classes(model, policy)
         policy.installed()
         guard_optimizers()
         self._roots.append(model)
 
-    def _settled(self, policy: ShardedModel, param: torch.Tensor) -> str | None:
+    def _fixed_tier(self, policy: ShardedModel, param: torch.Tensor) -> str | None:
         """The tier where rows of a parameter stay: a file, or a side of an accelerator."""
         if _is_filed(param):
             return "nvme"
-        cut = cut_of(param)
-        if cut is None or not cut.layout.cut or cut.local.is_meta or isinstance(cut.local, FakeTensor):
+        entry = partitioned_of(param)
+        if (
+            entry is None
+            or not entry.layout.sharded
+            or entry.local.is_meta
+            or isinstance(entry.local, FakeTensor)
+        ):
             return None
         if policy.config.device_rest_bytes is None or policy.group.device.type == "cpu":
             return None
-        return "host" if cut.local.device.type == "cpu" else "none"
+        return "host" if entry.local.device.type == "cpu" else "none"
 
     # --- agreement -------------------------------------------------------------------------------------------
 
@@ -538,19 +549,19 @@ def _same(a: Group, b: Group) -> bool:
     return a is b or (a.mesh == b.mesh and a.device == b.device)
 
 
-def _is_cut(param: torch.Tensor) -> bool:
+def _is_partitioned(param: torch.Tensor) -> bool:
     """Whether construction has partitioned it: else rank 0's values are sent around when its model is made."""
-    return cut_of(param) is not None and isinstance(param, DTensor)
+    return partitioned_of(param) is not None and isinstance(param, DTensor)
 
 
 def _is_filed(param: torch.Tensor) -> bool:
     """Whether construction has made room in a file for the rows of a parameter: on all ranks or on none."""
-    cut = cut_of(param)
-    return cut is not None and cut.filed and _is_cut(param)
+    entry = partitioned_of(param)
+    return entry is not None and entry.filed and _is_partitioned(param)
 
 
-def _has_cut(module: nn.Module) -> bool:
-    return any(p is not None and cut_of(p) is not None for p in module._parameters.values())
+def _has_partitioned(module: nn.Module) -> bool:
+    return any(p is not None and partitioned_of(p) is not None for p in module._parameters.values())
 
 
 def _unmanaged(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,7 +1,7 @@
-"""Cut tensors that act as whole ones while a model is under construction.
+"""Partitioned tensors that act as whole ones while a model is under construction.
 
-A *cut* tensor is a DTensor of which this rank holds some rows. :class:`Openings` is a torch function mode: it
-sees every torch function called under it, and where an argument is a cut tensor it lets the function work on
+A *partitioned* tensor is a DTensor of which this rank holds some rows. :class:`Openings` is a torch function mode: it
+sees every torch function called under it, and where an argument is a partitioned one it lets the function work on
 the full value, so that writes and reads mean what they mean on the full tensor. In between the full value is
 *closed*: this rank's rows go back into the shard, the rest is freed. At most one stays open from one call to
 the next, and those that a live view may still write to.
@@ -35,11 +35,11 @@ from ..sharded import blocking_transfers
 from ..storage.stores import region_of
 
 
-class Cut:
+class PartitionedTensor:
     """This rank's rows of a tensor and, while it is open, its full value.
 
     Args:
-        local: the rows, without padding (a prefix of a padded storage); the whole tensor where it is not cut.
+        local: the rows, without padding (a prefix of a padded storage); the whole tensor where it is not partitioned.
         device: where the full value lives: that of the tensor in plain construction, whose generator is used.
         stride: strides of the full value.
         what: name for messages.
@@ -68,7 +68,7 @@ class Cut:
     def whole(self) -> bool:
         """The rows at rest are the full value: nothing is ever gathered, freed or copied."""
         return (
-            (self.group.world == 1 or not self.layout.cut)
+            (self.group.world == 1 or not self.layout.sharded)
             and self.local.device == self.device
             and self.local.stride() == self.stride
         )
@@ -97,7 +97,7 @@ class Cut:
         if self.full is None:
             return
         rows = self.full
-        if self.layout.cut:
+        if self.layout.sharded:
             start = self.layout.start(self.group.rank)
             rows = rows[start : start + self.layout.rows(self.group.rank)]
         region = region_of(self.local) if self.has_values else None
@@ -120,7 +120,7 @@ class Cut:
         self.full = self.leaf = None
 
     def parameter(self, requires_grad: bool) -> nn.Parameter:
-        """A new parameter over these rows, tracked as this cut."""
+        """A new parameter over these rows, tracked as this one."""
         param = sharded_parameter(self.group, self.layout, self.local, requires_grad)
         param.__dict__[KEY] = self
         return param
@@ -132,7 +132,7 @@ def storage_uses(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
-def cut_of(tensor: torch.Tensor) -> Cut | None:
+def partitioned_of(tensor: torch.Tensor) -> PartitionedTensor | None:
     return tensor.__dict__.get(KEY)
 
 
@@ -164,7 +164,7 @@ class Openings(TorchFunctionMode):
     Args:
         before: called before every torch function that may allocate or write.
         meet: called before a gather with a line that says which; ranks agree there.
-        groups: the groups whose sharded tensors count as cut, although they were sharded before.
+        groups: the groups whose sharded tensors count as partitioned, although they were sharded before.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class Openings(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._before, self._meet, self._groups = before, meet, groups
-        self._current: list[Cut] = []  # what the last call worked on
-        self._held: list[Cut] = []  # whose full value exists
+        self._current: list[PartitionedTensor] = []  # what the last call worked on
+        self._held: list[PartitionedTensor] = []  # whose full value exists
         self._adopted: list[torch.Tensor] = []
 
     def __torch_function__(
@@ -189,12 +189,12 @@ class Openings(TorchFunctionMode):
             self._before()
             if _WITHOUT_VALUE.get(func) is _repoint and SUCCESSOR in args[0].__dict__:
                 args = (args[0].__dict__[SUCCESSOR], *args[1:])
-            found = [cut for t in tensors_in((args, kwargs)) if (cut := self._lookup(t)) is not None]
+            found = [entry for t in tensors_in((args, kwargs)) if (entry := self._lookup(t)) is not None]
             if found and args and func in _WITHOUT_VALUE and self._lookup(args[0]) is not None:
                 return _WITHOUT_VALUE[func](self, func, args, kwargs)
-            self._settle(found)
+            self._close_unused(found)
             if not found:
-                opened: list[Cut] = []
+                opened: list[PartitionedTensor] = []
             else:
                 target = args[0] if args else kwargs.get("tensor")
                 blind = (
@@ -203,16 +203,16 @@ class Openings(TorchFunctionMode):
                     and isinstance(target, torch.Tensor)
                     and self._lookup(target) is found[0]
                 )
-                opened = [cut for cut in found if self._open(cut, blind)]
+                opened = [entry for entry in found if self._open(entry, blind)]
         if not found:
             return func(*args, **kwargs)
         substitutes: dict[int, torch.Tensor] = {}
 
         def substitute(t: torch.Tensor) -> torch.Tensor:
-            cut = self._lookup(t)
-            if cut is None or not isinstance(t, DTensor):
+            entry = self._lookup(t)
+            if entry is None or not isinstance(t, DTensor):
                 return t
-            value = cut.value(t.requires_grad)
+            value = entry.value(t.requires_grad)
             substitutes[id(value)] = t
             return value
 
@@ -222,48 +222,50 @@ class Openings(TorchFunctionMode):
             out = func(*new_args, **new_kwargs)
         except BaseException:
             if blind:  # never gathered: what stands there is not the tensor's value
-                for cut in opened:
-                    cut.drop()
-                    self._held.remove(cut)
-                    self._current.remove(cut)
+                for entry in opened:
+                    entry.drop()
+                    self._held.remove(entry)
+                    self._current.remove(entry)
             raise
         return substitutes.get(id(out), out) if isinstance(out, torch.Tensor) else out
 
-    def hold(self, cut: Cut, full: torch.Tensor) -> None:
-        """Take ``full`` as the present value of ``cut``; it is closed as soon as nothing else uses it."""
-        cut.full = full
-        self._held.append(cut)
+    def hold(self, entry: PartitionedTensor, full: torch.Tensor) -> None:
+        """Take ``full`` as the present value of ``entry``; it is closed as soon as nothing else uses it."""
+        entry.full = full
+        self._held.append(entry)
 
-    def settle(self) -> None:
+    def close_unused(self) -> None:
         """Close what no live view can write to."""
-        self._settle([])
+        self._close_unused([])
 
     def close(self) -> None:
         """Put every value at rest; views that are still alive are views of nothing from here on."""
-        for cut in self._held:
-            cut.flush()
-            cut.drop()
+        for entry in self._held:
+            entry.flush()
+            entry.drop()
         self._held.clear()
         self._current.clear()
         for tensor in self._adopted:
             tensor.__dict__.pop(KEY, None)
         self._adopted.clear()
 
-    def _lookup(self, tensor: torch.Tensor) -> Cut | None:
+    def _lookup(self, tensor: torch.Tensor) -> PartitionedTensor | None:
         if not isinstance(tensor, torch.Tensor):
             return None
-        cut = cut_of(tensor)
-        if cut is None and isinstance(tensor, DTensor):
-            cut = self._adopt(tensor)
-        return cut
+        entry = partitioned_of(tensor)
+        if entry is None and isinstance(tensor, DTensor):
+            entry = self._adopt(tensor)
+        return entry
 
-    def _adopt(self, tensor: DTensor) -> Cut | None:
+    def _adopt(self, tensor: DTensor) -> PartitionedTensor | None:
         for group in self._groups():
-            cut = tensor.placements == group.placements(cut=True)
-            if tensor.device_mesh == group.mesh and (cut or tensor.placements == group.placements(cut=False)):
+            entry = tensor.placements == group.placements(sharded=True)
+            if tensor.device_mesh == group.mesh and (
+                entry or tensor.placements == group.placements(sharded=False)
+            ):
                 local = tensor._local_tensor
-                layout = layout_of(tensor, group.world, 3 if cut else 0)
-                found = Cut(
+                layout = layout_of(tensor, group.world, 3 if entry else 0)
+                found = PartitionedTensor(
                     group, layout, local, local.device, tuple(tensor.stride()), "a parameter sharded before"
                 )
                 tensor.__dict__[KEY] = found
@@ -271,55 +273,55 @@ class Openings(TorchFunctionMode):
                 return found
         return None
 
-    def _open(self, cut: Cut, blind: bool) -> bool:
-        """Make the full value of ``cut``; whether it was made by this call."""
-        if any(cut is c for c in self._current):
+    def _open(self, entry: PartitionedTensor, blind: bool) -> bool:
+        """Make the full value of ``entry``; whether it was made by this call."""
+        if any(entry is c for c in self._current):
             return False
-        self._current.append(cut)
-        if cut.whole and cut.full is None:
+        self._current.append(entry)
+        if entry.whole and entry.full is None:
             return False
-        made = cut.full is None
+        made = entry.full is None
         gathered = None
         if not blind:
-            cut.flush()
-            if cut.has_values:
-                if cut.layout.cut and cut.group.link is not None and cut.group.world > 1:
-                    self._meet(cut.group, f"read of {cut.what}")
-                gathered = _gather(cut)
+            entry.flush()
+            if entry.has_values:
+                if entry.layout.sharded and entry.group.link is not None and entry.group.world > 1:
+                    self._meet(entry.group, f"read of {entry.what}")
+                gathered = _gather(entry)
         if made:
             full: torch.Tensor
             if gathered is None:
-                full = cut.empty()
-            elif gathered.device == cut.device and gathered.stride() == cut.stride:
+                full = entry.empty()
+            elif gathered.device == entry.device and gathered.stride() == entry.stride:
                 full = gathered.data  # no view of a base that would count as a user of the storage
             else:
-                full = cut.empty().copy_(gathered)
-            self.hold(cut, full)
+                full = entry.empty().copy_(gathered)
+            self.hold(entry, full)
         return made
 
-    def _settle(self, keep: list[Cut]) -> None:
+    def _close_unused(self, keep: list[PartitionedTensor]) -> None:
         self._current = [c for c in self._current if any(c is k for k in keep)]
         held, self._held = self._held, []
-        for cut in held:
-            if any(cut is k for k in keep) or cut.in_use():
-                self._held.append(cut)
+        for entry in held:
+            if any(entry is k for k in keep) or entry.in_use():
+                self._held.append(entry)
             else:
-                cut.flush()
-                cut.drop()
+                entry.flush()
+                entry.drop()
 
 
-def _gather(cut: Cut) -> torch.Tensor:
+def _gather(entry: PartitionedTensor) -> torch.Tensor:
     """The full value from the shards of all ranks."""
-    group, layout = cut.group, cut.layout
-    if not layout.cut or group.link is None or group.world == 1 or group.device.type != "cpu":
-        return blocking_transfers.gather(group, layout, cut.local, layout.dtype)
+    group, layout = entry.group, entry.layout
+    if not layout.sharded or group.link is None or group.world == 1 or group.device.type != "cpu":
+        return blocking_transfers.gather(group, layout, entry.local, layout.dtype)
     # Gloo's all-gather allocates the output a second time; a broadcast a rank works in place. A full value that
     # a view kept is received into: it holds the same bits, since every rank ran the same writes.
-    kept = cut.full is not None and cut.full.is_contiguous() and cut.full.device == group.device
-    full = cut.full if kept else torch.empty(layout.shape, dtype=layout.dtype, device=group.device)
+    kept = entry.full is not None and entry.full.is_contiguous() and entry.full.device == group.device
+    full = entry.full if kept else torch.empty(layout.shape, dtype=layout.dtype, device=group.device)
     assert full is not None
     for rank in range(group.world):
-        _broadcast_rows(cut, full, rank)
+        _broadcast_rows(entry, full, rank)
     # Gloo's threads let go of a tensor a little after its wait returned; until then it would look used.
     deadline = time.monotonic() + 1.0
     while not kept and storage_uses(full) > 1 and time.monotonic() < deadline:
@@ -327,11 +329,11 @@ def _gather(cut: Cut) -> torch.Tensor:
     return full
 
 
-def _broadcast_rows(cut: Cut, full: torch.Tensor, rank: int) -> None:
-    group, start = cut.group, cut.layout.start(rank)
-    rows = full[start : start + cut.layout.rows(rank)]
+def _broadcast_rows(entry: PartitionedTensor, full: torch.Tensor, rank: int) -> None:
+    group, start = entry.group, entry.layout.start(rank)
+    rows = full[start : start + entry.layout.rows(rank)]
     if rank == group.rank:
-        rows.copy_(cut.local)
+        rows.copy_(entry.local)
     if rows.numel():
         first = dist.get_global_rank(group.pg, rank)
         blocking_transfers.sent(group, dist.broadcast(rows, first, group=group.pg, async_op=True))
@@ -345,33 +347,35 @@ def _alias(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
     out = tensor.detach()
-    out.__dict__[KEY] = cut_of(tensor)
+    out.__dict__[KEY] = partitioned_of(tensor)
     return out
 
 
 def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
-    """``to``, ``half`` and the like: another cut tensor, so that nn.Module.to works part by part."""
+    """``to``, ``half`` and the like: another partitioned tensor, so that nn.Module.to works part by part."""
     tensor, *rest = args
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
-    cut = cut_of(tensor)
-    assert cut is not None
+    entry = partitioned_of(tensor)
+    assert entry is not None
     kwargs = dict(kwargs)
-    stride = cut.stride
+    stride = entry.stride
     memory_format = kwargs.pop("memory_format", None)
     if memory_format not in (None, torch.preserve_format):
-        meta = torch.empty_strided(cut.layout.shape, cut.stride, device="meta")
+        meta = torch.empty_strided(entry.layout.shape, entry.stride, device="meta")
         stride = meta.to(memory_format=memory_format).stride()
-    probe = func(torch.empty(0, dtype=cut.layout.dtype, device=cut.device), *rest, **kwargs)
-    if ((probe.dtype, probe.device, stride) == (cut.layout.dtype, cut.device, cut.stride)) and not kwargs.get(
-        "copy"
-    ):
+    probe = func(torch.empty(0, dtype=entry.layout.dtype, device=entry.device), *rest, **kwargs)
+    if (
+        (probe.dtype, probe.device, stride) == (entry.layout.dtype, entry.device, entry.stride)
+    ) and not kwargs.get("copy"):
         return tensor
-    cut.flush()
-    layout = dataclasses.replace(cut.layout, dtype=probe.dtype)
-    chunk = blocking_transfers.flat_chunk(cut.layout, cut.local)
-    local = rows_of(layout, chunk.to(probe.dtype, copy=True), cut.group.rank)
-    return _like(tensor, Cut(cut.group, layout, local, probe.device, tuple(stride), cut.what))
+    entry.flush()
+    layout = dataclasses.replace(entry.layout, dtype=probe.dtype)
+    chunk = blocking_transfers.flat_chunk(entry.layout, entry.local)
+    local = rows_of(layout, chunk.to(probe.dtype, copy=True), entry.group.rank)
+    return _like(
+        tensor, PartitionedTensor(entry.group, layout, local, probe.device, tuple(stride), entry.what)
+    )
 
 
 def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
@@ -379,15 +383,18 @@ def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     tensor = args[0]
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
-    cut = cut_of(tensor)
-    assert cut is not None
-    dtype = kwargs.get("dtype") or cut.layout.dtype
-    device = torch.device(kwargs.get("device") or cut.device)
-    at_rest = device if device.type == "meta" else cut.group.device
-    layout = dataclasses.replace(cut.layout, dtype=dtype)
+    entry = partitioned_of(tensor)
+    assert entry is not None
+    dtype = kwargs.get("dtype") or entry.layout.dtype
+    device = torch.device(kwargs.get("device") or entry.device)
+    at_rest = device if device.type == "meta" else entry.group.device
+    layout = dataclasses.replace(entry.layout, dtype=dtype)
     chunk = torch.zeros(layout.chunk_numel, dtype=dtype, device=at_rest)
     return _like(
-        tensor, Cut(cut.group, layout, rows_of(layout, chunk, cut.group.rank), device, cut.stride, cut.what)
+        tensor,
+        PartitionedTensor(
+            entry.group, layout, rows_of(layout, chunk, entry.group.rank), device, entry.stride, entry.what
+        ),
     )
 
 
@@ -397,11 +404,15 @@ def _deepcopy(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
         return func(*args, **kwargs)
     if id(tensor) in memo:
         return memo[id(tensor)]
-    cut = cut_of(tensor)
-    assert cut is not None
-    cut.flush()
-    local = rows_of(cut.layout, blocking_transfers.flat_chunk(cut.layout, cut.local).clone(), cut.group.rank)
-    out = _like(tensor, Cut(cut.group, cut.layout, local, cut.device, cut.stride, cut.what))
+    entry = partitioned_of(tensor)
+    assert entry is not None
+    entry.flush()
+    local = rows_of(
+        entry.layout, blocking_transfers.flat_chunk(entry.layout, entry.local).clone(), entry.group.rank
+    )
+    out = _like(
+        tensor, PartitionedTensor(entry.group, entry.layout, local, entry.device, entry.stride, entry.what)
+    )
     memo[id(tensor)] = out
     for key, value in tensor.__dict__.items():
         if key != KEY:
@@ -414,17 +425,17 @@ def _repoint(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, value = args
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
-    cut = cut_of(tensor)
-    assert cut is not None
-    if tuple(value.shape) == cut.layout.shape and value.dtype != cut.layout.dtype:
+    entry = partitioned_of(tensor)
+    assert entry is not None
+    if tuple(value.shape) == entry.layout.shape and value.dtype != entry.layout.dtype:
         # ``module.half()`` and the like, of a module that was whole when they began.
         torch.utils.swap_tensors(tensor, _convert(mode, torch.Tensor.to, (tensor, value.dtype), {}))
-        cut = cut_of(tensor)
-        assert cut is not None
-    if tuple(value.shape) != cut.layout.shape or value.dtype != cut.layout.dtype:
+        entry = partitioned_of(tensor)
+        assert entry is not None
+    if tuple(value.shape) != entry.layout.shape or value.dtype != entry.layout.dtype:
         raise ShardError(
-            f"{cut.what}: .data = a tensor of shape {list(value.shape)} and {value.dtype}, but the parameter is "
-            f"partitioned already with {list(cut.layout.shape)} and {cut.layout.dtype}; assign a new nn.Parameter "
+            f"{entry.what}: .data = a tensor of shape {list(value.shape)} and {value.dtype}, but the parameter is "
+            f"partitioned already with {list(entry.layout.shape)} and {entry.layout.dtype}; assign a new nn.Parameter "
             "to the module instead"
         )
     with torch.no_grad():
@@ -434,13 +445,13 @@ def _repoint(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
 def rows_of(layout: Layout, chunk: torch.Tensor, rank: int) -> torch.Tensor:
     """This rank's rows of its padded chunk."""
     chunk = chunk.view(layout.padded_shape)
-    return chunk[: layout.rows(rank)] if layout.cut else chunk
+    return chunk[: layout.rows(rank)] if layout.sharded else chunk
 
 
-def _like(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """A tensor over ``cut``; a parameter where ``tensor`` is one."""
-    requires_grad = tensor.requires_grad and cut.layout.dtype.is_floating_point
-    out = cut.parameter(requires_grad)
+def _like(tensor: torch.Tensor, entry: PartitionedTensor) -> torch.Tensor:
+    """A tensor over ``entry``; a parameter where ``tensor`` is one."""
+    requires_grad = tensor.requires_grad and entry.layout.dtype.is_floating_point
+    out = entry.parameter(requires_grad)
     if not isinstance(tensor, nn.Parameter):
         del out._is_param
     return out

@@ -37,19 +37,19 @@ def assign(items: Sequence[tuple[Option, ...]], rooms: Sequence[int | None]) -> 
     # The largest last: a cell holds many small ones, of which the cheapest option is then taken.
     parts = sorted(_parts(items), key=lambda part: len(part) * _most(items[part[0]]))
     costs = [np.array([o.cost for o in items[part[0]]]) * len(part) for part in parts]
-    takes = [
+    sizes = [
         np.array([[o.nbytes[k] for k in limited] for o in items[part[0]]], dtype=np.int64) * len(part)
         for part in parts
     ]
     still = np.zeros_like(room)  # what the parts to come take of each room at least
-    for take in takes:
-        still += take.min(axis=0)
+    for size in sizes:
+        still += size.min(axis=0)
     sums, cost = np.zeros((1, len(limited)), dtype=np.int64), np.zeros(1)
     steps: list[tuple[np.ndarray, np.ndarray]] = []
-    for take, us in zip(takes, costs, strict=True):
-        still -= take.min(axis=0)
+    for size, us in zip(sizes, costs, strict=True):
+        still -= size.min(axis=0)
         count = len(us)
-        sums = (sums[:, None, :] + take[None]).reshape(len(sums) * count, len(limited))
+        sums = (sums[:, None, :] + size[None]).reshape(len(sums) * count, len(limited))
         cost = (cost[:, None] + us[None]).reshape(-1)
         (fits,) = np.nonzero((sums + still <= room).all(axis=1))
         kept = fits[_cheapest(sums[fits], cost[fits], room)]
@@ -121,8 +121,8 @@ def _fill(
                 item[k].cost, item[chosen[at]].cost, rel_tol=1e-12
             ):
                 break
-            take = np.array([item[k].nbytes[j] for j in limited], dtype=np.int64) - now
-            if (take <= left).all():
-                left -= take
+            size = np.array([item[k].nbytes[j] for j in limited], dtype=np.int64) - now
+            if (size <= left).all():
+                left -= size
                 chosen[at] = k
                 break

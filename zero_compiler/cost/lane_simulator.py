@@ -60,7 +60,7 @@ class LaneSimulator:
             rates = self._rates(computing=True)
             step = min([left_us / rates[COMPUTE], *(q[0].left_us / rates[lane] for lane, q in self._busy())])
             left_us -= step * rates[COMPUTE]
-            self._note_slowed(step * (1 - rates[COMPUTE]))
+            self._add_slowed(step * (1 - rates[COMPUTE]))
             self._advance(step, rates)
         self.spans.append(Span(lane, begin, self.now, label, alone_us=us))
 
@@ -87,7 +87,7 @@ class LaneSimulator:
         groups = [set(busy).intersection(group) for group in self.shared]
         return {lane: 1.0 / max((len(g) for g in groups if lane in g), default=1) for lane in busy}
 
-    def _note_slowed(self, us: float) -> None:
+    def _add_slowed(self, us: float) -> None:
         """Compute takes longer for the transfers that share its cores, as much for the one as for the other."""
         heads = [
             queue[0]

@@ -2,7 +2,7 @@
 
 A pure function of times and bytes. The host passes *boundaries*: boundary 0 is the top of a phase, boundary ``j``
 stands behind the wait of unit ``j - 1``. The gathers of unit ``i`` start at one of the boundaries 0 to ``i``, in the
-order of the units; starting elsewhere would cut a compute segment in two. Its *distance* is 1 where they start
+order of the units; starting elsewhere would split a compute segment in two. Its *distance* is 1 where they start
 behind the wait of the unit before (at the top for unit 0), and 1 more for every boundary further ahead. A lane
 serves its transfers one at a time, in the order in which they were started.
 
@@ -164,7 +164,7 @@ def _first_boundaries(phase: Phase, room_bytes: int) -> list[int]:
 
 
 def _shallowest(phase: Phase, first: Sequence[int]) -> tuple[list[int], float]:
-    """The smallest of the depths 1, 2, 4, ... that no larger one beats, cut to what the room allows."""
+    """The smallest of the depths 1, 2, 4, ... that no larger one beats, limited to what the room allows."""
     best: tuple[list[int], float] | None = None
     depth = 1
     while True:

@@ -151,7 +151,7 @@ class _Execution:
             self._summed(ended, self._files.check(self._tasks[ended]))
         if (transfer := instr.transfer(program)) is not None:
             self._start(transfer)
-        if instr.effects.lands:
+        if instr.effects.completes:
             self._land(at, program.reduces[instr.index])
 
     def _start(self, transfer: Transfer) -> None:
@@ -176,7 +176,7 @@ class _Execution:
     def _land(self, at: int, r: ReduceDesc) -> None:
         if r.tiers[-1:] == ("nvme",):
             self._files.land(r)
-        for turn in self._updates.landed(r, at):
+        for turn in self._updates.ready_after(r, at):
             self._stream.feed(turn)
             self._stream.admit()
 
@@ -290,7 +290,7 @@ class _Updates:
         """Those that nothing has let begin so far."""
         return [turn for turn, missing in zip(self._turns, self._missing, strict=True) if missing]
 
-    def landed(self, r: ReduceDesc, at: int) -> list[UpdateTurn]:
+    def ready_after(self, r: ReduceDesc, at: int) -> list[UpdateTurn]:
         """Those that the reduction ``r`` was the last to hold up; it is waited for by instruction ``at``."""
         ready = []
         if r.tile is None or r.tile.last:

@@ -130,7 +130,7 @@ def _once_trained(config: Config, apart: bool, given: Given, tier: str) -> dict[
     if not apart:
         return {kind: tier if tier in tiers else tiers[0] for kind, tiers in able.items()}
     options = (dict(zip(able, tiers, strict=True)) for tiers in itertools.product(*able.values()))
-    return next((o for o in options if _meet({"params": tier, **o})), dict.fromkeys(able, tier))
+    return next((o for o in options if _may_rest_so({"params": tier, **o})), dict.fromkeys(able, tier))
 
 
 def _placed(config: Config, apart: bool, params: Mapping[str, Given], spec: HardwareSpec) -> Placed:
@@ -165,9 +165,11 @@ def _of(config: Config, apart: bool, name: str, given: Given) -> Iterable[Togeth
         yield from (Together((t,), tuple((tier,) for tier in able[t.kind])) for t in tensors)
         return
     options = [
-        tiers for tiers in itertools.product(*able.values()) if _meet(dict(zip(able, tiers, strict=True)))
+        tiers
+        for tiers in itertools.product(*able.values())
+        if _may_rest_so(dict(zip(able, tiers, strict=True)))
     ]
-    if layout.cut and config.offload_params in ("host", "nvme") and config.host_rest_bytes is None:
+    if layout.sharded and config.offload_params in ("host", "nvme") and config.host_rest_bytes is None:
         options = options[:1]  # what updates need is beside the parameter, unless told otherwise
     yield Together(tensors, tuple(options), apart)
 
@@ -178,7 +180,7 @@ def _able(config: Config, apart: bool, kind: str, given: Given) -> tuple[str, ..
     far = apart and config.offload_params in ("host", "nvme")
     if asked == "host" and not apart:
         asked = "none"  # the same memory
-    if not given.layout.cut and (kind != "optimizer" or (far and asked == "host")):
+    if not given.layout.sharded and (kind != "optimizer" or (far and asked == "host")):
         asked = "none"  # a scalar, or a whole copy, which every rank has on its device
     if kind == "params" and given.tier is not None:
         asked = given.tier
@@ -194,7 +196,7 @@ def _able(config: Config, apart: bool, kind: str, given: Given) -> tuple[str, ..
     return tuple(tier for tier in TIERS if there[tier])
 
 
-def _meet(tiers: Mapping[str, str]) -> bool:
+def _may_rest_so(tiers: Mapping[str, str]) -> bool:
     """Whether tensors of one parameter of an accelerator may rest so: a gradient is where its parameter is, and updates
     run there too; those on the device bring states from elsewhere."""
     if tiers["params"] == "none":

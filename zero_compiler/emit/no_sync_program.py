@@ -122,8 +122,8 @@ def _added(program: Program, owners: Collection[str]) -> list[int]:
         passing -= ended
         if of.starts and instr.lends(program):
             dropped = Counter(s for v in instr.frees for s in program.lies_in[v])
-            alone = [program.storages[s] for s, count in dropped.items() if count == holders[s]]
-            reading[instr.index] = at, sum(alone)
+            unshared = [program.storages[s] for s, count in dropped.items() if count == holders[s]]
+            reading[instr.index] = at, sum(unshared)
         elif of.ends and instr.index in reading:
             begin, nbytes = reading.pop(instr.index)
             for between in range(begin + 1, at):

@@ -1,4 +1,4 @@
-"""A scheduled graph cut at its transfers: runs of compute nodes, each as a graph of its own."""
+"""A scheduled graph split at its transfers: runs of compute nodes, each as a graph of its own."""
 
 from __future__ import annotations
 

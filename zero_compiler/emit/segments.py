@@ -233,8 +233,8 @@ def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Artif
     gm.recompile()
     mode = torch._guards.detect_fake_mode(seg.inputs)
     # Graphs of a device would copy gathered weights into memory of their own, which no plan has.
-    alone = inductor_config.patch("triton.cudagraphs", False)
-    with V.set_fake_mode(mode), _strides_not_reported(), alone:
+    no_capture = inductor_config.patch("triton.cudagraphs", False)
+    with V.set_fake_mode(mode), _strides_not_reported(), no_capture:
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
     # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for others, and
     # so is this.

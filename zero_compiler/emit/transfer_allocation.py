@@ -223,8 +223,8 @@ def _need_for_reduction(pools: _PoolNeeds, k: int, r: ReduceSpan, bundle: _Bundl
         numel = sum(map(math.prod, bundle.shapes))
         pools.need("own", ("reduce", k, 0), numel * item, r.start, read_by_all)
     elif not _from_where_it_lies(bundle.node, bundle.plans):
-        chunks, world = sum(bundle.chunks), first.world if first.cut else 1
-        nbytes = arena_aligned(chunks * world * item) + (chunks * item if first.cut else 0)
+        chunks, world = sum(bundle.chunks), first.world if first.sharded else 1
+        nbytes = arena_aligned(chunks * world * item) + (chunks * item if first.sharded else 0)
         pools.need("transient", ("reduce", k, 0), nbytes, r.start, r.end)
 
 
@@ -268,7 +268,7 @@ def _reduce_desc(k: int, bundle: _Bundle, at: Mapping[_Key, int]) -> ReduceDesc:
         chunk_numels=tuple(bundle.chunks),
         dtype=_dtype_text(first.reduce_dtype),
         out_dtype=_dtype_text(first.dtype),
-        replicated=not first.cut,
+        replicated=not first.sharded,
         staging=at.get(("reduce", k, 0), -1),
         unit=bundle.unit,
         shared=first.shared,
@@ -338,7 +338,7 @@ def _from_where_it_lies(node: fx.Node, plans: Sequence[ParamPlan]) -> bool:
     plan, grad = plans[0], facts.value(node.args[0][0])
     return (
         len(plans) == 1
-        and plan.cut
+        and plan.sharded
         and (facts.tile(node) is not None or plan.shape[0] % plan.world == 0)
         and plan.reduce_dtype == plan.dtype == grad.dtype
         and grad.is_contiguous()
@@ -347,7 +347,7 @@ def _from_where_it_lies(node: fx.Node, plans: Sequence[ParamPlan]) -> bool:
 
 def _chunk(plan: ParamPlan, tile: Tile | None) -> int:
     """Elements that every rank has of what is moved."""
-    if not plan.cut:
+    if not plan.sharded:
         return int(plan.numel)
     rows = plan.chunk_rows if tile is None else tile.rows
     return rows * (plan.numel // plan.shape[0])

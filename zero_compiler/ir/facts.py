@@ -149,7 +149,7 @@ class Columns:
 
     Args:
         size: how many of them the weight has, or a tile of it.
-        inputs: for each input, the dimension that is cut as the weight's rows are; None for what is read whole.
+        inputs: for each input, the dimension that is split as the weight's rows are; None for what is read whole.
         outputs: for each output, how those of tiles of the weight make the whole: "sum", "max" or "logsumexp" of them,
             or the dimension along which they are laid.
     """
@@ -166,7 +166,7 @@ class Tiling:
     Args:
         graph: takes the number of rows of the tile (with ``columns``, then their number), then a tile of every input
             that has rows and the whole of the others; returns the outputs one after the other.
-        inputs: for each input, the dimension that is cut into tiles; None for what every tile reads whole.
+        inputs: for each input, the dimension that is split into tiles; None for what every tile reads whole.
         total: rows of all tiles together; ``tiles`` of them, of equally many rows but for the last.
         what: is computed, in words.
         row_bytes: what never exists whole, a row of it.

@@ -106,7 +106,7 @@ class Effects(NamedTuple):
         ends: the same of the step that is waited for.
         out: whether steps go away from the compute device.
         words: the instruction as a line of a Program, in columns, of itself (``i``) and of what it moves (``d``).
-        lands: whether the result of a reduction, or a tile of it, is in its place behind the instruction.
+        completes: whether the result of a reduction, or a tile of it, is in its place behind the instruction.
     """
 
     table: str = ""
@@ -115,7 +115,7 @@ class Effects(NamedTuple):
     starts: int | None = None
     ends: int | None = None
     out: bool = False
-    lands: bool = False
+    completes: bool = False
     words: str = ""
 
 
@@ -382,7 +382,7 @@ class WaitReduce(Instruction):
     op: str = "wait_reduce"
 
     effects: ClassVar[Effects] = Effects(
-        "reduces", "started", "done", ends=-1, lands=True, words="wait            gradients of {d.what}"
+        "reduces", "started", "done", ends=-1, completes=True, words="wait            gradients of {d.what}"
     )
 
     def needs(self, of: Tables) -> str:
@@ -542,12 +542,12 @@ KINDS = {kind.op: kind for kind in _kinds(Instruction)}
 
 class Reducing(NamedTuple):
     """What an instruction is to a reduction: whether it ``starts`` the collective, or ``ends`` it, and whether the
-    result is where it rests behind it (``lands``)."""
+    result is where it rests behind it (``completes``)."""
 
     desc: ReduceDesc
     starts: bool
     ends: bool
-    lands: bool
+    completes: bool
 
 
 def reducing(of: Tables, instr: Instruction) -> Reducing | None:
@@ -556,4 +556,6 @@ def reducing(of: Tables, instr: Instruction) -> Reducing | None:
         return None
     collective = Step("reduces", instr.index, 0)
     begun, waited = instr.starts(of), instr.ends(of)
-    return Reducing(of.reduces[instr.index], begun == collective, waited == collective, instr.effects.lands)
+    return Reducing(
+        of.reduces[instr.index], begun == collective, waited == collective, instr.effects.completes
+    )

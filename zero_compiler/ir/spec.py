@@ -33,7 +33,7 @@ class Planned(Protocol):
     @property
     def reduce_dtype(self) -> torch.dtype: ...
     @property
-    def cut(self) -> bool: ...
+    def sharded(self) -> bool: ...
     @property
     def world(self) -> int: ...
     @property
@@ -134,7 +134,7 @@ def _one_marker_each(graph: fx.Graph) -> None:
 
 
 def _columns_agree(graph: fx.Graph) -> None:
-    """What may be done for a tile of a weight has as many columns as that has rows, wherever it is cut or laid."""
+    """What may be done for a tile of a weight has as many columns as that has rows, wherever it is split or laid."""
     for node in graph.find_nodes(op="call_function", target=ops.tiled):
         tiling = facts.tiling(node)
         columns = tiling.columns
@@ -176,7 +176,7 @@ def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Planned]) -
                     node,
                     f"gathers {ref.name} as {dumped(val)}, its plan says {_moved(node, plan)} {plan.gather_dtype}",
                 )
-            if not plan.cut:
+            if not plan.sharded:
                 _fail(node, f"gathers {ref.name}, which every rank holds whole")
 
 
@@ -193,10 +193,10 @@ def _reduction_matches_plan(node: fx.Node, params: Mapping[ParamRef, Planned]) -
         for dtype in (val.dtype, node.args[3]):
             if dtype != plan.dtype:
                 _fail(node, f"gives {what} as {dtype}, its plan says {plan.dtype}")
-        if node.args[4] == plan.cut:
+        if node.args[4] == plan.sharded:
             _fail(
                 node,
-                f"gives every rank {'all' if plan.cut else 'its part'} of {what}, its plan says otherwise",
+                f"gives every rank {'all' if plan.sharded else 'its part'} of {what}, its plan says otherwise",
             )
 
 

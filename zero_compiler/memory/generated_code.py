@@ -139,7 +139,7 @@ class Generated:
                     if listed or step.others:
                         held.gather(step.name, listed, sum(others))
                 case _KernelCall():
-                    held.note((beside or {}).get(step.operator, 0))
+                    held.record_peak((beside or {}).get(step.operator, 0))
         return held.most
 
 
@@ -158,7 +158,7 @@ class _Held:
         self.drop(name)
         self._of[name], self._bytes[name], self._names[name] = name, nbytes, {name}
         self._live += nbytes
-        self.note(0)
+        self.record_peak(0)
 
     def share(self, name: str, other: str) -> None:
         if other not in self._of:  # a constant of the code, which no call allocates
@@ -187,7 +187,7 @@ class _Held:
             self._live -= self._bytes.pop(first)
             del self._names[first]
 
-    def note(self, beside: int) -> None:
+    def record_peak(self, beside: int) -> None:
         """What is held now, and so many bytes for a moment."""
         self.most = max(self.most, self._live + beside)
 

@@ -168,8 +168,10 @@ def results_of(program: Program, of: Reducing | None) -> int:
         return 0
     r = of.desc
     if r.tile is not None:
-        return r.tile.numel * getattr(torch, r.out_dtype).itemsize if of.lands and r.tile.index == 0 else 0
-    return r.result_bytes if (of.starts if _early(program, r) else of.lands) else 0
+        return (
+            r.tile.numel * getattr(torch, r.out_dtype).itemsize if of.completes and r.tile.index == 0 else 0
+        )
+    return r.result_bytes if (of.starts if _early(program, r) else of.completes) else 0
 
 
 def _early(program: Program, r: ReduceDesc) -> bool:
@@ -183,7 +185,7 @@ def passing_of(program: Program, of: Reducing | None) -> tuple[int, int]:
     if of is None or not of.desc.passes:
         return 0, 0
     made = of.starts if _early(program, of.desc) else of.ends
-    return of.desc.result_bytes * made, of.desc.result_bytes * of.lands
+    return of.desc.result_bytes * made, of.desc.result_bytes * of.completes
 
 
 def sums_of(r: ReduceDesc) -> int:
@@ -249,7 +251,7 @@ def waiting_of(program: Program) -> list[int]:
                 more = max(0, now[r.owner] - most[r.owner])
                 most[r.owner] += more
                 taken += more
-            if of.lands:
+            if of.completes:
                 (summing if of.ends and r.copies > 1 else gone)[r.owner] += nbytes
         rows.append(taken - held)
         now -= gone
@@ -278,7 +280,7 @@ def moments(program: Program, waiting: bool = True) -> list[Moment]:
         of = reducing(program, instr)
         gradients += results_of(program, of)
         out.append(Moment(live - arenas - gradients + beside + wait, gradients, full))
-        if of is not None and of.lands:
+        if of is not None and of.completes:
             r = of.desc
             key = (r.owner, r.names[0])
             nbytes = tiles.pop(key, 0) + sum(map(math.prod, r.shapes)) * getattr(torch, r.dtype).itemsize

@@ -194,8 +194,8 @@ def _result_is_there_from_the_start(program: Program, r: ReduceDesc) -> bool:
 
 def _summed_twice_from_the_start(program: Program, r: ReduceDesc) -> bool:
     """Whether the process group writes what another one sums then, in a dtype that is not that of the result."""
-    alone = len(r.names) == 1 and not r.shared and program.slots_ranks > 1
-    return r.copies > 1 and alone and r.dtype != r.out_dtype
+    single = len(r.names) == 1 and not r.shared and program.slots_ranks > 1
+    return r.copies > 1 and single and r.dtype != r.out_dtype
 
 
 def _summed_bytes(r: ReduceDesc) -> int:

@@ -51,7 +51,7 @@ def _exchanged(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
             continue
         r = of.desc
         nbytes = (policies[r.owner].group.world - 2) * _chunk_bytes(r)
-        under_way[r.owner] += nbytes * (of.starts - of.lands)
+        under_way[r.owner] += nbytes * (of.starts - of.completes)
         most[r.owner] = max(most[r.owner], under_way[r.owner])
     return most
 

@@ -74,7 +74,7 @@ def verify_accumulating(
     rest, base_rest = ([i for i in p.instrs if i.table not in _SUMMED] for p in (program, base))
     if rest != base_rest or have != want:
         raise VerifyError("a backward under zero.no_sync does something else than the one that reduces")
-    rows = {v for i in base.instrs if i.effects.lands for v in i.writes}
+    rows = {v for i in base.instrs if i.effects.completes for v in i.writes}
     for mine, theirs in zip(program.outputs, base.outputs, strict=True):
         if mine != theirs and not (mine is None and theirs in rows):
             raise VerifyError(f"output {theirs} is lost")
@@ -186,7 +186,7 @@ def _tiles(program: Program, reduced: set[tuple[str, str]]) -> None:
     for the last one, and no other, gives the gradient."""
     following: dict[tuple[str, str], tuple[int, int]] = {}
     for i, instr in enumerate(program.instrs):
-        if not instr.effects.lands or (part := program.reduces[instr.index].tile) is None:
+        if not instr.effects.completes or (part := program.reduces[instr.index].tile) is None:
             continue
         r = program.reduces[instr.index]
         key = (r.owner, r.names[0])

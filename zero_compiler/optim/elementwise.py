@@ -2,7 +2,7 @@
 
 Streaming gives an optimizer parts of tensors, one group after another. That changes nothing for an elementwise
 class and would be another algorithm for any other. A few classes are known; all others are tried: a few steps on
-small tensors, whole and cut in two, must agree in every bit.
+small tensors, whole and split in two, must agree in every bit.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             for policy, wanted in needs.items():
                 self._allocate(policy, wanted)
             for one in placed:
-                self._take_up(one)
+                self._adopt(one)
         except BaseException as error:
             self.tell(error, MAKE)
             self._units = units
@@ -223,7 +223,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._managed.append((weakref.ref(policy), name, param))
             self._groups.append(policy.group.everyone)
             policy.optimizers[name] = self
-            policy.take()
+            policy.count_claim()
 
     def _placed(self, group: dict[str, Any]) -> _StatePlacement:
         if self._overlap is not None:
@@ -262,7 +262,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         most = unit_bytes(owners[id(p)][0] for p in group["params"] if id(p) in owners)
         return _StatePlacement(group, list(entries.values()), needs, taken, most)
 
-    def _take_up(self, placed: _StatePlacement) -> None:
+    def _adopt(self, placed: _StatePlacement) -> None:
         group, most = placed.group, placed.unit_bytes
         new = [
             Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
@@ -311,7 +311,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 nbytes + local_of(piece.entry.param).numel() * dtype.itemsize,
                 rests,
             )
-            policy.take()
+            policy.count_claim()
             if piece.entry.tier != "none" and whole_blocks(piece, dtype):
                 piece.entry.streamed[key] = dtype.itemsize
         self._measure()
@@ -460,10 +460,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 self._ready().feed(job)
                 self._ready().admit()  # gradients that wait for a buffer would pile up where the disk is slower
 
-    def receive(self, settle: Callable[[], None]) -> None:
+    def receive(self, finish: Callable[[], None]) -> None:
         """Wait until gradients are in their files: where one is not, some parameters are updated and others not."""
         with self._whole():
-            settle()
+            finish()
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -473,7 +473,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             if self._stream is not None:
                 self._stream.drain()
 
-    def settle(self) -> None:
+    def give_up(self) -> None:
         """Give up what was fed and has not ended."""
         if self._stream is not None:
             self._stream.forget()
@@ -503,7 +503,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             for policy in self._policies():
                 policy.protocol.check_whole()
             # The ranks of all models whose parameters it has, whether a model has been collected on this one or not.
-            for key, group in {id(g.pg): g for g in self._groups if not g.alone}.items():
+            for key, group in {id(g.pg): g for g in self._groups if not g.one_rank}.items():
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
                 text = "\n".join([_NORM, *found])
                 meet(group, short_digest(text), lambda text=text: text, _NORM)  # type: ignore[misc]
@@ -544,7 +544,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             self._changed.clear()
-            self.settle()
+            self.give_up()
             raise
 
     def break_off(self, reason: str) -> None:
@@ -574,13 +574,13 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._stream = Stream(need, BUFFERS)
         return self._stream
 
-    def note_written(self, param: torch.Tensor) -> None:
+    def mark_written(self, param: torch.Tensor) -> None:
         """An update has written a parameter, past autograd and past the handle of its file."""
         torch.autograd.graph.increment_version(param)  # a backward of an earlier forward is told
         if (region := region_of(local_of(param))) is not None:
             region.store.written(region)
 
-    def note_options(self, group: dict[str, object], changed: dict[str, object]) -> None:
+    def change_options(self, group: dict[str, object], changed: dict[str, object]) -> None:
         """The class has changed options of a group in its step; they hold from the next one on."""
         if changed and not any(g is group for g, _ in self._changed):
             self._changed.append((group, changed))
@@ -590,7 +590,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     def __setstate__(self, state: dict[str, Any]) -> None:
         broken = self._broken is not None or (self._overlap is not None and self._overlap.broke_off)
         if broken:
-            self.settle()  # what a backward had begun would write over what is loaded
+            self.give_up()  # what a backward had begun would write over what is loaded
         # The class itself completes what an older torch has saved, in place: options that are new since, and counts of
         # steps that are tensors now.
         self.cls([torch.zeros(1)], **self.kw).__setstate__(state)
@@ -601,7 +601,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             with torch.no_grad():
                 for piece in unit.pieces:
                     piece.entry.drop_grad()
-                    piece.entry.settle(self.state.get(piece.entry.param, {}), unit.states.tensors)
+                    piece.entry.place_states(self.state.get(piece.entry.param, {}), unit.states.tensors)
         if self._overlap is not None and (broken or self._overlap.due):
             self._overlap.finish()  # what was used up belongs to the step that broke off, or is left out
         self._broken = None

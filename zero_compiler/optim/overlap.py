@@ -194,8 +194,8 @@ class Overlap:
         entry, units = self._of[id(param)]
         policy, name = self._owner(param)
         if policy is not None and (files := policy.gradients.files_of(name)) is not None:
-            self._guarded(lambda: optimizer.receive(partial(files.settle, name)))
-        entry.take_grad()
+            self._guarded(lambda: optimizer.receive(partial(files.finish, name)))
+        entry.claim_grad()
         for unit in units:
             missing = self._missing.get(id(unit))
             if missing is not None:
@@ -250,7 +250,7 @@ class Overlap:
         """No update of this backward writes to a parameter or state any more: whoever called it may load others. Where
         none has, gradients are what they are without overlap: those of the part of the backward that ran."""
         if (optimizer := self._optimizer()) is not None:
-            optimizer.settle()
+            optimizer.give_up()
         if not self._partly:
             self._give_back()
 
@@ -275,9 +275,9 @@ class Overlap:
             return
         check_averaged(params)
         for policy in self._policies:
-            self._guarded(partial(optimizer.receive, policy.gradients.settle))
+            self._guarded(partial(optimizer.receive, policy.gradients.finish))
         for entry, _ in self._of.values():
-            entry.take_grad()
+            entry.claim_grad()
         for unit in self._units:
             if self._missing.pop(id(unit), None) is not None:
                 self._feed(optimizer, unit)

@@ -20,7 +20,7 @@ def groups_of(policies: Iterable[ShardedModel], params: Iterable[object] = ()) -
     one order on all ranks."""
     found = [p.group.everyone for p in sorted(policies, key=lambda p: p.identity.made)]
     found += [group.everyone for group in averaged_over(params)]
-    return list({id(group.pg): group for group in found if not (group.alone or group.destroyed)}.values())
+    return list({id(group.pg): group for group in found if not (group.one_rank or group.destroyed)}.values())
 
 
 Returned = TypeVar("Returned")

@@ -65,7 +65,7 @@ class Entry:
     given: torch.Tensor | None = None
     taken: torch.Tensor | None = None
 
-    def take_grad(self) -> None:
+    def claim_grad(self) -> None:
         """From here on the gradient belongs to the update, and ``.grad`` says so."""
         if self.given is None and self.grad is not None:
             self.given, self.taken = self.grad, self.param.grad
@@ -100,7 +100,7 @@ class Entry:
             self.fresh[key] = torch.zeros(local.shape, dtype=value.dtype, device=device, pin_memory=pin)
         return self.fresh[key]
 
-    def settle(self, held: dict[str, Any], keys: Iterable[str]) -> None:
+    def place_states(self, held: dict[str, Any], keys: Iterable[str]) -> None:
         """Bring states that were put in place from outside (``load_state_dict``) to where they rest."""
         for key in keys if self.tier != "none" and held else ():
             if not isinstance(value := held.get(key), torch.Tensor):
@@ -264,7 +264,7 @@ class Unit:
             return None
         for p in active:
             if p.whole or p.start == 0:
-                p.entry.settle(state.get(p.entry.param, {}), self.states.tensors)
+                p.entry.place_states(state.get(p.entry.param, {}), self.states.tensors)
         layout = _Buffer()
         tensors = [self._states(p, state.get(p.entry.param, {}), layout) for p in active]
         params = [layout.place(p, local_of(p.entry.param), True, True) for p in active]
@@ -329,7 +329,7 @@ class Unit:
             # States that the class makes now are copied to where they rest, and dropped.
             with heap.apart() if made else contextlib.nullcontext():
                 step_of(self.cls)(inner)
-            done.note_options(
+            done.change_options(
                 self.group,
                 {
                     k: v
@@ -340,7 +340,7 @@ class Unit:
         for part, param, at in zip(parts, params, staged, strict=True):
             if param.data_ptr() != at.data_ptr():
                 at.copy_(param)  # the class put another tensor in its place
-            self._take(part, inner.state.get(param, {}), buffer, state, done)
+            self._keep_states(part, inner.state.get(param, {}), buffer, state, done)
         inner.state.clear()
         inner.param_groups[0]["params"] = []
         # The host's copies are written to files, or read, next. A unit may have parameters of the host beside those of
@@ -377,7 +377,7 @@ class Unit:
                 if key in part.held:
                     inner.state[param][key] = operand.source(buffer).to(param.device, non_blocking=True)
 
-    def _take(
+    def _keep_states(
         self,
         part: _PartOfPiece,
         made: dict[str, Any],
@@ -424,7 +424,7 @@ class Unit:
                 kept[key] = value
         if piece.last:
             entry.drop_grad()
-            done.note_written(entry.param)
+            done.mark_written(entry.param)
 
 
 def like_rows(value: object, rows: torch.Tensor) -> bool:
@@ -443,9 +443,9 @@ def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Done:
     """What a step hears of its units."""
 
-    def note_written(self, param: torch.Tensor) -> None: ...
+    def mark_written(self, param: torch.Tensor) -> None: ...
 
-    def note_options(self, group: dict[str, object], changed: dict[str, object]) -> None: ...
+    def change_options(self, group: dict[str, object], changed: dict[str, object]) -> None: ...
 
 
 class _Buffer:
@@ -484,12 +484,12 @@ class OverlappedOptimizer(Protocol):
 
     def place_found(self) -> None: ...
 
-    def receive(self, land: Callable[[], None]) -> None: ...
+    def receive(self, finish: Callable[[], None]) -> None: ...
 
     def feed(self, unit: Unit) -> None:
         """Begin the update of a unit whose gradients are final."""
 
-    def settle(self) -> None: ...
+    def give_up(self) -> None: ...
 
     def complete(self) -> None: ...
 

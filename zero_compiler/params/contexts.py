@@ -75,7 +75,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
     """Full weights for a while: generation, surgery, export. Collective: every rank enters and leaves.
 
     Inside, every managed parameter of ``model`` is a plain full tensor (``state_dict`` too), without gradient.
-    With ``write=True`` every rank must write equal values, which are cut again at exit, also after an
+    With ``write=True`` every rank must write equal values, which are sharded again at exit, also after an
     exception; names and identities of the parameters stay.
 
     Raises:
@@ -110,7 +110,7 @@ def _all_fail(policies: list[ShardedModel], error: BaseException) -> bool:
     """Tell the other ranks, which are at the end of a ``zero.gathered(write=True)`` or on their way, that an ``error``
     has ended it here. Whether that has happened on all of them."""
     group = group_of(policies)
-    if group is None or group.alone or is_known(error):
+    if group is None or group.one_rank or is_known(error):
         return True
     try:
         return fail(group, failure_of(group, error, "complete its zero.gathered"), new=True)
@@ -150,7 +150,7 @@ def _open(policy: ShardedModel, opened: list[_Opened]) -> None:
             full = blocking_transfers.gather(
                 policy.group, info.layout, param._local_tensor, info.layout.dtype
             )
-            if policy.group.world == 1 or not info.layout.cut:
+            if policy.group.world == 1 or not info.layout.sharded:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
             whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)
             setattr(whole, FULL, True)
@@ -197,7 +197,9 @@ def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
             layout = o.policy.params[o.name].layout
             rank = o.policy.group.rank
             full = local_of(full)
-            rows = full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.cut else full
+            rows = (
+                full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.sharded else full
+            )
             local = o.original._local_tensor
             rows = rows.to(local.device, local.dtype)  # it may rest on the host of the device
             if not torch.equal(local, rows):
@@ -221,7 +223,7 @@ def _check_form(o: _Opened, full: torch.Tensor) -> None:
 
 def _check_equal(policy: ShardedModel, fulls: list[tuple[str, torch.Tensor]]) -> None:
     group = policy.group
-    if group.alone:
+    if group.one_rank:
         return
     # Ranks of one place in the tensor-parallel dimension hold the same values; that place comes last.
     sums = torch.zeros(len(fulls) + 1, 16, dtype=torch.uint8)

@@ -36,8 +36,8 @@ class Unshard(torch.autograd.Function):
         param = ctx.param
         parameter_errors.check_unmodified(param, name, ctx.version)
         if transforms.batched(grad):
-            raise parameter_errors.takes_one_gradient(f"parameter {name!r}, which is sharded,")
-        alone, ctx.call = grads.alone(policy, name), None
+            raise parameter_errors.one_gradient_at_a_time(f"parameter {name!r}, which is sharded,")
+        last_call, ctx.call = grads.is_last_call(policy, name), None
         again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
         if not policy.sync:
             grads.check_unhooked(param, name)
@@ -50,7 +50,7 @@ class Unshard(torch.autograd.Function):
             rows = Average.apply(grad, param, policy, name)
         else:
             rows = grads.as_dtensor(param, _averaged(policy, name, grad, param))
-        taken = policy.sinks and grads.deliver(policy, name, param, rows._local_tensor.detach(), alone)
+        taken = policy.sinks and grads.deliver(policy, name, param, rows._local_tensor.detach(), last_call)
         return None if taken else rows, None, None
 
 
@@ -72,7 +72,7 @@ def _read(param: DTensor, policy: ShardedModel, name: str) -> Any:
 
 
 class GatherWhole(torch.autograd.Function):
-    """The whole of a DTensor that is cut as ``param`` is, and is not the parameter itself: what a second derivative
+    """The whole of a DTensor that is sharded as ``param`` is, and is not the parameter itself: what a second derivative
     gives to a gradient."""
 
     @staticmethod
@@ -88,7 +88,7 @@ class GatherWhole(torch.autograd.Function):
 
 
 class Average(torch.autograd.Function):
-    """This rank's rows of the mean over ranks, as a DTensor that is cut as ``param`` is.
+    """This rank's rows of the mean over ranks, as a DTensor that is sharded as ``param`` is.
 
     Each rank's graph leads to its own ``full``, and what it gives to a weight there is averaged by the backward of
     :class:`Unshard`. So the gradient of the mean goes to every rank whole, and is not divided by their number again.

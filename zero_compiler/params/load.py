@@ -187,7 +187,7 @@ def _load(name: str, reader: Any, file: str, slots: Sequence[_Destination]) -> N
     local = old._local_tensor
     if local.is_meta:
         chunk = policy.storage.place(first.state.names[first.attribute])
-        local = chunk[: layout.rows(rank)] if layout.cut else chunk
+        local = chunk[: layout.rows(rank)] if layout.sharded else chunk
         parameter_memory.give(
             old, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part), name
         )
@@ -195,7 +195,7 @@ def _load(name: str, reader: Any, file: str, slots: Sequence[_Destination]) -> N
         local.copy_(reader.get_tensor(name))
     elif local.numel():
         starts = list(info.part.start() if info.part is not None else (0,) * local.dim())
-        starts[0] += layout.start(rank) if layout.cut else 0
+        starts[0] += layout.start(rank) if layout.sharded else 0
         region = region_of(local)
         if region is None:
             local.copy_(reader.get_slice(name)[_ranges(starts, local.shape)])

@@ -122,8 +122,8 @@ def _lay_out(module: nn.Module, state_dict: dict[str, object], prefix: str, *res
         layout = info.layout
         if value.shape != info.shape:
             continue
-        rows = value.detach() if info.part is None else info.part.take(value.detach(), layout.shape)
-        if layout.cut:
+        rows = value.detach() if info.part is None else info.part.local_view(value.detach(), layout.shape)
+        if layout.sharded:
             rows = rows[layout.start(rank) : layout.start(rank) + layout.rows(rank)]
             # What becomes the shard may not hold the whole value, of which it would be a view.
             assigned = rest[0].get("assign_to_params_buffers", False)

@@ -15,9 +15,9 @@ from ..sharded.grads import check_reduced
 from ..sharded.parameter_errors import dropped, was_dropped
 from ..storage import heap
 from ..tensors.foreach import MANAGED, count_writes
-from ..tensors.fused import take_shards
+from ..tensors.fused import register_kernels
 from ..tensors.random_rows import watch_draws
-from ..tensors.unscale import take_gradients
+from ..tensors.unscale import register_unscaling
 from .ddp_fallback import check_averaged
 
 _CHECKED = "_zero_checked"
@@ -34,13 +34,13 @@ def guard_optimizers() -> None:
     global _installed
     if not _installed:
         _installed = True
-        take_shards()
-        take_gradients()
+        register_kernels()
+        register_unscaling()
         count_writes()
         watch_draws()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
-        register_optimizer_step_post_hook(_take_back)
+        register_optimizer_step_post_hook(_withdraw_norms)
         register_optimizer_step_post_hook(_give_back)
 
 
@@ -186,7 +186,7 @@ def _lend_norms(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
             tensor.__class__ = _WholeNorms
 
 
-def _take_back(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def _withdraw_norms(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for tensor in list(_adafactor_tensors(optimizer)):
         if type(tensor) is _WholeNorms:
             tensor.__class__ = DTensor  # type: ignore[assignment]

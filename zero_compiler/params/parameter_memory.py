@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..sharded import parameter_errors
 
-# Attribute of a tensor that construction has cut, and of its aliases: what it keeps of the memory (see
+# Attribute of a tensor that construction has partitioned, and of its aliases: what it keeps of the memory (see
 # `unsharded_mode.py`).
 KEY = "_zero_cut"
 
@@ -45,7 +45,7 @@ def give(param: Any, made: Any, name: str) -> None:
         # Higher than any count that a graph of before may have noted.
         torch._C._autograd._unsafe_set_version_counter((param,), (version + 1,))
         param.__dict__[parameter_errors.EXCHANGED] = version + 1
-        parameter_errors.note_storage(param)
+        parameter_errors.remember_storage(param)
 
 
 def _refuse_backwards(param: torch.Tensor, name: str) -> None:

@@ -168,7 +168,7 @@ def runs_eagerly(policy: ShardedModel, what: str) -> None:
         error = MemoryBudgetError(
             f"{said}, and memory_budget_bytes holds for what is compiled alone: {advice}"
         )
-        if not policy.group.alone:
+        if not policy.group.one_rank:
             cannot_begin(policy.group, error)
         raise error
     if not scope.eager_said:

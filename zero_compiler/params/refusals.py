@@ -59,7 +59,7 @@ def refusing(base: type) -> dict[str, Any]:
     """Members of the class of a sharded module whose class was ``base``: they stand before those of ``base``."""
     body: dict[str, object] = {name: _hook_registration(name) for name in _HOOKS}
     body["_is_fsdp_managed_module"] = _refused_attribute("_is_fsdp_managed_module", _refuse_fsdp)
-    body |= _left_alone()
+    body |= _passed_over()
     body["qconfig"] = _refused_attribute("qconfig", _refuse_quantization)
     body["__prepare_scriptable__"] = _refuse_scripting
     for name, reason in _METHODS.items():
@@ -109,7 +109,7 @@ def wrapped(by: str) -> str:
     )
 
 
-def _left_alone() -> dict[str, Any]:
+def _passed_over() -> dict[str, Any]:
     """By what fully_shard passes over a module within the one that it is given, as it does over those of replicate():
     the parameters of a sharded model are not its own."""
     try:

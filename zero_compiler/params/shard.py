@@ -1,7 +1,7 @@
 """Parameters at rest: ``zero.shard``.
 
 Every managed parameter becomes ``nn.Parameter(DTensor)``: ``Shard(0)``, or ``Replicate()`` where it cannot
-be cut. What its module then does with it is in `modules.py`.
+be sharded. What its module then does with it is in `modules.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Default(int):
 
 
 DEFAULT_STAGE = _Default(3)
-# Attribute of a whole parameter that was cut while somebody kept it: the cut one. They share their values.
+# Attribute of a whole parameter that was sharded while somebody kept it: the sharded one. They share their values.
 SUCCESSOR = "_zero_successor"
 # Of a parameter that zero.shard has replaced, the one in its place.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -64,16 +64,16 @@ def shard(
         model: any ``nn.Module``; parts of it may be sharded already (nested shards keep their own placement).
         stage: ZeRO stage 0 to 3 (Rajbhandari et al. 2020, section 5).
         mesh: a DeviceMesh; default: the default process group, or one rank without one. On one of two dimensions
-            parameters are cut over the one that shards and equal along the one that replicates (hybrid sharding):
+            parameters are sharded over the one that shards and equal along the one that replicates (hybrid sharding):
             names with "shard" or "replicate" in them say which is which, else the first replicates. One called "tp"
-            is that of ``parallelize_module``, which comes first; the other then cuts what it leaves to a rank.
+            is that of ``parallelize_module``, which comes first; the other then shards what it leaves to a rank.
         device: where compute happens; default: the current accelerator, else CPU.
         config: a :class:`Config`; ``fields`` are its fields given one by one.
 
     Raises:
         ConfigError: unknown or contradictory options.
         ShardError: ``model`` is no plain module (compiled, under DDP, TorchScript), is sharded already, or has a
-            parameter that cannot be cut (lazy, sparse, complex and trainable, on another mesh) or tied.
+            parameter that cannot be sharded (lazy, sparse, complex and trainable, on another mesh) or tied.
         MemoryBudgetError: what is to rest passes the rest budgets.
         StorageError: ``nvme_dir`` takes no files, or has no room.
         RankMismatchError: ranks have different models or configurations.
@@ -120,7 +120,7 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
             local = blocking_transfers.from_first(group.tensor, local.to(group.device))
         local = blocking_transfers.scatter_from_first(group, info.layout, local, policy.tiers.on_host(name))
         install(policy, name, param, local, places)
-    policy.storage.check_settled()
+    policy.storage.check_placed()
     swap_classes(model, policy)
     policy.installed()
     guard_optimizers()
@@ -263,8 +263,8 @@ def install(
     """Put the padded local ``chunk`` in place of ``old`` wherever it is tied; attributes of ``old`` are kept."""
     info = policy.params[name]
     layout = info.layout
-    chunk = policy.storage.settle(name, chunk)
-    local = chunk[: layout.rows(policy.group.rank)] if layout.cut else chunk
+    chunk = policy.storage.place_chunk(name, chunk)
+    local = chunk[: layout.rows(policy.group.rank)] if layout.sharded else chunk
     param = sharded_parameter(policy.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)
     mark_stale(old, name, "zero.shard")
@@ -286,7 +286,7 @@ def inherit(new: torch.Tensor, old: torch.Tensor) -> None:
 def sharded_parameter(
     group: Group, layout: Layout, local: torch.Tensor, requires_grad: bool, part: TensorPart | None = None
 ) -> nn.Parameter:
-    """A parameter at rest over ``local``: this rank's rows without padding, or the whole where it is not cut.
+    """A parameter at rest over ``local``: this rank's rows without padding, or the whole where it is not sharded.
 
     Args:
         part: where the layout is that of a part of the parameter only.
@@ -296,7 +296,7 @@ def sharded_parameter(
     dtensor = DTensor.from_local(
         local.detach().to("meta") if away else local,
         group.mesh,
-        group.placements(layout.cut, None if part is None else part.placement),
+        group.placements(layout.sharded, None if part is None else part.placement),
         run_check=False,
         shape=torch.Size(shape),
         stride=contiguous_stride(shape),
@@ -305,7 +305,7 @@ def sharded_parameter(
         dtensor = DTensor.__new__(DTensor, local, dtensor._spec, requires_grad=False)
     param = nn.Parameter(dtensor, requires_grad=requires_grad)
     param.__dict__[MANAGED] = True
-    parameter_errors.note_storage(param)
+    parameter_errors.remember_storage(param)
     return param
 
 

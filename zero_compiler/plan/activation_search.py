@@ -1,4 +1,4 @@
-"""Forward and backward that fit a budget: the joint graph is cut again, with less saved, until they do."""
+"""Forward and backward that fit a budget: the joint graph is partitioned again, with less saved, until they do."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..errors import MemoryBudgetError
 
 Phases = Mapping[str, fx.GraphModule]  # the graphs of forward and backward, with markers
 # Phases whose activations take at most so many bytes, as the joint graph tells.
-Cut = Callable[[int | None], Phases]
+Partition = Callable[[int | None], Phases]
 # Most bytes that backward holds at once of what forward made, or of what it makes again.
 Held = Callable[[Phases], int]
-_CUTS = 4  # how often the joint graph is cut again at most
+_CUTS = 4  # how often the joint graph is partitioned again at most
 _STEPS = 32  # of a budget, what is tried at least: choices are a tensor of every layer apart
 
 
-def within_activations(cut: Cut, graphs: Phases, budget_bytes: int, held_bytes: Held) -> Phases:
+def within_activations(partition: Partition, graphs: Phases, budget_bytes: int, held_bytes: Held) -> Phases:
     """Phases whose backward holds at most ``budget_bytes`` of activations.
 
-    The joint graph tells the order of backward only nearly: what a cut holds is read off its backward.
+    The joint graph tells the order of backward only nearly: what a partition holds is read off its backward.
 
     Raises:
         MemoryBudgetError: there are none; with the smallest budget that would do.
@@ -31,7 +31,7 @@ def within_activations(cut: Cut, graphs: Phases, budget_bytes: int, held_bytes: 
         if over <= 0:
             return graphs
         try:
-            graphs = cut(room)
+            graphs = partition(room)
         except MemoryBudgetError as refused:
             if refused.least_bytes is None:
                 raise
@@ -39,7 +39,7 @@ def within_activations(cut: Cut, graphs: Phases, budget_bytes: int, held_bytes: 
         over = held_bytes(graphs) - budget_bytes
         room = max(0, room - max(over, budget_bytes // _STEPS))
     if over > 0:
-        graphs = _smallest(cut)
+        graphs = _smallest(partition)
     check_held(held_bytes(graphs), budget_bytes)
     return graphs
 
@@ -60,7 +60,9 @@ def check_held(held: int, budget_bytes: int) -> None:
     raise error
 
 
-def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int], held_bytes: Held) -> Phases:
+def within_memory(
+    partition: Partition, graphs: Phases, over: Callable[[Phases], int], held_bytes: Held
+) -> Phases:
     """Phases that take no byte ``over`` a budget for everything, or those of the fewest activations.
 
     Args:
@@ -72,23 +74,23 @@ def within_memory(cut: Cut, graphs: Phases, over: Callable[[Phases], int], held_
             break
         room = max(0, room - max(excess, room // _STEPS))
         try:
-            graphs = cut(room)
+            graphs = partition(room)
         except MemoryBudgetError as refused:
             if refused.least_bytes is None:
                 raise
-            graphs, room = cut(refused.least_bytes), 0
+            graphs, room = partition(refused.least_bytes), 0
         excess = over(graphs)
     if excess > 0 and room > 0:
-        graphs = _smallest(cut)
+        graphs = _smallest(partition)
         over(graphs)
     return graphs
 
 
-def _smallest(cut: Cut) -> Phases:
+def _smallest(partition: Partition) -> Phases:
     """Phases with the fewest activations that were found."""
     try:
-        return cut(0)
+        return partition(0)
     except MemoryBudgetError as refused:
         if refused.least_bytes is None:
             raise
-        return cut(refused.least_bytes)
+        return partition(refused.least_bytes)

@@ -70,7 +70,7 @@ def keep(
     open_ = [
         plan
         for ref, plan in params.items()
-        if plan.cut and plan.stage == 3 and ref.name not in by_key[ref.owner].agreed.kept
+        if plan.sharded and plan.stage == 3 and ref.name not in by_key[ref.owner].agreed.kept
     ]
     if not open_:
         return

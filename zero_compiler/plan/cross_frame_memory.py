@@ -65,7 +65,7 @@ def _reduced(program: Program | None) -> set[ParamRef]:
     return {ParamRef(r.owner, name) for r in program.reduces for name in r.names}
 
 
-def settle(frame: Frame, others: Sequence[Frame], waiting: Iterable[Frame]) -> None:
+def link_backwards(frame: Frame, others: Sequence[Frame], waiting: Iterable[Frame]) -> None:
     """Tell the frames that are ``waiting`` that ``frame``, which is compiled, runs behind them.
 
     Args:

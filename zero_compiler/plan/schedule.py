@@ -36,7 +36,7 @@ def nothing_to_decide(
     params: Mapping[ParamRef, ParamPlan], phase: str, spec: HardwareSpec, world: int
 ) -> str | None:
     """Why every distance is 1 whatever the sizes; None where they must be decided. The same on every rank."""
-    moved = [p for p in params.values() if p.cut and not p.home and (p.released or phase != "backward")]
+    moved = [p for p in params.values() if p.sharded and not p.home and (p.released or phase != "backward")]
     if world == 1 or not moved:
         return "nothing moves between ranks"
     if share_cores(spec):
@@ -244,7 +244,7 @@ def _other_us(program: Program, instr: Instruction, lanes: Collection[str], spec
     transfer = instr.transfer(program)
     if transfer is not None and transfer.step.table != "gathers" and transfer.lane in lanes:
         return transfer_us(transfer, spec)
-    if instr.effects.lands and WRITE in lanes:
+    if instr.effects.completes and WRITE in lanes:
         r = program.reduces[instr.index]
         return spec.nvme_write.us(r.result_bytes) if r.tiers[-1:] == ("nvme",) else 0.0
     return 0.0

@@ -38,7 +38,7 @@ def tile_rows(layout: Layout, dtype: torch.dtype, far: bool, limit_bytes: int | 
         far: it, or its gradient, rests on another tier.
     """
     row_bytes = layout.row_numel * dtype.itemsize
-    if limit_bytes is None or not layout.cut or len(layout.shape) < 2:
+    if limit_bytes is None or not layout.sharded or len(layout.shape) < 2:
         return 0
     if layout.world * layout.chunk_rows * row_bytes <= limit_bytes:
         return 0
@@ -69,7 +69,7 @@ def undecided(policies: Mapping[str, ShardedModel], params: Mapping[ParamRef, Pa
     return [
         ref
         for ref, plan in params.items()
-        if plan.cut and ref.name not in policies[ref.owner].agreed.tile_bytes
+        if plan.sharded and ref.name not in policies[ref.owner].agreed.tile_bytes
     ]
 
 
@@ -83,7 +83,9 @@ def largest_bytes(plans: Iterable[ParamPlan]) -> int:
     return most
 
 
-def note(policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_bytes: int | None) -> None:
+def set_tile_rows(
+    policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_bytes: int | None
+) -> None:
     """Have weights gathered in tiles of at most so many bytes; None: whole."""
     for ref in refs:
         policies[ref.owner].agreed.tile_bytes[ref.name] = limit_bytes
@@ -133,7 +135,7 @@ def coarsen(
     return found
 
 
-def settle(
+def agree_on_rows(
     policies: Mapping[str, ShardedModel],
     refs: Sequence[ParamRef],
     chosen: Mapping[ParamRef, int | None],
@@ -154,4 +156,4 @@ def settle(
     key = f"tiles/{first.identity.serial}/{digest(names).hex()[:16]}"
     text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in limits))
     for ref, limit in zip(refs, text.split(","), strict=True):
-        note(policies, [ref], int(limit) if limit else None)
+        set_tile_rows(policies, [ref], int(limit) if limit else None)

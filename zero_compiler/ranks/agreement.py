@@ -75,7 +75,7 @@ def agree(group: Group, key: str, what: str, text: str, failed: str | None = Non
         ZeroError: of a rank that gave up.
     """
     group = group.everyone
-    if group.alone:
+    if group.one_rank:
         return
     texts = show(group, key, text, what, failed=failed)
     # The same two ranks on every rank, so that all say the same.
@@ -96,7 +96,7 @@ def raise_together(group: Group, key: str, what: str, problem: ZeroError | None)
     """
     group, texts = group.everyone, []
     try:
-        if not group.alone:
+        if not group.one_rank:
             mine = None if problem is None else Failure.of(problem, group.name_of(group.rank), what)
             asked = f"agreement whether each rank could {what}"
             texts = show(group, key, _WELL if mine is None else mine.text(), asked)
@@ -111,7 +111,7 @@ def raise_together(group: Group, key: str, what: str, problem: ZeroError | None)
 def give_up(group: Group, key: str, what: str, error: BaseException) -> None:
     """Tell ranks that wait for this one, and look under ``key``, that it could not do ``what``, and why."""
     group = group.everyone
-    if not group.alone:
+    if not group.one_rank:
         failure = Failure.of(error, group.name_of(group.rank), what)
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are they
             store_of(group, SOON_S).set(in_store(group, key), failure.text())
@@ -129,7 +129,7 @@ def decide(group: Group, key: str, text: str, what: str) -> str:
         ZeroError: of a rank that could not compile its part of the call.
     """
     group = group.everyone
-    if group.alone:
+    if group.one_rank:
         return text
     if group.rank == 0:
         post_text(group, key, text)

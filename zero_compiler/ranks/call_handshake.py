@@ -68,7 +68,7 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
         ZeroError: of a peer that could not make its part of the call; see :func:`fail`.
     """
     group = group.everyone
-    peer_connections.meets()
+    peer_connections.in_a_call()
     headers = exchange(group, (doing + more).ljust(HEADER_BYTES, b"\0"), what)
     failed = next((h for h in headers if h.startswith(FAILED)), None)
     if failed is not None:
@@ -90,7 +90,7 @@ def begin(group: Group, what: str) -> None:
         ZeroError: of a rank that could not begin it.
     """
     group = group.everyone
-    if group.alone:
+    if group.one_rank:
         return
     gloo = has_gloo(group)
     if group.rank == 0 or not gloo:

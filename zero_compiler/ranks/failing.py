@@ -94,7 +94,7 @@ def ended_calls(group: Group) -> int:
 
 def warn_others(group: Group, failure: Failure) -> None:
     """Let ranks that wait for a text of this rank know that none will come."""
-    if not group.alone:
+    if not group.one_rank:
         store_of(group, SOON_S).set(notice(group), failure.text())
 
 

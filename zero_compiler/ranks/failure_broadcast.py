@@ -72,7 +72,7 @@ def tell(group: Callable[[], Group | None], error: BaseException, what: str) -> 
         return
     with contextlib.suppress(Exception), plain_torch():  # the error of this rank says more
         others = group()
-        if others is not None and not others.alone and not others.destroyed:
+        if others is not None and not others.one_rank and not others.destroyed:
             fail_later(others, error, what)
             mark_known(error)
 
@@ -88,7 +88,7 @@ def fail(group: Group, failure: Failure, new: bool) -> bool:
     Raises:
         TransferError: a peer did not answer.
     """
-    if group.alone:
+    if group.one_rank:
         return new
     group = group.everyone
     with naming_peer(group, None, TELLING):
@@ -108,7 +108,7 @@ def fail_later(group: Group, error: BaseException, what: str, titles: Sequence[s
     While peers have not met one failure, there is room for no other.
     """
     group = group.everyone
-    if group.alone or group.destroyed or (group.pg in owed and not _met(group)):
+    if group.one_rank or group.destroyed or (group.pg in owed and not _met(group)):
         return
     failure, told_at = failure_of(group, error, what, titles), notice(group)
     # Where a peer is gone, or the store, the error of this rank says more.

@@ -159,7 +159,7 @@ class Group:
         return self.whole or self
 
     @property
-    def alone(self) -> bool:
+    def one_rank(self) -> bool:
         """Whether there is no other rank to agree with."""
         return self.everyone.link is None or self.everyone.world == 1
 
@@ -179,7 +179,7 @@ class Group:
         """Over how many ranks gradients are averaged."""
         return self.world * self.copies
 
-    def placements(self, cut: bool, over: Placement | None = None) -> tuple[Placement, ...]:
+    def placements(self, sharded: bool, over: Placement | None = None) -> tuple[Placement, ...]:
         """Of a parameter on the mesh.
 
         Args:
@@ -188,17 +188,19 @@ class Group:
         out: list[Placement] = [Replicate()] * len(self.roles)
         if "tensor" in self.roles:
             out[self.roles.index("tensor")] = over or Replicate()
-        if cut:
+        if sharded:
             at = self.roles.index("shard")
             out[at] = Shard(0)
             if self.tensor is not None and over == Shard(0) and self.roles.index("tensor") > at:
-                # A DTensor is cut over the dimensions of its mesh from left to right, and this one was not.
+                # A DTensor is sharded over the dimensions of its mesh from left to right, and this one was not.
                 out[at] = _StridedShard(0, split_factor=self.tensor.world)
         return tuple(out)
 
-    def placed(self, cut: bool, over: Placement | None = None) -> str:
+    def placed(self, sharded: bool, over: Placement | None = None) -> str:
         """The same as text."""
-        return ", ".join("Replicate()" if p.is_replicate() else _text(p) for p in self.placements(cut, over))
+        return ", ".join(
+            "Replicate()" if p.is_replicate() else _text(p) for p in self.placements(sharded, over)
+        )
 
     def check_still_valid(self) -> None:
         if self.link is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -87,12 +87,14 @@ def make_group(
     roles = roles_of(mesh, tensor_name)
     if mesh.ndim == 1:
         return _along(mesh, 0, dev)
-    cut = dataclasses.replace(_along(mesh, roles.index(SHARD), dev), roles=roles, whole=_whole(mesh, dev))
+    sharded = dataclasses.replace(_along(mesh, roles.index(SHARD), dev), roles=roles, whole=_whole(mesh, dev))
     if TENSOR in roles:
         assert mesh.mesh_dim_names is not None
-        return dataclasses.replace(cut, tensor=_along(mesh[mesh.mesh_dim_names[roles.index(TENSOR)]], 0, dev))
+        return dataclasses.replace(
+            sharded, tensor=_along(mesh[mesh.mesh_dim_names[roles.index(TENSOR)]], 0, dev)
+        )
     across = _along(mesh, roles.index(REPLICATE), dev)
-    return dataclasses.replace(cut, across=across if across.world > 1 else None)
+    return dataclasses.replace(sharded, across=across if across.world > 1 else None)
 
 
 def ranks_of(mesh: DeviceMesh | None) -> Group | None:
@@ -188,12 +190,12 @@ def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
     ranks = sorted(mesh.mesh.flatten().tolist())
     pg: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
-        _meet(mesh, device)
+        _await_all(mesh, device)
         pg = _group_over(ranks, group_timeout_s(_along(mesh, 0, device)))
     return Group(mesh, link_to(pg), ranks.index(dist.get_rank()), len(ranks), device)
 
 
-def _meet(mesh: DeviceMesh, device: torch.device) -> None:
+def _await_all(mesh: DeviceMesh, device: torch.device) -> None:
     """All ranks of a mesh are here, and about to make a process group, which would wait for one that is gone.
 
     Those along each dimension meet in turn; who has missed one there tells those along the next.

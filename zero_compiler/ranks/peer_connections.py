@@ -150,7 +150,7 @@ def _waits_for_this(awaits: _Awaits, store: Any) -> bool:
     return bool(awaits.of) and next(entered, 0) < awaits.number
 
 
-def meets() -> None:
+def in_a_call() -> None:
     """This rank is in a call of its model, unless it says that it is in another one. Peers hear of the first of several
     calls alone, since these must be quick."""
     if not _doing.text.startswith("in "):
@@ -175,7 +175,7 @@ class _Peer:
     gone: str | None = None
     awaits: _Awaits | None = None
 
-    def take(self, text: Any, works: Any, awaits: Any) -> None:
+    def update(self, text: Any, works: Any, awaits: Any) -> None:
         self.text, self.works = str(text), bool(works)
         self.awaits = None if awaits is None else _Awaits(*awaits)
 
@@ -375,14 +375,14 @@ class Peers:
         peer = self._peers[rank]
         peer.heard = time.monotonic()
         if "text" in message:
-            peer.take(message["text"], message["works"], message.get("awaits"))
+            peer.update(message["text"], message["works"], message.get("awaits"))
             self._changed.add(rank)
         if "left" in message:
             self._lost(rank, str(message["left"]))
 
     def _from_first(self, message: dict[str, Any]) -> None:
         for rank, said in message.get("ranks", {}).items():
-            self._peers[int(rank)].take(*said)
+            self._peers[int(rank)].update(*said)
         for rank, gone in message.get("gone", {}).items():
             peer = self._peers[int(rank)]
             peer.gone = peer.gone or gone

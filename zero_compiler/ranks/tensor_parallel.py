@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has placed before ZeRO cuts what each rank holds of them.
+"""Parameters that tensor parallelism has placed before ZeRO shards what each rank holds of them.
 
 ``parallelize_module`` of torch makes them DTensors over one dimension of a mesh. Their local tensors are what the
 data ranks partition; inside a forward a weight is again the DTensor over that one dimension. Placements at rest are
@@ -38,7 +38,7 @@ class TensorPart:
             stride=self.stride,
         )
 
-    def take(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def local_view(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """The part of this rank, of ``shape``, as a view of the whole."""
         return whole[tuple(slice(a, a + n) for a, n in zip(self.start(), shape, strict=True))]
 

@@ -60,7 +60,7 @@ class Segment:
         os.close(self.fd)
 
     def allocate(self, name: str, layout: Layout) -> None:
-        """Give a parameter that is cut its place. It takes no memory there until :meth:`back`: what is to lie in it
+        """Give a parameter that is sharded its place. It takes no memory there until :meth:`back`: what is to lie in it
         lies elsewhere yet, and would count twice."""
         size = layout.bytes_local()
         whole = self._at(self._end, layout.world * size, layout.dtype)
@@ -135,8 +135,8 @@ COPIED = Transport("c10d", "a copy of a sharded model has its shards in memory o
 
 
 def home_bytes(layout: Layout) -> int:
-    """Bytes that a parameter takes in the segment: none where it is not cut."""
-    return arena_aligned(layout.world * layout.bytes_local()) if layout.cut else 0
+    """Bytes that a parameter takes in the segment: none where it is not sharded."""
+    return arena_aligned(layout.world * layout.bytes_local()) if layout.sharded else 0
 
 
 def choose(
@@ -165,7 +165,7 @@ def choose(
     if group.device.type != "cpu":
         problem = f"the compute device is {group.device}"
     else:
-        found = _meet(group, key, sum(home_bytes(x) for x in layouts), unplanned)
+        found = _set_up_together(group, key, sum(home_bytes(x) for x in layouts), unplanned)
         if isinstance(found, Transport):
             return found
         problem = found
@@ -182,7 +182,7 @@ def _say_slower(problem: str) -> None:
     log.warning("ranks of one host share no memory, and use the process group: %s", problem)
 
 
-def _meet(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transport | str:
+def _set_up_together(group: Group, key: str, nbytes: int, unplanned: str | None) -> Transport | str:
     """The first rank of each host makes a memory file, the others open it; a sentence where one of them could not."""
     timeout_s = group_timeout_s(group)
     fd, home = -1, None

@@ -31,8 +31,8 @@ def trace(frames: Iterable[Any], update: Timeline | None = None) -> dict[str, An
     events: list[dict[str, object]] = []
     processes = 0
     for frame in frames:
-        alone = [p for p in frame.programs if p not in STEP]
-        for phases in ([p for p in STEP if p in frame.programs], *([p] for p in alone)):
+        others = [p for p in frame.programs if p not in STEP]
+        for phases in ([p for p in STEP if p in frame.programs], *([p] for p in others)):
             if not phases:
                 continue
             processes += 1

@@ -35,9 +35,9 @@ def flat_chunk(layout: Layout, local: torch.Tensor) -> torch.Tensor:
 def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The full weight in ``dtype`` on the compute device, newly allocated where there is more than one rank."""
     device = local.device if local.is_meta else group.device
-    if not layout.cut or group.world == 1:
+    if not layout.sharded or group.world == 1:
         full = local.detach().to(device, dtype)
-        return full.view(layout.shape) if layout.cut else full
+        return full.view(layout.shape) if layout.sharded else full
     chunk = flat_chunk(layout, local).to(device, dtype)
     out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=chunk.device)
     with answered(group, "gather of a weight"):
@@ -50,7 +50,7 @@ def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch
     grad = grad.detach().to(reduce_dtype)
     if group.data_ranks == 1:
         return grad.to(layout.dtype, copy=True)  # autograd may have given this tensor to others as well
-    if not layout.cut or group.world == 1:
+    if not layout.sharded or group.world == 1:
         total = grad.clone(memory_format=torch.contiguous_format)
         if group.world > 1:
             with answered(group, "reduction of a gradient"):
@@ -78,7 +78,7 @@ def scatter_from_first(group: Group, layout: Layout, full: torch.Tensor, away: b
         return full.detach().new_empty(layout.padded_shape)
     full = full.detach()
     if group.link is None:
-        return layout.cut_rows(full if away else full.to(group.device), group.rank)
+        return layout.shard_rows(full if away else full.to(group.device), group.rank)
     if group.across is None:
         return _scatter(group, layout, full)
     # The first of the ranks with the same rows has them from the first rank, the others from it.
@@ -123,9 +123,9 @@ def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:
 
 def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
     if group.world == 1:
-        return layout.cut_rows(full.to(group.device), group.rank)
+        return layout.shard_rows(full.to(group.device), group.rank)
     first = first_rank(group)
-    if not layout.cut:
+    if not layout.sharded:
         whole = full.to(group.device).clone(memory_format=torch.contiguous_format)
         if whole.numel():
             sent(group, dist.broadcast(whole, first, group=group.pg, async_op=True))
@@ -138,7 +138,7 @@ def _scatter(group: Group, layout: Layout, full: torch.Tensor) -> torch.Tensor:
         parts = None
         if group.rank == 0:
             parts = [
-                layout.cut_rows(full, r, begin, begin + rows.shape[0]).to(group.device)
+                layout.shard_rows(full, r, begin, begin + rows.shape[0]).to(group.device)
                 for r in range(group.world)
             ]
         sent(group, dist.scatter(rows, parts, src=first, group=group.pg, async_op=True))

@@ -60,7 +60,7 @@ class CallProtocol:
         if self.only_planned:
             raise CaptureError(NOTHING_CAPTURED)
         self.check_whole()
-        if self._group.alone:
+        if self._group.one_rank:
             return
 
         def text() -> str:

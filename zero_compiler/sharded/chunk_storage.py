@@ -91,23 +91,23 @@ class ChunkStorage:
             problem = error
         raise_together(self._group, f"room/{self._identity.title()}", "make room in nvme_dir", problem)
 
-    def take_files(self, nvme: Nvme | None) -> None:
+    def adopt_files(self, nvme: Nvme | None) -> None:
         """Go on with the tier in which construction has placed parameters already."""
         self._nvme = nvme or self._nvme
 
-    def settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
+    def place_chunk(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         """Where the padded ``chunk`` of a parameter is to lie: in a file, on the host, or in memory that peers read.
 
         Where there is no room for it, peers go on to the next parameter's collective, and so does this rank: all are
-        told at the end, by :meth:`check_settled`.
+        told at the end, by :meth:`check_placed`.
         """
         try:
-            return self._settle(name, chunk)
+            return self._place_chunk(name, chunk)
         except (ShardError, StorageError) as error:
             self._refused = self._refused or error
             return chunk
 
-    def _settle(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
+    def _place_chunk(self, name: str, chunk: torch.Tensor) -> torch.Tensor:
         layout, segment = self._params[name].layout, self.transport.segment
         if in_file(chunk):
             return chunk
@@ -119,14 +119,14 @@ class ChunkStorage:
             return chunk
         if self._tiers.path("params", name):
             return self._on_host(chunk)
-        if segment is None or not layout.cut:
+        if segment is None or not layout.sharded:
             return chunk
         segment.allocate(name, layout)
         if chunk.is_meta:
             return chunk
         return segment.back(name).view(layout.padded_shape).copy_(chunk)
 
-    def check_settled(self) -> None:
+    def check_placed(self) -> None:
         """All parameters are where they are to lie. Collective.
 
         Raises:

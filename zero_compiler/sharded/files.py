@@ -118,7 +118,7 @@ class GradientFiles:
         self._tasks: set[int] = set()
         self._landing: Landing | None = None
 
-    def take(self, regions: Mapping[str, Region]) -> None:
+    def add_regions(self, regions: Mapping[str, Region]) -> None:
         """From here on these too; no backward runs."""
         self._regions.update(regions)
         self._names.clear()
@@ -174,7 +174,7 @@ class GradientFiles:
         if name is None or (begin and name not in self._partly):
             return False
         if begin == 0:
-            takes = self._takes_parts(name, param)
+            takes = self._accepts_parts(name, param)
             if takes is None:
                 return False
             self._partly[name] = takes
@@ -190,7 +190,7 @@ class GradientFiles:
             self._landed[name] = (param, written or not added)
         return True
 
-    def _takes_parts(self, name: str, param: DTensor) -> bool | None:
+    def _accepts_parts(self, name: str, param: DTensor) -> bool | None:
         """Whether they are added to what the file has; None: they are to be added to what lies elsewhere."""
         if self._landed.get(name, (param, False))[1]:
             return True
@@ -222,7 +222,7 @@ class GradientFiles:
         self.landing().write(self._regions[name], local, begin)
 
     def has(self, name: str) -> bool:
-        """Whether a gradient has landed in this backward, and is not settled."""
+        """Whether a gradient has landed in this backward, and is not complete."""
         return name in self._landed
 
     def _broke_off(self, task: int) -> None:
@@ -236,9 +236,9 @@ class GradientFiles:
     def _end(self, task: int) -> None:
         """The backward is over: everything is written, and may be read; so is what has landed in one around it."""
         self._tasks.discard(task)
-        self.settle()
+        self.finish()
 
-    def settle(self, name: str | None = None) -> None:
+    def finish(self, name: str | None = None) -> None:
         """What has landed, or of it the gradient of ``name``, is complete: it is written, and is ``.grad`` from here
         on."""
         names = list(self._landed) if name is None else [name] if name in self._landed else []

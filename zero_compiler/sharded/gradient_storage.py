@@ -82,7 +82,7 @@ class GradientStorage:
         if self.written is None:
             self.written = self._writer(storage.files)
         else:
-            self.written.take(added)
+            self.written.add_regions(added)
         self.restore_sinks()
 
     def restore_sinks(self) -> None:
@@ -96,10 +96,10 @@ class GradientStorage:
         files = self._storage.files
         return self.written if files is not None and name in files.gradients else None
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """What has landed in files is complete, and is ``.grad``."""
         if self.written is not None:
-            self.written.settle()
+            self.written.finish()
 
     def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for a gradient that goes to a file, or None where it may be anywhere."""

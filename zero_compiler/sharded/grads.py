@@ -386,7 +386,7 @@ def opened(policy: _Trained, names: Iterable[str]) -> ForwardCall | None:
     return call
 
 
-def alone(policy: _Trained, name: str) -> bool:
+def is_last_call(policy: _Trained, name: str) -> bool:
     """Whether only one forward has yet to run backward through the weight ``name``: the one that does now."""
     return sum(name in call.names for call in policy.calls) == 1
 

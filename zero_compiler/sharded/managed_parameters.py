@@ -38,7 +38,7 @@ class ParamInfo:
 
     def placed(self, group: Group) -> str:
         """Placements on the mesh, as text."""
-        return group.placed(self.layout.cut, None if self.part is None else self.part.placement)
+        return group.placed(self.layout.sharded, None if self.part is None else self.part.placement)
 
 
 def standing(places: Places) -> tuple[nn.Module, str] | None:

@@ -20,7 +20,7 @@ _numbers: Counter[tuple[object, ...]] = Counter()
 
 def shared_by(group: Group) -> tuple[int, ...]:
     """The ranks that make a model together, by their numbers in the job; () where that is this one alone."""
-    return () if group.alone else group.ranks
+    return () if group.one_rank else group.ranks
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ class ModelIdentity:
         self._serial: tuple[int, ...] | None = (_next((shared_by(group),)),)
         self._copy_of: tuple[int, ...] = ()
         self.made = next(_order)  # of all in this process: which of two came first
-        self._of_some = not group.alone and group.everyone.world < dist.get_world_size()
+        self._of_some = not group.one_rank and group.everyone.world < dist.get_world_size()
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -70,7 +70,7 @@ class ModelIdentity:
     @property
     def series(self) -> int:
         """Tells the transfers of this model from those of all others over the same process group, on all its ranks."""
-        over = () if self._group.alone else tuple(dist.get_process_group_ranks(self._group.pg))
+        over = () if self._group.one_rank else tuple(dist.get_process_group_ranks(self._group.pg))
         if len(self.serial) == 1 and over == shared_by(self._group):
             return self.serial[0]
         return zlib.crc32(repr((shared_by(self._group), self.serial)).encode())

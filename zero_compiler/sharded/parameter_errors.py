@@ -32,7 +32,7 @@ def differentiated_twice() -> GradientError:
     )
 
 
-def takes_one_gradient(who: str) -> GradientError:
+def one_gradient_at_a_time(who: str) -> GradientError:
     """The error of a backward of several gradients at once."""
     return GradientError(
         f"the backward of {who} was given several gradients at once (is_grads_batched=True, vectorize=True, or "
@@ -71,7 +71,7 @@ _OWN = (
 )
 
 
-def note_storage(param: torch.Tensor) -> None:
+def remember_storage(param: torch.Tensor) -> None:
     """From here on :func:`was_dropped` finds a DTensor that is put in the place of ``param`` by ``.data``."""
     param.__dict__[_OWN] = id(param), param.untyped_storage()._cdata
 

@@ -49,18 +49,18 @@ class RestTiers:
         infos: Mapping[str, ParamInfo],
         params: Mapping[str, torch.Tensor],
         spec: HardwareSpec,
-        settled: Mapping[str, str | None] | None = None,
+        fixed: Mapping[str, str | None] | None = None,
     ) -> None:
         """Decide on which tier everything rests; the parameters are known, and not installed yet.
 
         Args:
-            settled: tiers where construction has put rows that stay there, by name.
+            fixed: tiers where construction has put rows that stay there, by name.
 
         Raises:
             MemoryBudgetError: the model does not fit the budgets.
         """
         given = {
-            name: Given(info.layout, params[name].requires_grad, (settled or {}).get(name))
+            name: Given(info.layout, params[name].requires_grad, (fixed or {}).get(name))
             for name, info in infos.items()
         }
         self.placed = tiers_of(self._config, self.apart, given, spec)

@@ -224,7 +224,7 @@ class ShardedModel:
         scope.members.add(self)
         scope.changes += 1
 
-    def take(self) -> None:
+    def count_claim(self) -> None:
         """An optimizer takes a parameter, or finds what its states need."""
         self.taken += 1
         self.scope.changes += 1

@@ -12,7 +12,7 @@ Usable by itself::
         io.flush(file)
         io.read(file, block, offset=0).wait()
 
-A request is cut into blocks of ``block_bytes``; at most ``depth`` of them, of all requests together, are under way.
+A request is split into blocks of ``block_bytes``; at most ``depth`` of them, of all requests together, are under way.
 Memory, offset and size that are multiples of ``ALIGN`` (4096) move without a copy and without the page cache; a head or
 tail that is not, or all of a request whose address and offset differ modulo ``ALIGN``, goes through the page cache: any
 request is right, aligned ones are fast. Requests are not ordered among themselves: wait for a write before its bytes
@@ -189,7 +189,7 @@ class Engine:
     """Runs requests on threads of its own; any number of engines may live side by side.
 
     Args:
-        block_bytes: a request is cut into blocks of this size, a multiple of ``ALIGN``; None: 4 MiB.
+        block_bytes: a request is split into blocks of this size, a multiple of ``ALIGN``; None: 4 MiB.
         depth: blocks under way at most, of all requests together (and threads of the back end "threads");
             None: 16.
         backend: "uring" (one thread with a ring of the kernel), "threads", or "auto": "uring" where it can be had.

@@ -27,7 +27,7 @@ class Checksums:
         self._sums = torch.zeros(count, dtype=torch.int64)
         self._known = torch.zeros(count, dtype=torch.bool)
 
-    def note(self, offset: int, raw: torch.Tensor) -> None:
+    def record(self, offset: int, raw: torch.Tensor) -> None:
         """``raw`` is about to be written at ``offset``."""
         here = _range(offset, raw.numel())
         self._sums[here] = sums(raw)

@@ -271,7 +271,7 @@ class FileStore:
         part = buffer[span.at : span.at + span.nbytes]
         if self._checksums is not None:
             self._forget_mapped(self._checksums, span)
-            self._checksums.note(span.offset, part)
+            self._checksums.record(span.offset, part)
         return self.engine.write(self.file, part, span.offset, label=span.label)
 
     @contextlib.contextmanager

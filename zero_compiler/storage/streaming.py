@@ -43,13 +43,13 @@ class Stream(Guarded, Turns[Job, _StreamedTurn]):
         self._free = deque(self._buffers)
 
     def feed(self, job: Job) -> None:
-        def take() -> None:
+        def feed_job() -> None:
             for span in (*job.reads, *job.writes):
                 self._engines.add(span.store.engine)
             fed(job)
 
         fed = super().feed
-        self._guarded(take)
+        self._guarded(feed_job)
 
     def admit(self) -> None:
         self._guarded(super().admit)

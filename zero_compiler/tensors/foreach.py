@@ -33,11 +33,11 @@ def counted(
     cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
 ) -> object:
     """What autograd would have done; then DTensor's rule."""
-    note_writes(args[0])
+    count_as_written(args[0])
     return NotImplemented
 
 
-def note_writes(tensors: Iterable[torch.Tensor]) -> None:
+def count_as_written(tensors: Iterable[torch.Tensor]) -> None:
     """A kernel writes to ``tensors``; autograd counts for those that are no DTensors, and in inference mode nobody.
 
     Counted are those whose count this project reads: parameters of sharded models, and what lies in their files. What

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .foreach import MANAGED, note_writes
+from .foreach import MANAGED, count_as_written
 
 KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
 @functools.cache
-def take_shards() -> None:
+def register_kernels() -> None:
     """Have torch call :func:`on_rows` where a fused kernel is given DTensors; once a process."""
     for kernel in (getattr(torch.ops.aten, name) for name in KERNELS):
         for overload in set(kernel.overloads()) & {"default", "tensor_lr"}:
@@ -41,9 +41,9 @@ def on_rows(
     ours = any(hasattr(p, MANAGED) for p in args[0]) and all(t is DTensor for t in types)
     if not ours or any(isinstance(v, DTensor) for v in kwargs.values()):
         return NotImplemented
-    note_writes(args[0])
+    count_as_written(args[0])
     if kwargs.get("grad_scale") is not None:
-        note_writes(args[1])  # the kernel unscales gradients in place
+        count_as_written(args[1])  # the kernel unscales gradients in place
     local, first = [], None
     for tensors in args:
         rows, lie = _rows(tensors)

@@ -36,7 +36,7 @@ def rows_of(value: object, layout: Layout, rank: int, device: torch.device) -> o
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     value = value.detach()
-    if layout.cut and value.dim() == len(layout.shape) and value.shape[0] == layout.shape[0]:
+    if layout.sharded and value.dim() == len(layout.shape) and value.shape[0] == layout.shape[0]:
         value = value[layout.start(rank) : layout.start(rank) + layout.rows(rank)]
     return value.to(device)  # what has fewer rows is the same for every row
 

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..ir import ops
-from .foreach import note_writes
+from .foreach import count_as_written
 
 
 @functools.cache
-def take_gradients() -> None:
+def register_unscaling() -> None:
     """Have torch call :func:`by_placement` where the operator is given DTensors; once a process."""
     op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     torch.library.register_torch_dispatch(op, DTensor, by_placement)
@@ -36,7 +36,7 @@ def by_placement(
         key = (grad._spec.mesh, grad._spec.placements) if isinstance(grad, DTensor) else None
         alike.setdefault(key, []).append(grad)
     if len(alike) == 1 or not _any_ours(args[0]):
-        note_writes(args[0])
+        count_as_written(args[0])
         return NotImplemented
     for grads in alike.values():  # what one has found stays found
         op(grads, *args[1:], **(kwargs or {}))

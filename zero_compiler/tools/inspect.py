@@ -128,7 +128,7 @@ def _plan(model: nn.Module, example_inputs: object, policies: Sequence[ShardedMo
     loader = PlanLoader(policies)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> object:
-        compile_frame(gm, inputs, {}, loader)  # settles nothing: this rank may be alone
+        compile_frame(gm, inputs, {}, loader)  # decides nothing: this rank may be alone
         raise _FrameIsPlanned
 
     args, kwargs = (), {}

@@ -202,9 +202,9 @@ def _files(directory: Path, together: Callable[[], Any]) -> tuple[Link, Link]:
             io.flush(file)
             report = io_bench.DiskReport(str(directory), FILE_BYTES, 0.3, io.backend, file.direct, "not run")
             part, host = memory[: aio.ALIGN], torch.device("cpu")
-            alone = [lambda: io.read(file, part, 0).wait(), lambda: io.write(file, part, 0).wait()]
+            single = [lambda: io.read(file, part, 0).wait(), lambda: io.write(file, part, 0).wait()]
             together()  # no rank's latency beside another's writes
-            latencies = medians_us(alone, host, 50)
+            latencies = medians_us(single, host, 50)
             together()
         links = []
         for mode, latency in zip(("read", "write"), latencies, strict=True):

@@ -292,10 +292,10 @@ def fitted(monkeypatch, decided: str | None = None) -> tuple[Phases, SimpleNames
         tried=[],
     )
 
-    def take_buckets(nbytes: int, why: str) -> None:
+    def set_bucket_bytes(nbytes: int, why: str) -> None:
         state.choice = replace(state.choice, bucket_bytes=nbytes)
 
-    state.take_buckets = take_buckets
+    state.set_bucket_bytes = set_bucket_bytes
 
     def planned() -> Phases:
         choice = state.choice

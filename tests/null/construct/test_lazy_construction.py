@@ -102,7 +102,7 @@ def test_a_context_inside_an_init():
     assert is_root(model.inner)
     assert state_of(model) is None
     kinds = {n: isinstance(p, DTensor) for n, p in model.named_parameters(recurse=True)}
-    assert [n for n, cut in kinds.items() if cut] == ["inner.weight", "inner.bias"]
+    assert [n for n, sharded in kinds.items() if sharded] == ["inner.weight", "inner.bias"]
 
 
 def test_init_inside_init_joins_or_keeps_its_own_placement():

@@ -48,8 +48,8 @@ def alone(rows):
 def of_accelerator(sizes, **fields):
     """Parameters of an accelerator, each with what belongs to it."""
     given = {
-        f"w{i}": Given(Layout((n,), torch.float32, 1, cut), trainable)
-        for i, (n, cut, trainable) in enumerate(sizes)
+        f"w{i}": Given(Layout((n,), torch.float32, 1, sharded), trainable)
+        for i, (n, sharded, trainable) in enumerate(sizes)
     }
     return [item for name, g in given.items() for item in _of(Config(**fields), True, name, g)]
 

@@ -111,7 +111,7 @@ def test_a_gather_with_too_few_values():
 def test_a_gather_of_what_every_rank_holds():
     b = forward()
     ref = facts.params(find(b, ops.gather))[0]
-    b.plans[ref] = dataclasses.replace(b.plans[ref], cut=False)
+    b.plans[ref] = dataclasses.replace(b.plans[ref], sharded=False)
     broken(b, r"gathers h.0.\w, which every rank holds whole")
 
 

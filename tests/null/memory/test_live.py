@@ -114,7 +114,7 @@ def test_live_bytes_bound_what_a_run_allocates(build, phase, bucket_bytes):
     saved = 0
     if phase == "backward":  # what forward saved counts; here all inputs stand for it
         saved = sum(t.nbytes for t in b.batches()[0]) + sum(
-            b.layout(ref).cut_rows(weights[ref.name], 0).nbytes for ref in b.plans
+            b.layout(ref).shard_rows(weights[ref.name], 0).nbytes for ref in b.plans
         )
     counted = [program.buffer_bytes + sum(row) for row in recount(program)]
     lines = program.text().splitlines()

@@ -111,7 +111,7 @@ def test_a_budget_that_the_joint_graph_tells_wrong_is_met_in_small_steps():
     """What a backward holds lies 10 % above what the joint graph tells, and choices lie 3 apart."""
     tried = []
 
-    def cut(nbytes):
+    def partition(nbytes):
         tried.append(nbytes)
         if nbytes < 40:
             error = MemoryBudgetError("too small")
@@ -122,14 +122,14 @@ def test_a_budget_that_the_joint_graph_tells_wrong_is_met_in_small_steps():
     def held(graphs):
         return graphs
 
-    assert 90 <= activation_search.within_activations(cut, 150, 100, held) <= 100
+    assert 90 <= activation_search.within_activations(partition, 150, 100, held) <= 100
     assert len(tried) <= 4
     assert (
-        activation_search.within_activations(cut, 150, 46, held) <= 46
+        activation_search.within_activations(partition, 150, 46, held) <= 46
     )  # the least is found where steps go below it
     with pytest.raises(MemoryBudgetError, match="activation_budget_bytes=42 is .* bytes too small"):
-        activation_search.within_activations(cut, 150, 42, held)
-    assert 80 <= activation_search.within_memory(cut, 150, lambda held: held - 100, held) <= 100
+        activation_search.within_activations(partition, 150, 42, held)
+    assert 80 <= activation_search.within_memory(partition, 150, lambda held: held - 100, held) <= 100
 
 
 @pytest.mark.slow

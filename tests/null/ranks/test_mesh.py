@@ -107,7 +107,7 @@ def test_the_sums_of_replicas_meet_in_the_dtype_of_reduction():
     for each in (run, one):
         each.step(batches, square)
     for name, info in run.policy.params.items():
-        if not info.layout.cut or run.rows[0][name].grad is None:
+        if not info.layout.sharded or run.rows[0][name].grad is None:
             continue
         whole = torch.cat([one.rows[k][name].grad for k in range(4)])
         mine = whole[info.layout.start(1) : info.layout.start(1) + info.layout.rows(1)]

@@ -18,19 +18,19 @@ def test_rows_are_those_that_torch_chunks(shape, world):
     chunks = [*full.chunk(world), *[full[:0]] * world][:world]
     for rank, chunk in enumerate(chunks):
         assert layout.local_shape(rank) == tuple(chunk.shape)
-        padded = layout.cut_rows(full, rank)
+        padded = layout.shard_rows(full, rank)
         assert padded.shape == layout.padded_shape
         assert torch.equal(padded[: len(chunk)], chunk)
         assert not padded[len(chunk) :].any()
     # A single weight is gathered straight into place.
-    gathered = torch.cat([layout.cut_rows(full, rank) for rank in range(world)])
+    gathered = torch.cat([layout.shard_rows(full, rank) for rank in range(world)])
     assert torch.equal(gathered.flatten()[: full.numel()].view(shape), full)
 
 
 def test_what_has_no_rows_stays_whole():
     for tensor, stage in ((torch.tensor(1.0), 3), (torch.empty(0, 4), 3), (torch.ones(4, 2), 0)):
         layout = layout_of(tensor, 4, stage)
-        assert not layout.cut
+        assert not layout.sharded
         assert layout.chunk_numel == tensor.numel()
         assert layout.local_shape(3) == tuple(tensor.shape)
 

@@ -16,7 +16,7 @@ def written(blocks: int = 4) -> torch.Tensor:
 def test_a_changed_byte_is_in_its_block():
     raw = written()
     found = Checksums(raw.numel())
-    found.note(0, raw)
+    found.record(0, raw)
     assert found.differs(0, raw) is None
     raw[2 * BLOCK_BYTES + 17] ^= 1
     assert found.differs(0, raw) == 2 * BLOCK_BYTES
@@ -34,7 +34,7 @@ def test_nothing_is_known_of_what_was_written_in_another_way():
     raw = written()
     found = Checksums(raw.numel())
     assert found.differs(0, raw) is None  # never written
-    found.note(0, raw)
+    found.record(0, raw)
     found.forget(BLOCK_BYTES, BLOCK_BYTES)
     raw[BLOCK_BYTES] ^= 1
     assert found.differs(0, raw) is None

@@ -253,7 +253,7 @@ def test_a_row_that_there_is_not_is_an_error(row):
 
 
 def layout(rows: int, world: int, width: int = 10) -> Layout:
-    return Layout((rows, width), torch.float32, world, cut=True)
+    return Layout((rows, width), torch.float32, world, sharded=True)
 
 
 @pytest.mark.parametrize(
