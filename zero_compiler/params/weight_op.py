@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -30,12 +31,13 @@ def weight(param: DTensor, owner: str, name: str) -> torch.Tensor:
     """
     policy = ops.owner_of(owner)
     info = policy.params[name]
-    # What else runs a forward without values (torch.export) records operators, and is given those that it means.
+    # What else runs a forward without values (torch.export) records operators, and is given those that it means. So is
+    # AOTAutograd, which runs the graph for another backend on functional tensors first.
     if get_proxy_mode() is None:
         if isinstance(param._local_tensor, FakeTensor):
             with transforms.below():
                 return _as_dynamo_sees_it(param, info, policy)
-        if dynamo_asks():
+        if dynamo_asks() and not isinstance(param._local_tensor, FunctionalTensor):
             at_rest: torch.Tensor = param
             return at_rest
     if not _stands(param, info, policy):

@@ -50,7 +50,7 @@ def test_an_instruction_that_the_verifier_does_not_know_is_refused():
     program, _ = b.program(lower(b, "forward"), "forward")
     program.instrs.insert(0, Unknown())
     with pytest.raises(
-        VerifyError, match=r"instruction 0 \(unknown\): the verifier does not know what memory"
+        VerifyError, match=r"the verifier does not know what memory it takes \(peak_check.py\)"
     ):
         verify_program(program, {OWNER: 2})
 

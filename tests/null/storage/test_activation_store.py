@@ -120,7 +120,8 @@ def test_all_copies_of_a_model_share_one_stream(monkeypatch):
     """Else a place that a broken call gave back could be filled before the copy that is under way there ends."""
     streams = []
     monkeypatch.setattr(torch, "Stream", lambda device: streams.append(device) or object())
-    policy = SimpleNamespace(activation_path=("host",), group=SimpleNamespace(device=torch.device("cuda")))
+    tiers = SimpleNamespace(activation_path=("host",))
+    policy = SimpleNamespace(tiers=tiers, group=SimpleNamespace(device=torch.device("cuda")))
     pools = Pools(torch.device("cuda"))
     runtime = SimpleNamespace(policy=policy, parcels=Parcels(torch.empty), pools=pools)
     program = SimpleNamespace(phase="backward", offloads=[], file_bytes=0)
