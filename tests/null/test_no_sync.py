@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
-from zero_compiler.errors import GradientError
+from zero_compiler.errors import GradientError, ShardError
 from zero_compiler.params.modules import policies_of
 from zero_compiler.runtime import session
 
@@ -281,3 +282,42 @@ def test_programs_under_no_sync_are_made_when_they_are_needed_and_once():
     call(batch(9)).sum().backward()
     reference(batch(9)).sum().backward()
     same(grads(outer), grads(reference))
+
+
+# --- FSDP2's name for it ----------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_set_requires_gradient_sync_waits_and_reduces(how, copied):
+    plain, model = two(), zero.shard(two())
+    model = model if copied is None else copied(model)
+    call = use(model, how)
+    for i in range(3):
+        plain(batch(i)).backward()
+    call.set_requires_gradient_sync(False)
+    call(batch(0)).backward()
+    call(batch(1)).backward()
+    with pytest.raises(GradientError, match="not reduced yet"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    call.set_requires_gradient_sync(True)
+    call(batch(2)).backward()
+    same(grads(model), grads(plain))
+
+
+def test_set_requires_gradient_sync_is_that_of_the_whole_model():
+    model = zero.shard(two())
+    part = next(model.children())
+    with pytest.raises(ShardError, match="call it on the module that was given to zero.shard"):
+        part.set_requires_gradient_sync(False)
+
+
+def test_set_requires_gradient_sync_without_recurse_leaves_parts_alone():
+    model = two()
+    part = zero.shard(next(model.children()))
+    zero.shard(model)
+    model.set_requires_gradient_sync(False, recurse=False)
+    assert [p.sync for p in policies_of(model)] == [False, True]
+    assert policies_of(part)[0].sync
+    model.set_requires_gradient_sync(False)
+    assert not any(p.sync for p in policies_of(model))

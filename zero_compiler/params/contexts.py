@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import GradientError, RankMismatchError, ShardError, ZeroError
+from ..errors import RankMismatchError, ShardError, ZeroError
 from ..ranks.call_handshake import cannot_begin, fail, together
 from ..ranks.failing import Failure, is_known, mark_known
 from ..ranks.group import Group, group_of
 from ..ranks.peer_waits import answered
 from ..tensors.full_weight import FULL
 from . import blocking_transfers, ddp_fallback, parameter_errors
-from .modules import policies_of
+from .modules import check_accumulates, policies_of
 from .policy import Places, Policy, local_of
 
 
@@ -40,11 +40,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     unsharded = ddp_fallback.plain_parameters(model)
     if unsharded:
         states.append(ddp_fallback.plain_model(list(unsharded.values())))
-    if any(sink.uses_up for s in states for sink in getattr(s, "sinks", {}).values()):
-        raise GradientError(
-            "zero.no_sync accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
-            "overlap out"
-        )
+    check_accumulates(states, "zero.no_sync")
     before = [s.sync for s in states]
     for s in states:
         s.sync = False
