@@ -32,6 +32,7 @@ ROOMS = (
     "compile",
     "optim",
     "tools",
+    "integrations",
     "surface",
 )
 SURFACE = {"zero_compiler", "zero_compiler.__main__", "zero_compiler._tree"}
