@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from null.small import batch, both_ways, full, grads, same, two, use
+from null.small import batch, both_ways, full, grads, same, two, use, values
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -282,6 +282,23 @@ def test_programs_under_no_sync_are_made_when_they_are_needed_and_once():
     call(batch(9)).sum().backward()
     reference(batch(9)).sum().backward()
     same(grads(outer), grads(reference))
+
+
+@both_ways
+def test_a_step_whose_closure_runs_the_reducing_backward(how):
+    plain, model = two(), zero.shard(two())
+    call = use(model, how)
+    opt, plain_opt = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    for i in range(2):
+        plain(batch(i)).backward()
+    plain_opt.step()
+    with zero.no_sync(model):
+        call(batch(0)).backward()
+    opt.step(lambda: call(batch(1)).backward())
+    same(values(model), values(plain))
+    with zero.no_sync(model):
+        with pytest.raises(GradientError, match="not reduced yet"):
+            opt.step(lambda: call(batch(1)).backward())
 
 
 # --- FSDP2's name for it ----------------------------------------------------------------------------------------
