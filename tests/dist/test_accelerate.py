@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dist.cases import Cases
 from dist.loops import counters
+from dist.spawn import run_ranks
 from dist.tools import as_rank, differences, number, shared_folder, weights
 from torch import nn
 
@@ -308,6 +311,35 @@ def others_are_left_as_they_are(rank: int) -> list[str]:
         if isinstance(model, nn.parallel.DistributedDataParallel) and not is_root(model.module)
         else [repr(model)]
     )
+
+
+def alone(rank: int, world: int) -> list[str]:
+    from accelerate import Accelerator
+
+    from zero_compiler.integrations.accelerate import ZeroPlugin
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    plain = script(accelerator_of_one(Accelerator))
+    acc = accelerator_of_one(Accelerator, fsdp_plugin=ZeroPlugin(compute="aten"))
+    ours = script(acc)
+    with tempfile.TemporaryDirectory() as folder:
+        acc.save_state(folder)
+        acc.load_state(folder)
+    return differences("one process", ours, plain, CLOSE)
+
+
+def accelerator_of_one(make: Any, **kwargs: Any) -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return make(**kwargs)
+
+
+def test_one_process_without_a_launcher():
+    (errors,) = run_ranks(alone, 1, group=False)
+    assert not errors
 
 
 @pytest.mark.parametrize("name", cases.names)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..config import Config
 from ..errors import ConfigError, IntegrationError
 from . import overrides
-from .prepared import follow, ranks, shard_and_compile, streamed
+from .prepared import follow, ranks, shard_and_compile, streamed, tell
 
 log = logging.getLogger("zero_compiler")
 
@@ -54,6 +54,8 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         if stage is not None:
             fields["stage"] = stage
         self.config = Config.make(config, fields)
+        self.who = "Accelerator"  # what the user trains with, for messages
+        self.schedulers: list[Any] = []  # made by the user, and not given to prepare
         super().__init__(
             fsdp_version=2,
             reshard_after_forward=self.config.stage == 3,
@@ -113,9 +115,17 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         return tuple(made)
 
     def prepare_model(
-        self, accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        listed: bool = True,
     ) -> nn.Module:
-        """Shard a model and compile it, in place."""
+        """Shard a model and compile it, in place.
+
+        Args:
+            listed: it becomes one of the models that the accelerator saves.
+        """
         _refuse_other_parallelism(accelerator)
         if accelerator.verify_device_map(model):
             raise IntegrationError(
@@ -134,10 +144,11 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
             device=accelerator.device.type,
             compile_options=_compile_options(accelerator),
         )
-        if not any(model is m for m in accelerator._models):
+        if listed and not any(model is m for m in accelerator._models):
             accelerator._models.append(model)
         model.__dict__["_is_accelerate_prepared"] = True
         log.info("%s: zero stage %d over %d ranks", type(model).__name__, self.config.stage, ranks())
+        tell(self.who, self.config)
         return model
 
     def _prepare_optimizer(
@@ -148,7 +159,7 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         follow(optimizer)
         made = streamed(optimizer, self.config)
         if made is not optimizer:
-            for other in beside:
+            for other in (*beside, *self.schedulers):
                 if getattr(other, "optimizer", None) is optimizer:
                     other.optimizer = made  # a learning-rate scheduler's
         return accelerator.prepare_optimizer(made, device_placement=False)

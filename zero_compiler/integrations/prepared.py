@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,3 +113,12 @@ def _check_fresh(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: st
 
 def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# What `zero-compiler run` hears of models that are sharded: called with who trains them and how.
+listeners: list[Callable[[str, Config], None]] = []
+
+
+def tell(who: str, config: Config) -> None:
+    for listener in listeners:
+        listener(who, config)

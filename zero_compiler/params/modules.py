@@ -456,6 +456,15 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     return out
 
 
+def call_as_forward(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(module, ...)`` with full weights, as if it were the forward of a sharded module; modules that are compiled
+    in place run compiled within it."""
+    state = state_of(module)
+    if state is None or state.policy.scope.active:
+        return fn(module, *args, **kwargs)
+    return _outermost(module, fn, args, kwargs)
+
+
 @torch._dynamo.disable(reason="a forward that runs in parts has ended")
 def _check_plain(out: Any, group: Group) -> None:
     """A loss that is a DTensor has a shard among its terms, and its backward would fail at the first plain one.
