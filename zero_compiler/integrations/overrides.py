@@ -48,6 +48,13 @@ class Override:
         return f"{self.module}.{self.attribute}"
 
 
+# Where Lightning's packages take what a script says of strategy and devices.
+CONNECTORS = (
+    ("lightning.pytorch", "trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+    ("lightning.fabric", "connector", "_Connector"),
+    ("pytorch_lightning", "trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+    ("lightning_fabric", "connector", "_Connector"),
+)
 OVERRIDES = tuple(
     Override(*row)
     for row in (
@@ -107,6 +114,57 @@ OVERRIDES = tuple(
             ("input_dir",),
             "it pairs models and optimizers by their position",
         ),
+        (
+            "trl",
+            ">=1.16,<1.17",
+            "trl.models.utils",
+            "prepare_fsdp",
+            ("model", "accelerator"),
+            "it calls fully_shard on a reference model",
+        ),
+        (
+            "accelerate",
+            ">=1.15,<1.16",
+            "accelerate.accelerator",
+            "Accelerator.__init__",
+            ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"),
+            "under zero-compiler run: it takes a plugin from nowhere but the script",
+        ),
+        (
+            "transformers",
+            ">=5.23,<5.24",
+            "transformers.trainer",
+            "Trainer.__init__",
+            ("optimizers",),
+            "under zero-compiler run: it refuses optimizers that are given, beside an FSDP plugin",
+        ),
+        (
+            "transformers",
+            ">=5.23,<5.24",
+            "transformers.trainer",
+            "Trainer._build_accelerator_args",
+            ("kwargs",),
+            "under zero-compiler run: the plugin is to hold whole checkpoints, as transformers' own",
+        ),
+        (
+            "transformers",
+            ">=5.23,<5.24",
+            "transformers.trainer",
+            "Trainer.save_model",
+            ("output_dir", "_internal_call"),
+            "under zero-compiler run: it writes nothing beside sharded checkpoints",
+        ),
+        *(
+            (
+                package.partition(".")[0],
+                ">=2.6,<2.7",
+                f"{package}.{module}",
+                f"{connector}.__init__",
+                ("strategy", "devices", "num_nodes"),
+                "under zero-compiler run: a strategy, devices and nodes come from nowhere but the script",
+            )
+            for package, module, connector in CONNECTORS
+        ),
     )
 )
 
@@ -122,7 +180,7 @@ def replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]])
         IntegrationError: the library's version has no such function, or one with other parameters.
     """
     override = override_of(name)
-    version = metadata.version(override.library)
+    version = _version(override.library)
     found: Any = importlib.import_module(override.module)
     *path, last = override.attribute.split(".")
     try:
@@ -154,6 +212,13 @@ def replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]])
         for other, module in list(sys.modules.items()):
             if other.split(".")[0] == package and vars(module).get(last) is original:
                 setattr(module, last, made)
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:  # lightning_fabric comes with pytorch_lightning and lightning
+        return importlib.import_module(library).__version__
 
 
 def moved(override: Override, version: str, what: str) -> IntegrationError:
