@@ -20,7 +20,7 @@ pytest.importorskip("accelerate", reason="needs the extra transformers")
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-cases = Cases(__name__, spawns=2)
+cases = Cases(__name__, spawns=7)
 CLOSE = 2e-5  # of sums in another order, through AdamW
 CLOSE_BF16 = 3e-2
 
