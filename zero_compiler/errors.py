@@ -87,3 +87,7 @@ class PassRefused(ZeroError):
 
 class VerifyError(ZeroError):
     """A graph or a Program breaks one of the facts that the verifier proves: a bug in a pass."""
+
+
+class IntegrationError(ZeroError):
+    """A library cannot be trained sharded as it was asked to be, or is of a version that is not known."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import GradientError, RankMismatchError, ShardError, ZeroError
+from ..errors import RankMismatchError, ShardError, ZeroError
 from ..ranks.failing import is_known, mark_known
 from ..ranks.failure_broadcast import cannot_begin, fail, failure_of, together
 from ..ranks.group import Group, group_of
@@ -23,7 +23,7 @@ from ..sharded.managed_parameters import Places, local_of
 from ..sharded.sharded_model import ShardedModel
 from ..tensors.full_weight import FULL
 from . import ddp_fallback
-from .modules import policies_of
+from .modules import check_accumulates, policies_of
 
 
 @contextlib.contextmanager
@@ -42,11 +42,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     unsharded = ddp_fallback.plain_parameters(model)
     if unsharded:
         states.append(ddp_fallback.plain_model(list(unsharded.values())))
-    if any(sink.uses_up for s in states for sink in getattr(s, "sinks", {}).values()):
-        raise GradientError(
-            "zero.no_sync accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
-            "overlap out"
-        )
+    check_accumulates(states, "zero.no_sync")
     before = [s.sync for s in states]
     for s in states:
         s.sync = False

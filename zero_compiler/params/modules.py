@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..errors import ShardError, ZeroError
+from ..errors import GradientError, ShardError, ZeroError
 from ..ranks.group import Group
 from ..sharded import grads, parameter_errors
 from ..sharded.sharded_model import ShardedModel
@@ -150,6 +150,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
         "register_parameter": _register_parameter,
+        "set_requires_gradient_sync": _set_requires_gradient_sync,
         "_named_members": named_members,
         "state_dict": state_dict_of(base),
         "__module__": base.__module__,
@@ -267,6 +268,45 @@ def _register(module: _Sharded, name: str, param: Any) -> None:
         )
     else:
         object.__setattr__(module, name, param)
+
+
+def _set_requires_gradient_sync(
+    self: _Sharded, requires_gradient_sync: bool, *, recurse: bool = True
+) -> None:
+    """Whether backwards reduce the gradients of this sharded model over the ranks, as FSDP2's method of this name.
+
+    With False, backwards accumulate full gradients locally until it is called with True, as in ``zero.no_sync``.
+
+    Args:
+        recurse: also for parts of the model that were sharded by themselves.
+
+    Raises:
+        ShardError: the module is a part of a model that was sharded as a whole.
+        GradientError: a ``zero.optimizer(overlap=True)`` uses its gradients up.
+    """
+    state = self._zero
+    if state is None or not state.root:
+        raise ShardError(
+            f"set_requires_gradient_sync of {type(self).__name__}: gradients of a sharded model wait, or are reduced, "
+            "together; call it on the module that was given to zero.shard"
+        )
+    policies = policies_of(self) if recurse else [state.policy]
+    if not requires_gradient_sync:
+        check_accumulates(policies, "set_requires_gradient_sync(False)")
+    for policy in policies:
+        policy.sync = bool(requires_gradient_sync)
+
+
+def check_accumulates(states: Iterable[Any], what: str) -> None:
+    """
+    Raises:
+        GradientError: an optimizer uses up the gradients that ``what`` is to accumulate.
+    """
+    if any(sink.uses_up for s in states for sink in getattr(s, "sinks", {}).values()):
+        raise GradientError(
+            f"{what} accumulates gradients, which zero.optimizer(overlap=True) uses up in every backward; leave "
+            "overlap out"
+        )
 
 
 def _changes(local: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -426,6 +466,15 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     if not torch.compiler.is_compiling():
         _check_plain(out, state.policy.group)
     return out
+
+
+def call_as_forward(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(module, ...)`` with full weights, as if it were the forward of a sharded module; modules that are compiled
+    in place run compiled within it."""
+    state = state_of(module)
+    if state is None or state.policy.scope.calls:
+        return fn(module, *args, **kwargs)
+    return _outermost(module, fn, args, kwargs)
 
 
 @torch._dynamo.disable(reason="a forward that runs in parts has ended")

@@ -67,8 +67,12 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
         ShardError: naming the first stale parameter.
         GradientError: before anything was written.
     """
+    closure = kwargs.get("closure") if kwargs else None
+    closure = args[1] if closure is None and len(args) > 1 else closure
     for group in optimizer.param_groups:
-        check_reduced(group["params"])
+        # A closure runs the backward that reduces them; one that it leaves waiting refuses the step's arithmetic.
+        if closure is None:
+            check_reduced(group["params"])
         check_averaged(group["params"])
         # At every step: a model may be sharded between two steps of an optimizer.
         for param in group["params"]:

@@ -81,7 +81,10 @@ def _refused_method(name: str, method: Callable[..., object], reason: str) -> Ca
 
 
 def _changes_nothing(module: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether token embeddings are asked for with the number of rows that they have."""
+    """Whether token embeddings are asked for with the number of rows that they have, or values are given that are to be
+    saved in the place of the model's own."""
+    if name in ("save_pretrained", "push_to_hub"):
+        return kwargs.get("state_dict") is not None
     if name != "resize_token_embeddings" or len(args) > 1 or kwargs.get("pad_to_multiple_of") is not None:
         return False
     wanted = args[0] if args else kwargs.get("new_num_tokens")
@@ -93,7 +96,10 @@ def _changes_nothing(module: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 def _refused_attribute(name: str, refuse_it: Callable[[Any], NoReturn]) -> property:
     def get(self: Any) -> Any:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return self.__dict__[name]  # where the integration with that library has put it
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     def set_(self: object, value: object) -> None:
         refuse_it(self)

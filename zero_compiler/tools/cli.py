@@ -232,6 +232,22 @@ def io_bench(
         console.print(f"written: {json_path}")
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+    },
+)
+def run(ctx: typer.Context) -> None:
+    """Start a script on several ranks (flags of torchrun, fields of Config, SCRIPT, its arguments) and train sharded
+    what it trains by transformers, TRL, accelerate or Lightning."""
+    from .run import main as start
+
+    start(ctx.args)
+
+
 def _check_folder(option: str, path: Path | None) -> None:
     """Before what takes long."""
     if path is not None and not path.parent.is_dir():

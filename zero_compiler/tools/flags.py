@@ -28,7 +28,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags() -> list[inspect.Parameter]:
-    help_of, types = _help(), get_type_hints(Config)
+    help_of, types = help_of_fields(), get_type_hints(Config)
     return [
         inspect.Parameter(
             f.name,
@@ -54,7 +54,7 @@ def _parsed(kind: object) -> object:
     return str | None
 
 
-def _help() -> dict[str, str]:
+def help_of_fields() -> dict[str, str]:
     """Of each field the first sentence that the docstring of Config says of it."""
     text = inspect.getdoc(Config) or ""
     args = text.partition("Args:\n")[2].partition("\nRaises:")[0]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
-from null.small import batch, both_ways, full, grads, same, two, use
+from null.small import batch, both_ways, full, grads, same, two, use, values
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.compile import call_decisions
-from zero_compiler.errors import GradientError
+from zero_compiler.errors import GradientError, ShardError
 from zero_compiler.params.modules import policies_of
 
 # The Programs of a frame that is trained.
@@ -281,3 +282,59 @@ def test_programs_under_no_sync_are_made_when_they_are_needed_and_once():
     call(batch(9)).sum().backward()
     reference(batch(9)).sum().backward()
     same(grads(outer), grads(reference))
+
+
+@both_ways
+def test_a_step_whose_closure_runs_the_reducing_backward(how):
+    plain, model = two(), zero.shard(two())
+    call = use(model, how)
+    opt, plain_opt = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    for i in range(2):
+        plain(batch(i)).backward()
+    plain_opt.step()
+    with zero.no_sync(model):
+        call(batch(0)).backward()
+    opt.step(lambda: call(batch(1)).backward())
+    same(values(model), values(plain))
+    with zero.no_sync(model):
+        with pytest.raises(GradientError, match="not reduced yet"):
+            opt.step(lambda: call(batch(1)).backward())
+
+
+# --- FSDP2's name for it ----------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_set_requires_gradient_sync_waits_and_reduces(how, copied):
+    plain, model = two(), zero.shard(two())
+    model = model if copied is None else copied(model)
+    call = use(model, how)
+    for i in range(3):
+        plain(batch(i)).backward()
+    call.set_requires_gradient_sync(False)
+    call(batch(0)).backward()
+    call(batch(1)).backward()
+    with pytest.raises(GradientError, match="not reduced yet"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    call.set_requires_gradient_sync(True)
+    call(batch(2)).backward()
+    same(grads(model), grads(plain))
+
+
+def test_set_requires_gradient_sync_is_that_of_the_whole_model():
+    model = zero.shard(two())
+    part = next(model.children())
+    with pytest.raises(ShardError, match="call it on the module that was given to zero.shard"):
+        part.set_requires_gradient_sync(False)
+
+
+def test_set_requires_gradient_sync_without_recurse_leaves_parts_alone():
+    model = two()
+    part = zero.shard(next(model.children()))
+    zero.shard(model)
+    model.set_requires_gradient_sync(False, recurse=False)
+    assert [p.sync for p in policies_of(model)] == [False, True]
+    assert policies_of(part)[0].sync
+    model.set_requires_gradient_sync(False)
+    assert not any(p.sync for p in policies_of(model))

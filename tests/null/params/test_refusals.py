@@ -248,3 +248,14 @@ def test_values_of_other_models_are_theirs():
     plain[0].weight.data = torch.zeros_like(plain[0].weight)
     plain(batch()).sum().backward()
     optimizer.step()
+
+
+def test_save_pretrained_of_values_that_are_given_is_left_alone():
+    class Saves(nn.Linear):
+        def save_pretrained(self, folder, state_dict=None):
+            return state_dict
+
+    model = zero.shard(Saves(4, 4))
+    assert model.save_pretrained("out", state_dict={}) == {}
+    with pytest.raises(ShardError, match="save_pretrained"):
+        model.save_pretrained("out")

@@ -34,6 +34,7 @@ ROOMS = (
     "compile",
     "optim",
     "tools",
+    "integrations",
     "surface",
 )
 SURFACE = {"zero_compiler", "zero_compiler.__main__", "zero_compiler._tree"}
@@ -227,6 +228,10 @@ TESTED_ELSEWHERE = {
     "zero_compiler.compile.frame_state": "null/compile/test_backend.py",  # a frame is nothing without its compilation
     "zero_compiler.compile.loader": "null/runtime/test_pools.py",
     "zero_compiler.compile.phase_lowering": "null/compile/test_budget_search.py",  # counts what is lowered
+    # What stands between a library and the class that its users name is tested by training with that.
+    "zero_compiler.integrations.launch": "dist/tools/test_run.py",
+    "zero_compiler.integrations.lightning_strategies": "dist/integrations/test_lightning.py",
+    "zero_compiler.integrations.prepared": "dist/integrations/test_accelerate.py",
     # Parts of a sharded model, which only zero.shard puts together.
     "zero_compiler.sharded.agreed_choices": "dist/plan/test_budget.py",
     "zero_compiler.sharded.call_protocol": "dist/ranks/test_call_handshake.py",

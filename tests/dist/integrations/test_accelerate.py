@@ -1,0 +1,347 @@
+"""``Accelerator(fsdp_plugin=ZeroPlugin())`` on two CPU ranks, beside accelerate's own DDP of the same script."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dist.cases import Cases
+from dist.library_runs import as_rank, differences, number, shared_folder, weights
+from dist.loops import counters
+from dist.spawn import run_ranks
+from torch import nn
+
+from zero_compiler.errors import ConfigError, IntegrationError
+from zero_compiler.optim.optimizer import StreamedOptimizer
+from zero_compiler.params.modules import is_root
+
+pytest.importorskip("accelerate", reason="needs the extra accelerate")
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+cases = Cases(__name__)
+CLOSE = 1e-6  # of the same sums in another order
+CLOSE_BF16 = 2e-2
+
+
+def accelerator(**kwargs: Any) -> Any:
+    """An accelerator of this case alone; without a plugin it trains by DDP."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    as_rank()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **kwargs)
+
+
+def zero_accelerator(stage: int = 3, fields: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    from zero_compiler.integrations.accelerate import ZeroPlugin
+
+    return accelerator(fsdp_plugin=ZeroPlugin(stage=stage, **{"compute": "aten", **(fields or {})}), **kwargs)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 17), nn.GELU(), nn.Linear(17, 3))
+
+
+def loader() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 8, generator=generator), torch.randn(64, 3, generator=generator)
+    )
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+def train(
+    acc: Any, model: Any, opt: Any, batches: Any, sched: Any = None, clip: Any = None
+) -> dict[str, Any]:
+    """The loop of accelerate's documentation: losses, norms and weights."""
+    losses, norms = [], []
+    for x, y in batches:
+        with acc.accumulate(model):
+            loss = F.mse_loss(model(x).float(), y)
+            acc.backward(loss)
+            if acc.sync_gradients and clip == "value":
+                acc.clip_grad_value_(model.parameters(), 0.05)
+            elif acc.sync_gradients:
+                norms.append(number(acc.clip_grad_norm_(model.parameters(), 0.5)))
+            opt.step()
+            if sched is not None:
+                sched.step()
+            opt.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": weights(model)}
+
+
+def script(acc: Any, clip: Any = None) -> dict[str, Any]:
+    model = net()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    model, opt, batches, sched = acc.prepare(model, opt, loader(), sched)
+    return train(acc, model, opt, batches, sched, clip)
+
+
+@cases.add
+def the_documented_loop_has_the_numbers_of_ddp(rank: int) -> list[str]:
+    """Accumulation over two micro-batches, clipping by norm, a scheduler."""
+    plain = script(accelerator(gradient_accumulation_steps=2))
+    errors = []
+    for stage in range(4):
+        ours = script(zero_accelerator(stage, gradient_accumulation_steps=2))
+        errors += differences(f"stage {stage}", ours, plain, CLOSE)
+    return errors
+
+
+@cases.add
+def clipping_by_value(rank: int) -> list[str]:
+    return differences("clipped", script(zero_accelerator(), "value"), script(accelerator(), "value"), CLOSE)
+
+
+@cases.add
+def bf16_keeps_weights_in_float32(rank: int) -> list[str]:
+    ours = script(zero_accelerator(mixed_precision="bf16"))
+    errors = differences("bf16", ours, script(accelerator(mixed_precision="bf16")), CLOSE_BF16)
+    return errors + [f"{n} is {w.dtype}" for n, w in ours["weights"].items() if w.dtype != torch.float32]
+
+
+@cases.add
+def models_and_optimizers_may_be_prepared_apart(rank: int) -> list[str]:
+    def apart(order: str, acc: Any) -> dict[str, Any]:
+        model = net()
+        if order == "optimizer made after":
+            model = acc.prepare(model)
+            opt = acc.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+        else:
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+            if order == "model first":
+                model = acc.prepare(model)
+                opt = acc.prepare(opt)
+            else:
+                opt = acc.prepare(opt)
+                model = acc.prepare_model(model)
+        batches = acc.prepare(loader())
+        return train(acc, model, opt, batches)
+
+    plain = apart("model first", accelerator())
+    orders = ("optimizer made after", "model first", "optimizer first")
+    return [e for o in orders for e in differences(o, apart(o, zero_accelerator()), plain, CLOSE)]
+
+
+@cases.add
+def a_state_that_was_saved_goes_on(rank: int) -> list[str]:
+    """Full and sharded files: a new accelerator goes on with the numbers of the run that was not interrupted."""
+    errors = []
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        with shared_folder() as folder:
+
+            def run(resume: bool, kind: str = kind, folder: Any = folder) -> dict[str, Any]:
+                acc = zero_accelerator(fields={"state_dict_type": kind})
+                model = net()
+                opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+                sched = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+                model, opt, sched = acc.prepare(model, opt, sched)
+                batches = list(acc.prepare(loader()))
+                if resume:
+                    acc.load_state(str(folder))
+                else:
+                    train(acc, model, opt, batches[:3], sched)
+                    acc.save_state(str(folder))
+                return train(acc, model, opt, batches[3:], sched)
+
+            uninterrupted = run(False)
+            errors += differences(kind, run(True), uninterrupted, 0.0)
+    return errors
+
+
+@cases.add
+def save_model_writes_what_a_plain_model_loads(rank: int) -> list[str]:
+    from safetensors.torch import load_file
+
+    acc = zero_accelerator()
+    model = net()
+    model, opt = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    made = train(acc, model, opt, acc.prepare(loader()))
+    with shared_folder() as folder:
+        acc.save_model(model, str(folder))
+        acc.wait_for_everyone()
+        loaded = load_file(folder / "model.safetensors")
+    held = acc.get_state_dict(model)
+    errors = differences("saved", loaded, made["weights"], 0.0)
+    errors += differences("get_state_dict", held, made["weights"], 0.0) if rank == 0 else []
+    if acc.unwrap_model(model) is not model or type(acc.unwrap_model(model)).__name__ != "Sequential":
+        errors.append(f"unwrap_model returns {type(acc.unwrap_model(model))}")
+    return errors
+
+
+@cases.add
+def two_models_and_a_frozen_one(rank: int) -> list[str]:
+    """A frozen teacher comes first, and two students have an optimizer each; saved and loaded again."""
+
+    def run(acc: Any, folder: Any = None) -> dict[str, Any]:
+        teacher, one, two = net(1).requires_grad_(False), net(2), net(3)
+        first = torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-4)
+        second = torch.optim.SGD(two.parameters(), lr=1e-1)
+        if folder is None:
+            teacher = teacher.eval()
+        else:
+            teacher = acc.prepare(teacher)
+        one, two, second, first = acc.prepare(one, two, second, first)
+        losses = []
+        for step, (x, _) in enumerate(acc.prepare(loader())):
+            if step == 2 and folder is not None:
+                acc.save_state(str(folder))
+                for p in [*one.parameters(), *two.parameters(), *teacher.parameters()]:
+                    p.detach().mul_(0.5)
+                acc.load_state(str(folder))
+            with torch.no_grad():
+                wanted = teacher(x)
+            loss = F.mse_loss(one(x), wanted) + F.mse_loss(two(x), wanted)
+            acc.backward(loss)
+            for model in (one, two):
+                losses.append(number(acc.clip_grad_norm_(model.parameters(), 0.5)))
+            for opt in (first, second):
+                opt.step()
+                opt.zero_grad()
+            losses.append(loss.item())
+        return {"losses": losses, "one": weights(one), "two": weights(two), "teacher": weights(teacher)}
+
+    with shared_folder() as folder:
+        return differences("models", run(zero_accelerator(), folder), run(accelerator()), CLOSE)
+
+
+@cases.add
+def accumulation_sends_gradients_once_unless_told_otherwise(rank: int) -> list[str]:
+    from accelerate.utils import GradientAccumulationPlugin
+
+    reduced = {}
+    for each in (False, True):
+        acc = zero_accelerator(
+            fields={"transport": "c10d"},
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4, sync_each_batch=each),
+        )
+        model = net()
+        model, opt = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = list(acc.prepare(loader()))
+        train(acc, model, opt, batches[:4])
+        before = counters(model)["bytes_reduced"]
+        train(acc, model, opt, batches[4:8])
+        reduced[each] = counters(model)["bytes_reduced"] - before
+    return [] if reduced[True] == 4 * reduced[False] > 0 else [f"bytes reduced: {reduced}"]
+
+
+@cases.add
+def states_in_files_make_the_optimizer_a_zero_optimizer(rank: int) -> list[str]:
+    with shared_folder() as folder:
+
+        def run(acc: Any, resume: bool = False) -> tuple[dict[str, Any], Any]:
+            model = net()
+            groups = [
+                {"params": list(model[0].parameters())},
+                {"params": list(model[2].parameters()), "lr": 3e-3},
+            ]
+            opt = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, betas=(0.8, 0.9))
+            sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+            model, opt, sched = acc.prepare(model, opt, sched)
+            batches = list(acc.prepare(loader()))
+            if resume:
+                acc.load_state(str(folder / "state"))
+            else:
+                train(acc, model, opt, batches[:4], sched)
+                acc.save_state(str(folder / "state"))
+            return train(acc, model, opt, batches[4:], sched), opt.optimizer
+
+        fields = {"offload_optimizer": "nvme", "nvme_dir": str(folder)}
+        ours, opt = run(zero_accelerator(fields=fields))
+        again, _ = run(zero_accelerator(fields=fields), resume=True)
+        (folder / "state").rename(folder / "ours") if rank == 0 else None
+        dist.barrier()
+        plain, _ = run(accelerator())
+    errors = differences("in files", ours, plain, CLOSE) + differences("resumed", again, ours, 0.0)
+    if not isinstance(opt, StreamedOptimizer) or opt.cls is not torch.optim.AdamW:
+        errors.append(f"the optimizer is {opt}")
+    return errors
+
+
+@cases.add
+def what_cannot_be_is_refused(rank: int) -> list[str]:
+    def stepped(acc: Any) -> None:
+        model = net()
+        opt = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 8)).sum().backward()
+        opt.step()
+        acc.prepare(model, opt)
+
+    def one_optimizer_of_two(acc: Any) -> None:
+        one, two = net(), net()
+        acc.prepare(one, two, torch.optim.SGD([*one.parameters(), *two.parameters()]))
+        acc.save_state("/nowhere")
+
+    wrong = [
+        (lambda: zero_accelerator(fields={"param_dtype": "fp16"}, mixed_precision="bf16"), "two dtypes"),
+        (lambda: stepped(zero_accelerator()), "has states of the whole"),
+        (lambda: zero_accelerator().prepare(torch.compile(net())), "was compiled by torch.compile before"),
+        (lambda: one_optimizer_of_two(zero_accelerator()), "one optimizer for one model"),
+    ]
+    errors = []
+    for call, said in wrong:
+        try:
+            call()
+        except (ConfigError, IntegrationError) as error:
+            errors += [] if said in str(error) else [f"{said!r} is not in {error}"]
+        else:
+            errors.append(f"{said!r}: nothing was raised")
+    return errors
+
+
+@cases.add
+def others_are_left_as_they_are(rank: int) -> list[str]:
+    """With the overrides in place an accelerator without the plugin is accelerate's own."""
+    import zero_compiler.integrations.accelerate  # noqa: F401
+
+    acc = accelerator()
+    model = acc.prepare(net())
+    return (
+        []
+        if isinstance(model, nn.parallel.DistributedDataParallel) and not is_root(model.module)
+        else [repr(model)]
+    )
+
+
+def alone(rank: int, world: int) -> list[str]:
+    from accelerate import Accelerator
+
+    from zero_compiler.integrations.accelerate import ZeroPlugin
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    plain = script(accelerator_of_one(Accelerator))
+    acc = accelerator_of_one(Accelerator, fsdp_plugin=ZeroPlugin(compute="aten"))
+    ours = script(acc)
+    with tempfile.TemporaryDirectory() as folder:
+        acc.save_state(folder)
+        acc.load_state(folder)
+    return differences("one process", ours, plain, CLOSE)
+
+
+def accelerator_of_one(make: Any, **kwargs: Any) -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return make(**kwargs)
+
+
+def test_one_process_without_a_launcher():
+    (errors,) = run_ranks(alone, 1, group=False)
+    assert not errors
+
+
+@pytest.mark.parametrize("name", cases.names)
+def test_accelerate(name):
+    cases.check(name)

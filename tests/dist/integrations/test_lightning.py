@@ -1,0 +1,303 @@
+"""Lightning's Trainer and Fabric with ``strategy="zero"`` on two CPU ranks, beside its own DDP with the same script."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dist.cases import Cases
+from dist.library_runs import as_rank, differences, shared_folder, weights
+from torch import nn
+
+from zero_compiler.errors import ConfigError
+from zero_compiler.optim.optimizer import StreamedOptimizer
+from zero_compiler.params.modules import is_root, policies_of
+
+pytest.importorskip("lightning", reason="needs the extra lightning")
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+cases = Cases(__name__)
+CLOSE = 1e-6
+CLOSE_BF16 = 3e-2
+
+
+def as_elastic() -> None:
+    as_rank()
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
+def rows() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(48, 8, generator=generator), torch.randn(48, 3, generator=generator)
+    )
+
+
+def module(pl: Any, kind: str = "parts", lr: float = 1e-2) -> Any:
+    """A LightningModule whose step calls parts of it ("parts"), itself ("whole"), or computes by itself ("bare")."""
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(8, 17), nn.GELU())
+            self.heads = nn.ModuleList([nn.Linear(17, 3)])
+            self.scale = nn.Parameter(torch.ones(3))
+            self.losses: list[float] = []
+            self.validated: list[float] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.heads[0](self.body(x)) * self.scale
+
+        def computed(self, x: torch.Tensor) -> torch.Tensor:
+            if kind == "whole":
+                return self(x)
+            if kind == "parts":
+                return self.heads[0](self.body(x)) * self.scale
+            hidden = F.gelu(F.linear(x, self.body[0].weight, self.body[0].bias))
+            return F.linear(hidden, self.heads[0].weight, self.heads[0].bias) * self.scale
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = F.mse_loss(self.computed(batch[0]).float(), batch[1])
+            self.log("loss", loss)
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            loss = F.mse_loss(self.computed(batch[0]).float(), batch[1])
+            self.log("val", loss, sync_dist=True)
+            self.validated.append(loss.item())
+
+        def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            opt = torch.optim.AdamW(self.parameters(), lr=lr, eps=1e-4)
+            return [opt], [{"scheduler": torch.optim.lr_scheduler.StepLR(opt, 2, 0.5), "interval": "step"}]
+
+    return Model()
+
+
+def trainer(pl: Any, strategy: Any, folder: Path, **kwargs: Any) -> Any:
+    as_elastic()
+    return pl.Trainer(
+        **{
+            "strategy": strategy,
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
+            **kwargs,
+        }
+    )
+
+
+def loader(batch: int = 4) -> Any:
+    return torch.utils.data.DataLoader(rows(), batch_size=batch)
+
+
+def fitted(
+    strategy: Any, kind: str = "parts", pl: Any = None, **kwargs: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    if pl is None:
+        import lightning.pytorch as pl
+    with shared_folder() as folder:
+        model = module(pl, kind)
+        t = trainer(pl, strategy, folder, **kwargs)
+        t.fit(model, loader(), loader())
+        said = {"losses": model.losses, "validated": model.validated, "weights": weights(model)}
+        return t, model, said
+
+
+def zero_strategy(**fields: Any) -> Any:
+    from zero_compiler.integrations.lightning import ZeroStrategy
+
+    return ZeroStrategy(**{"compute": "aten", **fields})
+
+
+@cases.add
+def fit_has_the_numbers_of_ddp(rank: int) -> list[str]:
+    errors = []
+    for kind in ("parts", "whole"):
+        _, _, plain = fitted("ddp", kind)
+        for stage in (1, 3):
+            _, model, ours = fitted(zero_strategy(stage=stage), kind)
+            errors += differences(f"{kind} stage {stage}", ours, plain, CLOSE)
+            if not is_root(model) or not policies_of(model)[0].frames:
+                errors.append(f"{kind} stage {stage}: not sharded, or not compiled")
+    return errors
+
+
+@cases.add
+def a_step_without_modules_is_eager_and_says_so(rank: int) -> list[str]:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_compiler").addHandler(handler)
+    _, _, plain = fitted("ddp", "bare", num_sanity_val_steps=0)
+    _, _, ours = fitted(zero_strategy(), "bare", num_sanity_val_steps=0)
+    logging.getLogger("zero_compiler").removeHandler(handler)
+    errors = differences("bare", ours, plain, CLOSE)
+    return errors + ([] if sum("trains sharded but eagerly" in s for s in said) == 1 else [f"said: {said}"])
+
+
+@cases.add
+def accumulation_and_clipping(rank: int) -> list[str]:
+    errors = []
+    for kwargs in (
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
+        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+    ):
+        _, _, plain = fitted("ddp", **kwargs)
+        _, _, ours = fitted(zero_strategy(), **kwargs)
+        errors += differences(str(kwargs), ours, plain, CLOSE)
+    return errors
+
+
+@cases.add
+def bf16_mixed(rank: int) -> list[str]:
+    _, _, plain = fitted("ddp", precision="bf16-mixed")
+    _, model, ours = fitted(zero_strategy(), precision="bf16-mixed")
+    dtype = policies_of(model)[0].config.param_dtype
+    return differences("bf16", ours, plain, CLOSE_BF16) + ([] if dtype == torch.bfloat16 else [f"{dtype}"])
+
+
+@cases.add
+def checkpoints_go_on_and_load_plainly(rank: int) -> list[str]:
+    import lightning.pytorch as pl
+
+    errors = []
+    for sharded in (False, True):
+        with shared_folder() as folder:
+            model = module(pl)
+            t = trainer(pl, zero_strategy(save_distributed_checkpoint=sharded), folder, max_epochs=1)
+            t.fit(model, loader())
+            t.save_checkpoint(folder / "last.ckpt")
+            held = weights(model)
+            dist.barrier()
+            whole = module(pl)
+            t = trainer(pl, zero_strategy(save_distributed_checkpoint=sharded), folder, max_epochs=2)
+            t.fit(whole, loader(), ckpt_path=str(folder / "last.ckpt"))
+            again = module(pl)
+            t = trainer(pl, zero_strategy(), folder, max_epochs=2)
+            t.fit(again, loader())
+            errors += differences(f"sharded={sharded}", weights(whole), weights(again), 0.0)
+            if not sharded:
+                found = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+                errors += differences("plain file", dict(found), held, 0.0)
+    return errors
+
+
+@cases.add
+def names_and_their_placement(rank: int) -> list[str]:
+    import zero_compiler.integrations.lightning  # noqa: F401
+
+    errors = []
+    _, _, plain = fitted("ddp")
+    os.environ.pop("ZERO_NVME_DIR", None)
+    try:
+        fitted("zero_stage_3_nvme")
+        errors.append("zero_stage_3_nvme without a directory: nothing was raised")
+    except ConfigError as error:
+        errors += [] if "ZERO_NVME_DIR" in str(error) else [str(error)]
+    with shared_folder() as folder:
+        os.environ["ZERO_NVME_DIR"] = str(folder)
+        for name in ("zero", "zero_stage_1", "zero_stage_2", "zero_stage_3_offload", "zero_stage_3_nvme"):
+            t, model, ours = fitted(name)
+            errors += differences(name, ours, plain, CLOSE)
+            config = policies_of(model)[0].config
+            stage = int(name[11]) if "stage" in name else 3
+            tier = "nvme" if "nvme" in name else "host" if "offload" in name else None
+            if config.stage != stage or config.offload_optimizer != tier:
+                errors.append(f"{name}: {config}")
+            if (tier is not None) != isinstance(t.optimizers[0], StreamedOptimizer):
+                errors.append(f"{name}: {t.optimizers[0]}")
+    return errors
+
+
+@cases.add
+def prediction_without_training(rank: int) -> list[str]:
+    import lightning.pytorch as pl
+
+    made = []
+    for strategy in ("ddp", zero_strategy()):
+        with shared_folder() as folder:
+            t = trainer(pl, strategy, folder)
+            made.append(torch.cat(t.predict(module(pl), loader())))
+    return differences("predicted", made[1], made[0], CLOSE)
+
+
+@cases.add
+def pytorch_lightning_has_the_names_too(rank: int) -> list[str]:
+    import pytorch_lightning as pl
+
+    import zero_compiler.integrations.lightning  # noqa: F401
+
+    _, _, plain = fitted("ddp", pl=pl)
+    _, model, ours = fitted("zero", pl=pl)
+    return differences("pytorch_lightning", ours, plain, CLOSE) + ([] if is_root(model) else ["not sharded"])
+
+
+@cases.add
+def fabric_loops(rank: int) -> list[str]:
+    from lightning.fabric import Fabric
+
+    import zero_compiler.integrations.lightning  # noqa: F401
+    from zero_compiler.integrations.lightning import ZeroFabricStrategy
+
+    def run(strategy: Any, apart: bool, **kwargs: Any) -> dict[str, Any]:
+        as_elastic()
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **kwargs)
+        fabric.launch()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 17), nn.GELU(), nn.Linear(17, 3))
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        if apart:
+            model = fabric.setup_module(model)
+            opt = fabric.setup_optimizers(opt)
+        else:
+            model, opt = fabric.setup(model, opt)
+        losses = []
+        for step, (x, y) in enumerate(fabric.setup_dataloaders(loader())):
+            waits = step % 2 == 0
+            with fabric.no_backward_sync(model, enabled=waits):
+                loss = F.mse_loss(model(x), y)
+                fabric.backward(loss)
+            losses.append(loss.item())
+            if not waits:
+                fabric.clip_gradients(model, opt, max_norm=0.5)
+                opt.step()
+                opt.zero_grad()
+        with shared_folder() as folder:
+            held = weights(model.module)
+            fabric.save(folder / "state", {"model": model, "opt": opt, "step": 3})
+            for p in model.parameters():
+                p.detach().mul_(0)
+            fabric.load(folder / "state", {"model": model, "opt": opt, "step": 0})
+        return {"losses": losses, "weights": held, "loaded": weights(model.module)}
+
+    plain = run("ddp", False)
+    errors = differences("fabric", run("zero", False), plain, CLOSE)
+    errors += differences("fabric apart", run(ZeroFabricStrategy(compute="aten"), True), plain, CLOSE)
+    return errors
+
+
+@pytest.mark.parametrize("name", cases.names)
+def test_lightning(name):
+    cases.check(name)

@@ -1,0 +1,293 @@
+"""``class T(ZeroMixin, Trainer)`` on two CPU ranks, beside transformers' own DDP with the same arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.cases import Cases
+from dist.library_runs import as_rank, differences, shared_folder, weights
+
+import zero_compiler as zero
+from zero_compiler.errors import IntegrationError
+from zero_compiler.optim.optimizer import StreamedOptimizer
+from zero_compiler.params.modules import is_root
+
+pytest.importorskip("accelerate", reason="needs the extra transformers")
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+cases = Cases(__name__, spawns=7)
+CLOSE = 2e-5  # of sums in another order, through AdamW
+CLOSE_BF16 = 3e-2
+
+
+def model(seed: int = 0) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=60,
+        pad_token_id=60, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def rows(n: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randint(0, 60, (12,), generator=generator) for _ in range(n)]
+    return [{"input_ids": ids, "labels": ids} for ids in made]
+
+
+def arguments(folder: Path, **kwargs: Any) -> Any:
+    from transformers import TrainingArguments
+
+    as_rank()
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder / "out"),
+            "use_cpu": True,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "adam_epsilon": 1e-4,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            **kwargs,
+        }
+    )
+
+
+def trainer(ours: bool, args: Any, **kwargs: Any) -> Any:
+    from transformers import Trainer
+
+    from zero_compiler.integrations.transformers import ZeroMixin
+
+    class Sharded(ZeroMixin, Trainer):
+        pass
+
+    kwargs = {"model": model(), "train_dataset": rows(32), "eval_dataset": rows(8, 1), "args": args, **kwargs}
+    if not ours:
+        return Trainer(**kwargs)
+    return Sharded(zero=kwargs.pop("zero", zero.Config(stage=3, compute="aten")), **kwargs)
+
+
+def told(t: Any) -> dict[str, list[float]]:
+    """What a trainer has logged: losses, norms, rates and evaluations."""
+    history = t.state.log_history
+    return {
+        key: [float(h[key]) for h in history if key in h]
+        for key in ("loss", "grad_norm", "learning_rate", "eval_loss")
+    }
+
+
+def both(tolerance: float = CLOSE, run: Any = None, **kwargs: Any) -> list[str]:
+    """The same training by DDP and by zero."""
+    found = []
+    for ours in (False, True):
+        with shared_folder() as folder:
+            t = trainer(
+                ours,
+                arguments(folder, **kwargs.get("args", {})),
+                **{k: v() for k, v in kwargs.items() if k != "args"},
+            )
+            extra = run(t) if run is not None else (t.train() and None)
+            found.append({"said": told(t), "weights": weights(t.model), "extra": extra or {}})
+            if ours and not is_root(t.model):
+                return ["the model is not sharded"]
+    return differences("zero", found[1], found[0], tolerance)
+
+
+@cases.add
+def it_trains_with_the_numbers_of_ddp(rank: int) -> list[str]:
+    return both()
+
+
+@cases.add
+def accumulation_and_clipping(rank: int) -> list[str]:
+    return both(args={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3})
+
+
+@cases.add
+def bf16(rank: int) -> list[str]:
+    return both(CLOSE_BF16, args={"bf16": True})
+
+
+@cases.add
+def evaluation_and_prediction_before_and_after_training(rank: int) -> list[str]:
+    """A plain Trainer that has evaluated before does not wrap its model for DDP any more, so two of them are compared."""
+
+    def run(ours: bool, train: bool, before: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        with shared_folder() as folder:
+            t = trainer(ours, arguments(folder))
+            if before:
+                said["before"] = t.evaluate()["eval_loss"]
+                said["predicted"] = torch.from_numpy(t.predict(rows(4, 2)).predictions)
+            if train:
+                t.train()
+                said |= {
+                    "loss": told(t)["loss"],
+                    "weights": weights(t.model),
+                    "after": t.evaluate()["eval_loss"],
+                }
+        return said
+
+    plain = run(False, False, True) | run(False, True, False)
+    return differences("zero", run(True, True, True), plain, CLOSE)
+
+
+@cases.add
+def evaluation_without_training(rank: int) -> list[str]:
+    return both(run=lambda t: {"loss": t.evaluate()["eval_loss"]})
+
+
+@cases.add
+def optimizers_that_are_given(rank: int) -> list[str]:
+    def run(ours: bool) -> dict[str, Any]:
+        with shared_folder() as folder:
+            made = model()
+            opt = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+            sched = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+            t = trainer(ours, arguments(folder), model=made, optimizers=(opt, sched))
+            t.train()
+            return {"said": told(t), "weights": weights(t.model)}
+
+    return differences("zero", run(True), run(False), CLOSE)
+
+
+@cases.add
+def states_in_files_with_a_scheduler_that_is_given(rank: int) -> list[str]:
+    def run(ours: bool, resume: bool = False, folder: Any = None) -> dict[str, Any]:
+        made = model()
+        opt = torch.optim.AdamW(made.parameters(), lr=1e-3, eps=1e-4)
+        sched = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        more = (
+            {"zero": zero.Config(compute="aten", offload_optimizer="nvme", nvme_dir=str(folder))}
+            if ours
+            else {}
+        )
+        args = arguments(folder, save_strategy="steps", save_steps=2)
+        t = trainer(ours, args, model=made, optimizers=(opt, sched), **more)
+        t.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2") if resume else None)
+        if ours and not isinstance(t.optimizer.optimizer, StreamedOptimizer):
+            raise AssertionError(f"the optimizer is {t.optimizer}")
+        return {
+            "loss": told(t)["loss"][-2:],
+            "rate": told(t)["learning_rate"][-2:],
+            "weights": weights(t.model),
+        }
+
+    with shared_folder() as theirs:
+        plain = run(False, False, theirs)
+    with shared_folder() as folder:
+        whole = run(True, False, folder)
+        again = run(True, True, folder)
+    return differences("in files", whole, plain, CLOSE) + differences("resumed", again, whole, 0.0)
+
+
+@cases.add
+def the_best_model_at_the_end_and_early_stopping(rank: int) -> list[str]:
+    from transformers import EarlyStoppingCallback
+
+    args = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 8,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+
+    def run(t: Any) -> dict[str, Any]:
+        t.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+        t.train()
+        return {"steps": t.state.global_step, "best": t.evaluate()["eval_loss"]}
+
+    return both(args=args, run=run)
+
+
+def resumed(rank: int, kind: str) -> list[str]:
+    def run(folder: Path, resume: bool) -> dict[str, Any]:
+        args = arguments(
+            folder, save_strategy="steps", save_steps=2, max_steps=5, fsdp_config={"state_dict_type": kind}
+        )
+        t = trainer(True, args)
+        t.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2") if resume else None)
+        return {"loss": told(t)["loss"][-3:], "weights": weights(t.model)}
+
+    with shared_folder() as folder:
+        whole = run(folder, False)
+        return differences(kind, run(folder, True), whole, 0.0)
+
+
+@cases.add
+def resume_from_whole_files(rank: int) -> list[str]:
+    return resumed(rank, "FULL_STATE_DICT")
+
+
+@cases.add
+def resume_from_sharded_files(rank: int) -> list[str]:
+    return resumed(rank, "SHARDED_STATE_DICT")
+
+
+@cases.add
+def save_model_is_read_by_from_pretrained(rank: int) -> list[str]:
+    from transformers import GPT2LMHeadModel
+
+    errors = []
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        with shared_folder() as folder:
+            t = trainer(True, arguments(folder, fsdp_config={"state_dict_type": kind}))
+            t.train()
+            t.save_model(str(folder / "saved"))
+            dist.barrier()
+            loaded = GPT2LMHeadModel.from_pretrained(folder / "saved")
+            errors += differences(kind, weights(loaded), weights(t.model), 0.0)
+    return errors
+
+
+@cases.add
+def generation_in_a_callback(rank: int) -> list[str]:
+    """Ranks whose texts end at different lengths generate together."""
+    from transformers import TrainerCallback
+
+    texts: list[Any] = []
+
+    class Generates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 2:
+                inner = getattr(model, "module", model)
+                prompt = torch.tensor([[1 + dist.get_rank(), 2]])
+                with torch.no_grad():
+                    out = inner.generate(prompt, max_new_tokens=3 + dist.get_rank(), do_sample=False)
+                texts.append(out.tolist())
+
+    def run(t: Any) -> dict[str, Any]:
+        texts.clear()
+        t.add_callback(Generates())
+        t.train()
+        return {"texts": torch.tensor(texts[0])}
+
+    return both(run=run)
+
+
+@cases.add
+def what_cannot_be_is_refused(rank: int) -> list[str]:
+    errors = []
+    with shared_folder() as folder:
+        for wrong in ({"fsdp": "full_shard"},):
+            try:
+                trainer(True, arguments(folder, **wrong))
+            except (IntegrationError, ValueError) as error:
+                errors += [] if "leave out fsdp" in str(error) else [str(error)]
+            else:
+                errors.append(f"{wrong}: nothing was raised")
+    return errors
+
+
+@pytest.mark.parametrize("name", cases.names)
+def test_trainer(name):
+    cases.check(name)

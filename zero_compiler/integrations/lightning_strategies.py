@@ -1,0 +1,334 @@
+"""Strategies of Lightning's Trainer and Fabric that train sharded, for each package that Lightning is published as.
+
+Lightning is published three times over: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``. Each
+has classes of its own, so a strategy is made for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..errors import ConfigError
+from ..params.contexts import no_sync
+from ..params.modules import call_as_forward, is_root, policies_of
+from . import prepared
+
+log = logging.getLogger("zero_compiler")
+
+DIRECTORY = "ZERO_NVME_DIR"  # the variable that says where the files of zero_stage_3_nvme lie
+_PRECISION = {
+    "32-true": None,
+    "bf16-true": None,  # the weights are of this type themselves
+    "16-true": None,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+def _with_precision(config: Config, precision: str) -> Config:
+    """The configuration with what ``precision=`` of Lightning says of ``param_dtype``.
+
+    Raises:
+        ConfigError: zero knows no such precision, or the configuration has another ``param_dtype``.
+    """
+    if precision not in _PRECISION:
+        raise ConfigError(
+            f"zero trains with precision {', '.join(_PRECISION)}, not {precision!r}: choose one of these"
+        )
+    dtype = _PRECISION[precision]
+    if dtype is None:
+        return config
+    if config.param_dtype not in (None, dtype):
+        raise ConfigError(
+            f"precision={precision!r} and param_dtype={config.param_dtype} are two dtypes for one computation; give "
+            "one of them"
+        )
+    return config if config.param_dtype is not None else Config.make(config, {"param_dtype": dtype})
+
+
+def _calls_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that a step of a LightningModule can call: those with a forward and parameters."""
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is not nn.Module.forward and not _is_container(child):
+            yield child
+        else:
+            yield from _calls_of(child)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _strategies(package: str) -> tuple[Any, Any]:
+    """The strategies of a Trainer and of Fabric for one of Lightning's packages; None for what it has not."""
+    trainer = fabric = None
+    if package in ("lightning", "pytorch_lightning"):
+        pl = "lightning.pytorch" if package == "lightning" else package
+        trainer = _trainer_strategy(importlib.import_module(f"{pl}.strategies").ModelParallelStrategy, pl)
+    if package in ("lightning", "lightning_fabric"):
+        name = "lightning.fabric" if package == "lightning" else package
+        fabric = _fabric_strategy(importlib.import_module(f"{name}.strategies").ModelParallelStrategy, name)
+    return trainer, fabric
+
+
+class _StepsAsForwards:
+    """A step is a forward of the sharded module: weights that it uses itself are whole, and the modules that it calls
+    run compiled. It stands before Lightning's own strategy, whose steps it calls."""
+
+    lightning_module: Any
+
+    def training_step(self, *args: object, **kwargs: object) -> object:
+        out = self._as_forward("training_step", args, kwargs)
+        _say_if_nothing_compiled(self.lightning_module)
+        return out
+
+    def validation_step(self, *args: object, **kwargs: object) -> object:
+        return self._as_forward("validation_step", args, kwargs)
+
+    def test_step(self, *args: object, **kwargs: object) -> object:
+        return self._as_forward("test_step", args, kwargs)
+
+    def predict_step(self, *args: object, **kwargs: object) -> object:
+        return self._as_forward("predict_step", args, kwargs)
+
+    def _as_forward(self, step: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        lightnings_own = getattr(super(), step)
+        return call_as_forward(self.lightning_module, _step(lightnings_own), *args, **kwargs)
+
+
+# Long: a class of Lightning's, of which there may be two, with one method for each of its seams.
+def _trainer_strategy(base: Any, pl: str) -> Any:
+    fitting = importlib.import_module(f"{pl}.trainer.states").TrainerFn.FITTING
+
+    class ZeroStrategy(_StepsAsForwards, base):
+        """Trains a LightningModule sharded; no ``configure_model`` is asked for.
+
+        Args:
+            stage: ZeRO stage 0 to 3.
+            config: a :class:`zero_compiler.Config`; ``fields`` are its fields given one by one.
+            save_distributed_checkpoint: each rank writes its rows into a folder. By default rank 0 writes one file,
+                which ``load_from_checkpoint`` reads without zero.
+        """
+
+        strategy_name = "zero"
+        model: Any
+        optimizers: Any
+
+        def __init__(
+            self,
+            stage: int | None = None,
+            *,
+            config: Config | None = None,
+            save_distributed_checkpoint: bool = False,
+            process_group_backend: str | None = None,
+            **fields: Any,
+        ) -> None:
+            if stage is not None:
+                fields["stage"] = stage
+            self.config = Config.make(config, fields)
+            super().__init__(
+                tensor_parallel_size=1,
+                save_distributed_checkpoint=save_distributed_checkpoint,
+                process_group_backend=process_group_backend,
+            )
+
+        def setup_environment(self) -> None:
+            self._data_parallel_size = self.num_nodes * self.num_processes
+            super().setup_environment()
+
+        def setup(self, trainer: Any) -> None:
+            assert self.accelerator is not None
+            self.accelerator.setup(trainer)
+            model = self.precision_plugin.convert_module(self.model)
+            self.model = model
+            shard_module(model, self.config, self.precision_plugin.precision, self.root_device, "Trainer")
+            self.barrier()
+            if trainer.state.fn == fitting:
+                self.setup_optimizers(trainer)
+            self.setup_precision_plugin()
+
+        def setup_optimizers(self, trainer: Any) -> None:
+            super().setup_optimizers(trainer)
+            made = []
+            for optimizer in self.optimizers:
+                prepared.follow(optimizer)
+                new = prepared.streamed(optimizer, self.config)
+                for configured in self.lr_scheduler_configs:
+                    if configured.scheduler.optimizer is optimizer:
+                        configured.scheduler.optimizer = new
+                made.append(new)
+            self.optimizers = made
+
+        def model_to_device(self) -> None:
+            """Sharding has done that."""
+
+        @contextlib.contextmanager
+        def block_backward_sync(self) -> Iterator[None]:
+            with no_sync(self.model):
+                yield
+
+        @classmethod
+        def register_strategies(cls, strategy_registry: Any) -> None:
+            _register(strategy_registry, cls)
+
+    ZeroStrategy.__module__ = __name__
+    return ZeroStrategy
+
+
+# Long: as that of the Trainer.
+def _fabric_strategy(base: Any, name: str) -> Any:
+    control: Any = importlib.import_module(f"{name}.strategies.strategy")._BackwardSyncControl
+
+    class NoSync(control):
+        def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+            return no_sync(module) if enabled else contextlib.nullcontext()
+
+    class ZeroFabricStrategy(base):
+        """Trains what Fabric sets up sharded. Arguments are those of :class:`ZeroStrategy`."""
+
+        def __init__(
+            self,
+            stage: int | None = None,
+            *,
+            config: Config | None = None,
+            save_distributed_checkpoint: bool = True,
+            process_group_backend: str | None = None,
+            **fields: Any,
+        ) -> None:
+            if stage is not None:
+                fields["stage"] = stage
+            self.config = Config.make(config, fields)
+            super().__init__(
+                parallelize_fn=lambda module, mesh: module,
+                tensor_parallel_size=1,
+                save_distributed_checkpoint=save_distributed_checkpoint,
+                process_group_backend=process_group_backend,
+            )
+            self._backward_sync_control = NoSync()
+            self._made: list[torch.optim.Optimizer] = []
+
+        def setup_environment(self) -> None:
+            self._data_parallel_size = self.num_nodes * self.num_processes
+            super().setup_environment()
+
+        def setup_module(self, module: nn.Module) -> nn.Module:
+            return self._shard(module, [])
+
+        def setup_module_and_optimizers(
+            self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+        ) -> Any:
+            self._shard(module, optimizers)
+            made = [self.setup_optimizer(optimizer) for optimizer in optimizers]
+            if scheduler is not None:
+                for old, new in zip(optimizers, made, strict=True):
+                    if scheduler.optimizer is old:
+                        scheduler.optimizer = new
+            return module, made, scheduler
+
+        def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+            prepared.follow(optimizer)
+            return prepared.streamed(optimizer, self.config)
+
+        def _shard(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+            shard_module(
+                module, self.config, self.precision.precision, self.root_device, "Fabric", optimizers
+            )
+            return module
+
+        @classmethod
+        def register_strategies(cls, strategy_registry: Any) -> None:
+            _register(strategy_registry, cls)
+
+    ZeroFabricStrategy.__module__ = __name__
+    return ZeroFabricStrategy
+
+
+def shard_module(
+    module: nn.Module,
+    config: Config,
+    precision: str,
+    device: torch.device,
+    who: str,
+    optimizers: list[torch.optim.Optimizer] | None = None,
+) -> None:
+    """Shard a module in place, once, and let it be compiled as a whole and by the modules that its steps call."""
+    if is_root(module):
+        return
+    made = _with_precision(config, precision)
+    prepared.shard_and_compile(module, made, optimizers=optimizers or (), device=device.type)
+    for part in _calls_of(module):
+        part.compile(backend="zero")
+    log.info("%s: zero stage %d over %d ranks", type(module).__name__, made.stage, prepared.ranks())
+    prepared.tell(who, made)
+
+
+def _step(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, *args, **kwargs: method(*args, **kwargs)
+
+
+def _say_if_nothing_compiled(module: nn.Module) -> None:
+    """Where no part of a first training step was compiled, it runs eagerly, which is slow: say so once."""
+    if module.__dict__.get("_zero_compiled_said"):
+        return
+    module.__dict__["_zero_compiled_said"] = True
+    if not any(policy.frames for policy in policies_of(module)):
+        log.warning(
+            "%s: training_step calls no module that zero could compile, so it trains sharded but eagerly, which is "
+            "slow: compute in the forward of a module that training_step calls",
+            type(module).__name__,
+        )
+
+
+def _register(registry: Any, strategy: Any) -> None:
+    def in_files(**kwargs: Any) -> Any:
+        folder = os.environ.get(DIRECTORY)
+        if not folder:
+            raise ConfigError(
+                f'strategy="zero_stage_3_nvme" needs the variable {DIRECTORY}, the directory for its files'
+            )
+        return strategy(
+            stage=3,
+            offload_params="nvme",
+            offload_grads="nvme",
+            offload_optimizer="nvme",
+            nvme_dir=folder,
+            **kwargs,
+        )
+
+    offload = {"offload_params": "host", "offload_grads": "host", "offload_optimizer": "host"}
+    for name, make, fields in (
+        ("zero", strategy, {"stage": 3}),
+        ("zero_stage_1", strategy, {"stage": 1}),
+        ("zero_stage_2", strategy, {"stage": 2}),
+        ("zero_stage_3_offload", strategy, {"stage": 3, **offload}),
+        ("zero_stage_3_nvme", in_files, {}),
+    ):
+        registry.register(name, make, description=f"zero_compiler, {name}", override=True, **fields)
+
+
+# The strategies of the packages that were entered, by name of the package: that of a Trainer and that of Fabric.
+made: dict[str, tuple[Any, Any]] = {}
+
+
+def register(package: str) -> None:
+    """Make the strategies of one of Lightning's packages, and enter their names into its registries, once."""
+    if package in made:
+        return
+    made[package] = trainer, fabric = _strategies(package)
+    if trainer is not None:
+        name = "lightning.pytorch" if package == "lightning" else package
+        _register(importlib.import_module(f"{name}.strategies").StrategyRegistry, trainer)
+    if fabric is not None:
+        name = "lightning.fabric" if package == "lightning" else package
+        _register(importlib.import_module(f"{name}.strategies").STRATEGY_REGISTRY, fabric)
