@@ -45,7 +45,7 @@ def joint_passes(o: PassOptions = _DEFAULT, min_cuts: Cuts | None = None) -> Pip
     """Passes over a joint graph.
 
     Args:
-        cuts: minimum cuts that were found for a copy of it; grows (see `choose_saved.py`).
+        min_cuts: minimum cuts that were found for a copy of it; grows (see `choose_saved.py`).
     """
     saved = ChooseSaved(
         o.activation_bytes, o.bucket_bytes, o.recompute, o.away, o.tiers, {} if min_cuts is None else min_cuts

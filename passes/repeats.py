@@ -1,4 +1,4 @@
-"""Where a list of nodes repeats itself, as a model of equal layers does."""
+"""Finds repeated runs in a list of nodes, as the equal layers of a model make them."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The engine in C++, as Python sees it: transfers, arenas and transports (csrc/bindings.cc)."""
+
 from typing import Any
 
 class Engine:

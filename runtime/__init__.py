@@ -1,1 +1,1 @@
-"""What runs a Program: the session, the tiers, file I/O and the reference executor. It decides nothing."""
+"""What runs a Program: the session, copies between tiers, the autograd bridge and the reference executor. It decides nothing."""

@@ -26,7 +26,7 @@ GONE = "the sharded model of this call no longer exists"
 
 
 class ModelRuntime:
-    """Runtime state of one policy; made at its first compile and dropped with it.
+    """Runtime state of one sharded model; made at its first compile and dropped with it.
 
     Compiled calls of several threads take turns (`pools.in_turn`); what is eager is not safe for two at once.
     """
@@ -71,7 +71,7 @@ class ModelRuntime:
         self.whole: dict[tuple[str, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
         self.planned: tuple[Any, Any] | None = (
-            None  # what its calls may take, and by which frames (see Session)
+            None  # what its calls may take, and by which frames (see CallDecisions)
         )
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
         weakref.finalize(policy, self.close).atexit = False

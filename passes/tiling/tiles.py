@@ -1,4 +1,4 @@
-"""What loops over tiles of weights are written with: a tile that is gathered, an operator on it, a gradient's tile."""
+"""Inserts the nodes of one tile of a weight: its gather, the operator on it, the reduction of its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where compiled Programs go: the interface of what runs them, the engine's, and that of plans."""
+"""Loads compiled Programs: into the engine, which runs them, or into a report, where only a plan is wanted."""
 
 from __future__ import annotations
 

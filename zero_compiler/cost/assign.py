@@ -1,6 +1,6 @@
-"""Which option to take for each of many things, so that rooms of bytes hold them all and the cost is least.
+"""A multiple-choice knapsack: one option for each tensor, so that budgets of bytes hold all and the cost is least.
 
-A multiple-choice knapsack with several rooms, by dynamic programming over what has been taken of each. Exact as long
+It has several budgets at once, and is solved by dynamic programming over what has been taken of each. Exact as long
 as there are few different sums; beyond that the plane of sums is divided into cells, each of which keeps its cheapest.
 Sums themselves stay exact, so that what is found always fits.
 """

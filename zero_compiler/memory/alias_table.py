@@ -1,4 +1,4 @@
-"""The storages in which the values of a Program lie, for whoever counts bytes by its instructions alone."""
+"""Storages of a Program: how many bytes each has, and in which ones each value may lie. The verifier counts by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of a rank as it makes or steps its optimizer: no peer waits for it there, so the next call of each is told."""
+"""Tells other ranks of an error in making or stepping an optimizer: none waits there, so the next call of each raises."""
 
 from __future__ import annotations
 

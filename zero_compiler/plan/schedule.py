@@ -1,7 +1,8 @@
 """How far ahead of its use each unit's gathers start: decided once for a model's phase, for all ranks.
 
 What the times say depends on the sizes of a batch, which ranks may legally disagree about; the order of
-collectives must not. So rank 0 decides, and what was decided stands for every later compilation.
+collectives must not. So one rank decides (rank 0, or under a budget the one with
+the least room), and what was decided stands for every later compilation.
 """
 
 from __future__ import annotations

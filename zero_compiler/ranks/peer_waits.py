@@ -1,4 +1,4 @@
-"""Waits for other ranks, which end where one of those is gone, and what is said then."""
+"""Waits for other ranks that end when one of them is gone, late, or in a deadlock, with an error that names it."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Asynchronous file I/O in C++, as Python sees it (csrc/aio_bindings.cc)."""
+
 ALIGN: int
 DEFAULT_BLOCK_BYTES: int
 DEFAULT_DEPTH: int

@@ -2,7 +2,7 @@
 
 Usable by itself::
 
-    from zero_compiler.runtime import aio
+    from zero_compiler.storage import aio
 
     with aio.Engine() as io:
         block = aio.buffer(64 << 20)  # uint8, aligned, pinned where there is an accelerator

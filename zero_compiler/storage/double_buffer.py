@@ -1,4 +1,4 @@
-"""In which order jobs are read, computed and written back through a fixed number of buffers.
+"""A pipeline of reading, computing and writing back jobs (updates of an optimizer) through a fixed number of buffers.
 
 `streaming.py` does so with memory and files, and the plan (`simulate.py`) with times: what is counted is what runs.
 """

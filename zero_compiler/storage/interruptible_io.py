@@ -1,4 +1,4 @@
-"""What moves bytes by file engines in several calls, and leaves nothing under way after one that broke off."""
+"""Runs several calls of file I/O so that one that fails, or is interrupted, leaves no request under way."""
 
 from __future__ import annotations
 

@@ -72,6 +72,17 @@ def test_a_value_read_after_it_was_freed():
     bad(p, r"value \d+ is read after it was freed")
 
 
+def test_a_weight_read_after_its_release():
+    """A release that moves before the last reader of its weight."""
+    p = program()
+    release = at(p, Release)
+    reader = max(
+        i for i, instr in enumerate(p.instrs[:release]) if set(p.instrs[release].frees) & set(instr.reads)
+    )
+    p.instrs.insert(reader, p.instrs.pop(release))
+    bad(p, r"value \d+ is read after it was freed")
+
+
 def test_a_value_written_twice():
     p = program()
     i = at(p, Compute, 1)
