@@ -1,1 +1,1 @@
-"""What runs a Program: the session, copies between tiers, the autograd bridge and the reference executor. It decides nothing."""
+"""What runs a Program: the session, tier copies, the autograd bridge and the reference executor. It decides nothing."""

@@ -1,4 +1,4 @@
-"""Tells other ranks of an error in making or stepping an optimizer: none waits there, so the next call of each raises."""
+"""Tells other ranks of an error in making or stepping an optimizer: none waits there, so their next call raises."""
 
 from __future__ import annotations
 

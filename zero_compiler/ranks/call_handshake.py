@@ -65,7 +65,7 @@ def meet(group: Group, doing: bytes, text: Callable[[], str], what: str, more: b
     Raises:
         RankMismatchError: on every rank, naming the first difference.
         TransferError: a peer did not answer.
-        ZeroError: of a peer that could not make its part of the call; see :func:`~zero_compiler.ranks.failure_broadcast.fail`.
+        ZeroError: of a peer that could not make its part of the call; see `failure_broadcast.py`.
     """
     group = group.everyone
     peer_connections.in_a_call()
