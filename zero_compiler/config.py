@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from . import inductor_options
 from .errors import ConfigError
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -83,6 +84,10 @@ class Config:
             share, with the process group between several hosts; "auto" takes "shared" where it is possible on every
             rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
+        mode: how hard Inductor tries, as ``torch.compile(mode=...)`` says it: "default" or "max-autotune-no-cudagraphs".
+            None: Inductor's own configuration as it is.
+        inductor: fields of ``torch._inductor.config`` by name, for what segments are compiled with; over ``mode``.
+            Held as their JSON.
         kernels: "auto" gives large float32 products on CPU to oneDNN where calibration found it faster than torch's
             BLAS; "torch" leaves every operator to the library that torch takes.
         hardware: description of the machine that plans are made for: a preset or a JSON file. None: what
@@ -122,6 +127,8 @@ class Config:
     nvme_rest_bytes: int | None = None
     transport: str = "auto"
     compute: str = "inductor"
+    mode: str | None = None
+    inductor: Mapping[str, object] | str | None = None
     kernels: str = "auto"
     hardware: str | None = None
     memory_budget_bytes: int | None = None
@@ -189,6 +196,14 @@ class Config:
             raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
         if self.compute not in _COMPUTE:
             raise ConfigError(f"compute must be one of {', '.join(_COMPUTE)}, not {self.compute!r}")
+        object.__setattr__(self, "inductor", inductor_options.as_held(self.inductor))
+        if self.mode is not None:
+            inductor_options.check_mode(self.mode)
+        for name in ("mode", "inductor"):
+            if getattr(self, name) is not None and self.compute != "inductor":
+                raise ConfigError(
+                    f'{name} is for what Inductor compiles: give compute="inductor", not {self.compute!r}'
+                )
         if self.kernels not in _KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(_KERNELS)}, not {self.kernels!r}")
         for name in ("nvme_keep", "nvme_checksums", "partition_activations"):

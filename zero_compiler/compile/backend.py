@@ -21,11 +21,12 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import inductor_options
 from ..cost.simulate import simulate
 from ..cost.timeline import Timeline
 from ..emit.no_sync_program import accumulating
 from ..emit.segments import SegmentCompiler
-from ..errors import ConfigError, ZeroError
+from ..errors import ZeroError
 from ..ir import ops
 from ..ir.program import Program
 from ..memory.verify import verify_accumulating
@@ -124,10 +125,8 @@ def _raiser(error: ZeroError, broken: Broken) -> Callable[..., object]:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[object], options: object, mode: object
 ) -> Callable[..., object]:
-    if mode is not None:
-        raise ConfigError(
-            f'torch.compile(mode={mode!r}) is not an option of backend "zero"; use options={{...}}'
-        )
+    if mode is not None:  # torch.compile takes a mode or options, and not both
+        options = {"mode": mode}
     guard_optimizers()
     call = compile_with(gm, example_inputs, options, EngineLoader())
     _watch_limit(gm, options)
@@ -257,12 +256,13 @@ class _FrameCompiler:
         self.fitting = Fitting(state, self.lowering, self.segments)
 
     def _segment_compiler(self) -> SegmentCompiler:
-        state = self.state
+        state, config = self.state, self.state.config
+        made = SegmentCompiler(config.compute, inductor_options.patches(config.mode, config.inductor))
         if state.first is None:
-            return SegmentCompiler(state.config.compute)
+            return made
         # Frames of one model share artifacts: a graph break or another phase does not compile a layer again.
         known = state.first.compilers
-        return known.setdefault(state.config.compute, SegmentCompiler(state.config.compute))
+        return known.setdefault((config.compute, config.mode, config.inductor), made)
 
     def decompositions(self) -> object:
         state = self.state

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,15 @@ def _offset(val: torch.Tensor, begin: fx.node.Argument) -> object:
 
 
 class SegmentCompiler:
-    """Compiles segments and remembers them by structure; one a model."""
+    """Compiles segments and remembers them by structure; one a model.
 
-    def __init__(self, compute: str) -> None:
+    Args:
+        patches: fields of ``torch._inductor.config``, by name, as they are to be meanwhile.
+    """
+
+    def __init__(self, compute: str, patches: Mapping[str, object] | None = None) -> None:
         self.compute = compute
+        self._patches = dict(patches or {})
         self._done: dict[tuple[str, bool, bool], Artifact] = {}
         self._constants: list[
             object
@@ -143,7 +148,7 @@ class SegmentCompiler:
             self._constants += [_attribute(seg.root, n.target) for n in constants]
             fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.graph.nodes)
             if fuses:
-                done = _inductor(seg, is_inference, is_backward)
+                done = _inductor(seg, is_inference, is_backward, self._patches)
             else:
                 done = Artifact(key, _aten(seg) if fuse else _as_promised(_aten(seg), seg))
             self._done[(done.key, is_inference, fuse)] = done
@@ -216,7 +221,9 @@ def _aten(seg: SegmentGraph) -> SegmentFn:
     return run
 
 
-def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Artifact:
+def _inductor(
+    seg: SegmentGraph, is_inference: bool, is_backward: bool, patches: Mapping[str, object]
+) -> Artifact:
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -233,8 +240,8 @@ def _inductor(seg: SegmentGraph, is_inference: bool, is_backward: bool) -> Artif
     gm.recompile()
     mode = torch._guards.detect_fake_mode(seg.inputs)
     # Graphs of a device would copy gathered weights into memory of their own, which no plan has.
-    no_capture = inductor_config.patch("triton.cudagraphs", False)
-    with V.set_fake_mode(mode), _strides_not_reported(), no_capture:
+    patched = inductor_config.patch({**patches, "triton.cudagraphs": False})
+    with V.set_fake_mode(mode), _strides_not_reported(), patched:
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
     # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for others, and
     # so is this.

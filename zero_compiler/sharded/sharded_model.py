@@ -170,7 +170,7 @@ class ShardedModel:
         self.key = f"m{next(_keys)}"
         self.runtime: Any = None  # made by the first compile; dies with this
         self.frames: list[Any] = []  # compiled ones, for the report
-        self.compilers: dict[str, object] = {}
+        self.compilers: dict[object, object] = {}
         # Flat chunks by name, with where they were found: module, attribute, all places, parameter, local tensor and
         # its address.
         self.at_rest: dict[str, tuple[object, ...]] = {}

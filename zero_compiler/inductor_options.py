@@ -1,0 +1,75 @@
+"""Options of Inductor for the segments that it compiles: a mode of ``torch.compile``, and fields of its configuration."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import reprlib
+from collections.abc import Mapping
+
+from .errors import ConfigError
+
+_GRAPHS = "triton.cudagraphs"
+_NO_GRAPHS = "graphs of a device would copy gathered weights into memory of their own, which no plan has"
+
+
+def check_mode(mode: object) -> None:
+    """Raise where ``mode`` is none that segments can be compiled in.
+
+    Raises:
+        ConfigError: it is unknown, or records graphs of a device.
+    """
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    plain = [name for name, fields in modes.items() if not fields.get(_GRAPHS)]
+    if mode in plain:
+        return
+    if isinstance(mode, str) and mode in modes:
+        raise ConfigError(f"mode={mode!r} is not possible: {_NO_GRAPHS}; use one of {', '.join(plain)}")
+    raise ConfigError(f"mode must be one of {', '.join(plain)}, not {reprlib.repr(mode)}")
+
+
+def as_held(fields: object) -> str | None:
+    """Fields of ``torch._inductor.config`` by name, or their JSON, as a configuration holds them: JSON in one order.
+
+    Raises:
+        ConfigError: they are no dictionary, a field is unknown, or its value is of another type.
+    """
+    if fields is None:
+        return None
+    if isinstance(fields, str):
+        try:
+            fields = json.loads(fields)
+        except ValueError as error:
+            raise ConfigError(f"inductor must be a dictionary or its JSON: {error}") from None
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"inductor must be a dictionary of fields by name, not {reprlib.repr(fields)}")
+    from torch._inductor import config
+
+    known = config.shallow_copy_dict()
+    for name, value in fields.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; torch._inductor.list_options() has them all"
+            raise ConfigError(f"unknown option {reprlib.repr(name)} in inductor={{...}}{hint}")
+        if name == _GRAPHS and value:
+            raise ConfigError(f"inductor={{{name!r}: {value!r}}} is not possible: {_NO_GRAPHS}")
+        if known[name] is not None and value is not None and type(value) is not type(known[name]):
+            raise ConfigError(
+                f"inductor={{{name!r}: {value!r}}}: the value must be of type {type(known[name]).__name__}"
+            )
+    try:
+        return json.dumps(dict(fields), sort_keys=True)
+    except TypeError as error:
+        raise ConfigError(
+            f"inductor={{...}} takes values that JSON has, since ranks compare them: {error}"
+        ) from None
+
+
+def patches(mode: str | None, held: str | None) -> dict[str, object]:
+    """What Inductor's configuration is to be while a segment is compiled."""
+    from torch._inductor import list_mode_options
+
+    found: dict[str, object] = {} if mode is None else dict(list_mode_options(mode))
+    return found if held is None else found | json.loads(held)
