@@ -1,4 +1,4 @@
-"""Options of Inductor for the segments that it compiles: a mode of ``torch.compile``, and fields of its configuration."""
+"""Options of Inductor for the segments that it compiles: a mode of ``torch.compile``, fields of its configuration."""
 
 from __future__ import annotations
 

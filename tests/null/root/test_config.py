@@ -43,13 +43,19 @@ def every_field(folder):
 
 def test_a_config_comes_back_from_json_whole(tmp_path):
     given, fields = every_field(tmp_path), dataclasses.fields(zero.Config)
-    assert [f.name for f in fields if given.get(f.name, f.default) == f.default] == []
-    for config in (zero.Config(**given), zero.Config(stage=1), zero.Config()):
+    # What Inductor is told is for what it compiles.
+    told = {"mode": "default", "inductor": '{"epilogue_fusion": false}', **given, "compute": "inductor"}
+    assert [f.name for f in fields if f.default in (given.get(f.name, f.default), told[f.name])] == [
+        "compute",
+        "mode",
+        "inductor",
+    ]
+    for config in (zero.Config(**given), zero.Config(**told), zero.Config(stage=1), zero.Config()):
         text = config.to_json()
         again = zero.Config.from_dict(json.loads(text))
         assert again == config
         assert again.to_json() == text
-    assert dataclasses.asdict(zero.Config(**given)) == given
+    assert dataclasses.asdict(zero.Config(**given)) == {"mode": None, "inductor": None, **given}
 
 
 def test_a_config_is_frozen(tmp_path):

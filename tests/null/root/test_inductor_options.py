@@ -21,7 +21,8 @@ def test_fields_are_held_as_json_and_come_back():
     assert inductor_options.patches(None, made.inductor) == FIELDS
     assert inductor_options.patches(None, None) == {}
     both = inductor_options.patches("max-autotune-no-cudagraphs", '{"max_autotune": false}')
-    assert both["max_autotune"] is False and both["coordinate_descent_tuning"] is True
+    assert both["max_autotune"] is False
+    assert both["coordinate_descent_tuning"] is True
 
 
 @pytest.mark.parametrize(
@@ -88,5 +89,6 @@ def test_segments_are_compiled_with_them(given, monkeypatch):
     torch.testing.assert_close(torch.compile(model, backend="zero", **given)(x), plain(x))
     want = (False, 5) if "options" in given else before[:2]
     tuned = given.get("mode", given.get("options", {}).get("mode")) is not None
-    assert seen and set(seen) == {(*want, tuned)}
+    assert seen
+    assert set(seen) == {(*want, tuned)}
     assert (config.epilogue_fusion, config.max_fusion_size, config.max_autotune) == before
