@@ -46,9 +46,9 @@ def test_fields_are_held_as_json_and_come_back():
         ({"inductor": "{"}, "inductor must be a dictionary or its JSON: "),
         (
             {"mode": "reduce-overhead"},
-            "mode='reduce-overhead' is not possible: .*; use one of default, max-autotune-no",
+            "mode='reduce-overhead' is not possible: .*; use one of default, .*max-autotune-no",
         ),
-        ({"mode": "fast"}, "mode must be one of default, max-autotune-no-cudagraphs, not 'fast'"),
+        ({"mode": "fast"}, "mode must be one of default, .*max-autotune-no-cudagraphs, not 'fast'"),
         (
             {"mode": "default", "compute": "aten"},
             'mode is for what Inductor compiles: give compute="inductor"',
