@@ -30,10 +30,12 @@ class ShardedStateDict(OrderedDict[str, Any]):
             ShardedStateDict.said = True
             mesh = shard.device_mesh
             log.warning(
-                "the state_dict of a sharded model is pickled (torch.save does so): the file holds the rows of rank %d "
+                "the state_dict of a sharded model is pickled (torch.save does so): the file holds the rows of rank %s "
                 "alone, and only that rank of %d can load it; give each rank a file of its own, save with "
                 "torch.distributed.checkpoint, or save full weights within `with zero.gathered(model):`",
-                mesh.get_rank(),
+                ", ".join(
+                    map(str, mesh.get_coordinate() or ())
+                ),  # known also where the process group has ended
                 mesh.size(),
             )
         plain: OrderedDict[str, Any] = OrderedDict(self)

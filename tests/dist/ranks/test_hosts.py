@@ -69,7 +69,7 @@ def same_as_c10d(rank, world):
         found = None
         for late in (0, world - 1):
             model, mine, own = trained("auto", rank, late=late, **fields)
-            used = policies_of(model)[0].transport
+            used = policies_of(model)[0].storage.transport
             assert used.name == "shared+c10d", used
             assert f"2 hosts with {world // 2} CPU ranks each" in str(zero.inspect(model))
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(losses), **tolerance)
@@ -91,7 +91,7 @@ def irregular(rank, world):
     for hosts, why in (("aaab", "ranks 0, 1, 2; 3"), ("abab", "ranks 0, 2; 1, 3"), ("abcd", "one rank")):
         transport._host = lambda hosts=hosts: hosts[rank]
         model, compiled = make("auto")
-        found = policies_of(model)[0].transport
+        found = policies_of(model)[0].storage.transport
         assert (found.name, why in found.reason) == ("c10d", True), found
         loss_of(compiled, rank, 0).backward()
     with pytest.raises(ShardError, match='transport="shared" is not possible: rank 0: each of 4 hosts'):

@@ -288,7 +288,7 @@ def the_measured_peak_is_within_the_plan(rank: int) -> list[str]:
 @cases.add
 def the_transport_within_a_replica(rank: int) -> list[str]:
     model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
-    transport = policies_of(model)[0].transport
+    transport = policies_of(model)[0].storage.transport
     return (
         []
         if transport.shared and "2 CPU ranks" in transport.reason

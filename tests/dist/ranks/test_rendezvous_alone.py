@@ -173,13 +173,13 @@ def has_no_room(rank, world, folder):
 def knows_no_host(rank, world):
     with _on(rank, 1, transport, "_host", side_effect=PermissionError("/proc")):
         model = zero.shard(_net())
-    return [policies_of(model)[0].transport.reason, _run(model)]
+    return [policies_of(model)[0].storage.transport.reason, _run(model)]
 
 
 def maps_no_memory(rank, world):
     with _on(rank, 2, transport.mmap, "mmap", side_effect=OSError("no address space")):
         model = zero.shard(_net())
-    return [policies_of(model)[0].transport.reason, _run(model)]
+    return [policies_of(model)[0].storage.transport.reason, _run(model)]
 
 
 def has_no_values(rank, world):

@@ -100,7 +100,7 @@ def writes_after_evaluation(rank, world):
                 want = torch.tanh(want)
             want = nn.functional.linear(want, b, bias_b)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    return policies_of(model)[0].transport.name
+    return policies_of(model)[0].storage.transport.name
 
 
 def test_in_place_write_after_evaluation_while_the_peer_is_slow():
@@ -217,7 +217,7 @@ def replaced_storage(rank, world):
                 opt.zero_grad()
                 losses.append(loss.item())
             if kind == "shared":  # and lies nowhere else any more
-                chunks = policies_of(model)[0].transport.segment.chunks
+                chunks = policies_of(model)[0].storage.transport.segment.chunks
                 assert model.up.weight._local_tensor.data_ptr() == chunks["up.weight"].data_ptr()
             results.append((losses, rows(model)))
         same(*results)
@@ -258,7 +258,7 @@ def given_storage(rank, world):
         # Once, and not twice. Rows of padding that nobody gave, scalars and the result are less than 1 KiB.
         assert abs(held - memory.parameters - memory.arena) < 1024 < memory.parameters / 2, (held, memory)
         if kind == "shared":
-            chunks = policies_of(model)[0].transport.segment.chunks
+            chunks = policies_of(model)[0].storage.transport.segment.chunks
             rows = {n: p._local_tensor for n, p in model.named_parameters()}
             assert all(r.data_ptr() == chunks[n].data_ptr() for n, r in rows.items() if r.numel())
             assert (rank == 0) == all(r.numel() for r in rows.values())
