@@ -67,9 +67,13 @@ def as_held(fields: object) -> str | None:
         ) from None
 
 
-def patches(mode: str | None, held: str | None) -> dict[str, object]:
-    """What Inductor's configuration is to be while a segment is compiled."""
+def patches(mode: str | None, held: object) -> dict[str, object]:
+    """What Inductor's configuration is to be while a segment is compiled.
+
+    Args:
+        held: what :func:`as_held` returned.
+    """
     from torch._inductor import list_mode_options
 
     found: dict[str, object] = {} if mode is None else dict(list_mode_options(mode))
-    return found if held is None else found | json.loads(held)
+    return found if held is None else found | json.loads(str(held))
