@@ -114,10 +114,14 @@ def _written_by_list(node: fx.Node) -> list[FakeTensor]:
 
 
 def _refuse_assignment(gm: fx.GraphModule) -> None:
-    """A frame that ends before ``weight.data = value``, which code behind it would do to the gathered copy alone."""
-    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
-    if "mutate tensor data attribute" not in reason:
+    """A frame that ends before ``weight.data = value``, which code behind it would do to the gathered copy alone.
+
+    The same in a function that the frame calls, and gives a weight: then it ends before the call.
+    """
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if "mutate tensor data attribute" not in getattr(ended, "reason", ""):
         return
+    in_callee = len(getattr(ended, "user_stack", ())) > 1
     (output,) = gm.graph.find_nodes(op="output")
     left = [n for n in output.all_input_nodes if n.target is weight]
     values = [n for n in output.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
@@ -125,7 +129,7 @@ def _refuse_assignment(gm: fx.GraphModule) -> None:
         copy = node.meta["example_value"]
         other = [v.meta["example_value"] for v in values if v is not node]
         own = [v for v in other if v.untyped_storage()._cdata == copy.untyped_storage()._cdata]
-        if other and not own and any(v.shape == copy.shape for v in other):
+        if in_callee or (other and not own and any(v.shape == copy.shape for v in other)):
             raise CaptureError(parameter_errors.written(str(node.args[2])))
 
 

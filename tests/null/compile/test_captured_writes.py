@@ -132,6 +132,14 @@ def _assigned(m):
     m.inner.weight.data = m.inner.weight.data.clamp(-0.1, 0.1)
 
 
+def _put(weight):
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+def _assigned_by_a_function(m):
+    _put(m.inner.weight)
+
+
 @torch.no_grad()
 def _averaged(m):
     torch._foreach_lerp_([m.inner.weight], [m.inner.weight + 1], 0.1)
@@ -149,7 +157,7 @@ def _all_averaged(m):
         _renorm,
         *(
             pytest.param(w, marks=pytest.mark.slow)
-            for w in (_after_a_use, _assigned, _averaged, _all_averaged)
+            for w in (_after_a_use, _assigned, _assigned_by_a_function, _averaged, _all_averaged)
         ),
     ],
 )
