@@ -128,8 +128,11 @@ def _refuse_assignment(gm: fx.GraphModule) -> None:
     for node in left:
         copy = node.meta["example_value"]
         other = [v.meta["example_value"] for v in values if v is not node]
-        own = [v for v in other if v.untyped_storage()._cdata == copy.untyped_storage()._cdata]
-        if in_callee or (other and not own and any(v.shape == copy.shape for v in other)):
+        foreign = [v.untyped_storage()._cdata != copy.untyped_storage()._cdata for v in other]
+        # The frame leaves what is on its stack first: the value just before that to which it is assigned.
+        at = values.index(node)
+        given = at > 0 and foreign[at - 1] and other[at - 1].shape == copy.shape
+        if in_callee or given or (all(foreign) and any(v.shape == copy.shape for v in other)):
             raise CaptureError(parameter_errors.written(str(node.args[2])))
 
 

@@ -140,6 +140,12 @@ def _assigned_by_a_function(m):
     _put(m.inner.weight)
 
 
+def _exchanged(m):
+    old = m.inner.weight.data
+    m.inner.weight.data = old.flip(0).contiguous()
+    m.columns.add_(old.sum())
+
+
 @torch.no_grad()
 def _averaged(m):
     torch._foreach_lerp_([m.inner.weight], [m.inner.weight + 1], 0.1)
@@ -157,7 +163,7 @@ def _all_averaged(m):
         _renorm,
         *(
             pytest.param(w, marks=pytest.mark.slow)
-            for w in (_after_a_use, _assigned, _assigned_by_a_function, _averaged, _all_averaged)
+            for w in (_after_a_use, _assigned, _assigned_by_a_function, _exchanged, _averaged, _all_averaged)
         ),
     ],
 )
