@@ -98,6 +98,11 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[CapturedWrite]) -> None:
                 name = names.get(value.untyped_storage()._cdata)
                 if name is not None:
                     raise CaptureError(parameter_errors.written(name))
+            # Dynamo leaves this call out where it changes nothing, and the value that it was given in any case.
+            if node.op == "call_method" and node.target == "requires_grad_":
+                source = node.args[0]
+                if isinstance(source, fx.Node) and source.target is weight:
+                    raise CaptureError(parameter_errors.frozen_inside(str(source.args[2])))
             for written in _written_by_list(node):
                 name = names.get(written.untyped_storage()._cdata)
                 if name is not None:

@@ -173,6 +173,21 @@ def test_writes_that_a_graph_cannot_do_before_it_runs(write):
         use(model, "compiled")(torch.randn(4, 6))
 
 
+def _frozen(m):
+    m.inner.weight.requires_grad_(False)
+
+
+def _trained_as_before(m):
+    m.inner.weight.requires_grad_(True)
+
+
+def test_a_forward_that_freezes_a_weight_is_refused():
+    model = zero.shard(writing(_frozen), device="cpu", compute="aten")
+    with pytest.raises(ZeroError, match=r"sets requires_grad of parameter 'inner\.weight'"):
+        use(model, "compiled")(torch.randn(4, 6))
+    assert differences(_trained_as_before, "compiled", 3) == []
+
+
 def test_eager_code_that_writes_by_an_operator_that_is_not_elementwise_is_seen_through_data():
     model = zero.shard(writing(_renorm), device="cpu", param_dtype="bf16")  # so that the weight is a copy
     with pytest.raises(ZeroError, match=r"writes to parameter 'inner\.weight' in place"):
