@@ -98,6 +98,11 @@ def _refuse_writes(gm: fx.GraphModule, taken: Sequence[CapturedWrite]) -> None:
                 name = names.get(value.untyped_storage()._cdata)
                 if name is not None:
                     raise CaptureError(parameter_errors.written(name))
+            # Dynamo leaves this call out where it changes nothing, and the value that it was given in any case.
+            if node.op == "call_method" and node.target == "requires_grad_":
+                source = node.args[0]
+                if isinstance(source, fx.Node) and source.target is weight:
+                    raise CaptureError(parameter_errors.frozen_inside(str(source.args[2])))
             for written in _written_by_list(node):
                 name = names.get(written.untyped_storage()._cdata)
                 if name is not None:
@@ -114,18 +119,25 @@ def _written_by_list(node: fx.Node) -> list[FakeTensor]:
 
 
 def _refuse_assignment(gm: fx.GraphModule) -> None:
-    """A frame that ends before ``weight.data = value``, which code behind it would do to the gathered copy alone."""
-    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
-    if "mutate tensor data attribute" not in reason:
+    """A frame that ends before ``weight.data = value``, which code behind it would do to the gathered copy alone.
+
+    The same in a function that the frame calls, and gives a weight: then it ends before the call.
+    """
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if "mutate tensor data attribute" not in getattr(ended, "reason", ""):
         return
+    in_callee = len(getattr(ended, "user_stack", ())) > 1
     (output,) = gm.graph.find_nodes(op="output")
     left = [n for n in output.all_input_nodes if n.target is weight]
     values = [n for n in output.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
     for node in left:
         copy = node.meta["example_value"]
         other = [v.meta["example_value"] for v in values if v is not node]
-        own = [v for v in other if v.untyped_storage()._cdata == copy.untyped_storage()._cdata]
-        if other and not own and any(v.shape == copy.shape for v in other):
+        foreign = [v.untyped_storage()._cdata != copy.untyped_storage()._cdata for v in other]
+        # The frame leaves what is on its stack first: the value just before that to which it is assigned.
+        at = values.index(node)
+        given = at > 0 and foreign[at - 1] and other[at - 1].shape == copy.shape
+        if in_callee or given or (all(foreign) and any(v.shape == copy.shape for v in other)):
             raise CaptureError(parameter_errors.written(str(node.args[2])))
 
 

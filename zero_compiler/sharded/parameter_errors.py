@@ -106,6 +106,14 @@ def written(name: str) -> str:
     )
 
 
+def frozen_inside(name: str) -> str:
+    """What is wrong with a forward that changes whether a weight is trained."""
+    return (
+        f"this forward sets requires_grad of parameter {name!r}, and inside a forward a sharded parameter is a "
+        "gathered copy: set it outside of the forward, or compute with the weight's detach()"
+    )
+
+
 def hooked(name: str) -> str:
     """What is wrong with a forward that registers a hook on a weight and is compiled in parts."""
     return (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ _NOTE = "_zero_copy"  # of a copy, and of what its .data is: which parameter it 
 
 @functools.cache
 def may_write(cls: type) -> bool:
-    """Whether the code of a class of modules has words that write to tensors in place.
+    """Whether the code of a class of modules, or a function that it uses, has words that write to tensors in place.
 
     Only for models with such classes do weights say what is written to them: by a class of tensors of their own, which
     what compiles or fakes a function does not take for a plain tensor where it is given one.
@@ -32,12 +34,72 @@ def may_write(cls: type) -> bool:
     for base in cls.__mro__:
         if base is torch.nn.Module:
             return False
-        for member in vars(base).values():
-            code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
-            if code is not None and not (base.__module__ or "").startswith("torch."):
-                if "data" in code.co_names or any(name in IN_PLACE for name in code.co_names):
-                    return True
+        if not _of_torch(base) and any(code_may_write(member) for member in vars(base).values()):
+            return True
     return False
+
+
+def own_code_may_write(module: torch.nn.Module) -> bool:
+    """:func:`may_write` of what an instance has beside its class: hooks of its forward, functions as attributes."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(code_may_write(code) for code in (*hooks, *vars(module).values()))
+
+
+def code_may_write(code: object) -> bool:
+    """Whether a function, or what is made of functions, writes to tensors in place, itself or in a function that it
+    knows by name, other than torch's."""
+    seen: set[types.FunctionType] = set()
+    left = list(_functions(code))
+    while left:
+        fn = left.pop()
+        if fn in seen or _of_torch(fn):
+            continue
+        seen.add(fn)
+        names = _names(fn.__code__)
+        if "data" in names or not IN_PLACE.isdisjoint(names):
+            return True
+        for value in _known_by(fn, names):
+            left += _functions(value)
+    return False
+
+
+def _of_torch(code: Any) -> bool:
+    return (getattr(code, "__module__", None) or "").partition(".")[0] == "torch"
+
+
+def _functions(code: Any) -> Iterator[types.FunctionType]:
+    """The functions that a member of a class, an attribute or a hook consists of."""
+    if isinstance(code, types.FunctionType):
+        yield inspect.unwrap(code)
+    elif isinstance(code, property):
+        yield from (part for get in (code.fget, code.fset) for part in _functions(get))
+    elif isinstance(code, (staticmethod, classmethod, types.MethodType)):
+        yield from _functions(code.__func__)
+    elif isinstance(code, (functools.partial, functools.cached_property)):
+        yield from _functions(code.func)
+    elif not isinstance(code, torch.nn.Module):
+        call = vars(type(code)).get("__call__")
+        if isinstance(call, types.FunctionType):
+            yield call
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names of a function's code, and of the functions that are written inside of it."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _known_by(fn: types.FunctionType, names: set[str]) -> Iterator[object]:
+    """What stands for ``names`` where ``fn`` looks for them: in its module, in modules that it imports, around it."""
+    for name in names & fn.__globals__.keys():
+        value = fn.__globals__[name]
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif value.__name__.partition(".")[0] != "torch":
+            yield from (vars(value)[n] for n in names & vars(value).keys())
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # one that is empty yet
+            yield cell.cell_contents
 
 
 class Copies:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from dist.cases import Cases
-from null.compile.test_captured_writes import WRITES, _assigned, _renorm, differences
+from null.compile.test_captured_writes import (
+    WRITES,
+    _assigned,
+    _assigned_by_a_function,
+    _renorm,
+    differences,
+)
 
 from zero_compiler.errors import ZeroError
 
@@ -23,7 +29,10 @@ def _all(how, stage, rank):
 
 @cases.add
 def eagerly_at_stage_3(rank):
-    return _all("eager", 3, rank) + differences(_assigned, "eager", 3, rank, 2)
+    out = _all("eager", 3, rank)
+    for write in (_assigned, _assigned_by_a_function):
+        out += differences(write, "eager", 3, rank, 2)
+    return out
 
 
 @cases.add

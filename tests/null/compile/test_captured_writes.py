@@ -132,6 +132,20 @@ def _assigned(m):
     m.inner.weight.data = m.inner.weight.data.clamp(-0.1, 0.1)
 
 
+def _put(weight):
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+def _assigned_by_a_function(m):
+    _put(m.inner.weight)
+
+
+def _exchanged(m):
+    old = m.inner.weight.data
+    m.inner.weight.data = old.flip(0).contiguous()
+    m.columns.add_(old.sum())
+
+
 @torch.no_grad()
 def _averaged(m):
     torch._foreach_lerp_([m.inner.weight], [m.inner.weight + 1], 0.1)
@@ -149,7 +163,7 @@ def _all_averaged(m):
         _renorm,
         *(
             pytest.param(w, marks=pytest.mark.slow)
-            for w in (_after_a_use, _assigned, _averaged, _all_averaged)
+            for w in (_after_a_use, _assigned, _assigned_by_a_function, _exchanged, _averaged, _all_averaged)
         ),
     ],
 )
@@ -157,6 +171,21 @@ def test_writes_that_a_graph_cannot_do_before_it_runs(write):
     model = zero.shard(writing(write), device="cpu", compute="aten")
     with pytest.raises(ZeroError, match=r"writes to parameter 'inner\.weight' in place"):
         use(model, "compiled")(torch.randn(4, 6))
+
+
+def _frozen(m):
+    m.inner.weight.requires_grad_(False)
+
+
+def _trained_as_before(m):
+    m.inner.weight.requires_grad_(True)
+
+
+def test_a_forward_that_freezes_a_weight_is_refused():
+    model = zero.shard(writing(_frozen), device="cpu", compute="aten")
+    with pytest.raises(ZeroError, match=r"sets requires_grad of parameter 'inner\.weight'"):
+        use(model, "compiled")(torch.randn(4, 6))
+    assert differences(_trained_as_before, "compiled", 3) == []
 
 
 def test_eager_code_that_writes_by_an_operator_that_is_not_elementwise_is_seen_through_data():

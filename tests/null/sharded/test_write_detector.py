@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
 
-from zero_compiler.sharded.write_detector import may_write
+from zero_compiler.sharded.write_detector import code_may_write, may_write, own_code_may_write
 
 
 class Reads(nn.Module):
@@ -33,3 +35,50 @@ def test_code_with_words_that_write_is_found():
 
 def test_modules_of_torch_are_not_searched():
     assert not may_write(nn.BatchNorm1d)
+
+
+def clamp(weight):
+    weight.data.clamp_(-1, 1)
+
+
+def clamp_by_way_of_another(weight):
+    clamp(weight)
+
+
+class ByFunction(nn.Module):
+    def forward(self, x):
+        clamp_by_way_of_another(self.weight)
+        return x
+
+
+class ByProperty(nn.Module):
+    @property
+    def clamped(self):
+        return self.weight.clamp_(-1, 1)
+
+
+class ByFunctionWithin(nn.Module):
+    def forward(self, x):
+        def clamp_now():
+            self.weight.clamp_(-1, 1)
+
+        clamp_now()
+        return x
+
+
+class Clamper:
+    def __call__(self, module, args):
+        clamp(module.weight)
+
+
+def test_functions_properties_and_inner_functions_are_searched():
+    assert [may_write(c) for c in (ByFunction, ByProperty, ByFunctionWithin)] == [True] * 3
+
+
+def test_hooks_and_functions_of_one_module_are_searched():
+    plain, hooked, holding = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.register_forward_pre_hook(lambda module, args: clamp(module.weight))
+    holding.constrain = functools.partial(clamp)
+    assert [own_code_may_write(m) for m in (plain, hooked, holding)] == [False, True, True]
+    assert code_may_write(Clamper())
+    assert not code_may_write(Reads.forward)
