@@ -103,6 +103,7 @@ class Job:
         """This rank goes where it calls a function, if it is the one that does."""
         if self.fail is not None:
             fail = self.fail
+            assert hasattr(owner, name), f"{owner} has no {name}"
             setattr(owner, name, lambda *_, **__: fail())
 
     def go(self) -> None:
@@ -136,9 +137,9 @@ def in_shard_early(job: Job) -> None:
 
 def in_shard_values(job: Job) -> None:
     """As rank 0 sends its values."""
-    from zero_compiler.params import eager
+    from zero_compiler.sharded import blocking_transfers
 
-    job.fails_in(eager, "scatter_from_first")
+    job.fails_in(blocking_transfers, "scatter_from_first")
     job.sharded()
 
 
@@ -152,7 +153,7 @@ def in_init(job: Job) -> None:
 def in_init_end(job: Job) -> None:
     from zero_compiler.sharded.chunk_storage import ChunkStorage
 
-    job.fails_in(ChunkStorage, "check_settled")
+    job.fails_in(ChunkStorage, "check_placed")
     with zero.init(device="cpu", transport=job.transport):
         job.model = Net()
     job.call = job.model
@@ -184,7 +185,7 @@ def making_optimizer(job: Job) -> None:
     job.sharded()
     job.step()
     job.fails_in(StreamedOptimizer, "_allocate")
-    job.fails_in(StreamedOptimizer, "_take_up")
+    job.fails_in(StreamedOptimizer, "_adopt")
     zero.optimizer(torch.optim.AdamW, job.model)
     job.go_on()
 
