@@ -6,7 +6,6 @@ module changes, and nothing of torch.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ from ..errors import GradientError, ShardError, ZeroError
 from ..ranks.group import Group
 from ..sharded import grads, parameter_errors
 from ..sharded.sharded_model import ShardedModel
-from ..sharded.write_detector import Copies, code_may_write, may_write, own_code_may_write
+from ..sharded.write_detector import Copies, may_write, own_code_may_write
 from ..tensors import transforms
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
@@ -151,8 +150,6 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "_apply": _apply(base),
         "_load_from_state_dict": _load(base),
         "register_parameter": _register_parameter,
-        "register_forward_pre_hook": _register_hook("register_forward_pre_hook"),
-        "register_forward_hook": _register_hook("register_forward_hook"),
         "set_requires_gradient_sync": _set_requires_gradient_sync,
         "_named_members": named_members,
         "state_dict": state_dict_of(base),
@@ -243,18 +240,6 @@ def _load(base: type[nn.Module]) -> Callable[..., None]:
                 mark_stale(old, name, "load_state_dict(assign=True)")
 
     return load
-
-
-def _register_hook(method: str) -> Callable[..., object]:
-    """A hook of a forward that is registered now may write to weights, as the code of the module may."""
-    base: Callable[..., object] = getattr(nn.Module, method)
-
-    def register(self: _Sharded, hook: object, **options: object) -> object:
-        if self._zero is not None and code_may_write(hook):
-            self._zero.policy.writes = True
-        return base(self, hook, **options)
-
-    return functools.wraps(base)(register)
 
 
 def _register_parameter(self: _Sharded, name: str, param: nn.Parameter | None) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..errors import ShardError
 from ..ranks.failure_broadcast import fail_later
+from ..sharded.write_detector import code_may_write
 
 log = logging.getLogger("zero_compiler")
 
@@ -225,6 +226,8 @@ def _hook_registration(name: str) -> Callable[..., Any]:
     @functools.wraps(register)
     def call(self: Any, hook: Any, *args: object, **kwargs: Any) -> object:
         _check_hook(hook)
+        if "forward" in name and code_may_write(hook):  # as the code of the module may
+            self._zero.policy.writes = True
         if any(policy.frames for policy in self._zero.policy.scope.members) and name not in _said_late:
             _said_late.add(name)
             log.warning(
