@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import dataclasses
 import math
 import re
 
@@ -96,8 +97,7 @@ def test_the_search_sees_what_the_simulation_sees(on):
         program, spec = frame.programs[phase], load(hardware)
         by_name = {unit.partition(":")[2]: d for unit, d in frame.choices[phase].distances.items()}
         # The same Program at distance 1, from a machine without anything to hide.
-        plain = frame_of(on(share=True)).programs[phase]
-        plain.segment_us = program.segment_us
+        plain = dataclasses.replace(frame_of(on(share=True)).programs[phase], segment_us=program.segment_us)
         seen = schedule.look(plain, spec, 2)
         chosen = {unit: by_name[unit.partition(":")[2]] for unit in seen.units}
         assert max(chosen.values()) > 1 or phase == "backward"
