@@ -154,6 +154,8 @@ RANKED: dict[str, Callable[[int], Any]] = {
 
 def canonical(plan: dict[str, Any]) -> str:
     """A plan as text, without what was measured while it was made and where the code stands that it was made of."""
+    for name in ("resident_bytes", "resident_parts"):  # of the process that made the plan
+        plan.get("memory", {}).pop(name, None)
     for frame in plan["frames"]:
         frame["passes"] = [{"name": p["name"], "nodes": p["nodes"]} for p in frame["passes"]]
         if frame["config"].get("nvme_dir") == os.getcwd():
