@@ -378,6 +378,7 @@ def _called(
         finally:
             if len(scope.read) > kept:
                 scope.refuse_lost_hooks()
+                scope.compare_copies(kept)
                 forget(scope.read, kept)
     return self._zero_outermost(call, args, kwargs)
 
@@ -448,6 +449,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         out = call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             scope.refuse_lost_hooks()
+            scope.compare_copies(0)
             scope.copies.check()
     except RuntimeError as error:
         if parameter_errors.mixes(error):

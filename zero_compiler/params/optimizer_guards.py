@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import ShardError
 from ..ir import ops
-from ..sharded.grads import check_reduced
+from ..sharded.grads import HOOKS, check_reduced
 from ..sharded.parameter_errors import dropped, was_dropped
 from ..storage import heap
 from ..tensors.foreach import MANAGED, count_writes
@@ -44,7 +45,9 @@ def guard_optimizers() -> None:
         register_optimizer_step_post_hook(_give_back)
 
 
-def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a closure") -> ShardError:
+def held_elsewhere(
+    name: str, by: str, where: str = "a list, a dictionary, a closure or a global"
+) -> ShardError:
     """The error of a model that keeps a parameter past the attributes of its modules."""
     return ShardError(
         f"the model keeps parameter {name!r} in {where}, and {by} puts another tensor in its place: the one that is "
@@ -54,9 +57,18 @@ def held_elsewhere(name: str, by: str, where: str = "a list, a dictionary or a c
 
 def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
     """The call ``by`` has put another parameter in place of ``old``: an optimizer that holds that says so at its next
-    step."""
+    step, and a backward in which it is given a gradient at once."""
     guard_optimizers()
     old.__dict__[STALE] = name, by
+    if old.requires_grad and not isinstance(old, DTensor):
+        kept = weakref.ref(old)
+
+        def refuse(grad: torch.Tensor) -> None:
+            param = kept()
+            if param is not None and STALE in param.__dict__:
+                raise held_elsewhere(*param.__dict__[STALE])
+
+        old.__dict__.setdefault(HOOKS, set()).add(old.register_hook(refuse).id)
 
 
 def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict[str, object] | None) -> None:

@@ -6,8 +6,10 @@ be sharded. What its module then does with it is in `modules.py`.
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -197,20 +199,17 @@ def given(params: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 # Attributes of modules in which torch keeps parameters, and finds them again.
-_KNOWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
+_KNOWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "_zero"})
 
 
 def _check_held(model: nn.Module, names: dict[int, str]) -> None:
     """No module keeps a parameter that is replaced, but as its parameter."""
 
-    def held(value: object, depth: int = 2) -> str | None:
+    def held(value: object, depth: int = 3) -> str | None:
         if isinstance(value, torch.Tensor):
             return names.get(id(value))
-        if isinstance(value, dict):
-            value = list(dict.values(value))  # a subclass may compute its own, or raise
-        if depth and isinstance(value, (list, tuple, set)):
-            return next((n for v in value if (n := held(v, depth - 1)) is not None), None)
-        return None
+        kept = _kept_by(value) if depth else ()
+        return next((n for v in kept if (n := held(v, depth - 1)) is not None), None)
 
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -218,6 +217,29 @@ def _check_held(model: nn.Module, names: dict[int, str]) -> None:
                 raise held_elsewhere(
                     name, "zero.shard", f"{_joined(prefix, attribute)}, a {type(value).__name__}"
                 )
+
+
+def _kept_by(value: object) -> Iterable[object]:
+    """What a container, a function or another object than a module keeps."""
+    if isinstance(value, dict):
+        return list(dict.values(value))  # a subclass may compute its own, or raise
+    if isinstance(value, (list, tuple, set)):
+        return value
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        filled = (cell for cell in cells if cell != types.CellType())  # others are of what is assigned later
+        return (
+            *(cell.cell_contents for cell in filled),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        )
+    if isinstance(value, (nn.Module, type, types.ModuleType)):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _stands_in(model: nn.Module, param: weakref.ref[nn.Parameter] | None) -> bool:

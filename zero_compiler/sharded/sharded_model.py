@@ -91,6 +91,12 @@ class Scope:
                 names = (n for model in self.members for n in model.places if model.find(n) is param)
                 raise ShardError(parameter_errors.hooked(next(names)))
 
+    def compare_copies(self, kept: int) -> None:
+        """A call of a module ends: see whether what it has read is unchanged, but for the first ``kept`` weights, which
+        calls around it have read."""
+        if self.copies is not None:
+            self.copies.compare(full for *_, full in list(self.read.values())[kept:])
+
     def told(self, text: str) -> str:
         """The description of a call, for ranks that are in another one."""
         head, *rest = text.split("\n")

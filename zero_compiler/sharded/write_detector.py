@@ -1,13 +1,18 @@
-"""Copies that eager code is given as the weights of a forward: what is written to one would be lost with it."""
+"""Copies that eager code is given as the weights of a forward: what is written to one would be lost with it.
+
+Code that has words which write is given copies of a class that does the same to the shards. What is written otherwise
+is found by torch's counters of writes, and where nothing counts it (``.data``, memory that is shared with NumPy), by
+the values: when the call that has read a weight ends, this rank's rows of the copy must be what the shard holds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +23,12 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardError
 from ..layout import Layout
+from ..tensors import transforms
 from ..tensors.row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_rows
 from . import parameter_errors
 
 _NOTE = "_zero_copy"  # of a copy, and of what its .data is: which parameter it is one of
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @functools.cache
@@ -40,16 +47,22 @@ def may_write(cls: type) -> bool:
 
 
 def own_code_may_write(module: torch.nn.Module) -> bool:
-    """:func:`may_write` of what an instance has beside its class: hooks of its forward, functions as attributes."""
+    """:func:`may_write` of what an instance has beside its class: hooks of its forward, functions as attributes, and
+    objects as attributes of which its class calls methods."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(code_may_write(code) for code in (*hooks, *vars(module).values()))
+    names = _names_of_class(type(module))
+    return any(code_may_write(code, names) for code in (*hooks, *vars(module).values()))
 
 
-def code_may_write(code: object) -> bool:
+def code_may_write(code: object, names: frozenset[str] = frozenset()) -> bool:
     """Whether a function, or what is made of functions, writes to tensors in place, itself or in a function that it
-    knows by name, other than torch's."""
+    knows by name, other than torch's.
+
+    Args:
+        names: which attributes of it are asked for, where it is a class or an object.
+    """
     seen: set[types.FunctionType] = set()
-    left = list(_functions(code))
+    left = list(_functions(code, names))
     while left:
         fn = left.pop()
         if fn in seen or _of_torch(fn):
@@ -59,7 +72,7 @@ def code_may_write(code: object) -> bool:
         if "data" in names or not IN_PLACE.isdisjoint(names):
             return True
         for value in _known_by(fn, names):
-            left += _functions(value)
+            left += _functions(value, names)
     return False
 
 
@@ -67,30 +80,48 @@ def _of_torch(code: Any) -> bool:
     return (getattr(code, "__module__", None) or "").partition(".")[0] == "torch"
 
 
-def _functions(code: Any) -> Iterator[types.FunctionType]:
-    """The functions that a member of a class, an attribute or a hook consists of."""
+def _functions(code: Any, names: frozenset[str]) -> Iterator[types.FunctionType]:
+    """The functions that a member of a class, an attribute or a hook consists of; of a class or an object, those of
+    ``names``."""
     if isinstance(code, types.FunctionType):
-        yield inspect.unwrap(code)
+        yield code
+        yield from _functions(getattr(code, "__wrapped__", None), names)
     elif isinstance(code, property):
-        yield from (part for get in (code.fget, code.fset) for part in _functions(get))
+        yield from (part for get in (code.fget, code.fset) for part in _functions(get, names))
     elif isinstance(code, (staticmethod, classmethod, types.MethodType)):
-        yield from _functions(code.__func__)
+        yield from _functions(code.__func__, names)
     elif isinstance(code, (functools.partial, functools.cached_property)):
-        yield from _functions(code.func)
+        yield from _functions(code.func, names)
+    elif isinstance(code, (list, tuple, dict)):
+        members = dict.values(code) if isinstance(code, dict) else code  # a subclass may raise
+        flat = (member for member in members if not isinstance(member, (list, tuple, dict)))
+        yield from (part for member in flat for part in _functions(member, names))
     elif not isinstance(code, torch.nn.Module):
-        call = vars(type(code)).get("__call__")
-        if isinstance(call, types.FunctionType):
-            yield call
+        cls, asked = (code, names) if isinstance(code, type) else (type(code), names | {"__call__"})
+        members = [
+            vars(base)[n] for base in cls.__mro__ for n in asked & vars(base).keys() if not _of_torch(base)
+        ]
+        methods = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+        yield from (part for m in members if isinstance(m, methods) for part in _functions(m, names))
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.cache
+def _names_of_class(cls: type) -> frozenset[str]:
+    """What the code of a class of modules names."""
+    members = [member for base in cls.__mro__ if not _of_torch(base) for member in vars(base).values()]
+    functions = (fn for member in members for fn in _functions(member, frozenset()))
+    return frozenset().union(*(_names(fn.__code__) for fn in functions))
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
     """Names of a function's code, and of the functions that are written inside of it."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner)
 
 
-def _known_by(fn: types.FunctionType, names: set[str]) -> Iterator[object]:
-    """What stands for ``names`` where ``fn`` looks for them: in its module, in modules that it imports, around it."""
+def _known_by(fn: types.FunctionType, names: frozenset[str]) -> Iterator[object]:
+    """What stands for ``names`` where ``fn`` looks for them: in its module, in modules that it imports, around it, and
+    in the defaults of its arguments."""
     for name in names & fn.__globals__.keys():
         value = fn.__globals__[name]
         if not isinstance(value, types.ModuleType):
@@ -100,14 +131,17 @@ def _known_by(fn: types.FunctionType, names: set[str]) -> Iterator[object]:
     for cell in fn.__closure__ or ():
         with contextlib.suppress(ValueError):  # one that is empty yet
             yield cell.cell_contents
+    yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
 
 
 class Copies:
     """Those of one forward. Elementwise writes to one are done to the shard too; others are found by torch's counters
-    of writes."""
+    of writes, and by comparing values."""
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
+        self._given: dict[int, _Given] = {}  # by id of the copy, which lives until it is compared
+        self._changed: list[tuple[str, torch.Tensor]] = []
 
     def add(self, info: Any, param: Any, full: torch.Tensor, rank: int, heard: bool) -> None:
         """The forward is given ``full`` as the weight of ``param``, on ``rank``.
@@ -115,15 +149,26 @@ class Copies:
         Args:
             heard: elementwise writes to it are done to the shard, see :func:`may_write`.
         """
-        if full.is_meta or isinstance(full, FakeTensor) or full.is_inference():
+        if full.is_meta or isinstance(full, FakeTensor):
+            return
+        if info.part is None:
+            self._given[id(full)] = _Given(info.name, param, param._version, info.layout, rank)
+        if full.is_inference():
             return
         # Where it is the parameter itself, what is written to it stays, but for another tensor in its place.
         itself = full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata
-        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself)
+        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself, full.grad_fn)
         copy.count(full)
         if heard and info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
             full.__class__ = _heard(full.__class__)
             full.__dict__[_NOTE] = copy
+
+    def compare(self, fulls: Iterable[torch.Tensor]) -> None:
+        """The call that has read these copies ends, and nobody keeps them from here on."""
+        for full in fulls:
+            given = self._given.pop(id(full), None)
+            if given is not None and (changed := given.changed(full)) is not None:
+                self._changed.append((given.name, changed))
 
     def check(self) -> None:
         """At the end of the forward.
@@ -132,6 +177,8 @@ class Copies:
             ShardError: naming the first parameter that was written to otherwise. Nothing is sent: no rank need meet
                 another one behind a forward.
         """
+        if self._changed and bool(torch.stack([changed for _, changed in self._changed]).any()):
+            raise ShardError(parameter_errors.written(next(name for name, lost in self._changed if lost)))
         for counted in self._counted:
             if counted.counter._version != counted.writes:
                 raise ShardError(parameter_errors.written(counted.name))
@@ -148,8 +195,43 @@ class _Counted:
 
 
 @dataclass
+class _Given:
+    """Of which parameter a copy is, and the version of that when the copy was made."""
+
+    name: str
+    param: DTensor
+    version: int
+    layout: Layout
+    rank: int
+
+    def changed(self, full: torch.Tensor) -> torch.Tensor | None:
+        """Whether this rank's rows of ``full`` are other than those of the shard, as a tensor: on an accelerator nobody
+        waits for it here. None where the copy is the shard itself, or the shard was written to as well."""
+        local, layout = self.param._local_tensor, self.layout
+        if self.param._version != self.version:
+            return None
+        if full.untyped_storage()._cdata == local.untyped_storage()._cdata:
+            return None
+        with transforms.below(), torch.no_grad():
+            if full.shape != layout.shape:
+                return torch.ones((), dtype=torch.bool, device=full.device)
+            rows = full.detach()
+            if layout.sharded:
+                rows = rows[layout.start(self.rank) : layout.start(self.rank) + layout.rows(self.rank)]
+            at_rest = local.detach().to(full.device, full.dtype)
+            return _bits(rows).ne(_bits(at_rest)).any()
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """``values`` as integers, which are equal where not a number is."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_INTEGERS[values.element_size()])
+
+
+@dataclass
 class _Copy:
-    """One copy: of which parameter, and how that lies."""
+    """One copy: of which parameter, how that lies, and the node of autograd that made the copy, which knows of which
+    version of the parameter it is."""
 
     name: str
     param: DTensor
@@ -157,6 +239,7 @@ class _Copy:
     rank: int
     copies: weakref.ref[Copies]
     itself: bool
+    made_by: Any
     counted: _Counted | None = None
 
     def count(self, full: torch.Tensor) -> None:
@@ -171,7 +254,7 @@ class _Copy:
 
     def of_data(self, data: torch.Tensor) -> torch.Tensor:
         """What ``.data`` gives: a tensor that counts its writes apart."""
-        again = _Copy(self.name, self.param, self.layout, self.rank, self.copies, self.itself)
+        again = dataclasses.replace(self, counted=None)
         again.count(data)
         data.__class__ = _heard(data.__class__)
         data.__dict__[_NOTE] = again
@@ -186,7 +269,10 @@ class _Copy:
             )
             getattr(rows, method)(*ours, **named)
 
+        before = self.param._version
         write_rows(self.param, write)
+        if self.made_by is not None and self.made_by.version == before:
+            self.made_by.version = self.param._version  # the copy is written to as well
 
     def wrote(self) -> None:
         """What has been written until now is in the shard as well."""
@@ -212,7 +298,7 @@ def _heard(base: type) -> type:
         if copy is not None and value.shape != self.shape:
             raise ShardError(parameter_errors.written(copy.name))
         data.__set__(self, value)
-        if copy is not None:
+        if copy is not None and copy.param.dtype == value.dtype:  # else see `_writing`
             copy.write("copy_", (value,), {})
             copy.count(self)
 
@@ -229,7 +315,9 @@ def _writing(base: type, name: str) -> Callable[..., object]:
     def call(self: torch.Tensor, *args: object, **kwargs: Any) -> Callable[..., object]:
         copy = self.__dict__.get(_NOTE)
         # Of what autograd is to follow, plain PyTorch would refuse it: such a write is counted, and refused.
-        if copy is None or copy.itself or (self.requires_grad and torch.is_grad_enabled()):
+        # What is copied from a tensor has the precision of the copy, which may be less than the shard's.
+        rounded = name == "copy_" and copy is not None and copy.param.dtype != self.dtype
+        if copy is None or copy.itself or rounded or (self.requires_grad and torch.is_grad_enabled()):
             return method(self, *args, **kwargs)
         copy.write(name, args, kwargs)  # first: an operand may be the copy itself
         out = method(self, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -31,10 +32,45 @@ def _in_a_dictionary(w):
     return {"w": (w, 3)}
 
 
-@pytest.mark.parametrize("how", [_in_a_list, _in_a_dictionary])
-def test_a_module_that_keeps_a_parameter_in_a_container_is_refused(how):
-    with pytest.raises(ShardError, match=r"keeps parameter 'b\.a\.weight' in b\.kept, a (list|dict)"):
-        zero.shard(nn.ModuleDict({"b": Held(how)}), device="cpu")
+class Adapter:
+    def __init__(self, w, hidden=()) -> None:
+        self.w, self.hidden = w, hidden
+
+    def apply(self, x):
+        return x @ self.w
+
+
+KEEPS = {
+    "list": _in_a_list,
+    "dict": _in_a_dictionary,
+    "partial": lambda w: functools.partial(F.linear, weight=w),
+    "function": lambda w: lambda x: x @ w,
+    "Adapter": Adapter,
+    "method": lambda w: Adapter(w).apply,
+    "SimpleNamespace": lambda w: types.SimpleNamespace(of=[w]),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPS)
+def test_a_module_that_keeps_a_parameter_elsewhere_is_refused(kind):
+    with pytest.raises(ShardError, match=rf"keeps parameter 'b\.a\.weight' in b\.kept, a {kind}"):
+        zero.shard(nn.ModuleDict({"b": Held(KEEPS[kind])}), device="cpu")
+
+
+def test_objects_that_keep_themselves_and_functions_that_are_not_made_yet_are_no_matter():
+    def keep(w):
+        adapter = Adapter(None)
+        adapter.w = adapter
+
+        def later():
+            return made
+
+        adapter.hidden = [later]
+        if w is None:
+            made = 1
+        return adapter
+
+    zero.shard(Held(keep), device="cpu")
 
 
 class Mandatory(dict):
@@ -61,21 +97,33 @@ def test_what_is_no_parameter_may_be_kept():
     assert model.a.weight.grad is not None
 
 
-class Closure(nn.Module):
+KEPT_BY_THE_MODULE_OF_PYTHON = []
+
+
+class Global(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(8, 16, bias=False)
-        self.run = functools.partial(F.linear, weight=self.a.weight)
+        KEPT_BY_THE_MODULE_OF_PYTHON[:] = [self.a.weight]
 
     def forward(self, x):
-        return self.run(x).square().mean()
+        return F.linear(x, KEPT_BY_THE_MODULE_OF_PYTHON[0]).square().mean()
 
 
-def test_a_compiled_forward_that_reads_one_from_a_closure_is_refused():
-    model = zero.shard(Closure(), device="cpu")
-    run = torch.compile(model, backend="zero", options={"compute": "aten"})
-    with pytest.raises(Exception, match=r"keeps parameter 'a\.weight' in a list, a dictionary or a closure"):
-        run(torch.ones(2, 8))
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_forward_that_reads_one_from_elsewhere_is_refused(how):
+    model = zero.shard(Global(), device="cpu")
+    run = torch.compile(model, backend="zero", options={"compute": "aten"}) if how == "compiled" else model
+    with pytest.raises(Exception, match=r"keeps parameter 'a\.weight' in a list, a dictionary, a closure or"):
+        run(torch.ones(2, 8)).backward()
+
+
+def test_a_layer_outside_that_was_tied_to_one_is_refused():
+    inner, outer = nn.Linear(8, 8), nn.Linear(8, 8)
+    outer.weight = inner.weight
+    zero.shard(inner, device="cpu")
+    with pytest.raises(ShardError, match="keeps parameter 'weight'"):
+        outer(inner(torch.ones(2, 8))).sum().backward()
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -75,6 +75,85 @@ def test_functions_properties_and_inner_functions_are_searched():
     assert [may_write(c) for c in (ByFunction, ByProperty, ByFunctionWithin)] == [True] * 3
 
 
+class Constraints:
+    @staticmethod
+    def clamp(weight):
+        weight.data.clamp_(-1, 1)
+
+    def halve(self, weight):
+        weight.data.mul_(0.5)
+
+    def look(self, weight):
+        return weight.norm()
+
+
+constraints = Constraints()
+
+
+def clamped(forward):
+    @functools.wraps(forward)
+    def call(self, x):
+        clamp(self.weight)
+        return forward(self, x)
+
+    return call
+
+
+class ByClass(nn.Module):
+    def forward(self, x):
+        Constraints.clamp(self.weight)
+        return x
+
+
+class ByObject(nn.Module):
+    def forward(self, x):
+        constraints.halve(self.weight)
+        return x
+
+
+class Looks(nn.Module):
+    def forward(self, x):
+        return x * constraints.look(self.weight)
+
+
+class ByDecorator(nn.Module):
+    @clamped
+    def forward(self, x):
+        return x
+
+
+class ByDefault(nn.Module):
+    def forward(self, x, constrain=clamp):
+        constrain(self.weight)
+        return x
+
+
+class ByAttribute(nn.Module):
+    def __init__(self, constraint):
+        super().__init__()
+        self.constraint = constraint
+
+    def forward(self, x):
+        self.constraint.halve(self.weight)
+        return x
+
+
+class ByList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.constraints = [clamp]
+
+
+def test_methods_decorators_and_defaults_are_searched():
+    classes = (ByClass, ByObject, Looks, ByDecorator, ByDefault)
+    assert [may_write(c) for c in classes] == [True, True, False, True, True]
+
+
+def test_objects_and_lists_of_one_module_are_searched():
+    found = [own_code_may_write(m) for m in (ByAttribute(constraints), ByAttribute(3), ByList())]
+    assert found == [True, False, True]
+
+
 def test_hooks_and_functions_of_one_module_are_searched():
     plain, hooked, holding = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     hooked.register_forward_pre_hook(lambda module, args: clamp(module.weight))
