@@ -4,6 +4,7 @@
 #   TORCH   what pip installs as torch, where none is there yet; by default the release in constraints.txt
 #   JOBS    compilers and test workers at a time           VENV_ARGS  e.g. --system-site-packages
 #   EXTRAS  what of pyproject.toml's extras to install; bench adds `deepspeed`, to be measured beside it
+#   PART    the files of tests on several ranks that `make test-part` runs
 #   RANKS, DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS              passed on to what runs
 #   ROOM    the room whose tests `make test` and `make check` run, without lint, types and C++ tests: passes, say,
 #           or passes/tiling
@@ -22,6 +23,9 @@ JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 RANKS ?= 2
 EXTRAS ?= dev
 ROOM ?=
+# One model trained by every kind of step, its gradients and optimizers, what ranks say to each other, checkpoints.
+PART ?= $(addprefix tests/dist/,training/test_loop.py training/test_one_rank.py optim/test_optimizer.py \
+  ranks/test_call_handshake.py ranks/test_transport.py ranks/test_shared.py)
 
 override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
@@ -33,12 +37,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS := $(JOBS)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo bench test test-all check lint types cpp-test pytest clean distclean
+.PHONY: help setup demo bench test test-all test-part check lint types cpp-test pytest clean distclean
 help:
 	@echo "make demo       train a small model on $(RANKS) ranks"
 	@echo "make check      lint, types and quick tests"
 	@echo "make test       lint, types, C++ tests, Python tests; make test ROOM=passes: the tests of one room"
 	@echo "make test-all   the same, with the exhaustive combinations that the others sample"
+	@echo "make test-part  quick tests, and a part of those on several ranks: for another torch (make TORCH=...)"
 	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
 	@echo "make cpp-test   the engine's own tests, under ASan and TSan"
 	@echo "make setup      only the set-up that the others share"
@@ -128,6 +133,10 @@ test: $(if $(ROOM),,lint types cpp-test) pytest
 
 test-all: override PYTEST_ARGS += --thorough
 test-all: test
+
+test-part: setup
+	$(PY) -m pytest -q -n $(JOBS) -m "not slow" tests/null $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n $(JOBS) -m "not alone" --durations 10 $(PART) $(PYTEST_ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

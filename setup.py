@@ -8,10 +8,12 @@ links no accelerator library. File I/O uses no torch at all, and liburing where 
 
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import tempfile
 from glob import glob
+from pathlib import Path
 
 import pybind11
 import torch
@@ -70,6 +72,15 @@ class BuildEngine(BuildExtension):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.build_temp = f"build/engine-py{platform.python_version()}-torch{torch.__version__}"
+
+    def build_extensions(self) -> None:
+        # Without ninja, setuptools takes an engine that is newer than its sources for up to date, whichever torch it
+        # was compiled for.
+        build = runpy.run_path("runtime/engine_build.py")
+        compiled = Path(self.get_ext_fullpath(engine.name))
+        if compiled.exists() and build["built_for"](compiled) != build["release_of"](torch.__version__):
+            self.force = True
+        super().build_extensions()
 
 
 setup(ext_modules=[engine, aio], cmdclass={"build_ext": BuildEngine})

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/headeronly/version.h>
 
 #include <chrono>
 #include <cstring>
@@ -264,6 +265,11 @@ py::dict counters(const Engine& engine) {
 }
 
 }  // namespace
+
+// The release whose headers this file was compiled with, as text in the compiled
+// file: runtime/engine_build.py reads it before the file is loaded.
+[[gnu::used]] const char compiled_for[] =
+    "zero_compiler engine compiled for torch " TORCH_VERSION;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The zero_compiler runtime engine.";

@@ -169,7 +169,8 @@ def compile_frame(
     """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
     captured, inputs = lower_parameters(gm, example_inputs)
     compiler = _FrameCompiler(captured, options, loader)
-    with _backward_ahead():
+    # The backward is compiled with the forward: its plan is known before step 1.
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         compiled = aot_autograd(
             fw_compiler=compiler.forward,
             bw_compiler=compiler.backward,
@@ -182,14 +183,6 @@ def compile_frame(
     compiler.fitting.lend_gradients()
     compiler.state.report()
     return once_differentiable(compiled), captured, compiler.state.frame
-
-
-def _backward_ahead() -> contextlib.AbstractContextManager[object]:
-    """Compile the backward with the forward: its plan is known before step 1."""
-    config = torch._functorch.config
-    if hasattr(config, "force_non_lazy_backward_lowering"):
-        return config.patch(force_non_lazy_backward_lowering=True)
-    return contextlib.nullcontext()  # older torch does so by itself
 
 
 def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., object]:

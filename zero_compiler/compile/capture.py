@@ -24,6 +24,7 @@ from ..ir.facts import ParamRef
 from ..params.weight_op import managed, placed, weight
 from ..sharded import parameter_errors
 from ..tensors import transforms
+from ..torch_versions import TRANSFORM_BEGINNINGS
 from .captured_writes import CapturedWrite, extract_writes
 
 log = logging.getLogger("zero_compiler")
@@ -231,7 +232,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tu
 def _code(shards: Sequence[ShardInput]) -> str:
     """Which code Dynamo compiles, and of which weights, in words that outlive its caches."""
     context = torch._guards.TracingContext.try_get()
-    codes = getattr(context, "traced_code", None)  # its own comes first; older torch does not say
+    codes = context.traced_code if context is not None else None  # its own comes first
     if not codes:
         return ""
     code = codes[0]
@@ -275,7 +276,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 def _read_below_transforms(gm: fx.GraphModule) -> None:
     """Move reads of weights before the first transform of torch.func that the frame begins: to all of them a weight is
     a constant, and AOTAutograd traces what stands between their beginning and their end through their levels."""
-    first = next((n for n in gm.graph.nodes if n.target in transforms.BEGINNINGS), None)
+    first = next((n for n in gm.graph.nodes if n.target in TRANSFORM_BEGINNINGS), None)
     if first is None:
         return
     for node in gm.graph.find_nodes(op="call_function", target=weight):

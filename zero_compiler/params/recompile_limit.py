@@ -42,7 +42,7 @@ def passed() -> bool:
 
 
 def _stance() -> str:
-    return str(getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default"))
+    return str(torch._dynamo.eval_frame._stance.stance)
 
 
 def _why(scope: Scope) -> str:
@@ -203,9 +203,7 @@ def watch(codes: Any, scope: Scope) -> None:
         codes: that a frame was compiled of, its own first; None where Dynamo does not say.
         scope: of the model.
     """
-    entries: Callable[[Any], list[Any]] | None
-    entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    if not (codes and entries and scope.calls):
+    if not (codes and scope.calls):
         return
     state, forward = scope.begun
     if scope.entered is not None:
@@ -214,5 +212,8 @@ def watch(codes: Any, scope: Scope) -> None:
         )  # which is noticed when it is past the limit
     elif codes[0] is not forward:
         state = None  # a block that is compiled alone
-    if state is not None and len(entries(codes[0])) + 1 >= torch._dynamo.config.recompile_limit:
+    if state is None:
+        return
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(codes[0])
+    if len(entries) + 1 >= torch._dynamo.config.recompile_limit:
         state.full = True

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 
 from ..errors import ShardError
 from ..ranks.failure_broadcast import fail_later
@@ -119,10 +120,6 @@ def wrapped(by: str) -> str:
 def _passed_over() -> dict[str, Any]:
     """By what fully_shard passes over a module within the one that it is given, as it does over those of replicate():
     the parameters of a sharded model are not its own."""
-    try:
-        from torch.distributed._composable.contract import REGISTRY_KEY
-    except ImportError:
-        return {}
     return {REGISTRY_KEY: {"replicate": None}}
 
 

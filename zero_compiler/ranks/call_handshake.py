@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import RankMismatchError, TransferError, ZeroError
 from ..ir import ops
+from ..torch_versions import all_gather_flat
 from . import peer_connections
 from .agreement import agree, digest, first_difference
 from .failing import (
@@ -29,7 +30,7 @@ from .failing import (
     mark_known,
     noticed,
 )
-from .group import Group, all_gather_flat, group_timeout_s, in_store, store_of
+from .group import Group, group_timeout_s, in_store, store_of
 from .peer_waits import never_came, no_answer
 from .store_requests import Unanswered
 

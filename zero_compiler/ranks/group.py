@@ -21,11 +21,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..errors import ShardError, TransferError
 from .store_requests import StoreRequests
 
-# torch 2.13 renamed both and warns of the old names.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 # The engine says the same of a transfer (csrc/src/c10d_transport.cc).
 DESTROYED = (
     "the process group over which the model was sharded has been destroyed; call "

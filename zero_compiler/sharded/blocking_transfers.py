@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..layout import Layout
 from ..ranks.failing import noticed
-from ..ranks.group import Group, all_gather_flat, first_rank, reduce_scatter_flat
+from ..ranks.group import Group, first_rank
 from ..ranks.peer_waits import answered
+from ..torch_versions import all_gather_flat, reduce_scatter_flat
 
 _LOOK_S = 0.5
 _SCATTERED_BYTES = 64 << 20  # of the rows of all ranks, at a time

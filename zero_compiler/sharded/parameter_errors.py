@@ -63,8 +63,8 @@ def replaced(name: str) -> NoReturn:
     )
 
 
-# 0 of a DTensor, which has no storage of its own; torch of another version may not tell.
-_address = getattr(torch._C, "_data_address", lambda tensor: 0)
+# 0 of a DTensor, which has no storage of its own.
+_address = torch._C._data_address
 
 _OWN = (
     "_zero_own_storage"  # of a parameter: its id, which no copy of it has, and the storage that goes with it

@@ -12,20 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._functorch import predispatch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
 
 _functorch: Any = torch._C._functorch
-# What begins a transform in a graph of Dynamo. Where each stands differs by version of torch.
-BEGINNINGS = frozenset(
-    getattr(module, name)
-    for module in (_functorch, predispatch)
-    for name in ("_grad_increment_nesting", "_jvp_increment_nesting", "_vmap_increment_nesting")
-    if hasattr(module, name)
-)
 
 
 def active() -> bool:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .. import torch_versions
 from ..cost import hardware
 from ..errors import ConfigError, ZeroError
 from .flags import with_config
@@ -44,7 +45,7 @@ def doctor(
     row(
         "torch",
         torch.__version__,
-        (2, 11) <= tuple(int(p) for p in torch.__version__.split(".")[:2]) < (2, 14),
+        torch_versions.supported(),
     )
     try:
         from ..runtime import _C

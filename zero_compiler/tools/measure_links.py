@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ..cost.hardware import Collective, Link
-from ..ranks.group import all_gather_flat, reduce_scatter_flat
 from ..ranks.mesh import make_group
 from ..ranks.transport import choose
 from ..storage import aio
+from ..torch_versions import all_gather_flat, reduce_scatter_flat
 from . import io_bench
 from .measuring import OPERANDS_BYTES, in_ranks, lower_quartile, median_us, medians_us, times_us
 

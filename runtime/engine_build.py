@@ -1,0 +1,69 @@
+"""For which torch the engine was compiled, found without loading it.
+
+The engine is C++ against torch's headers, so it fits only the release that it was compiled with: under another one it
+does not load (an undefined symbol), or loads and misreads torch's objects. The release therefore stands in the compiled
+file as text, and is read before Python loads that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+from pathlib import Path
+
+import torch
+
+ENGINE = "zero_compiler.runtime._C"
+# Followed by the release and a zero byte (csrc/bindings.cc).
+_MARK = b"zero_compiler engine compiled for torch "
+
+
+def built_for(extension: Path) -> str | None:
+    """The release of torch for which a compiled engine was made, such as "2.13.0"; None where the file does not say."""
+    with (
+        extension.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        start = content.find(_MARK)
+        if start < 0:
+            return None
+        start += len(_MARK)
+        return content[start : content.find(b"\0", start)].decode()
+
+
+def release_of(version: str) -> str:
+    """The release that a version of torch belongs to: builds for a CPU and for an accelerator fit the same engine."""
+    return torch.torch_version.Version(version).base_version
+
+
+def check(extension: Path, version: str) -> None:
+    """Refuse an engine that was compiled for another torch.
+
+    Args:
+        extension: the compiled file.
+        version: of the torch that is to use it.
+
+    Raises:
+        ImportError: it was compiled for another release, or does not say for which.
+    """
+    found = built_for(extension)
+    if found != release_of(version):
+        raise ImportError(
+            f"the engine of zero-compiler ({extension}) was compiled for "
+            f"{f'torch {found}' if found else 'a torch that it does not name'}, and this is torch {version}; compile "
+            "it for this one: pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall "
+            "zero-compiler (in a checkout, -e . in place of the name)",
+            name=ENGINE,
+            path=str(extension),
+        )
+
+
+def check_installed() -> None:
+    """Check the engine that Python would load; where there is none, its import says so.
+
+    Raises:
+        ImportError: it was compiled for another torch.
+    """
+    spec = importlib.util.find_spec(ENGINE)
+    if spec is not None and spec.origin is not None:
+        check(Path(spec.origin), torch.__version__)
