@@ -77,20 +77,29 @@ def borrowed(tmp_path_factory):
     return folder
 
 
-def plain(tree: Path, borrowed: Path) -> Path:
-    """The interpreter of a fresh environment with the package installed from ``tree``."""
-    home = tree.parent / "venv"
+def fresh(home: Path, borrowed: Path) -> tuple[Path, Path]:
+    """The interpreter of a new environment at ``home``, and the folder of its packages."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)], check=True)
     interpreter = home / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(interpreter, "-c", where, cwd=home).strip())
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
-    # Only where there is no ninja does setuptools look whether what was compiled is newer than its sources.
-    none = home / "none"
-    none.mkdir()
+    return interpreter, site
+
+
+def path_without_ninja(tree: Path) -> str:
+    """Only where there is no ninja does setuptools look whether what was compiled is newer than its sources."""
+    none = tree.parent / "none"
+    none.mkdir(exist_ok=True)
     (none / "ninja").write_text("#!/bin/sh\nexit 1\n")
     (none / "ninja").chmod(0o755)
-    path = f"{none}{os.pathsep}{os.environ['PATH']}"
+    return f"{none}{os.pathsep}{os.environ['PATH']}"
+
+
+def plain(tree: Path, borrowed: Path) -> Path:
+    """The interpreter of a fresh environment with the package installed from ``tree``."""
+    interpreter, site = fresh(tree.parent / "venv", borrowed)
+    path = path_without_ninja(tree)
     # No index: what pyproject.toml asks for must be met by what is there.
     run(interpreter, "-m", "pip", "install", "--no-index", "--no-build-isolation", ".", cwd=tree, PATH=path)
     for built, compiled in (("runtime", "_C"), ("zero_compiler/storage", "_aio")):
@@ -182,3 +191,24 @@ def test_no_top_level_packages_outside_the_root(python, tmp_path):
         "import importlib.util as u; found = [n for n in ('passes', 'runtime') if u.find_spec(n)]; assert not found, found",
         cwd=tmp_path,
     )
+
+
+def test_a_wheel_installs_elsewhere_and_uninstalls(copied, borrowed, tmp_path):
+    wheels, home = tmp_path / "wheels", tmp_path / "other"
+    interpreter, site = fresh(home, borrowed)
+    before = set(home.rglob("*"))
+    made = ("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(wheels), ".")
+    run(interpreter, *made, cwd=copied, PATH=path_without_ninja(copied))
+    (wheel,) = wheels.glob("zero_compiler-*.whl")
+    # Byte code that Python writes on its own is none of an installer's.
+    run(interpreter, "-m", "pip", "install", "--no-index", "--no-compile", str(wheel), cwd=tmp_path)
+    found = run(
+        interpreter,
+        "-B",
+        "-c",
+        "import zero_compiler.runtime._C as engine; print(engine.__file__)",
+        cwd=tmp_path,
+    )
+    assert Path(found.strip()).is_relative_to(site)
+    run(interpreter, "-m", "pip", "uninstall", "-y", "zero-compiler", cwd=tmp_path)
+    assert set(home.rglob("*")) == before
