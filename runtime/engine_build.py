@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import re
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def built_for(extension: Path) -> str | None:
 
 def release_of(version: str) -> str:
     """The release that a version of torch belongs to: builds for a CPU and for an accelerator fit the same engine."""
-    return torch.torch_version.Version(version).base_version
+    return re.split(r"[^\d.]", version)[0].strip(".")
 
 
 def check(extension: Path, version: str) -> None:
