@@ -8,7 +8,6 @@ file as text, and is read before Python loads that.
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import re
 from pathlib import Path
 
@@ -21,15 +20,8 @@ _MARK = b"zero_compiler engine compiled for torch "
 
 def built_for(extension: Path) -> str | None:
     """The release of torch for which a compiled engine was made, such as "2.13.0"; None where the file does not say."""
-    with (
-        extension.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        start = content.find(_MARK)
-        if start < 0:
-            return None
-        start += len(_MARK)
-        return content[start : content.find(b"\0", start)].decode()
+    _, mark, rest = extension.read_bytes().partition(_MARK)
+    return rest.partition(b"\0")[0].decode() if mark else None
 
 
 def release_of(version: str) -> str:
