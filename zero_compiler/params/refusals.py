@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from ..errors import ShardError
 from ..ranks.failure_broadcast import fail_later
@@ -153,9 +154,7 @@ def refuse_tracers(name: str) -> None:
     """
     if torch._C._get_tracing_state() is not None:
         by = "torch.jit.trace (or torch.onnx.export(dynamo=False))"
-    elif getattr(
-        torch.fx._symbolic_trace, "_is_fx_tracing_flag", False
-    ):  # what compiles or exports is not here
+    elif is_fx_symbolic_tracing():
         if _linearizes():
             return
         by = "torch.fx (symbolic_trace or make_fx)"
