@@ -24,7 +24,7 @@ _PLAIN_OPERATORS = frozenset(
     getattr(operator, name)
     for name in "add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor invert".split()
 )
-_DATA = torch._C._autograd._get_data_attr
+_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def replaced(name: str) -> NoReturn:
 
 
 # 0 of a DTensor, which has no storage of its own.
-_address = torch._C._data_address
+_address = torch._C._data_address  # type: ignore[attr-defined]
 
 _OWN = (
     "_zero_own_storage"  # of a parameter: its id, which no copy of it has, and the storage that goes with it
