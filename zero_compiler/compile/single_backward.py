@@ -42,7 +42,7 @@ def _node_of(out: object) -> Any:
     for value in out if isinstance(out, (list, tuple)) else (out,):
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
         while node is not None:
-            if node.name() == "CompiledFunctionBackward":
+            if type(node).__name__ == "CompiledFunctionBackward":
                 return node
             node = node.next_functions[0][0] if node.next_functions else None
     return None

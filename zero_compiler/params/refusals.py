@@ -61,9 +61,9 @@ def refuse(module: Any, call: str, reason: str) -> NoReturn:
 def refusing(base: type) -> dict[str, Any]:
     """Members of the class of a sharded module whose class was ``base``: they stand before those of ``base``."""
     body: dict[str, object] = {name: _hook_registration(name) for name in _HOOKS}
-    body["_is_fsdp_managed_module"] = _refused_attribute("_is_fsdp_managed_module", _refuse_fsdp)
+    body["_is_fsdp_managed_module"] = _RefusedAttribute("_is_fsdp_managed_module", _refuse_fsdp)
     body |= _passed_over()
-    body["qconfig"] = _refused_attribute("qconfig", _refuse_quantization)
+    body["qconfig"] = _RefusedAttribute("qconfig", _refuse_quantization)
     body["__prepare_scriptable__"] = _refuse_scripting
     for name, reason in _METHODS.items():
         method = getattr(base, name, None)
@@ -97,17 +97,29 @@ def _changes_nothing(module: Any, name: str, args: Any, kwargs: Any) -> bool:
 # Attributes by which a library says that it takes a module ------------------------------------------------------
 
 
-def _refused_attribute(name: str, refuse_it: Callable[[Any], NoReturn]) -> property:
-    def get(self: Any) -> Any:
-        try:
-            return self.__dict__[name]  # where the integration with that library has put it
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+class _RefusedAttribute:
+    """An attribute that a module does not have, and that nobody may set."""
 
-    def set_(self: object, value: object) -> None:
-        refuse_it(self)
+    def __init__(self, name: str, refuse_it: Callable[[Any], NoReturn]) -> None:
+        self.name = name
+        self.refuse_it = refuse_it
 
-    return property(get, set_)
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        # The integration with a library may have put it there. Dynamo compiles no module as a whole that it takes for
+        # one of FSDP.
+        if self.name in module.__dict__ and torch._guards.TracingContext.try_get() is None:
+            return module.__dict__[self.name]
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}")
+
+    def __set__(self, module: object, value: object) -> None:
+        self.refuse_it(module)
+
+    def __bool__(self) -> bool:
+        return (
+            False  # Dynamo of torch 2.14 finds this in the class, and takes what is true for the mark of FSDP
+        )
 
 
 def wrapped(by: str) -> str:
