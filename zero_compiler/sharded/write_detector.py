@@ -289,7 +289,8 @@ def _heard(base: type) -> type:
     data: Any = torch.Tensor.data
 
     def get_data(self: torch.Tensor) -> torch.Tensor:
-        taken = data.__get__(self)
+        # Dynamo of torch 2.14 takes torch.Tensor.data.__get__ for this property, which it would enter without an end.
+        taken: torch.Tensor = torch._C._autograd._get_data_attr(self)  # type: ignore[attr-defined]
         copy = self.__dict__.get(_NOTE)
         return taken if copy is None else copy.of_data(taken)
 
