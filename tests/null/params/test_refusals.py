@@ -137,6 +137,17 @@ def test_exporting_and_tracing_of_leaves_work():
     assert torch.equal(torch.fx.symbolic_trace(model)(batch()), want)
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_dynamo_takes_no_sharded_module_for_one_of_fsdp(marked):
+    """It captures the model as a whole, also where an integration has put the mark that transformers looks for."""
+    model = zero.shard(mlp(), compute="aten")
+    if marked:
+        model.__dict__["_is_fsdp_managed_module"] = True
+    assert getattr(model, "_is_fsdp_managed_module", False) is marked
+    use(model, "compiled")(batch())
+    assert len(model._zero.policy.frames) == 1
+
+
 @pytest.mark.parametrize(
     ("hook", "inner"),
     [
