@@ -4,7 +4,7 @@
 #   TORCH   what pip installs as torch, where none is there yet; by default the release in constraints.txt
 #   JOBS    compilers and test workers at a time           VENV_ARGS  e.g. --system-site-packages
 #   EXTRAS  what of pyproject.toml's extras to install; bench adds `deepspeed`, to be measured beside it
-#   PART    the files of tests on several ranks that `make test-part` runs
+#   PART    the tests on several ranks that `make test-part` runs, as pytest names them
 #   RANKS, DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS              passed on to what runs
 #   ROOM    the room whose tests `make test` and `make check` run, without lint, types and C++ tests: passes, say,
 #           or passes/tiling
@@ -23,9 +23,10 @@ JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 RANKS ?= 2
 EXTRAS ?= dev
 ROOM ?=
-# One model trained by every kind of step, its gradients and optimizers, what ranks say to each other, checkpoints.
-PART ?= $(addprefix tests/dist/,training/test_loop.py training/test_one_rank.py optim/test_optimizer.py \
-  ranks/test_call_handshake.py ranks/test_transport.py ranks/test_shared.py)
+# What another torch may change: steps of every kind and their numbers, Inductor, optimizers, checkpoints, collectives.
+PART ?= $(addprefix tests/dist/,training/test_loop.py training/test_one_rank.py::test_bits_of_small_models \
+  training/test_one_rank.py::test_inductor_is_close optim/test_optimizer.py::test_on_two_ranks \
+  params/test_sharded_state.py ranks/test_call_handshake.py ranks/test_transport.py ranks/test_shared.py)
 
 override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
@@ -65,8 +66,13 @@ $(STAMPS)/venv:
 	fi
 	@mkdir -p $(STAMPS) && touch $@
 
+# What torch the last set-up found, and what torch is there now.
+TORCH_BEFORE := $(shell sed -n 's/^torch==//p' $(STAMPS)/constraints.txt 2>/dev/null)
+TORCH_NOW := $(if $(TORCH_BEFORE),$(shell $(PY) -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null))
+
 # torch comes first, alone and by the constraints file; later pip steps are held to whatever torch is there.
 $(STAMPS)/tools: constraints.txt | $(STAMPS)/venv
+	@$(if $(filter-out $(TORCH_BEFORE),$(TORCH_NOW)),echo "torch is $(TORCH_NOW) now; what was compiled for $(TORCH_BEFORE) is compiled again for it")
 	@if ! $(PY) -c 'import torch' >/dev/null 2>&1 || [ "$(TORCH)" != torch ]; then \
 	  echo "[2/3] installing $(TORCH) (can be a large download; progress: tail -f $(LOG))"; \
 	  if [ "$(TORCH)" = torch ]; then held="-c constraints.txt"; else held=""; fi; \
@@ -102,11 +108,15 @@ $(STAMPS)/package: pyproject.toml setup.py $(ENGINE) | $(STAMPS)/tools $(STAMPS)
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/tools
+.PHONY: again
+again:
 # The engine is built into the tree: another environment used there since means building it again.
 ifneq ($(shell cat build/installed-by 2>/dev/null),$(VENV))
 $(STAMPS)/package: again
-.PHONY: again
-again:
+endif
+# So does another torch, which pip put there since: an engine fits the release that it was compiled with.
+ifneq ($(TORCH_BEFORE),$(TORCH_NOW))
+$(STAMPS)/tools: again
 endif
 
 # --- running ----------------------------------------------------------------------------------------------------
