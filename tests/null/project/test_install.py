@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import textwrap
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -24,6 +25,10 @@ PARTS = [
     "setup.py",
     "README.md",
     "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "CHANGELOG.md",
+    "constraints.txt",
     "zero_compiler",
     "passes",
     "runtime",
@@ -193,13 +198,22 @@ def test_no_top_level_packages_outside_the_root(python, tmp_path):
     )
 
 
-def test_a_wheel_installs_elsewhere_and_uninstalls(copied, borrowed, tmp_path):
-    wheels, home = tmp_path / "wheels", tmp_path / "other"
+def test_an_sdist_gives_a_wheel_that_installs_elsewhere_and_uninstalls(copied, borrowed, tmp_path):
+    """As ``python -m build`` makes both: the wheel from what the sdist holds."""
+    made, home = tmp_path / "made", tmp_path / "other"
     interpreter, site = fresh(home, borrowed)
     before = set(home.rglob("*"))
-    made = ("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(wheels), ".")
-    run(interpreter, *made, cwd=copied, PATH=path_without_ninja(copied))
-    (wheel,) = wheels.glob("zero_compiler-*.whl")
+    hook = f"from setuptools import build_meta; build_meta.build_sdist({str(made)!r})"
+    run(interpreter, "-B", "-c", hook, cwd=copied)
+    (sdist,) = made.glob("zero_compiler-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if name.endswith((".so", ".o", ".pyc"))]
+        archive.extractall(tmp_path, filter="data")
+    tree = tmp_path / sdist.name.removesuffix(".tar.gz")
+    shutil.copytree(copied / "build", tree / "build")  # what is compiled already
+    pack = ("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(made), ".")
+    run(interpreter, *pack, cwd=tree, PATH=path_without_ninja(tree))
+    (wheel,) = made.glob("zero_compiler-*.whl")
     # Byte code that Python writes on its own is none of an installer's.
     run(interpreter, "-m", "pip", "install", "--no-index", "--no-compile", str(wheel), cwd=tmp_path)
     found = run(
