@@ -504,11 +504,11 @@ def _get(self: _Sharded) -> object:
     """What ``module.attribute`` is; of each attribute with its own names, see :func:`_getter`."""
     attribute = "ATTRIBUTE"
     name = "NAME"
+    if attribute in self.__dict__:  # it hides the parameter, as from nn.Module.__getattr__
+        return self.__dict__[attribute]
     try:
         param = self._parameters[attribute]
     except KeyError:
-        if attribute in self.__dict__:
-            return self.__dict__[attribute]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}") from None
     state = self._zero
     if state is None:

@@ -163,6 +163,7 @@ class Copies:
             full.__class__ = _heard(full.__class__)
             full.__dict__[_NOTE] = copy
 
+    @torch._dynamo.disable(reason="a call that has read weights eagerly ends")
     def compare(self, fulls: Iterable[torch.Tensor]) -> None:
         """The call that has read these copies ends, and nobody keeps them from here on."""
         for full in fulls:
@@ -170,6 +171,7 @@ class Copies:
             if given is not None and (changed := given.changed(full)) is not None:
                 self._changed.append((given.name, changed))
 
+    @torch._dynamo.disable(reason="a forward that runs in parts has ended")
     def check(self) -> None:
         """At the end of the forward.
 
@@ -288,12 +290,15 @@ def _heard(base: type) -> type:
         body[name] = _writing(base, name)
     data: Any = torch.Tensor.data
 
+    # Never a frame that Dynamo compiles, and none that it follows: to that, .data of such a tensor is this property.
+    @torch._dynamo.disable(reason="a weight is written to between compiled frames")
     def get_data(self: torch.Tensor) -> torch.Tensor:
         # Dynamo of torch 2.14 takes torch.Tensor.data.__get__ for this property, which it would enter without an end.
         taken: torch.Tensor = torch._C._autograd._get_data_attr(self)  # type: ignore[attr-defined]
         copy = self.__dict__.get(_NOTE)
         return taken if copy is None else copy.of_data(taken)
 
+    @torch._dynamo.disable(reason="a weight is written to between compiled frames")
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         copy = self.__dict__.get(_NOTE)
         if copy is not None and value.shape != self.shape:
@@ -312,6 +317,7 @@ def _heard(base: type) -> type:
 def _writing(base: type, name: str) -> Callable[..., object]:
     method: Any = getattr(base, name)
 
+    @torch._dynamo.disable(reason="a weight is written to between compiled frames")
     @functools.wraps(method)
     def call(self: torch.Tensor, *args: object, **kwargs: Any) -> Callable[..., object]:
         copy = self.__dict__.get(_NOTE)

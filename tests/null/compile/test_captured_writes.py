@@ -196,3 +196,113 @@ def test_eager_code_that_writes_by_an_operator_that_is_not_elementwise_is_seen_t
 
 def test_eager_code_may_put_another_value_in_place_by_data():
     assert differences(_assigned, "eager", 3) == []
+
+
+def _hidden(m):
+    # A name that is made while the forward runs is no word that a search would find.
+    torch.clamp(m.inner.weight.detach(), -0.1, 0.1, out=getattr(m.inner.weight, "da" + "ta"))
+
+
+def _hidden_assignment(m):
+    setattr(m.inner.weight, "da" + "ta", torch.zeros_like(m.inner.weight))
+
+
+def _shared(m):
+    m.inner.weight.detach().view(torch.int16).numpy()[:] = 0
+
+
+@pytest.mark.parametrize("write", [_hidden, _hidden_assignment, _shared])
+def test_eager_writes_that_nothing_announces_and_nothing_counts_are_found_by_values(write):
+    model = zero.shard(writing(write), device="cpu", param_dtype="bf16")
+    with pytest.raises(ZeroError, match=r"writes to parameter 'inner\.weight' in place"):
+        model(torch.randn(4, 6))
+
+
+def test_of_one_rank_another_tensor_in_place_of_the_weight_is_found():
+    model = zero.shard(writing(_hidden_assignment), device="cpu")
+    with pytest.raises(ZeroError, match=r"writes to parameter 'inner\.weight' in place"):
+        model(torch.randn(4, 6))
+
+
+def _swapped(m):
+    weight = m.inner.weight
+    old = weight.data
+    weight.data = torch.sign(old)
+    m.binary = torch.equal(m.inner.weight.abs(), torch.ones(5, 6, dtype=old.dtype))
+    weight.data = old
+
+
+def _swapped_unheard(m):
+    weight = m.inner.weight
+    old = weight.detach()
+    setattr(weight, "da" + "ta", torch.sign(old))
+    m.binary = torch.equal(m.inner.weight.abs(), torch.ones(5, 6, dtype=old.dtype))
+    setattr(weight, "da" + "ta", old)
+
+
+@pytest.mark.parametrize("write", [_swapped, _swapped_unheard])
+def test_values_that_are_put_back_leave_the_shard_with_all_its_bits(write):
+    model = zero.shard(writing(write), device="cpu", param_dtype="bf16")
+    before = model.inner.weight.to_local().clone()
+    model(torch.randn(4, 6)).sum().backward()
+    assert model.binary
+    assert torch.equal(model.inner.weight.to_local(), before)
+    assert model.inner.weight.grad is not None
+
+
+class WritesToWhatItKeeps(nn.Module):
+    def __init__(self, by_data):
+        super().__init__()
+        self.weight, self.by_data = nn.Parameter(torch.full((4, 4), 0.5)), by_data
+
+    def forward(self, x):
+        weight = self.weight
+        with torch.no_grad():
+            (weight.data if self.by_data else weight).mul_(0.5)
+        return x @ weight @ weight
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_weight_that_was_read_before_it_is_written_to(by_data):
+    plain, x = WritesToWhatItKeeps(by_data), torch.ones(2, 4)
+    model = zero.shard(copy.deepcopy(plain), device="cpu", param_dtype="bf16")
+    for m in (model, plain):
+        m(x).sum().backward()
+    assert torch.equal(model.weight.grad.to_local(), plain.weight.grad)
+    assert torch.equal(model.weight.to_local(), plain.weight)
+
+
+def _follows(m):
+    with torch.no_grad():
+        for follower, leader in zip(m.last.parameters(), m.first.parameters(), strict=True):
+            follower.data = follower.data * 0.9 + leader.data * 0.1
+
+
+class Momentum(nn.Module):
+    """A layer that follows another one, as encoders of momentum contrast do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.requires_grad_(False)
+
+    def forward(self, x):
+        _follows(self)
+        with torch.no_grad():
+            target = self.last(x)
+        return (self.first(x) - target).square().mean()
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_layer_that_follows_another_in_the_forward(how):
+    torch.manual_seed(0)
+    plain, x = Momentum(), torch.ones(2, 6)
+    model = zero.shard(copy.deepcopy(plain), device="cpu", compute="aten")
+    call = use(model, how)
+    for _ in range(2):
+        wanted, found = plain(x), call(x)
+        for loss in (wanted, found):
+            loss.backward()
+        assert torch.allclose(found, wanted)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.to_local(), q)

@@ -38,6 +38,29 @@ def test_outside_a_forward_an_attribute_is_the_sharded_parameter():
     assert not dist.is_initialized()
 
 
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.a.__dict__["weight"] = self.b.weight * 2
+        y = self.a(x)
+        del self.a.__dict__["weight"]
+        return self.b(y).square().mean()
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_what_stands_in_the_dictionary_of_a_module_hides_its_parameter(how):
+    plain = Hides()
+    model = zero.shard(copy.deepcopy(plain), device="cpu")
+    plain(torch.ones(2, 4)).backward()
+    use(model, how)(torch.ones(2, 4)).backward()
+    assert plain.a.weight.grad is None
+    assert model.a.weight.grad is None
+    assert torch.allclose(model.b.weight.grad.to_local(), plain.b.weight.grad)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_freezing_in_mid_training_is_seen_by_the_next_call(how):
     model = zero.shard(net())
