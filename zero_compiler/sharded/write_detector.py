@@ -50,7 +50,8 @@ def own_code_may_write(module: torch.nn.Module) -> bool:
     """:func:`may_write` of what an instance has beside its class: hooks of its forward, functions as attributes, and
     objects as attributes of which its class calls methods."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    names = _names_of_class(type(module))
+    cls: Any = type(module)  # hashable, whatever its metaclass is typed as
+    names = _names_of_class(cls)
     return any(code_may_write(code, names) for code in (*hooks, *vars(module).values()))
 
 
@@ -139,8 +140,8 @@ class Copies:
     of writes, and by comparing values."""
 
     def __init__(self) -> None:
-        self._counted: list[_Counted] = []
-        self._given: dict[int, _Given] = {}  # by id of the copy, which lives until it is compared
+        self._counted: list[_CountedCopy] = []
+        self._given: dict[int, _GivenCopy] = {}  # by id of the copy, which lives until it is compared
         self._changed: list[tuple[str, torch.Tensor]] = []
 
     def add(self, info: Any, param: Any, full: torch.Tensor, rank: int, heard: bool) -> None:
@@ -152,7 +153,7 @@ class Copies:
         if full.is_meta or isinstance(full, FakeTensor):
             return
         if info.part is None:
-            self._given[id(full)] = _Given(info.name, param, param._version, info.layout, rank)
+            self._given[id(full)] = _GivenCopy(info.name, param, param._version, info.layout, rank)
         if full.is_inference():
             return
         # Where it is the parameter itself, what is written to it stays, but for another tensor in its place.
@@ -187,7 +188,7 @@ class Copies:
 
 
 @dataclass
-class _Counted:
+class _CountedCopy:
     """``counter`` counts with a copy, or with what its ``.data`` is, and keeps none of its memory; ``writes`` of those
     were there at first, or have been done to the shard too."""
 
@@ -197,7 +198,7 @@ class _Counted:
 
 
 @dataclass
-class _Given:
+class _GivenCopy:
     """Of which parameter a copy is, and the version of that when the copy was made."""
 
     name: str
@@ -242,7 +243,7 @@ class _Copy:
     copies: weakref.ref[Copies]
     itself: bool
     made_by: Any
-    counted: _Counted | None = None
+    counted: _CountedCopy | None = None
 
     def count(self, full: torch.Tensor) -> None:
         """From here on watch what is written to ``full``."""
@@ -250,7 +251,7 @@ class _Copy:
             return
         counter = full.detach()
         counter.data = full.new_empty(0)
-        self.counted = _Counted(self.name, counter, counter._version)
+        self.counted = _CountedCopy(self.name, counter, counter._version)
         if (copies := self.copies()) is not None:
             copies._counted.append(self.counted)
 
