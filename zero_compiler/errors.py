@@ -76,9 +76,12 @@ class MemoryBudgetError(ZeroError):
     """A plan does not fit the memory budget; raised before anything runs.
 
     ``least_bytes``: the smallest budget that would do, where that is known.
+    ``peak_bytes``: where ``memory_budget_bytes`` was refused, the peak of the best plan that was found; None: a lower
+    bound of every plan was more, and none was searched for.
     """
 
     least_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 class PassRefused(ZeroError):

@@ -94,7 +94,7 @@ class Fitting:
             graphs = partition(None)
             return graphs if activations is None else self._within_activations(partition, graphs, activations)
 
-        self._check_rest()
+        self._check_least(gm.graph)
         graphs = partition(None)
         if self._decided("mlp-activations") or self._decided("mlp-memory"):
             self._tile_mlps(True)
@@ -142,7 +142,7 @@ class Fitting:
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is None or not state.policies:
             return self._inferred(gm)
-        self._check_rest()
+        self._check_least(gm.graph)
 
         def planned() -> Phases:
             return {"inference": self._inferred(facts.copy_module(gm))}
@@ -291,8 +291,8 @@ class Fitting:
         self._min_cuts.clear()
         self.state.choice = choice
 
-    def _check_rest(self) -> None:
-        """What rests fits the budget of memory: else nothing need be tried.
+    def _check_least(self, graph: fx.Graph) -> None:
+        """What every plan of a graph takes fits the budget of memory: else nothing need be tried.
 
         Raises:
             MemoryBudgetError: it does not.
@@ -300,7 +300,7 @@ class Fitting:
         state = self.state
         budget_bytes = state.config.memory_budget_bytes
         if budget_bytes is not None and state.policies:
-            budget.check_rest(state.memory([]), budget_bytes, state.relatives)
+            budget.check_least(state.memory([]), graph, budget_bytes, state.relatives)
 
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
         """By how many bytes the plan of ``graphs`` passes the budget, with tiles as small as it takes.

@@ -28,6 +28,9 @@ from ..open_files import of_open_files
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 TRANSPORTS = ("c10d", "shared")
+# Of a device's bytes, one part in so many is left free where its description does not say how many: 5.4 GB of 85.9 GB.
+# A CUDA context takes about 0.5 GB, buffers of NCCL 0.3 to 2 GB, and an allocator of blocks leaves some 3% unused.
+RESERVE_PARTS = 16
 _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured
 
 
@@ -126,7 +129,11 @@ class HardwareSpec:
             through one function that takes many (exponential, error function, root), on data in cache, float32.
         vector_share, special_share: what share of these it is in other dtypes, by name; 1 where that was not measured.
         kernel_us: host and launch time of one kernel.
-        memory_bytes, host_memory_bytes: of one rank.
+        memory_bytes, host_memory_bytes, nvme_bytes: of one rank: of the compute device, the host, and drives for
+            ``nvme_dir``. None: not known, and a plan says so where it needs them.
+        device_reserve_bytes: of ``memory_bytes``, what a plan leaves free for what it does not count: the context of
+            the device, buffers of the collectives' library, workspaces and fragmentation; where the CPU computes,
+            Python, libraries and holes in the heap. None: one part in 16 (`RESERVE_PARTS`).
         onednn_flops_per_us: on CPUs, by dtype name, the same through oneDNN where torch would take its BLAS; empty
             where that was not measured.
         matmul_traffic: of the time that a matrix product's operands and result take at ``memory_bytes_per_us``, how
@@ -154,8 +161,8 @@ class HardwareSpec:
     vector_per_us: float
     special_per_us: float
     kernel_us: float
-    memory_bytes: int
-    host_memory_bytes: int
+    memory_bytes: int | None
+    host_memory_bytes: int | None
     collectives: tuple[Collective, ...]
     host_device: Link
     nvme_read: Link
@@ -168,6 +175,8 @@ class HardwareSpec:
     checksum_bytes_per_us: float = 10000.0
     forward_python: PythonTime = PythonTime()
     backward_python: PythonTime = PythonTime()
+    nvme_bytes: int | None = None
+    device_reserve_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_rates("matmul_flops_per_us", self.matmul_flops_per_us)
@@ -181,11 +190,14 @@ class HardwareSpec:
             "memory_bytes_per_us",
             "vector_per_us",
             "special_per_us",
-            "memory_bytes",
-            "host_memory_bytes",
             "checksum_bytes_per_us",
         ):
-            _check_number(name, getattr(self, name), finite=name.endswith("memory_bytes"))
+            _check_number(name, getattr(self, name))
+        for name in ("memory_bytes", "host_memory_bytes", "nvme_bytes", "device_reserve_bytes"):
+            if getattr(self, name) is not None:
+                _check_number(
+                    name, getattr(self, name), 0 if name == "device_reserve_bytes" else None, finite=True
+                )
         for name in ("name", "source", "date"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"hardware spec: {name} must be a text, not {_shown(getattr(self, name))}")
@@ -222,6 +234,19 @@ class HardwareSpec:
         share = ((near.world - 1) / near.world) / ((world - 1) / world)
         steps = (world - 1) / (near.world - 1)
         return Link(near.link.latency_us * steps, near.link.bytes_per_us * share)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Of the compute device, what a plan leaves free; see ``device_reserve_bytes``. 0 where nothing is known."""
+        if self.memory_bytes is None:
+            return 0
+        stated = self.device_reserve_bytes
+        return int(self.memory_bytes) // RESERVE_PARTS if stated is None else int(stated)
+
+    @property
+    def plannable_bytes(self) -> int | None:
+        """Bytes of the compute device that a plan may use; None where they are not known."""
+        return None if self.memory_bytes is None else max(0, int(self.memory_bytes) - self.reserve_bytes)
 
     def covers(self, transport: str) -> bool:
         """Whether every kind of collective over this transport (of ``TRANSPORTS``) is known, at some world size."""

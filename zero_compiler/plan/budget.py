@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import fx
 
 from ..alignment import arena_aligned
 from ..cost.assign import Option, assign
 from ..cost.tier_placement import ASSUMED_STATE_BYTES, TRANSFERS
 from ..emit.no_sync_program import most_accumulating
 from ..errors import MemoryBudgetError
+from ..ir import facts
 from ..ir.facts import ParamRef
 from ..ir.program import Program
 from ..memory.arena_extents import ends_by_owner
@@ -26,6 +29,7 @@ from ..memory.transport_workspace import scratch_bytes
 from ..passes.base import ParamPlan
 from ..report.report import Memory
 from ..sharded.sharded_model import ShardedModel
+from .least_memory import least_bytes
 
 
 @dataclass(frozen=True)
@@ -208,29 +212,44 @@ def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[Shar
     if memory.peak <= budget_bytes:
         return
     over = memory.peak - budget_bytes
-    raise MemoryBudgetError(
+    refused = MemoryBudgetError(
         f"memory_budget_bytes={budget_bytes:,} is {over:,} bytes too small for this rank: the predicted peak is "
         f"{memory.peak:,} bytes, at {where}; {memory.at_rest:,} of them are at rest ({_rest(memory)}, arena "
         f"{memory.arena:,}) and {memory.programs:,} are activations and full gradients of the call; "
         f"{_advice(memory, policies)}"
     )
+    refused.peak_bytes = memory.peak
+    raise refused
 
 
-def check_rest(memory: Memory, budget_bytes: int, policies: Sequence[ShardedModel]) -> None:
-    """What rests must fit, whatever is planned beside it.
+def check_least(memory: Memory, graph: fx.Graph, budget_bytes: int, policies: Sequence[ShardedModel]) -> None:
+    """What every plan takes must fit, whatever is chosen: else no search need begin.
 
     Args:
         memory: without Programs.
+        graph: what is to be planned, as it was captured.
 
     Raises:
         MemoryBudgetError: by how much it does not, and which option would help most.
     """
-    if memory.at_rest <= budget_bytes:
+    least, operator = least_bytes(memory, graph)
+    if least <= budget_bytes:
         return
-    over = memory.at_rest - budget_bytes
+    over = least - budget_bytes
+    rest = f"bytes are at rest ({_rest(memory)})"
+    if operator is None:
+        what = f"{memory.at_rest:,} {rest}, before anything is gathered or computed"
+    else:
+        where = facts.module_path(operator)
+        inside = f" of {where}" if where else ""
+        computing = memory.at_rest - memory.gradients
+        what = (
+            f"{least:,} bytes are there while one operator runs, which nothing takes apart ({operator.target}{inside}: "
+            f"operands and results of {least - computing:,}); {memory.at_rest:,} {rest}"
+        )
+        memory = replace(memory, programs=least - computing)  # so that advice weighs them
     raise MemoryBudgetError(
-        f"memory_budget_bytes={budget_bytes:,} is more than {over:,} bytes too small for this rank: "
-        f"{memory.at_rest:,} bytes are at rest ({_rest(memory)}), before anything is gathered or computed; "
+        f"memory_budget_bytes={budget_bytes:,} is more than {over:,} bytes too small for this rank: {what}; "
         f"{_advice(memory, policies)}"
     )
 

@@ -18,6 +18,7 @@ from ..ir.program import Program
 from ..passes.base import ParamPlan
 from ..storage.resident_memory import Footprint
 from . import picture
+from .verdict import Verdict
 
 # What a process takes beyond its plan and what it had, of which nobody asks the system in advance. Measured by
 # `benchmarks/resident.py`: threads, buffers of libraries and the objects of a running loop; in the heap holes, of what
@@ -231,6 +232,8 @@ class Report:
     copies: int = 1  # ranks that hold the same rows as this one, itself included
     tensor_ranks: int = 1  # over which tensor parallelism has placed parameters
     update: Update | None = None  # where a plan knows of one
+    verdict: Verdict | None = None  # whether it fits the hardware that it was made for
+    model: str = ""  # what was planned, where the command line has made it
 
     @property
     def step_us(self) -> float:
@@ -242,6 +245,8 @@ class Report:
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return {
+            "verdict": None if self.verdict is None else self.verdict.to_dict(),
+            "model": self.model,
             "rank": self.rank,
             "world": self.world,
             "copies": self.copies,
@@ -335,6 +340,8 @@ class Report:
     def _text(self, instructions: bool) -> str:
         m = self.memory
         lines = [
+            *([] if self.verdict is None else [self.verdict.line()]),
+            *([f"model: {self.model}"] if self.model else []),
             f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters"
             + (f", {self.copies} replicas" if self.copies > 1 else "")
             + (f", {self.tensor_ranks} tensor-parallel ranks" if self.tensor_ranks > 1 else ""),

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..compile.backend import compile_with
 from ..compile.loader import EngineLoader
-from ..cost.hardware import Collective, HardwareSpec, PythonTime, load
+from ..cost.hardware import RESERVE_PARTS, Collective, HardwareSpec, PythonTime, load
 from ..errors import ConfigError
 from ..ir import ops
 from ..ir.program import Program
@@ -33,6 +33,10 @@ from ..report.report import Frame
 from ..storage.checksums import sums
 from .measure_links import FILE_BYTES, collectives_of, copy, files_rank
 from .measuring import OPERANDS_BYTES, in_ranks, median_us, medians_us
+
+# Of the memory of a CPU rank, one part in so many is left free: Python and torch take 0.5 GB, the heap has holes, and
+# the system needs room for itself.
+_CPU_RESERVE_PARTS = 8
 
 
 def threads_of(world: int) -> int:
@@ -85,9 +89,9 @@ def calibrate(
         say(f"collectives over {world} ranks")
         collectives += collectives_of(world)
     read, write = preset.nvme_read, preset.nvme_write
-    files = f"files: not measured, as in the preset {preset.name!r}"
+    files, free = f"files: not measured, as in the preset {preset.name!r}", None
     if directory is not None:
-        files = "files: measured"
+        files, free = "files: measured", shutil.disk_usage(directory).free // max(worlds)
         say(f"files in {directory}")
         # Gone whichever rank fails: the others are ended then, and remove nothing.
         with tempfile.TemporaryDirectory(prefix="zero-calibrate-", dir=directory) as folder:
@@ -111,6 +115,8 @@ def calibrate(
         host_device=host_device,
         nvme_read=read,
         nvme_write=write,
+        nvme_bytes=free,
+        device_reserve_bytes=on_device // (_CPU_RESERVE_PARTS if accelerator is None else RESERVE_PARTS),
         shared=(
             *([("compute", "device-device", "host-device")] if device.type == "cpu" else []),
             ("nvme-read", "nvme-write"),  # one disk

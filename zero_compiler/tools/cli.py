@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import torch_versions
 from ..cost import hardware
-from ..errors import ConfigError, ZeroError
+from ..errors import ConfigError, MemoryBudgetError, ZeroError
 from .flags import with_config
 from .kept_files import kept_files
 
@@ -27,6 +30,26 @@ app = typer.Typer(
     help="ZeRO as an ahead-of-time compiler for PyTorch.",
 )
 console = Console(soft_wrap=True)
+DOES_NOT_FIT = 3  # exit status of a plan that is more than the hardware, or a budget, has
+MODEL_HELP = (
+    "module:function that returns (model, example_inputs), with arguments where it takes some, 'my:make(layers=4)'; "
+    "or a transformers configuration: config.json, a folder with one, or 'LlamaConfig(hidden_size=4096)'"
+)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, and for how long: on a terminal in place, else a line for each, on standard error."""
+    shown = Console(stderr=True, soft_wrap=True)
+    if not shown.is_terminal:
+        yield lambda line: shown.print(line, highlight=False, markup=False)
+        return
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=shown, transient=True
+    )
+    with bar:
+        task = bar.add_task("")
+        yield lambda line: bar.update(task, description=escape(line))
 
 
 @app.command()
@@ -111,8 +134,16 @@ def _has(backend: str) -> bool:
 @app.command()
 @with_config
 def plan(
-    model: Annotated[str, typer.Argument(help="module:function that returns (model, example_inputs)")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     world: Annotated[int, typer.Option(min=1, help="number of ranks to plan for")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="rows of tokens a rank, for a model that comes without inputs; default: 1"),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens of a row; default: 2,048, or as many as the model has positions"),
+    ] = None,
     device: Annotated[str, typer.Option(help="kind of device that computes, as torch names it")] = "cpu",
     brief: Annotated[bool, typer.Option(help="bytes and times only, no instructions")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write all of the plan here")] = None,
@@ -122,19 +153,25 @@ def plan(
     ] = None,
     **fields: object,
 ) -> None:
-    """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated."""
-    from .planning import report
+    """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated. The first
+    line says whether it fits the hardware, and if not, the least change that does; so does the status: 0 where it fits,
+    3 where it does not, 2 where what is asked is wrong."""
+    from .fitting_plan import Asked, fitting_report
+    from .model_source import model_source
 
     for option, path in (("--json", json_path), ("--html", html), ("--trace", trace)):
         _check_folder(option, path)
-    with torch.device("meta"):
-        module, inputs = _made(model)
-    made = report(module, inputs, world=world, device=device, **fields)
+    with _progress() as say:
+        say(f"building {model}")
+        source = model_source(model, batch, sequence)
+        made = fitting_report(Asked(source, world, device, fields, source.batch), say)
     console.print(made.summary() if brief else str(made), highlight=False, markup=False)
     for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
         if path is not None:
             save(str(path))
             console.print(f"written: {path}")
+    if made.verdict is not None and made.verdict.fits is False:
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 @app.command()
@@ -255,35 +292,13 @@ def _check_folder(option: str, path: Path | None) -> None:
         raise typer.BadParameter(f"there is no folder {str(path.parent)!r} to write to", param_hint=option)
 
 
-def _made(path: str) -> tuple[torch.nn.Module, Any]:
-    """The model that ``module:function`` makes, and its inputs."""
-    made = _factory(path)()
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
-        raise typer.BadParameter(
-            f"{path} must return a module and its inputs, (model, example_inputs), and returned {type(made).__name__}",
-            param_hint="MODEL",
-        )
-    return made
-
-
-def _factory(path: str) -> Any:
-    name, sep, function = path.partition(":")
-    if not sep:
-        raise typer.BadParameter(f"{path!r} is not module:function", param_hint="MODEL")
-    sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(str(error), param_hint="MODEL") from None
-
-
 def main() -> None:
     """Entry point: errors of this project are printed as one sentence."""
     try:
         app()
     except ZeroError as error:
         console.print(f"error: {error}", style="bold red")
-        sys.exit(2)
+        sys.exit(DOES_NOT_FIT if isinstance(error, MemoryBudgetError) else 2)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cost import hardware
 from ..cost.tier_placement import TRANSFERS
 from ..errors import CaptureError, ShardError, ZeroError
 from ..optim.optimizer_cost import stepped
 from ..params.modules import policies_of
 from ..plan.budget import memory_of
 from ..ranks.peer_connections import working
-from ..report.report import Frame, Report
+from ..report.report import Frame, Memory, Report
+from ..report.verdict import Verdict, verdict_of
 from ..sharded.call_protocol import NOTHING_CAPTURED
 from ..sharded.sharded_model import ShardedModel
 from ..storage.resident_memory import Footprint
+
+UNKNOWN = "this machine (`zero-compiler calibrate` measures it)"
 
 
 class _FrameIsPlanned(Exception):
@@ -50,7 +54,7 @@ def inspect(model: nn.Module, example_inputs: object = None) -> Report:
         frames = _plan(getattr(model, "_orig_mod", model), example_inputs, policies)
     else:
         frames = [f for p in policies for f in p.frames]
-    return report_of(policies, frames, example_inputs is not None, _footprint(policies))
+    return report_of(policies, frames, example_inputs is not None, _footprint(policies), here=True)
 
 
 def _footprint(policies: Sequence[ShardedModel]) -> Footprint | None:
@@ -75,11 +79,13 @@ def report_of(
     frames: list[Frame],
     planned_only: bool,
     footprint: Footprint | None = None,
+    here: bool = False,
 ) -> Report:
     """The report of one sharded model from its frames.
 
     Args:
-        footprint: of the process that runs it; None: another one will.
+        footprint: of the process that runs it; None: another one will, or it was not measured.
+        here: this machine runs it, and not one that a plan is made for.
     """
     first = policies[0]
     frames, update = stepped(policies, frames)
@@ -99,7 +105,18 @@ def report_of(
         copies=first.group.copies,
         tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
         update=update,
+        verdict=_verdict(first, memory, bool(frames), here),
     )
+
+
+def _verdict(first: ShardedModel, memory: Memory, planned: bool, here: bool) -> Verdict:
+    """Whether a plan with so much memory fits the machine that it was made for."""
+    assumed = first.config.hardware is None and not hardware.cache_path().is_file()
+    spec = first.hardware
+    if assumed and here:  # the numbers of a preset say nothing of its memory
+        spec = replace(spec, name=UNKNOWN, memory_bytes=None, host_memory_bytes=None, nvme_bytes=None)
+    needed = {"device": memory.peak, "host": memory.apart, "nvme": memory.files}
+    return verdict_of(spec, needed, assumed=assumed and not here, planned=planned)
 
 
 def _rows(policy: ShardedModel) -> list[dict[str, Any]]:

@@ -17,11 +17,18 @@ from ..config import PLACEMENT_FIELDS, Config
 from ..errors import ConfigError, ShardError, ZeroError
 from ..params.modules import policies_of
 from ..params.shard import shard_over
+from ..plan.budget import memory_of
 from ..ranks.group import Group
 from ..ranks.mesh import REPLICATE, SHARD, bare_mesh
-from ..report.report import Frame, Report
+from ..report.report import Frame, Memory, Report
 from ..sharded.sharded_model import ShardedModel
 from .inspect import report_of
+
+Say = Callable[[str], None]
+
+
+def _say_nothing(line: str) -> None:
+    """For those who wait without being told what for."""
 
 
 def planned_group(world: int, device: torch.device | str = "cpu", rank: int = 0, copies: int = 1) -> Group:
@@ -75,11 +82,30 @@ def report(
     example_inputs: object,
     world: int = 1,
     device: torch.device | str = "cpu",
+    *,
+    say: Say = _say_nothing,
     **fields: object,
 ) -> Report:
-    """The plan of ``model`` on ``world`` ranks as :func:`zero_compiler.inspect` would show it; see :func:`plan`."""
-    frames, policies = _planned(model, example_inputs, world, 0, device, False, fields)
+    """The plan of ``model`` on ``world`` ranks as :func:`zero_compiler.inspect` would show it; see :func:`plan`.
+
+    Args:
+        say: called with a line when a part of the work begins.
+    """
+    frames, policies = _planned(model, example_inputs, world, 0, device, False, fields, say)
     return report_of(policies, frames, planned_only=True)
+
+
+def rest(model: nn.Module, world: int = 1, device: torch.device | str = "cpu", **fields: object) -> Memory:
+    """What rests between steps, as :func:`report` would count it, without a capture: in a moment for any model.
+
+    Raises: as :func:`plan`.
+    """
+    mode, device = FakeTensorMode(), _known(device)
+    model = _fake_model(model, mode, device)
+    group = planned_group(world, device)
+    with mode:
+        shard_over(model, group, Config.make(None, fields))
+    return memory_of(policies_of(model), [], 0)
 
 
 def _planned(
@@ -90,6 +116,7 @@ def _planned(
     device: torch.device | str,
     dynamic: bool,
     fields: dict[str, object],
+    say: Say = _say_nothing,
 ) -> tuple[list[Frame], list[ShardedModel]]:
     if policies_of(model):
         raise ShardError("planning takes a plain model, not one that is sharded already")
@@ -98,8 +125,7 @@ def _planned(
         k: v for k, v in fields.items() if k not in PLACEMENT_FIELDS
     }  # for frames that read no parameter
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    device = torch.device(device)
-    _check_known(device)
+    device = _known(device)
     model = _fake_model(model, mode, device)
     args, kwargs = (), {}
     if isinstance(example_inputs, dict):
@@ -112,6 +138,7 @@ def _planned(
     loader = PlanLoader()
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        say(f"frame {len(frames)}: {len(gm.graph.nodes):,} operators captured; planning forward and backward")
         frame = compile_frame(gm, inputs, options, loader)[2]
         frames.append(frame)
         due.append(frame.opened())  # what follows is planned as if it ran
@@ -120,6 +147,7 @@ def _planned(
     group = planned_group(world, device, rank)  # a mesh is made of real numbers, outside of the mode
     with mode:
         shard_over(model, group, config)
+        say(f"capturing the forward of {sum(p.numel() for p in model.parameters()):,} parameters")
         try:
             torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -129,14 +157,16 @@ def _planned(
     return frames, policies_of(model)
 
 
-def _check_known(device: torch.device) -> None:
+def _known(given: torch.device | str) -> torch.device:
     """Raise for a device that torch was built without: autograd ends the process there, on fake tensors too."""
+    device = torch.device(given)
     built = torch.accelerator.current_accelerator()  # of the build, whether or not there is one here
     if device.type not in ("cpu", "meta", built.type if built is not None else "cpu"):
         raise ConfigError(
             f"planning for device {device.type!r} needs a torch that is built for it, which this one is not; plan "
             "for device='cpu', or install such a torch"
         )
+    return device
 
 
 def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

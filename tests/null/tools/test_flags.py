@@ -12,15 +12,21 @@ from null.root.test_config import every_field
 from typer.testing import CliRunner
 
 import zero_compiler as zero
-from zero_compiler.tools import cli, planning
+from zero_compiler.tools import cli, fitting_plan, model_source
+from zero_compiler.tools.model_source import ModelSource
 
 
 def test_every_field_is_a_flag_of_plan(tmp_path, monkeypatch):
     """All fields given as flags come back as they are; what is not given is left to zero.Config."""
     given, seen = every_field(tmp_path), {}
-    report = SimpleNamespace(summary=lambda: "planned", save_json=None, save_html=None, save_trace=None)
-    monkeypatch.setattr(planning, "report", lambda *args, **kwargs: seen.update(kwargs) or report)
-    monkeypatch.setattr(cli, "_factory", lambda path: lambda: (torch.nn.Linear(2, 2), torch.ones(2)))
+    report = SimpleNamespace(
+        summary=lambda: "planned", save_json=None, save_html=None, save_trace=None, verdict=None
+    )
+    monkeypatch.setattr(
+        fitting_plan, "fitting_report", lambda asked, say: seen.update(asked=asked) or report
+    )
+    source = ModelSource(torch.nn.Linear(2, 2), lambda _: torch.ones(2), None, "")
+    monkeypatch.setattr(model_source, "model_source", lambda *_: source)
     flags = []
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")
@@ -30,10 +36,11 @@ def test_every_field_is_a_flag_of_plan(tmp_path, monkeypatch):
         seen.clear()
         done = CliRunner().invoke(cli.app, ["plan", "module:function", "--brief", *words])
         assert done.exit_code == 0, done.output
-        assert done.output == "planned\n"
-        assert (seen.pop("world"), seen.pop("device")) == (1, "cpu")
-        assert zero.Config(**seen) == expected
-        assert seen.keys() == (given.keys() if words else set())
+        assert done.stdout == "planned\n"
+        asked = seen["asked"]
+        assert (asked.world, asked.device) == (1, "cpu")
+        assert zero.Config(**asked.fields) == expected
+        assert asked.fields.keys() == (given.keys() if words else set())
 
 
 def test_every_flag_of_plan_says_what_it_does():

@@ -1,0 +1,194 @@
+"""The plan of ``zero-compiler plan``: within what the hardware has, or the least change of what was asked that fits."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..cost import hardware
+from ..cost.hardware import HardwareSpec
+from ..errors import MemoryBudgetError, ZeroError
+from ..report.report import Memory, Report
+from ..report.verdict import Verdict, verdict_of
+from . import planning
+from .model_source import ModelSource
+from .planning import Say
+
+# Changes that are planned at most, of those whose bytes at rest fit: each takes as long as a plan.
+MOST_PLANS = 4
+_DOUBLINGS = 10  # of the ranks
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Args:
+        source: the model and its inputs.
+        world: ranks. ``device``: kind of device that computes.
+        fields: of :class:`~zero_compiler.Config`; those that were given.
+        batch: rows of the inputs, where the source makes them.
+    """
+
+    source: ModelSource
+    world: int
+    device: str
+    fields: Mapping[str, object]
+    batch: int | None = None
+
+    @property
+    def machine(self) -> HardwareSpec:
+        named = self.fields.get("hardware")
+        return hardware.load(None if named is None else str(named))
+
+    @property
+    def stage(self) -> int:
+        return int(str(self.fields.get("stage", 3)))
+
+    def report(self, budget_bytes: int | None, say: Say) -> Report:
+        """Its plan within so many bytes of the device, or without a limit.
+
+        Raises:
+            ZeroError: there is none.
+        """
+        fields = {k: v for k, v in self.fields.items() if k != "memory_budget_bytes"}
+        if budget_bytes is not None:
+            fields["memory_budget_bytes"] = budget_bytes
+        inputs = self.source.inputs(self.batch)
+        report = planning.report(self.source.model, inputs, self.world, self.device, say=say, **fields)
+        return replace(report, model=self.source.about)
+
+    def rest(self) -> Memory:
+        """What rests between steps."""
+        return planning.rest(self.source.model, self.world, self.device, **self.fields)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is asked otherwise: fields of Config, the number of ranks, or rows of a batch."""
+
+    fields: Mapping[str, object] = field(default_factory=dict)
+    world: int | None = None
+    batch: int | None = None
+
+    def flags(self) -> str:
+        """As it is given on the command line."""
+        given = {"world": self.world, "batch": self.batch, **self.fields}
+        return " ".join(f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None)
+
+    def of(self, asked: Asked) -> Asked:
+        """``asked`` with it."""
+        fields = {**asked.fields, **self.fields}
+        if fields.get("nvme_dir") == _DIRECTORY:
+            fields["nvme_dir"] = tempfile.gettempdir()  # that there is one: nothing is written to it
+        return replace(asked, fields=fields, world=self.world or asked.world, batch=self.batch or asked.batch)
+
+
+_DIRECTORY = "DIR"  # for the user to name
+
+
+def fitting_report(asked: Asked, say: Say) -> Report:
+    """The plan of what is asked within ``memory_budget_bytes``, by default what the hardware has less its reserve.
+
+    Where there is none, the plan without a budget; its verdict has the least that was found, and the least change that
+    fits. Ctrl-C while that is looked for ends the search alone.
+
+    Raises:
+        MemoryBudgetError: there is no plan within a budget that was given.
+        ZeroError: what is asked cannot be planned.
+    """
+    budget_bytes = asked.fields.get("memory_budget_bytes")
+    room = asked.machine.plannable_bytes
+    given = budget_bytes is not None
+    try:
+        report = asked.report(int(str(budget_bytes)) if given else room, say)
+        least = None
+    except MemoryBudgetError as refused:
+        if given or room is None:
+            raise
+        say("no plan fits the device; planning without a budget")
+        report, least = asked.report(None, say), refused.peak_bytes
+    verdict = report.verdict
+    assert verdict is not None  # of every report that is planned
+    if verdict.fits is not False:
+        return report
+    if least is not None:
+        verdict = _with_least(verdict, least)
+    try:
+        change = _least_change(asked, say)
+    except KeyboardInterrupt:
+        change = "interrupted before a change was found that fits"
+    return replace(report, verdict=replace(verdict, change=change))
+
+
+def _with_least(verdict: Verdict, least_bytes: int) -> Verdict:
+    """The verdict on a plan without a budget, with the least that was found within one."""
+    device, *others = verdict.tiers
+    device = replace(device, needed_bytes=least_bytes, unlimited_bytes=device.needed_bytes)
+    return replace(verdict, tiers=(device, *others))
+
+
+def _least_change(asked: Asked, say: Say) -> str:
+    """In words: of changes, the smallest first, the first whose plan fits."""
+    spec, tried = asked.machine, 0
+    given = asked.fields.get("memory_budget_bytes")
+    room = spec.plannable_bytes
+    if room is not None and given is not None:
+        room = min(room, int(str(given)))
+    for change in _changes(asked, _rest_fits(asked, spec)):
+        then = change.of(asked)
+        if not _rest_fits(then, spec):
+            continue
+        if tried == MOST_PLANS:
+            return f"no change was found that fits, of {tried} that were planned"
+        say(f"looking for the least change that fits: {change.flags()}")
+        tried += 1
+        try:
+            found = then.report(room, say)
+        except ZeroError:  # it does not fit, or not together with what else is asked
+            continue
+        if found.verdict is not None and found.verdict.fits is not False:
+            uses = ", ".join(use.text() for use in found.verdict.tiers)
+            return f"the least change that fits: {change.flags()} ({uses}; a step of {found.step_us / 1e3:,.0f} ms)"
+    return "no change that was tried fits: more ranks, or another machine, may"
+
+
+def _rest_fits(asked: Asked, spec: HardwareSpec) -> bool:
+    """Whether what rests leaves room on every tier."""
+    try:
+        memory = asked.rest()
+    except ZeroError:  # not together with what else is asked
+        return False
+    needed = {"device": memory.at_rest, "host": memory.apart, "nvme": memory.files}
+    return verdict_of(spec, needed).fits is not False
+
+
+def _changes(asked: Asked, rest_fits: bool) -> Iterator[Change]:
+    """What could be asked otherwise, the smallest change first.
+
+    Args:
+        rest_fits: activations are what is too much: they go elsewhere first, and batches become smaller.
+    """
+    budget = asked.fields.get("memory_budget_bytes")
+    if budget is not None and (room := asked.machine.plannable_bytes) is not None and int(str(budget)) > room:
+        yield Change({"memory_budget_bytes": room})
+    if asked.world > 1:
+        yield from (Change({"stage": stage}) for stage in (2, 3) if stage > asked.stage)
+    tiers = ["nvme"] if asked.device == "cpu" else ["host", "nvme"]
+    directory = {} if asked.fields.get("nvme_dir") is not None else {"nvme_dir": _DIRECTORY}
+    if rest_fits:
+        for tier in tiers:
+            yield Change({"offload_activations": tier, **(directory if tier == "nvme" else {})})
+        rows = asked.batch or 1
+        while (rows := rows // 2) > 0:
+            yield Change(batch=rows)
+    for tier in tiers:
+        more: dict[str, object] = directory if tier == "nvme" else {}
+        states = {"offload_optimizer": tier}
+        all_of_it = {**states, "offload_params": tier, "offload_grads": tier}
+        if asked.stage < 3:
+            all_of_it |= {"stage": 3}
+        for fields in (states, all_of_it, {**all_of_it, "offload_activations": tier}):
+            yield Change({**fields, **more})
+    yield from (Change(world=asked.world * 2**k) for k in range(1, _DOUBLINGS + 1))
