@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,13 @@ from torch import nn
 
 from ..errors import ConfigError
 from . import transformers_models
+from .error_lines import last_line
 from .transformers_models import near
 
 FORMS = (
     "module:function, module:function(layers=4), a transformers config.json or a folder with one, or a class of "
     "transformers with fields, such as LlamaConfig(hidden_size=4096)"
 )
-_OWN = str(Path(__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ def model_source(text: str, batch: int | None = None, sequence: int | None = Non
     for name, size in (("--batch", batch), ("--sequence", sequence)):
         if size is not None and size < 1:
             raise ConfigError(f"{name} must be at least 1, not {size}")
-    path = Path(text)
-    if path.suffix == ".json" or path.is_dir():
-        return _of_config(transformers_models.config_in(path), batch, sequence)
+    if text.endswith(".json") or os.path.isdir(text):
+        return _of_config(transformers_models.config_in(Path(text)), batch, sequence)
     called, arguments, fields = _call(text)
     module, colon, name = called.partition(":")
     if colon:
@@ -74,9 +73,9 @@ def model_source(text: str, batch: int | None = None, sequence: int | None = Non
                 f"MODEL {text!r}: fields of a configuration are given by name, as hidden_size=4096"
             )
         return _of_config(transformers_models.config_of(called, fields), batch, sequence)
-    if path.suffix == ".py" or path.is_file():
+    if text.endswith(".py") or os.path.isfile(text):
         raise ConfigError(
-            f"MODEL {text!r} is a file: name the module and a function of it, {path.stem}:FUNCTION"
+            f"MODEL {text!r} is a file: name the module and a function of it, {Path(text).stem}:FUNCTION"
         )
     raise ConfigError(f"MODEL {text!r} is none of these: {FORMS}")
 
@@ -241,18 +240,3 @@ def _run(what: str, make: Callable[[], Any], module: str = "") -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what}: {last_line(error)}") from None
-
-
-def last_line(error: BaseException) -> str:
-    """Type and message of an error, and where in the user's code it was raised: the last place that is of nobody else's
-    installation."""
-    said = " ".join(str(error).split())
-    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {text}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<"))]
-    own = [
-        f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(sys.base_prefix)
-    ]
-    place = (own or frames or [None])[-1]
-    return text if place is None else f"{place.filename}:{place.lineno}: {text}"

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..compile.backend import compile_frame
 from ..compile.loader import PlanLoader
 from ..config import PLACEMENT_FIELDS, Config
-from ..errors import ConfigError, ShardError, ZeroError
+from ..errors import CaptureError, ConfigError, ShardError, ZeroError
 from ..params.modules import policies_of
 from ..params.shard import shard_over
 from ..plan.budget import memory_of
@@ -22,6 +22,7 @@ from ..ranks.group import Group
 from ..ranks.mesh import REPLICATE, SHARD, bare_mesh
 from ..report.report import Frame, Memory, Report
 from ..sharded.sharded_model import ShardedModel
+from .error_lines import last_line
 from .inspect import report_of
 
 Say = Callable[[str], None]
@@ -72,6 +73,7 @@ def plan(
     Raises:
         ConfigError: an unknown or contradictory field, or a ``device`` that this build of torch does not know.
         ShardError: ``model`` is sharded already.
+        CaptureError: its forward fails with these inputs, or Dynamo cannot follow it.
         MemoryBudgetError: it does not fit a budget.
     """
     return _planned(model, example_inputs, world, rank, device, dynamic, fields)[0]
@@ -154,6 +156,12 @@ def _planned(
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from None
             raise
+        except ZeroError:
+            raise
+        except Exception as error:  # whatever the user's forward raises, or Dynamo where it cannot follow
+            raise CaptureError(
+                f"the forward of {type(model).__name__} cannot be captured with these inputs: {last_line(error)}"
+            ) from error
     return frames, policies_of(model)
 
 

@@ -92,8 +92,9 @@ def test_what_is_below_the_bound_is_refused_before_anything_is_tried(monkeypatch
         report(model, (x,), 2, compute="aten", memory_budget_bytes=resting + 2 * ROW)
     assert refused.value.peak_bytes is None
     torch._dynamo.reset()
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     with pytest.raises(MemoryBudgetError, match="before anything is gathered or computed"):
-        report(model, (x,), 2, compute="aten", memory_budget_bytes=resting // 2)
+        report(mlp, (torch.ones(2, 64),), 2, compute="aten", memory_budget_bytes=rest(mlp, 2).at_rest - 1)
     assert tried == []
 
 

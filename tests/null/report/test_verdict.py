@@ -69,11 +69,19 @@ def test_bytes_that_the_hardware_does_not_tell_are_not_guessed():
 
 def test_what_only_rests_yet_may_be_too_much_and_is_never_said_to_fit():
     assert verdict_of(H100, {"device": GB}, planned=False).fits is None
-    assert verdict_of(H100, {"device": GB}, planned=False).line().startswith("not planned yet; at rest on dgx-h100")
+    assert (
+        verdict_of(H100, {"device": GB}, planned=False)
+        .line()
+        .startswith("not planned yet; at rest on dgx-h100")
+    )
     assert verdict_of(H100, {"device": 100 * GB}, planned=False).fits is False
 
 
 def test_the_preset_that_stands_for_a_machine_that_was_not_calibrated_is_said_to():
-    assert verdict_of(H100, {"device": GB}, assumed=True).line().startswith(
-        "fits dgx-h100 (taken because no hardware was named and this machine was not calibrated): "
+    assert (
+        verdict_of(H100, {"device": GB}, assumed=True)
+        .line()
+        .startswith(
+            "fits dgx-h100 (taken because no hardware was named and this machine was not calibrated): "
+        )
     )

@@ -1,26 +1,92 @@
-"""The command line: a plan as text, page and timeline."""
+"""The command line: a plan as text, page and timeline, and its exit status."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
+import torch
+from machines import machine
 from typer.testing import CliRunner
 
 from zero_compiler.tools import cli
 
+SMALL = "import torch\ndef planned():\n    return torch.nn.Linear(64, 512), torch.ones(2, 64)\n"
 
-def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, monkeypatch):
+
+@pytest.fixture
+def small_model(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "small_model.py").write_text(
-        "import torch\ndef planned():\n    return torch.nn.Linear(64, 512), torch.ones(2, 64)\n"
-    )
+    (tmp_path / "small_model.py").write_text(SMALL)
+    torch._dynamo.reset()
+
+
+def status(monkeypatch, capsys, *words: str) -> tuple[int, str]:
+    """Exit status and output of ``zero-compiler plan`` with these words."""
+    monkeypatch.setattr("sys.argv", ["zero-compiler", "plan", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0), " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, small_model):
     paths = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "html", "trace")}
     words = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
     chosen = ["--world", "512", "--stage", "2", "--compute", "aten", "--hardware", "dgx-h100"]
     done = CliRunner().invoke(cli.app, ["plan", "small_model:planned", *chosen, *words])
     assert done.exit_code == 0, done.output
+    first, second, *_ = done.stdout.split("\n")
+    assert first.startswith("fits dgx-h100: ")
+    assert second == "model: Linear, 33,280 parameters in float32"
     assert "stage 2, rank 0 of 512" in done.output
     assert "transport between ranks: c10d (planned for ranks on any hosts)" in done.output
-    assert json.loads(paths["json"].read_text())["world"] == 512
-    assert "<svg" in paths["html"].read_text()
+    # Progress is no part of the plan.
+    assert "capturing the forward of 33,280 parameters" in done.stderr
+    assert "capturing" not in done.stdout
+    written = json.loads(paths["json"].read_text())
+    assert (written["world"], written["verdict"]["fits"]) == (512, True)
+    assert written["verdict"]["line"] == first
+    assert "<svg" in (page := paths["html"].read_text())
+    assert "fits dgx-h100: " in page
     assert json.loads(paths["trace"].read_text())["traceEvents"]
+
+
+def test_the_status_says_whether_a_plan_fits(tmp_path, monkeypatch, capsys, small_model):
+    (tmp_path / "tiny.json").write_text(json.dumps(machine(memory_bytes=400_000, device_reserve_bytes=0)))
+    few = ["small_model:planned", "--brief", "--compute", "aten"]
+    code, said = status(monkeypatch, capsys, *few, "--hardware", "dgx-h100")
+    assert code == 0
+    code, said = status(monkeypatch, capsys, *few, "--hardware", str(tmp_path / "tiny.json"))
+    assert code == 3
+    assert said.startswith("does not fit test: ")
+    assert "the least change that fits: --world" in said
+    code, said = status(monkeypatch, capsys, *few, "--memory-budget-bytes", "1000")
+    assert code == 3
+    assert "memory_budget_bytes=1,000 is more than" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["small_model:linear"], "has no function 'linear'"),
+        (["small_model:planned", "--html", "no/plan.html"], "there is no folder 'no' to write to"),
+        (
+            ["small_model:planned", "--batch", "4"],
+            "returns its own inputs, which --batch and --sequence do not change",
+        ),
+        (
+            ["small_model:planned", "--hardware", "dgx-h10"],
+            "hardware 'dgx-h10' is neither a file nor a preset",
+        ),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_sentence_and_another_status(
+    monkeypatch, capsys, small_model, words, want
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.argv", ["zero-compiler", "plan", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert want in " ".join((shown.out + shown.err).split())

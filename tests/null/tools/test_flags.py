@@ -22,9 +22,7 @@ def test_every_field_is_a_flag_of_plan(tmp_path, monkeypatch):
     report = SimpleNamespace(
         summary=lambda: "planned", save_json=None, save_html=None, save_trace=None, verdict=None
     )
-    monkeypatch.setattr(
-        fitting_plan, "fitting_report", lambda asked, say: seen.update(asked=asked) or report
-    )
+    monkeypatch.setattr(fitting_plan, "fitting_report", lambda asked, say: seen.update(asked=asked) or report)
     source = ModelSource(torch.nn.Linear(2, 2), lambda _: torch.ones(2), None, "")
     monkeypatch.setattr(model_source, "model_source", lambda *_: source)
     flags = []

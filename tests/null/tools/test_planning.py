@@ -1,19 +1,42 @@
-"""Plans without ranks: what they cannot be made of."""
+"""Plans without ranks: what they cannot be made of, and what rests before anything is captured."""
 
 from __future__ import annotations
 
-from typer.testing import CliRunner
+import pytest
+import torch
+from torch import nn
 
-from zero_compiler.tools import cli
+from zero_compiler.errors import CaptureError
+from zero_compiler.tools.planning import report, rest
 
 
-def test_what_a_plan_cannot_be_made_of_is_said_in_one_sentence(tmp_path, monkeypatch):
-    (tmp_path / "given.py").write_text("import torch\ndef alone():\n    return torch.nn.Linear(2, 2)\n")
-    monkeypatch.chdir(tmp_path)
-    for words, want in (
-        (["given:alone"], "given:alone must return a module and its inputs, (model, example_inputs)"),
-        (["given:alone", "--html", "no/plan.html"], "there is no folder 'no' to write to"),
+class Raises(nn.Linear):
+    def forward(self, x):
+        if x.shape[0] == 2:
+            raise RuntimeError("two rows are too few")
+        return super().forward(x)
+
+
+def test_what_the_forward_raises_is_said_with_its_place():
+    with pytest.raises(
+        CaptureError,
+        match=r"^the forward of Raises cannot be captured.*: /.*test_planning\.py:16: RuntimeError: two rows",
     ):
-        done = CliRunner().invoke(cli.app, ["plan", *words], env={"COLUMNS": "200"})
-        assert done.exit_code == 2
-        assert want in " ".join(done.output.split())
+        report(Raises(4, 4), (torch.ones(2, 4),), compute="aten")
+    torch._dynamo.reset()
+    with pytest.raises(CaptureError, match=r"must have same reduction dim"):
+        report(Raises(4, 4), (torch.ones(3, 5),), compute="aten")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stage": 0}, {"stage": 2}, {"stage": 3, "offload_optimizer": "nvme"}], ids=str
+)
+def test_what_rests_is_known_without_a_capture(tmp_path, fields):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 30))
+    if "offload_optimizer" in fields:
+        fields = fields | {"nvme_dir": str(tmp_path)}
+    early = rest(model, 4, **fields)
+    planned = report(model, (torch.ones(2, 64),), 4, compute="aten", **fields).memory
+    for what in ("parameters", "gradients", "optimizer", "files", "apart"):
+        assert getattr(early, what) == getattr(planned, what), what
+    assert not any(tmp_path.iterdir())
