@@ -332,6 +332,14 @@ class Report:
     def __str__(self) -> str:
         return self._text(instructions=True)
 
+    def _budget(self) -> list[str]:
+        """Within how many bytes a plan was made that nobody runs yet."""
+        budgets = {f.config.memory_budget_bytes for f in self.frames} - {None}
+        return [
+            f"planned within {b:,} bytes of the device; to run so, give zero.shard memory_budget_bytes={b}"
+            for b in sorted(budgets)
+        ]
+
     def summary(self) -> str:
         """The text without the instructions of the Programs."""
         return self._text(instructions=False)
@@ -341,7 +349,7 @@ class Report:
         m = self.memory
         lines = [
             *([] if self.verdict is None else [self.verdict.line()]),
-            *([f"model: {self.model}"] if self.model else []),
+            *([f"model: {self.model}", *self._budget()] if self.model else []),
             f"zero_compiler: stage {self.stage}, rank {self.rank} of {self.world}, {len(self.params)} parameters"
             + (f", {self.copies} replicas" if self.copies > 1 else "")
             + (f", {self.tensor_ranks} tensor-parallel ranks" if self.tensor_ranks > 1 else ""),

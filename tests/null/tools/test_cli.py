@@ -59,7 +59,7 @@ def test_the_status_says_whether_a_plan_fits(tmp_path, monkeypatch, capsys, smal
     code, said = status(monkeypatch, capsys, *few, "--hardware", str(tmp_path / "tiny.json"))
     assert code == 3
     assert said.startswith("does not fit test: ")
-    assert "the least change that fits: --world" in said
+    assert "the least change that fits: --offload-optimizer nvme --nvme-dir DIR (" in said
     code, said = status(monkeypatch, capsys, *few, "--memory-budget-bytes", "1000")
     assert code == 3
     assert "memory_budget_bytes=1,000 is more than" in said

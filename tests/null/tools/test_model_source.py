@@ -141,7 +141,7 @@ def test_a_configuration_is_a_model_with_its_head_and_tokens(tmp_path):
     assert all(p.is_meta for p in source.model.parameters())
     inputs = source.inputs(3)
     assert {k: tuple(v.shape) for k, v in inputs.items()} == {"input_ids": (3, 7), "labels": (3, 7)}
-    assert "LlamaForCausalLM, 90,624 parameters in float32; 3 x 7 tokens a rank" in source.about
+    assert "LlamaForCausalLM, 78,144 parameters in float32; 3 x 7 tokens a rank" in source.about
     # The same from a file, a folder, and of the class that it names.
     config = source.model.config.to_dict() | {"dtype": "bfloat16", "field_of_another_tool": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
