@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -309,7 +310,16 @@ def _heard(base: type) -> type:
             copy.write("copy_", (value,), {})
             copy.count(self)
 
-    body["data"] = property(get_data, set_data)
+    def detach(self: torch.Tensor) -> torch.Tensor:
+        taken: torch.Tensor = base.detach(self)  # type: ignore[attr-defined]
+        # nn.Parameter(w) asks for one of the same class; everybody else gets the plain tensor that torch gives.
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            taken.__class__ = type(self)
+            if _NOTE in self.__dict__:
+                taken.__dict__[_NOTE] = self.__dict__[_NOTE]  # the two count their writes together
+        return taken
+
+    body |= {"data": property(get_data, set_data), "detach": detach}
     made: type = type(base.__name__, (base,), body)
     made.__module__, made.__qualname__ = base.__module__, base.__qualname__
     return made
