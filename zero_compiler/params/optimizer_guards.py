@@ -20,6 +20,7 @@ from ..tensors.fused import register_kernels
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from .ddp_fallback import check_averaged
+from .penalties import watch_terms
 
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
@@ -30,8 +31,8 @@ _installed = False
 
 
 def guard_optimizers() -> None:
-    """Have torch call :func:`check` before steps, fused kernels and loss scalers take shards, and kernels over lists
-    count as writes; once a process. Optimizers of other models cost one look."""
+    """Have torch call :func:`check` before steps, fused kernels and loss scalers take shards, kernels over lists count
+    as writes, and losses be watched; once a process. Optimizers of other models cost one look."""
     global _installed
     if not _installed:
         _installed = True
@@ -39,6 +40,7 @@ def guard_optimizers() -> None:
         register_unscaling()
         count_writes()
         watch_draws()
+        watch_terms()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_withdraw_norms)

@@ -7,19 +7,37 @@ rank would take its own part of the gradient for the mean over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError
+from ..ir import ops
 from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
+from ..tensors.foreach import MANAGED
+
+# Operators that make one loss of several; DTensor takes a plain number beside a DTensor. Those that write to a plain
+# tensor take no DTensor.
+_JOINING = (
+    "add.Tensor",
+    "sub.Tensor",
+    "rsub.Tensor",
+    "mul.Tensor",
+    "div.Tensor",
+    "stack.default",
+    "where.self",
+)
+_WRITING = ("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor")
 
 
 def watch_outputs(outputs: Iterable[object], group: Group) -> None:
-    """See to it that the backward of a forward says so where the gradient of one of its plain ``outputs`` is a DTensor.
+    """See to it that a backward says so where the gradient of one of these plain ``outputs``, of a forward or of what
+    is computed from one, is a DTensor.
 
     Args:
         group: of the ranks that run this backward together.
@@ -30,17 +48,78 @@ def watch_outputs(outputs: Iterable[object], group: Group) -> None:
             node = out.grad_fn
             if node is not None and node is not seen:
                 seen = node
-                node.register_prehook(partial(_check, group))
+                node.register_prehook(functools.partial(_check, group))
 
 
 def _check(group: Group, gradients: tuple[object, ...]) -> None:
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            error = GradientError(
-                "a term of this loss is computed from sharded parameters outside of the model's forward (a sum over "
-                "model.parameters(), say), and the gradient of the model's output is a DTensor by that: add the term "
-                'as penalty.full_tensor(grad_placements=[Partial("avg")]), with Partial of torch.distributed.tensor '
-                "(once for each dimension of the mesh), whose gradient is the mean over ranks"
-            )
-            cannot_begin(group, error)  # peers whose loss has no such term begin their backward
-            raise error
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        _refuse(group, "and the gradient of the model's output is a DTensor by that")
+
+
+def _refuse(group: Group, why: str) -> NoReturn:
+    error = GradientError(
+        "a term of this loss is computed from sharded parameters outside of the model's forward (a sum over "
+        f"model.parameters(), say), {why}: read each parameter p in it as "
+        'p.full_tensor(grad_placements=[Partial("avg")]), with Partial of torch.distributed.tensor (once for each '
+        "dimension of the mesh), whose gradient is the mean over ranks"
+    )
+    cannot_begin(group, error)  # peers whose loss has no such term begin their backward
+    raise error
+
+
+@functools.cache
+def watch_terms() -> None:
+    """Have torch call :func:`_joined` where a plain number and a DTensor become one; once a process.
+
+    A loss that is computed outside of the model's forward meets the term there, and its backward would fail before it
+    reaches the model's output.
+    """
+    for name in (*_JOINING, *_WRITING):
+        packet, overload = name.split(".")
+        torch.library.register_torch_dispatch(
+            getattr(getattr(torch.ops.aten, packet), overload),
+            DTensor,
+            _joined if name in _JOINING else _written,
+        )
+
+
+def _joined(
+    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+) -> object:
+    """Watch plain operands beside what is computed from sharded parameters of ours; then DTensor's rule."""
+    operands = args[0] if isinstance(args[0], (list, tuple)) else args
+    terms = [t for t in operands if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    if len(terms) > 1 and not torch.compiler.is_compiling():
+        plain = [t for t in terms if not isinstance(t, (DTensor, FakeTensor))]
+        if plain and (group := _group_of(terms)) is not None:
+            watch_outputs(plain, group)
+    return NotImplemented
+
+
+def _written(
+    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+) -> object:
+    """Refuse to write to a plain tensor what is computed from sharded parameters of ours; then DTensor's rule."""
+    if not isinstance(args[0], (DTensor, FakeTensor)) and not torch.compiler.is_compiling():
+        if (group := _group_of(args[1:2])) is not None:
+            _refuse(group, f"and {op.name().split('::')[-1].split('.')[0]} writes it to a plain tensor")
+    return NotImplemented
+
+
+def _group_of(terms: Iterable[object]) -> Group | None:
+    """The ranks of the sharded model from whose parameters one of the ``terms`` is computed; None where none is."""
+    term = next((t for t in terms if isinstance(t, DTensor) and t.grad_fn is not None), None)
+    if term is None:
+        return None
+    group: Group | None = next((p.group for p in ops.owners() if p.group.mesh == term.device_mesh), None)
+    seen: set[object] = set()
+    left = [] if group is None else [term.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(getattr(node, "variable", None), MANAGED):
+            return group
+        left += [follower for follower, _ in node.next_functions]
+    return None

@@ -51,7 +51,8 @@ def computes_with_shards() -> ShardError:
     return ShardError(
         "this forward computes with shards: inside it state_dict() and _parameters hold them, and attributes such as "
         "module.weight and parameters() are whole; read those, or add such terms to the loss outside of the forward, "
-        'made plain with .full_tensor(grad_placements=[Partial("avg")]), whose gradient is the mean over ranks'
+        'computed from p.full_tensor(grad_placements=[Partial("avg")]) of each parameter p, whose gradient is the mean '
+        "over ranks"
     )
 
 

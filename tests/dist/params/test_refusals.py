@@ -136,7 +136,7 @@ def saving_by_all_ranks(rank):
 @cases.add
 def a_penalty_outside_of_the_forward(rank):
     out = []
-    words = 'penalty.full_tensor(grad_placements=[Partial("avg")])'
+    words = 'p.full_tensor(grad_placements=[Partial("avg")])'
     for compiled in (False, True):
         model = sharded()
         call = torch.compile(model, backend="zero") if compiled else model

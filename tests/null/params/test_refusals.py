@@ -8,7 +8,7 @@ import pytest
 import torch
 from null.small import batch, both_ways, mlp, use
 from torch import nn
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, ShardError
@@ -204,14 +204,45 @@ def test_weight_norm_by_a_hook():
 def test_a_penalty_on_parameters(how, penalty):
     plain, model = mlp(), zero.shard(mlp(), compute="aten")
     call = use(model, how)
-    with pytest.raises(GradientError, match=r'penalty.full_tensor\(grad_placements=\[Partial\("avg"\)\]\)'):
+    with pytest.raises(GradientError, match=r'p\.full_tensor\(grad_placements=\[Partial\("avg"\)\]\)'):
         (call(batch()).sum() + penalty(model.parameters())).backward()
     model.zero_grad()
-    whole = penalty(model.parameters()).full_tensor(grad_placements=[Partial("avg")])
+    whole = penalty(p.full_tensor(grad_placements=[Partial("avg")]) for p in model.parameters())
     (call(batch()).sum() + whole).backward()
     (plain(batch()).sum() + penalty(plain.parameters())).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+OUTSIDE = {
+    "added": lambda loss, term: loss + term,
+    "first": lambda loss, term: 0.1 * term + loss,
+    "in place": lambda loss, term: loss.add_(term),
+    "weighed": lambda loss, term: torch.add(loss, term, alpha=0.1),
+    "taken away": lambda loss, term: loss - term,
+    "times": lambda loss, term: loss * term,
+    "divided": lambda loss, term: loss / term,
+    "stacked": lambda loss, term: torch.stack([loss, term]).sum(),
+    "into a number": lambda loss, term: torch.zeros(()).add_(term) + loss,
+}
+
+
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_a_penalty_beside_a_loss_that_is_computed_outside_too(how):
+    model = zero.shard(mlp())
+    loss = nn.functional.mse_loss(model(batch()), torch.zeros(5, 3))
+    with pytest.raises(GradientError, match=r"p\.full_tensor\(grad_placements"):
+        OUTSIDE[how](loss, sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def test_a_loss_beside_what_is_not_of_a_sharded_model_is_left_alone():
+    model = zero.shard(mlp())
+    mesh = model[0].weight.device_mesh
+    other = DTensor.from_local(torch.ones(3, requires_grad=True), mesh, [Replicate()])
+    loss = nn.functional.mse_loss(model(batch()), torch.zeros(5, 3))
+    with pytest.raises(RuntimeError, match="mixed") as error:
+        (loss + other.sum()).backward()
+    assert not isinstance(error.value, GradientError)
 
 
 # --- another tensor in the place of a parameter's values -----------------------------------------------------------
