@@ -195,6 +195,11 @@ def _budgeted(policy: ShardedModel) -> bool:
     return any(config.memory_budget_bytes is not None for config in configs)
 
 
+def _of_dynamo(code: types.CodeType) -> bool:
+    """Whether this is what Dynamo puts around a method of torch's own classes that it is to compile."""
+    return code.co_filename == torch._dynamo.external_utils.__file__
+
+
 def watch(codes: Any, scope: Scope) -> None:
     """Look whether Dynamo has compiled a function of the model for the last time, where that is called behind a graph
     break: its next call could not be compiled once more as a whole. The next call of the model is, therefore.
@@ -210,7 +215,7 @@ def watch(codes: Any, scope: Scope) -> None:
         state = (
             scope.entered if codes[0].co_name != ENTERED else None
         )  # which is noticed when it is past the limit
-    elif codes[0] is not forward:
+    elif codes[0] is not forward and not (_of_dynamo(codes[0]) and forward in codes):
         state = None  # a block that is compiled alone
     if state is None:
         return

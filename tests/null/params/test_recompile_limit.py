@@ -96,6 +96,7 @@ WAYS = {
     "module.compile, graph break in a function": (Calls, method, 2),
     "function": (Net, function, 1),
     "forward": (Net, forward, 1),
+    "forward of torch's own class": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), forward, 1),
     "blocks": (Blocks, blocks, 2),
 }
 
