@@ -89,15 +89,13 @@ def calibrate(
         say(f"collectives over {world} ranks")
         collectives += collectives_of(world)
     read, write = preset.nvme_read, preset.nvme_write
-    files, free = f"files: not measured, as in the preset {preset.name!r}", None
+    files = f"files: not measured, as in the preset {preset.name!r}"
     if directory is not None:
-        files, free = "files: measured", shutil.disk_usage(directory).free // max(worlds)
+        files = "files: measured"
         say(f"files in {directory}")
         # Gone whichever rank fails: the others are ended then, and remove nothing.
         with tempfile.TemporaryDirectory(prefix="zero-calibrate-", dir=directory) as folder:
             read, write = in_ranks(max(worlds), files_rank, folder)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    on_device = torch.accelerator.get_memory_info()[1] if accelerator is not None else total // max(worlds)
     return HardwareSpec(
         name=f"{device.type}, {os.cpu_count()} cores",
         source=f"zero-compiler calibrate, torch {torch.__version__}, {_threads(threads)} a rank; {files}",
@@ -109,14 +107,11 @@ def calibrate(
         vector_share=rates["vector_share"],
         special_share=rates["special_share"],
         kernel_us=rates["kernel"],
-        memory_bytes=on_device,
-        host_memory_bytes=total // max(worlds),
+        **_bytes_of_a_rank(accelerator is not None, max(worlds), directory),
         collectives=tuple(collectives),
         host_device=host_device,
         nvme_read=read,
         nvme_write=write,
-        nvme_bytes=free,
-        device_reserve_bytes=on_device // (_CPU_RESERVE_PARTS if accelerator is None else RESERVE_PARTS),
         shared=(
             *([("compute", "device-device", "host-device")] if device.type == "cpu" else []),
             ("nvme-read", "nvme-write"),  # one disk
@@ -127,6 +122,18 @@ def calibrate(
         forward_python=forward,
         backward_python=backward,
     )
+
+
+def _bytes_of_a_rank(accelerator: bool, world: int, directory: str | None) -> dict[str, Any]:
+    """Of each tier, by its field of a spec; files: what is free in ``directory`` now."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
+    device = torch.accelerator.get_memory_info()[1] if accelerator else host
+    return {
+        "memory_bytes": device,
+        "host_memory_bytes": host,
+        "nvme_bytes": None if directory is None else shutil.disk_usage(directory).free // world,
+        "device_reserve_bytes": device // (RESERVE_PARTS if accelerator else _CPU_RESERVE_PARTS),
+    }
 
 
 def _rates(device: torch.device) -> dict[str, Any]:

@@ -68,7 +68,9 @@ WRONG = [
     ({"memory_bytes_per_us": 0}, "memory_bytes_per_us must be a number > 0, not 0"),
     ({"vector_per_us": "9"}, "vector_per_us must be a number > 0, not '9'"),
     ({"special_per_us": math.nan}, "special_per_us must be a number > 0, not nan"),
-    ({"memory_bytes": None}, "memory_bytes must be a number > 0, not None"),
+    ({"memory_bytes": "80 GB"}, "memory_bytes must be a number > 0, not '80 GB'"),
+    ({"nvme_bytes": 0}, "nvme_bytes must be a number > 0, not 0"),
+    ({"device_reserve_bytes": -1}, "device_reserve_bytes must be a number >= 0, not -1"),
     ({"host_memory_bytes": True}, "host_memory_bytes must be a number > 0, not True"),
     ({"kernel_us": -1}, "kernel_us must be a number >= 0, not -1"),
     ({"matmul_traffic": -0.5}, "matmul_traffic must be a number >= 0, not -0.5"),
@@ -234,3 +236,16 @@ def test_numbers_and_nesting_that_no_file_should_have(field, text, said, tmp_pat
         hardware.load(str(path))
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600
+
+
+def test_of_a_device_a_part_is_left_free_as_the_file_says_or_else_one_in_sixteen():
+    spec = HardwareSpec.from_dict(machine(memory_bytes=1 << 30, device_reserve_bytes=1 << 20))
+    assert (spec.reserve_bytes, spec.plannable_bytes) == (1 << 20, (1 << 30) - (1 << 20))
+    spec = dataclasses.replace(spec, device_reserve_bytes=None)
+    assert (spec.reserve_bytes, spec.plannable_bytes) == (1 << 26, (1 << 30) - (1 << 26))
+    assert dataclasses.replace(spec, device_reserve_bytes=1 << 40).plannable_bytes == 0
+    old = machine(memory_bytes=1 << 30)
+    for name in ("device_reserve_bytes", "nvme_bytes"):  # files of before have neither
+        del old[name]
+    assert HardwareSpec.from_dict(old).reserve_bytes == 1 << 26
+    assert HardwareSpec.from_dict(old).nvme_bytes is None
