@@ -22,6 +22,7 @@ from ..cost import hardware
 from ..errors import ConfigError, MemoryBudgetError, ZeroError
 from .flags import with_config
 from .kept_files import kept_files
+from .limits import MOST_RANKS, MOST_TOKENS
 
 app = typer.Typer(
     add_completion=False,
@@ -135,14 +136,22 @@ def _has(backend: str) -> bool:
 @with_config
 def plan(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    world: Annotated[int, typer.Option(min=1, help="number of ranks to plan for")] = 1,
+    world: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="number of ranks to plan for")] = 1,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="rows of tokens a rank, for a model that comes without inputs; default: 1"),
+        typer.Option(
+            min=1,
+            max=MOST_TOKENS,
+            help="rows of tokens a rank, for a model that comes without inputs; default: 1",
+        ),
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(min=1, help="tokens of a row; default: 2,048, or as many as the model has positions"),
+        typer.Option(
+            min=1,
+            max=MOST_TOKENS,
+            help="tokens of a row; default: 2,048, or as many as the model has positions",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="kind of device that computes, as torch names it")] = "cpu",
     brief: Annotated[bool, typer.Option(help="bytes and times only, no instructions")] = False,
@@ -153,9 +162,12 @@ def plan(
     ] = None,
     **fields: object,
 ) -> None:
-    """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated. The first
-    line says whether it fits the hardware, and if not, the least change that does; so does the status: 0 where it fits,
-    3 where it does not, 2 where what is asked is wrong."""
+    """Plan a model for any number of ranks, on this machine: nothing is run and nothing of it is allocated.
+
+    The first line says whether it fits the hardware, and if not, the least change that does; so does the exit status: 0
+    where it fits, 3 where it does not, 2 where what is asked is wrong. Unless --memory-budget-bytes is given, the
+    budget is what the device has less the reserve that its hardware file states.
+    """
     from .fitting_plan import Asked, fitting_report
     from .model_source import model_source
 

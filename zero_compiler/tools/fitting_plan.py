@@ -12,6 +12,7 @@ from ..errors import MemoryBudgetError, ZeroError
 from ..report.report import Memory, Report
 from ..report.verdict import Verdict, verdict_of
 from . import planning
+from .limits import MOST_RANKS
 from .model_source import ModelSource
 from .planning import Say
 
@@ -191,4 +192,5 @@ def _changes(asked: Asked, rest_fits: bool) -> Iterator[Change]:
             all_of_it |= {"stage": 3}
         for fields in (states, all_of_it, {**all_of_it, "offload_activations": tier}):
             yield Change({**fields, **more})
-    yield from (Change(world=asked.world * 2**k) for k in range(1, _DOUBLINGS + 1))
+    doubled = (asked.world * 2**k for k in range(1, _DOUBLINGS + 1))
+    yield from (Change(world=world) for world in doubled if world <= MOST_RANKS)
