@@ -51,7 +51,7 @@ def own_code_may_write(module: torch.nn.Module) -> bool:
     """:func:`may_write` of what an instance has beside its class: hooks of its forward, functions as attributes, and
     objects as attributes of which its class calls methods."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    cls: Any = type(module)  # hashable, whatever its metaclass is typed as
+    cls: type = type(module)
     names = _names_of_class(cls)
     return any(code_may_write(code, names) for code in (*hooks, *vars(module).values()))
 
