@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zero_compiler.errors import ShardError
+from zero_compiler.errors import ShardError, TransferError
+from zero_compiler.ranks.peer_waits import explained
 from zero_compiler.runtime import _C
 from zero_compiler.sharded import blocking_transfers
 from zero_compiler.sharded.sharded_model import ShardedModel
@@ -43,14 +44,17 @@ class ModelRuntime:
         for name in segment.chunks if segment is not None else ():
             if (param := policy.find(name)) is not None and not param.is_meta:
                 policy.storage.bring_home(name, param)
-        self.engine: Any = _C.Engine(
-            group.pg if group.world > 1 else None,  # one rank talks to nobody
-            group.rank,
-            group.world,
-            series=policy.identity.series,
-            shared=None if segment is None else segment.for_engine(),
-            hosts=None if hosts is None else hosts.for_engine(),
-        )
+        try:
+            self.engine: Any = _C.Engine(
+                group.pg if group.world > 1 else None,  # one rank talks to nobody
+                group.rank,
+                group.world,
+                series=policy.identity.series,
+                shared=None if segment is None else segment.for_engine(),
+                hosts=None if hosts is None else hosts.for_engine(),
+            )
+        except TransferError as error:  # it looks for the processes of its peers
+            raise explained(group, "first compile of the model", error) or error from None
         if group.device.type == "cpu" and heap.may_be_tuned():
             _C.install_cpu_allocator()
         self.transient = self.engine.add_arena(0, group.device)

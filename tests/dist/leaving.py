@@ -179,6 +179,14 @@ def compiling(job: Job) -> None:
     job.go_on()
 
 
+def before_compiling(job: Job) -> None:
+    """The others look for its process when it is gone."""
+    job.sharded()
+    job.go()
+    time.sleep(2.0)
+    job.go_on()
+
+
 def making_optimizer(job: Job) -> None:
     from zero_compiler.optim.optimizer import StreamedOptimizer
 
@@ -347,6 +355,7 @@ PLACES: dict[str, Callable[[Job], None]] = {
     "in zero.init": in_init,
     "at the end of zero.init": in_init_end,
     "deciding a plan": deciding,
+    "before compiling": before_compiling,
     "compiling": compiling,
     "making a zero.optimizer": making_optimizer,
     "in its step": stepping,
