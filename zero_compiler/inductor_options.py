@@ -47,7 +47,7 @@ def as_held(fields: object) -> str | None:
         raise ConfigError(f"inductor must be a dictionary of fields by name, not {reprlib.repr(fields)}")
     from torch._inductor import config
 
-    known = config.shallow_copy_dict()
+    known = config.get_config_copy()
     for name, value in fields.items():
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

@@ -14,6 +14,7 @@ from zero_compiler.errors import ConfigError
 FIELDS = {"epilogue_fusion": False, "max_fusion_size": 5}
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # torch says what it will no longer have
 def test_fields_are_held_as_json_and_come_back():
     made = zero.Config(inductor=FIELDS)
     assert made.inductor == '{"epilogue_fusion": false, "max_fusion_size": 5}'
