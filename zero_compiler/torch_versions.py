@@ -5,9 +5,9 @@ the last. The engine's own differences stand in C++, chosen by what torch's head
 (``csrc/src/c10d_transport.cc``).
 
 Two places are written for what Dynamo does since 2.14, in a form that holds with every version: the attributes that
-``params/refusals.py`` refuses are false in the class, since Dynamo looks there for the mark of FSDP, and the ``data`` of
-``sharded/write_detector.py`` reads by torch's own function, since Dynamo takes ``torch.Tensor.data.__get__`` for the
-property that overrides it.
+``params/refusals.py`` refuses are false in the class, since Dynamo looks there for the mark of FSDP, and the ``data``
+of ``sharded/write_detector.py`` reads by torch's own function, since Dynamo takes ``torch.Tensor.data.__get__`` for
+the property that overrides it.
 """
 
 from __future__ import annotations
