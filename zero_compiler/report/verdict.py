@@ -51,7 +51,7 @@ class TierUse:
         if self.available_bytes is None:
             return f"{amount(self.needed_bytes)} {_PLACES[self.tier]} (how much there is, is not known)"
         aside = [f"{amount(self.reserve_bytes)} of it reserved"] if self.reserve_bytes else []
-        if self.unlimited_bytes is not None:
+        if self.unlimited_bytes not in (None, self.needed_bytes):
             aside.append(f"{amount(self.unlimited_bytes)} without a budget")
         within = f"{amount(self.needed_bytes)} of {amount(self.available_bytes)} {_PLACES[self.tier]}"
         return within + (f" ({'; '.join(aside)})" if aside else "")

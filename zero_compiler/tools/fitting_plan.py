@@ -47,6 +47,15 @@ class Asked:
     def stage(self) -> int:
         return int(str(self.fields.get("stage", 3)))
 
+    @property
+    def budget_bytes(self) -> int | None:
+        given = self.fields.get("memory_budget_bytes")
+        return None if given is None else int(str(given))
+
+    def cuts_unasked(self, report: Report) -> bool:
+        """Whether a plan of this has weights in tiles, and neither a budget nor ``tile_bytes`` was given."""
+        return self.budget_bytes is None and self.fields.get("tile_bytes") is None and _cuts(report)
+
     def report(self, budget_bytes: int | None, say: Say) -> Report:
         """Its plan within so many bytes of the device, or without a limit.
 
@@ -92,24 +101,28 @@ _DIRECTORY = "DIR"  # for the user to name
 def fitting_report(asked: Asked, say: Say) -> Report:
     """The plan of what is asked within ``memory_budget_bytes``, by default what the hardware has less its reserve.
 
-    Where there is none, the plan without a budget; its verdict has the least that was found, and the least change that
-    fits. Ctrl-C while that is looked for ends the search alone.
+    Weights are cut into tiles where a budget or ``tile_bytes`` was given, and not by default: each tile is one more
+    transfer. Where there is no plan, the one without a budget; its verdict has the least that was found, and the least
+    change that fits. Ctrl-C while that is looked for ends the search alone.
 
     Raises:
         MemoryBudgetError: there is no plan within a budget that was given.
         ZeroError: what is asked cannot be planned.
     """
-    budget_bytes = asked.fields.get("memory_budget_bytes")
     room = asked.machine.plannable_bytes
-    given = budget_bytes is not None
+    given = asked.budget_bytes is not None
+    within, least = None, None
     try:
-        report = asked.report(int(str(budget_bytes)) if given else room, say)
-        least = None
+        report = asked.report(asked.budget_bytes if given else room, say)
+        if asked.cuts_unasked(report):
+            within = report
     except MemoryBudgetError as refused:
         if given or room is None:
             raise
-        say("no plan fits the device; planning without a budget")
-        report, least = asked.report(None, say), refused.peak_bytes
+        report, least = None, refused.peak_bytes
+    if report is None or within is not None:
+        say("no plan with whole weights fits the device; planning without a budget")
+        report = asked.report(None, say)
     verdict = report.verdict
     assert verdict is not None  # of every report that is planned
     if verdict.fits is not False:
@@ -117,7 +130,7 @@ def fitting_report(asked: Asked, say: Say) -> Report:
     if least is not None:
         verdict = _with_least(verdict, least)
     try:
-        change = _least_change(asked, say)
+        change = _least_change(asked, within, say)
     except KeyboardInterrupt:
         change = "interrupted before a change was found that fits"
     return replace(report, verdict=replace(verdict, change=change))
@@ -130,29 +143,41 @@ def _with_least(verdict: Verdict, least_bytes: int) -> Verdict:
     return replace(verdict, tiers=(device, *others))
 
 
-def _least_change(asked: Asked, say: Say) -> str:
-    """In words: of changes, the smallest first, the first whose plan fits."""
+def _least_change(asked: Asked, within: Report | None, say: Say) -> str:
+    """In words: of changes, the smallest first, the first whose plan fits.
+
+    Args:
+        within: the plan within what the device has, where that has weights in tiles that nobody asked for.
+    """
     spec, tried = asked.machine, 0
-    given = asked.fields.get("memory_budget_bytes")
     room = spec.plannable_bytes
-    if room is not None and given is not None:
-        room = min(room, int(str(given)))
+    if room is not None and asked.budget_bytes is not None:
+        room = min(room, asked.budget_bytes)
     for change in _changes(asked, _rest_fits(asked, spec)):
+        budgeted = "memory_budget_bytes" in change.fields
         then = change.of(asked)
-        if not _rest_fits(then, spec):
+        if (budgeted and within is None and asked.budget_bytes is None) or not _rest_fits(then, spec):
             continue
         if tried == MOST_PLANS:
             return f"no change was found that fits, of {tried} that were planned"
         say(f"looking for the least change that fits: {change.flags()}")
-        tried += 1
         try:
-            found = then.report(room, say)
+            found = within if budgeted and within is not None else then.report(room, say)
         except ZeroError:  # it does not fit, or not together with what else is asked
+            found = None
+        tried += 1
+        if found is None or found.verdict is None or found.verdict.fits is False or then.cuts_unasked(found):
             continue
-        if found.verdict is not None and found.verdict.fits is not False:
-            uses = ", ".join(use.text() for use in found.verdict.tiers)
-            return f"the least change that fits: {change.flags()} ({uses}; a step of {found.step_us / 1e3:,.0f} ms)"
+        uses = [use.text() for use in found.verdict.tiers]
+        tiles = ["weights in tiles"] if _cuts(found) else []
+        step = f"a step of {found.step_us / 1e3:,.0f} ms"
+        return f"the least change that fits: {change.flags()} ({'; '.join([', '.join(uses), *tiles, step])})"
     return "no change that was tried fits: more ranks, or another machine, may"
+
+
+def _cuts(report: Report) -> bool:
+    """Whether a weight is gathered in tiles."""
+    return any(plan.tile_rows for frame in report.frames for plan in frame.params.values())
 
 
 def _rest_fits(asked: Asked, spec: HardwareSpec) -> bool:
@@ -171,11 +196,11 @@ def _changes(asked: Asked, rest_fits: bool) -> Iterator[Change]:
     Args:
         rest_fits: activations are what is too much: they go elsewhere first, and batches become smaller.
     """
-    budget = asked.fields.get("memory_budget_bytes")
-    if budget is not None and (room := asked.machine.plannable_bytes) is not None and int(str(budget)) > room:
-        yield Change({"memory_budget_bytes": room})
     if asked.world > 1:
         yield from (Change({"stage": stage}) for stage in (2, 3) if stage > asked.stage)
+    room = asked.machine.plannable_bytes
+    if room is not None and (asked.budget_bytes is None or asked.budget_bytes > room):
+        yield Change({"memory_budget_bytes": room})
     tiers = ["nvme"] if asked.device == "cpu" else ["host", "nvme"]
     directory = {} if asked.fields.get("nvme_dir") is not None else {"nvme_dir": _DIRECTORY}
     if rest_fits:

@@ -20,9 +20,9 @@ PARAMETERS = DEPTH * WIDTH * WIDTH * 4
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.h = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+        self.h = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(DEPTH))
 
     def forward(self, x):
         for layer in self.h:
@@ -30,7 +30,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def asked(tmp_path, world=4, batch=2, **fields) -> Asked:
+def asked(tmp_path, world=4, batch=2, width=WIDTH, **fields) -> Asked:
     """Of a machine that has ``memory_bytes`` and keeps nothing in reserve."""
     torch._dynamo.reset()
     told = {
@@ -40,7 +40,7 @@ def asked(tmp_path, world=4, batch=2, **fields) -> Asked:
     }
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(machine(device_reserve_bytes=0, **told)))
-    source = ModelSource(Deep(), lambda rows: (torch.ones(rows, WIDTH, device="meta"),), batch, "Deep")
+    source = ModelSource(Deep(width), lambda rows: (torch.ones(rows, width, device="meta"),), batch, "Deep")
     return Asked(source, world, "cpu", {"compute": "aten", "hardware": str(path), **fields}, batch)
 
 
@@ -149,3 +149,18 @@ def test_a_budget_that_was_given_is_held_to(tmp_path):
     assert wide.verdict.fits is True
     over, _ = fitted(tmp_path, stage=0, memory_bytes=PARAMETERS, memory_budget_bytes=1 << 40)
     assert over.verdict.fits is False
+
+
+@pytest.mark.slow
+def test_weights_are_cut_into_tiles_where_that_is_asked_and_proposed_where_it_is_not(tmp_path):
+    width = 512
+    wide = {"width": width, "memory_bytes": int(5.5 * width * width * 4)}
+    report, _ = fitted(tmp_path, **wide)
+    room = wide["memory_bytes"]
+    assert report.verdict.fits is False
+    assert report.memory.peak > room
+    assert report.verdict.change.startswith(f"the least change that fits: --memory-budget-bytes {room} (")
+    assert "weights in tiles" in report.verdict.change
+    told, _ = fitted(tmp_path, memory_budget_bytes=room, **wide)
+    assert told.verdict.fits is True
+    assert any(plan.tile_rows for plan in told.frames[0].params.values())
