@@ -56,16 +56,18 @@ def largest_operator(graph: fx.Graph) -> tuple[int, fx.Node | None]:
                     read[root] += _bytes(operand)
         operands = sum(min(nbytes, _bytes(root)) for root, nbytes in read.items())
         # Of a convolution's backward a part of the results is the gradient of its weight.
-        results = 0 if node.target.overloadpacket is _aten.convolution_backward else _bytes(node)
+        results = 0 if _packet(node) is _aten.convolution_backward else _bytes(node)
         found.append((operands + results, node))
     return max(found, key=lambda pair: pair[0])
 
 
 def _is_whole(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
-    if packet is None:
-        return False
+    packet = _packet(node)
     return packet in _CONVOLUTIONS or str(packet).removeprefix("aten.").startswith(_ATTENTION)
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _bytes(node: fx.Node) -> int:

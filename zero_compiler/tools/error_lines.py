@@ -27,5 +27,5 @@ def last_line(error: BaseException) -> str:
     ]
     others = [p for p in places if not p[0].startswith((*_OWN, "<"))]
     users = [p for p in others if "site-packages" not in p[0] and not p[0].startswith(sys.base_prefix)]
-    place = (users or others or [None])[-1]
-    return line if place is None else f"{place[0]}:{place[1]}: {line}"
+    found = users or others
+    return f"{found[-1][0]}:{found[-1][1]}: {line}" if found else line

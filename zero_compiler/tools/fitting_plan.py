@@ -111,16 +111,20 @@ def fitting_report(asked: Asked, say: Say) -> Report:
     """
     room = asked.machine.plannable_bytes
     given = asked.budget_bytes is not None
-    within, least = None, None
+    report: Report | None = None
+    within: Report | None = None
+    least: int | None = None
     try:
-        report = asked.report(asked.budget_bytes if given else room, say)
-        if asked.cuts_unasked(report):
-            within = report
+        made = asked.report(asked.budget_bytes if given else room, say)
+        if asked.cuts_unasked(made):
+            within = made
+        else:
+            report = made
     except MemoryBudgetError as refused:
         if given or room is None:
             raise
-        report, least = None, refused.peak_bytes
-    if report is None or within is not None:
+        least = refused.peak_bytes
+    if report is None:
         say("no plan with whole weights fits the device; planning without a budget")
         report = asked.report(None, say)
     verdict = report.verdict
@@ -161,10 +165,11 @@ def _least_change(asked: Asked, within: Report | None, say: Say) -> str:
         if tried == MOST_PLANS:
             return f"no change was found that fits, of {tried} that were planned"
         say(f"looking for the least change that fits: {change.flags()}")
+        found: Report | None = None
         try:
             found = within if budgeted and within is not None else then.report(room, say)
         except ZeroError:  # it does not fit, or not together with what else is asked
-            found = None
+            pass
         tried += 1
         if found is None or found.verdict is None or found.verdict.fits is False or then.cuts_unasked(found):
             continue
