@@ -334,7 +334,7 @@ class Report:
 
     def _budget(self) -> list[str]:
         """Within how many bytes a plan was made that nobody runs yet."""
-        budgets = {f.config.memory_budget_bytes for f in self.frames} - {None}
+        budgets = {b for f in self.frames if (b := f.config.memory_budget_bytes) is not None}
         return [
             f"planned within {b:,} bytes of the device; to run so, give zero.shard memory_budget_bytes={b}"
             for b in sorted(budgets)

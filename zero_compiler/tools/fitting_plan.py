@@ -17,7 +17,7 @@ from .model_source import ModelSource
 from .planning import Say
 
 # Changes that are planned at most, of those whose bytes at rest fit: each takes as long as a plan.
-MOST_PLANS = 4
+MOST_PLANS = 6
 _DOUBLINGS = 10  # of the ranks
 
 
@@ -207,17 +207,18 @@ def _changes(asked: Asked, rest_fits: bool) -> Iterator[Change]:
     if room is not None and (asked.budget_bytes is None or asked.budget_bytes > room):
         yield Change({"memory_budget_bytes": room})
     tiers = ["nvme"] if asked.device == "cpu" else ["host", "nvme"]
-    directory = {} if asked.fields.get("nvme_dir") is not None else {"nvme_dir": _DIRECTORY}
+    directory: dict[str, object] = (
+        {} if asked.fields.get("nvme_dir") is not None else {"nvme_dir": _DIRECTORY}
+    )
     if rest_fits:
         for tier in tiers:
             yield Change({"offload_activations": tier, **(directory if tier == "nvme" else {})})
         rows = asked.batch or 1
-        while (rows := rows // 2) > 0:
-            yield Change(batch=rows)
+        yield from (Change(batch=n) for n in dict.fromkeys((rows // 2, rows // 8, 1)) if 0 < n < rows)
     for tier in tiers:
-        more: dict[str, object] = directory if tier == "nvme" else {}
-        states = {"offload_optimizer": tier}
-        all_of_it = {**states, "offload_params": tier, "offload_grads": tier}
+        more = directory if tier == "nvme" else {}
+        states: dict[str, object] = {"offload_optimizer": tier}
+        all_of_it: dict[str, object] = {**states, "offload_params": tier, "offload_grads": tier}
         if asked.stage < 3:
             all_of_it |= {"stage": 3}
         for fields in (states, all_of_it, {**all_of_it, "offload_activations": tier}):

@@ -151,7 +151,7 @@ def _class_of(library: Any, config: Any) -> Any:
         if isinstance(kind, type) and issubclass(kind, library.PreTrainedModel):
             return kind
     auto = library.models.auto.modeling_auto
-    heads = (
+    heads: tuple[Any, ...] = (
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_MASKED_LM_MAPPING,
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
