@@ -9,6 +9,7 @@ from .construct.construct import init, module
 from .optim.optimizer import optimizer
 from .params.contexts import gathered, no_sync
 from .params.load import load_safetensors
+from .params.save import save_safetensors
 from .params.shard import shard
 from .tools.inspect import inspect
 
@@ -21,5 +22,6 @@ __all__ = [
     "module",
     "no_sync",
     "optimizer",
+    "save_safetensors",
     "shard",
 ]

@@ -39,7 +39,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 @dataclass
-class _Destination:
+class Destination:
     """Where a tensor of the model lives: a parameter or a buffer of ``module``."""
 
     module: nn.Module
@@ -75,7 +75,7 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
 
 
 def _load_files(model: nn.Module, paths: Paths, strict: bool) -> IncompatibleKeys:
-    slots = _slots(model)
+    slots = slots_of(model)
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         paths_of: dict[str, str] = {}
@@ -148,25 +148,25 @@ def _files(paths: Paths) -> list[str]:
     return [file for part in parts for file in _files(os.path.join(os.path.dirname(path), part))]
 
 
-def _slots(model: nn.Module) -> dict[str, _Destination]:
+def slots_of(model: nn.Module) -> dict[str, Destination]:
     """Tensors by the names of ``model.state_dict()``, tied ones under each of their names."""
 
-    def all_of() -> Iterator[tuple[str, _Destination]]:
+    def all_of() -> Iterator[tuple[str, Destination]]:
         for prefix, module in model.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             state = state_of(module)
             for attribute, param in module._parameters.items():
                 if param is not None:
-                    yield dot + attribute, _Destination(module, attribute, param, state)
+                    yield dot + attribute, Destination(module, attribute, param, state)
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and attribute not in module._non_persistent_buffers_set:
-                    yield dot + attribute, _Destination(module, attribute, buffer, state)
+                    yield dot + attribute, Destination(module, attribute, buffer, state)
 
     return dict(all_of())
 
 
 @torch.no_grad()
-def _load(name: str, reader: Any, file: str, slots: Sequence[_Destination]) -> None:
+def _load(name: str, reader: Any, file: str, slots: Sequence[Destination]) -> None:
     """Read one tensor of ``reader``, of ``file``, into the place that all of ``slots`` share."""
     first = slots[0]
     old = first.tensor
@@ -239,7 +239,7 @@ def _ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
 
 
-def _replace(name: str, slots: Sequence[_Destination], new: torch.Tensor) -> None:
+def _replace(name: str, slots: Sequence[Destination], new: torch.Tensor) -> None:
     inherit(new, slots[0].tensor)
     mark_stale(slots[0].tensor, name, "zero.load_safetensors")
     for slot in slots:

@@ -11,11 +11,13 @@ from compare import local, part
 from dist.spawn import run_ranks
 from dist.tensor_parallel import ADAMW, both, build, mesh_of
 from parallel import Transformer, loss, tokens
+from safetensors.torch import load_file as load_whole
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zero_compiler as zero
+from zero_compiler.params import save as save_module
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -83,6 +85,20 @@ def load_file(rank: int, world: int, file: str) -> list[str]:
         state = model.state_dict()
         errors += [f"{n} of {how}" for n, p in state.items() if not torch.equal(local(p), part(want[n], p))]
     return errors
+
+
+def save_file_of(rank: int, world: int, folder: str) -> list[str]:
+    """Weights that are cut in both dimensions, by rows and by columns, a few rows at a time."""
+    save_module._PART_BYTES = 1000
+    model = both(build(), compiled=False)
+    zero.save_safetensors(model, folder)
+    found, want = load_whole(f"{folder}/model.safetensors"), build().state_dict()
+    return [n for n in {**found, **want} if n not in found or not torch.equal(found[n], want[n])]
+
+
+@pytest.mark.timeout(300)
+def test_whole_weights_are_saved_of_parts(tmp_path: Path) -> None:
+    assert run_ranks(save_file_of, 4, str(tmp_path), timeout=120.0) == [[]] * 4
 
 
 @pytest.mark.timeout(300)

@@ -110,6 +110,7 @@ SIGNATURES = {
     "module": f"(cls=None, /, {SHARDING})",
     "no_sync": "(model)",
     "optimizer": "(cls, model_or_params_or_groups, *, overlap=False, max_grad_norm=None, **kw)",
+    "save_safetensors": "(model, folder, max_file_bytes=5000000000)",
     "shard": f"(model, {SHARDING})",
 }
 
