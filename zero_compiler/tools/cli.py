@@ -298,6 +298,32 @@ def run(ctx: typer.Context) -> None:
     start(ctx.args)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="folder that torch.distributed.checkpoint has written")],
+    out: Annotated[Path, typer.Argument(help="folder for the safetensors files; made where there is none")],
+    key: Annotated[
+        str | None,
+        typer.Option(help='under which the weights were saved; default: "model", else the checkpoint itself'),
+    ] = None,
+    max_file_bytes: Annotated[
+        int, typer.Option(min=1, help="bytes of weights in one file, at most")
+    ] = 5_000_000_000,
+    config: Annotated[
+        Path | None, typer.Option(help="config.json to copy beside them, or the folder that it is in")
+    ] = None,
+) -> None:
+    """Write the weights of a checkpoint of any number of ranks as files that from_pretrained reads, in one process that
+    holds one tensor at a time."""
+    from .export import export as write
+
+    with console.status("reading") as status:
+        count = write(
+            checkpoint, out, key=key, max_file_bytes=max_file_bytes, config=config, progress=status.update
+        )
+    console.print(f"{count} tensors written to {out}", highlight=False, markup=False)
+
+
 def _check_folder(option: str, path: Path | None) -> None:
     """Before what takes long."""
     if path is not None and not path.parent.is_dir():

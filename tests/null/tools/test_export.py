@@ -1,0 +1,90 @@
+"""``zero-compiler export``: safetensors files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from null.small import mlp
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+import zero_compiler as zero
+from zero_compiler.errors import ConfigError, StorageError
+from zero_compiler.tools.cli import app
+from zero_compiler.tools.export import export
+
+
+def saved(folder, key="model"):
+    model = zero.shard(mlp(), device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    state = {**model.state_dict(), "scalar": torch.tensor(2.5), "half": torch.ones(3, dtype=torch.bfloat16)}
+    state["empty"] = torch.empty(0, 3)
+    if key is not None:
+        state = {key: state, "optim": optimizer.state_dict(), "step": 3}
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return values | {
+        "scalar": torch.tensor(2.5),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def same(found, wanted):
+    assert sorted(found) == sorted(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("key", ["model", None])
+def test_weights_of_a_checkpoint(tmp_path, key):
+    wanted = saved(tmp_path / "dcp", key)
+    (tmp_path / "config.json").write_text("{}")
+    call = ["export", str(tmp_path / "dcp"), str(tmp_path / "out"), "--config", str(tmp_path)]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, result.output
+    assert f"{len(wanted)} tensors written" in result.output
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    same(load_file(tmp_path / "out" / "model.safetensors"), wanted)
+
+
+def test_several_files_and_another_key(tmp_path):
+    wanted = saved(tmp_path / "dcp", "net")
+    export(tmp_path / "dcp", tmp_path / "out", key="net", max_file_bytes=64)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    same({k: v for f in files for k, v in load_file(tmp_path / "out" / f).items()}, wanted)
+    model = zero.shard(mlp(1), device="cpu")
+    zero.load_safetensors(model, tmp_path / "out", strict=False)
+    same(
+        {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+        {name: value for name, value in wanted.items() if name not in ("scalar", "half", "empty")},
+    )
+
+
+def test_names_of_a_compiled_model(tmp_path):
+    dcp.save(torch.compile(nn.Linear(2, 2)).state_dict(), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    export(tmp_path / "dcp", tmp_path / "out")
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["bias", "weight"]
+
+
+def test_what_it_refuses(tmp_path):
+    with pytest.raises(StorageError, match="is no whole checkpoint"):
+        export(tmp_path / "none", tmp_path / "out")
+    saved(tmp_path / "dcp", "net")
+    with pytest.raises(ConfigError, match="has no weights of its own; give --key, one of net, optim"):
+        export(tmp_path / "dcp", tmp_path / "out")
+    with pytest.raises(ConfigError, match="has no weights under 'ema'"):
+        export(tmp_path / "dcp", tmp_path / "out", key="ema")
+    with pytest.raises(ConfigError, match=r"is no config\.json"):
+        export(tmp_path / "dcp", tmp_path / "out", key="net", config=tmp_path)
+    assert not (tmp_path / "out").exists()
