@@ -7,11 +7,14 @@ _tree.install()
 from .config import Config
 from .construct.construct import init, module
 from .optim.optimizer import optimizer
+from .params import save_pretrained as _save_pretrained
 from .params.contexts import gathered, no_sync
 from .params.load import load_safetensors
 from .params.save import save_safetensors
 from .params.shard import shard
 from .tools.inspect import inspect
+
+_save_pretrained.install()
 
 __all__ = [
     "Config",

@@ -47,6 +47,9 @@ _METHODS = {
     "merge_and_unload": _MERGE,
     "resize_token_embeddings": _SHAPES,
 }
+# How all ranks together do what one alone cannot, by method: called with the module, the method of its class, and the
+# arguments. It returns whether that was done; where not, the call is refused. `save_pretrained.py` puts it here.
+together: dict[str, Callable[[Any, Callable[..., object], tuple[object, ...], dict[str, Any]], bool]] = {}
 # Of these other classes have methods of another meaning: only those of adapters are meant.
 _OF_ADAPTERS = frozenset({"merge", "unmerge"})
 
@@ -76,9 +79,11 @@ def refusing(base: type) -> dict[str, Any]:
 def _refused_method(name: str, method: Callable[..., object], reason: str) -> Callable[..., object]:
     @functools.wraps(method)
     def call(self: Any, *args: object, **kwargs: Any) -> object:
-        if not self._zero.policy.opened and not _changes_nothing(self, name, args, kwargs):
+        if self._zero.policy.opened or _changes_nothing(self, name, args, kwargs):
+            return method(self, *args, **kwargs)
+        if name not in together or not together[name](self, method, args, kwargs):
             refuse(self, name + "()", reason)
-        return method(self, *args, **kwargs)
+        return None
 
     return call
 
