@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -231,6 +232,7 @@ def _sources(
 def _source(name: str, slot: Destination) -> _Source:
     tensor, state = slot.tensor, slot.state
     managed = state.names.get(slot.attribute) if state is not None else None
+    pieces: tuple[_HeldPart, ...] = ()
     if managed is not None and not isinstance(tensor, DTensor):
         parameter_errors.replaced(managed)
     if managed is None or state is None:
@@ -239,7 +241,7 @@ def _source(name: str, slot: Destination) -> _Source:
                 f"{CALL}: {name} is a {type(tensor).__name__}, of which only its own library knows how it is saved: "
                 "save the model within zero.gathered(model) with that"
             )
-        values, shape, pieces = tensor, tuple(tensor.shape), None
+        values, shape = tensor, tuple(tensor.shape)
     else:
         if parameter_errors.was_dropped(tensor):
             parameter_errors.dropped(managed)
@@ -318,7 +320,8 @@ class _Parts:
             Exception: what this rank could not do, once all parts have been sent.
             TransferError: a peer is gone.
         """
-        entry, failed = source.entry, None
+        entry = source.entry
+        failed: Exception | None = None
         if not entry.nbytes:
             return
         row = math.prod(source.shape[1:])
@@ -418,7 +421,7 @@ def of_transformers(model: nn.Module) -> bool:
     )
 
 
-def write_configuration(model: nn.Module, folder: str) -> None:
+def write_configuration(model: Any, folder: str) -> None:
     """What ``from_pretrained`` of ``transformers`` reads beside the weights."""
     if not of_transformers(model):
         return
