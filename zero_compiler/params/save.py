@@ -2,7 +2,7 @@
 
 The first rank writes. Of each tensor, part after part, the ranks that hold rows of it send them to the first one, so
 that no rank ever has more of it than a part. What a rank cannot do it says where all meet before the next tensor: until
-then it sends zeros, or takes what is sent to it, since the others go on.
+then it sends any values, or takes what is sent to it, since the others go on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,15 @@ class _Source:
     shape: tuple[int, ...]
     pieces: tuple[_HeldPart, ...]
     values: torch.Tensor
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.entry.dtype.itemsize
+
+    @property
+    def part_rows(self) -> int:
+        """Of a part, in all but the last one."""
+        return max(1, min(self.shape[0], _PART_BYTES // max(1, self.row_bytes)))
 
 
 def save_safetensors(
@@ -127,8 +136,8 @@ def _write(
     beside: Callable[[str], None],
 ) -> None:
     group = lead.group.everyone
-    parts = _Parts(group, None if out is None else out.write)
     with _told(group):
+        parts = _Parts(group, sources.values(), None if out is None else out.write)
         if out is not None:
             out.begin()
             beside(out.unfinished)
@@ -162,12 +171,14 @@ def give_to_first(
         found: dict[str, torch.Tensor] = {}
         with _told(group):
             sources = _sources(model, policies, names)
+            values: list[torch.Tensor] = []
+            parts = _Parts(group, sources.values(), _kept_in(values) if group.rank == 0 else None)
         lead.meet(CALL, "\n".join(f"gives {name}" for name in names))
         for name in names:
             lead.meet(CALL, f"gives {name}")
             with _told(group):
-                values: list[torch.Tensor] = []
-                _Parts(group, _kept_in(values) if group.rank == 0 else None).write(sources[name])
+                values.clear()
+                parts.write(sources[name])
                 if group.rank == 0:
                     entry = sources[name].entry
                     flat = torch.cat(values) if values else torch.empty(0, dtype=entry.dtype)
@@ -233,8 +244,6 @@ def _source(name: str, slot: Destination) -> _Source:
     tensor, state = slot.tensor, slot.state
     managed = state.names.get(slot.attribute) if state is not None else None
     pieces: tuple[_HeldPart, ...] = ()
-    if managed is not None and not isinstance(tensor, DTensor):
-        parameter_errors.replaced(managed)
     if managed is None or state is None:
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
             raise ShardError(
@@ -242,11 +251,13 @@ def _source(name: str, slot: Destination) -> _Source:
                 "save the model within zero.gathered(model) with that"
             )
         values, shape = tensor, tuple(tensor.shape)
-    else:
+    elif isinstance(tensor, DTensor):
         if parameter_errors.was_dropped(tensor):
             parameter_errors.dropped(managed)
         values, shape = tensor._local_tensor, state.policy.params[managed].shape
         pieces = _pieces(state.policy, managed)
+    else:
+        parameter_errors.replaced(managed)
     if values.is_meta:
         raise ShardError(
             f"{CALL}: {name} has no values yet (it is on the meta device); fill it first, for instance with "
@@ -298,20 +309,29 @@ def _pieces(policy: ShardedModel, name: str) -> tuple[_HeldPart, ...]:
 
 
 class _Parts:
-    """Brings the tensors of a model to the first rank, which writes them; memory for one part is made once.
+    """Brings the tensors of a model to the first rank, which writes them.
+
+    All memory that parts take is made here, before a peer waits for one: what fails later fails by itself, and the
+    sends and receives of that part go on.
 
     Args:
+        sources: the tensors that are to be written.
         write: takes the values of a tensor, part after part, on the first rank; None on the others.
     """
 
-    def __init__(self, group: Group, write: Callable[[torch.Tensor], None] | None) -> None:
+    def __init__(
+        self, group: Group, sources: Collection[_Source], write: Callable[[torch.Tensor], None] | None
+    ) -> None:
         self._group, self._write = group, write
         self._first = first_rank(group)
         self._me = dist.get_rank() if group.link is not None else group.ranks[0]
-        alone = group.one_rank or has_gloo(group)
-        self._wire = torch.device("cpu") if alone else group.device  # where what is sent has to be
-        self._block: torch.Tensor | None = None  # of the first rank: the part that is written
-        self._rows: torch.Tensor | None = None  # what was read of a file, or is sent
+        largest = max((source.part_rows * source.row_bytes for source in sources), default=0)
+        # The first rank's: the part that is written, of which every rank's rows have their place.
+        self._block = torch.empty(largest, dtype=torch.uint8) if write is not None else None
+        # Rows that were read from a file, in whole blocks, or that have arrived and are still to be put in their place.
+        self._rows = aio.buffer(block_aligned(largest) + BLOCK_BYTES)
+        by_cpu = group.one_rank or has_gloo(group)
+        self._on_device = None if by_cpu else torch.empty(largest, dtype=torch.uint8, device=group.device)
 
     def write(self, source: _Source) -> None:
         """Write one tensor.
@@ -320,15 +340,11 @@ class _Parts:
             Exception: what this rank could not do, once all parts have been sent.
             TransferError: a peer is gone.
         """
-        entry = source.entry
         failed: Exception | None = None
-        if not entry.nbytes:
+        if not source.entry.nbytes:
             return
-        row = math.prod(source.shape[1:])
-        step = max(1, _PART_BYTES // (row * entry.dtype.itemsize))
-        for begin in range(0, source.shape[0], step):
-            end = min(begin + step, source.shape[0])
-            error = self._part(source, begin, end)
+        for begin in range(0, source.shape[0], source.part_rows):
+            error = self._part(source, begin, min(begin + source.part_rows, source.shape[0]))
             failed = failed or error
         if failed is not None:
             raise failed
@@ -336,8 +352,10 @@ class _Parts:
     def _part(self, source: _Source, begin: int, end: int) -> Exception | None:
         """Write rows ``begin`` to ``end``; what this rank could not do of that."""
         failed: Exception | None = None
-        shape, dtype = (end - begin, *source.shape[1:]), source.entry.dtype
-        block = self._memory("_block", shape, dtype) if self._write is not None else None
+        dtype = source.entry.dtype
+        block = None
+        if self._block is not None:
+            block = _shaped(self._block, dtype, (end - begin, *source.shape[1:]))
         for piece in source.pieces:
             low, high = max(begin, piece.starts[0]), min(end, piece.starts[0] + piece.sizes[0])
             if low >= high:
@@ -350,7 +368,7 @@ class _Parts:
                     rows = self._read(source.values, low - piece.starts[0], sizes)
                 except Exception as error:
                     failed = failed or error
-                    rows = torch.zeros(sizes, dtype=dtype)
+                    rows = _shaped(self._rows, dtype, sizes)  # of whatever values: the call fails
             there = None
             if block is not None:
                 starts = (low - begin, *piece.starts[1:])
@@ -369,7 +387,8 @@ class _Parts:
         return failed
 
     def _read(self, values: torch.Tensor, begin: int, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Rows of what this rank holds, in memory; from a file without its mapping, of which pages would stay."""
+        """Rows of what this rank holds, contiguous in memory; from a file without its mapping, of which pages would
+        stay."""
         region = region_of(values)
         if region is not None:
             row = math.prod(sizes[1:]) * values.element_size()
@@ -377,37 +396,37 @@ class _Parts:
             return raw.view(values.dtype).view(sizes)
         if len(sizes) == 1:
             values = values.reshape(-1)
-        return values[begin : begin + sizes[0]].cpu()
+        return values[begin : begin + sizes[0]].cpu().contiguous()
 
     def _read_file(self, region: Region, start: int, nbytes: int) -> torch.Tensor:
         before = start % BLOCK_BYTES
-        need = block_aligned(before + nbytes)
-        if self._rows is None or self._rows.numel() < need:
-            self._rows = aio.buffer(need)
         with region.store.whole():
             region.store.read(region.span(start - before, before + nbytes, 0), self._rows).wait()
         return self._rows[before : before + nbytes]
 
     def _send(self, rows: torch.Tensor) -> None:
-        raw = rows.contiguous().view(-1).view(torch.uint8).to(self._wire)
+        raw = rows.view(-1).view(torch.uint8)
+        if self._on_device is not None:
+            raw = self._on_device[: raw.numel()].copy_(raw)
         with answered(self._group, CALL):
             dist.send(raw, self._first, group=self._group.pg, tag=_TAG)
 
     def _receive(self, there: torch.Tensor, holder: int) -> None:
-        straight = there.is_contiguous() and self._wire.type == "cpu"
-        rows = there if straight else torch.empty(there.shape, dtype=there.dtype, device=self._wire)
+        straight = there.is_contiguous() and self._on_device is None
+        rows = there if straight else _shaped(self._arriving, there.dtype, tuple(there.shape))
         with answered(self._group, CALL):
             dist.recv(rows.view(-1).view(torch.uint8), holder, group=self._group.pg, tag=_TAG)
         if not straight:
             there.copy_(rows)
 
-    def _memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        held: torch.Tensor | None = getattr(self, name)
-        if held is None or held.numel() < nbytes:
-            held = torch.empty(nbytes, dtype=torch.uint8)
-            setattr(self, name, held)
-        return held[:nbytes].view(dtype).view(shape)
+    @property
+    def _arriving(self) -> torch.Tensor:
+        return self._rows if self._on_device is None else self._on_device
+
+
+def _shaped(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The begin of some bytes as a tensor."""
+    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 # Beside the weights ------------------------------------------------------------------------------------------------

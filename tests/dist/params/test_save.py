@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -202,13 +205,19 @@ def refused(call, kind, *words) -> list[str]:
 def an_error_on_one_rank_ends_all_with_its_reason(rank):
     out = []
     places = (
-        (0, WeightsFolder, "begin"),
-        (0, WeightsFolder, "open"),
-        (0, WeightsFolder, "write"),
-        (0, WeightsFolder, "commit"),
-        (0, save._Parts, "_read"),
-        (1, save._Parts, "_read"),
-        (1, save, "_sources"),
+        (0, WeightsFolder, "begin", StorageError),
+        (0, WeightsFolder, "begin", PermissionError),
+        (0, WeightsFolder, "open", StorageError),
+        (0, WeightsFolder, "write", StorageError),
+        (0, WeightsFolder, "commit", StorageError),
+        (0, save, "write_configuration", ValueError),
+        (0, save._Parts, "__init__", MemoryError),
+        (1, save._Parts, "__init__", MemoryError),
+        (0, save._Parts, "_read", StorageError),
+        (1, save._Parts, "_read", StorageError),
+        (1, save._Parts, "_read", MemoryError),
+        (1, save, "_sources", StorageError),
+        (1, save, "files_of", StorageError),
     )
     with shared_folder() as folder:
         model = sharded()
@@ -216,17 +225,17 @@ def an_error_on_one_rank_ends_all_with_its_reason(rank):
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-        for fails, owner, name in places:
-            error = StorageError("the disk is gone")
-            with (
-                mock.patch.object(owner, name, side_effect=error if rank == fails else None, autospec=True)
-                if (rank == fails)
-                else small_parts()
-            ):
+        for fails, owner, name, kind in places:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(small_parts())
+                if rank == fails:
+                    error = kind("the disk is gone")
+                    stack.enter_context(mock.patch.object(owner, name, side_effect=error, autospec=True))
                 what = f"rank {fails} in {name}: "
                 told = () if rank == fails else (f"rank {fails} of 2 could not",)
+                raised = kind if rank == fails else ZeroError
                 found = refused(
-                    lambda: zero.save_safetensors(model, folder), ZeroError, "the disk is gone", *told
+                    lambda: zero.save_safetensors(model, folder), raised, "the disk is gone", *told
                 )
                 out += [what + text for text in found]
             dist.barrier()
@@ -266,6 +275,47 @@ def what_cannot_be_saved_is_refused(rank):
 @pytest.mark.parametrize("name", cases.names)
 def test_it(name):
     cases.check(name)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+TENSOR_BYTES = 64 << 20
+
+
+def resident(line: str) -> int:
+    """Bytes that the kernel counts of this process: ``VmRSS`` now, ``VmHWM`` at most since :func:`restart_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{line}:\s+(\d+) kB", status)[1]) * 1024
+
+
+def restart_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def growth(rank, world, folder, fields):
+    side = math.isqrt(TENSOR_BYTES // 4)
+    layers = (nn.utils.skip_init(nn.Linear, side, side, bias=False) for _ in range(3))
+    model = zero.shard(nn.Sequential(*layers), device="cpu", compute="aten", **fields)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank)
+    zero.save_safetensors(sharded(), f"{folder}/other")  # what a first call imports is there
+    dist.barrier()
+    restart_peak()
+    before = resident("VmRSS")
+    zero.save_safetensors(model, folder)
+    return resident("VmHWM") - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_no_rank_takes_as_much_memory_as_a_tensor(tmp_path, tier):
+    """Of three that it writes, measured by the kernel: the first one, which writes, and those that send."""
+    files = {"nvme_dir": str(tmp_path / "files")} if tier == "nvme" else {}
+    (tmp_path / "files").mkdir()
+    took = run_ranks(growth, 2, str(tmp_path / "out"), {"offload_params": tier, **files})
+    assert os.path.getsize(tmp_path / "out" / "model.safetensors") > 3 * TENSOR_BYTES
+    assert 0 < max(took) < TENSOR_BYTES * 3 // 4, took
 
 
 # --- a rank is killed ------------------------------------------------------------------------------------------------

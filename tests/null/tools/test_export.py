@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -75,6 +77,36 @@ def test_names_of_a_compiled_model(tmp_path):
     dcp.save(torch.compile(nn.Linear(2, 2)).state_dict(), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     export(tmp_path / "dcp", tmp_path / "out")
     assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["bias", "weight"]
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from zero_compiler.tools.export import export
+
+def resident(line):
+    return int(re.search(line + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+export(Path(sys.argv[1], "small"), Path(sys.argv[1], "other"))  # what a first call imports is there
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+export(Path(sys.argv[1], "large"), Path(sys.argv[1], "out"))
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_it_holds_one_tensor_twice_at_most(tmp_path):
+    """Of four, measured by the kernel: the tensor, and what one rank has saved of it. They are larger than what glibc
+    keeps for the next one when it is freed."""
+    tensor = torch.ones(40 << 20, dtype=torch.uint8)
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "small"), no_dist=True)
+    dcp.save({f"w{i}": tensor + i for i in range(4)}, checkpoint_id=str(tmp_path / "large"), no_dist=True)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    took = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert tensor.nbytes < took < 2.5 * tensor.nbytes
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert [found[f"w{i}"][[0, -1]].tolist() for i in range(4)] == [[i + 1] * 2 for i in range(4)]
 
 
 def test_what_it_refuses(tmp_path):
