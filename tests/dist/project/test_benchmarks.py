@@ -25,6 +25,7 @@ CALLS = {
     " --tokens 64 --hardware PRESET",
     "allocator": "--model tiny --steps 2 --warmup 1 --hardware PRESET",
     "bench": "--model tiny --modes ddp,fsdp2,zero3 --steps 2 --warmup 2 --hardware PRESET",
+    "export": "DIR --mib 4 --layers 2 --rounds 1",
     "host_overhead": "--layers 3 --modes fsdp2,zero3 --steps 2 --ranks 2",
     "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",
     "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",
