@@ -38,7 +38,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def _save(
-    module: Any, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
+    module: Any, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
     given = _given(module, method, args, kwargs)
     if of_transformers(module):

@@ -93,7 +93,7 @@ def _opened(checkpoint: Path) -> tuple[FileSystemReader, Any]:
 def _weights(metadata: Any, key: str | None, checkpoint: Path) -> dict[str, str]:
     """The name in the checkpoint of every tensor of the model, by its name there."""
     stored = metadata.state_dict_metadata
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {name: (name,) for name in stored}
+    paths: Mapping[str, tuple[object, ...]] = metadata.planner_data or {name: (name,) for name in stored}
     first = {str(path[0]) for path in paths.values() if len(path) > 1}
     key = "model" if key is None and "model" in first else key
     found = {}

@@ -42,7 +42,7 @@ class ModelSource:
     """
 
     model: nn.Module
-    inputs: Callable[[int | None], Any]
+    inputs: Callable[[int | None], object]
     batch: int | None
     about: str
 
@@ -80,7 +80,7 @@ def model_source(text: str, batch: int | None = None, sequence: int | None = Non
     raise ConfigError(f"MODEL {text!r} is none of these: {FORMS}")
 
 
-def _call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+def _call(text: str) -> tuple[str, list[object], dict[str, object]]:
     """Name, arguments and keyword arguments of ``name(...)``, which are literals; nothing of it is evaluated.
 
     Raises:
@@ -134,8 +134,8 @@ def _of_factory(
     text: str,
     module: str,
     name: str,
-    arguments: Sequence[Any],
-    fields: dict[str, Any],
+    arguments: Sequence[object],
+    fields: dict[str, object],
     batch: int | None,
     sequence: int | None,
 ) -> ModelSource:
@@ -182,7 +182,7 @@ def _size(model: nn.Module) -> str:
 
 
 def _check_arguments(
-    called: str, signature: inspect.Signature, arguments: Sequence[Any], fields: dict[str, Any]
+    called: str, signature: inspect.Signature, arguments: Sequence[object], fields: dict[str, object]
 ) -> None:
     known = signature.parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
@@ -198,7 +198,7 @@ def _check_arguments(
         raise ConfigError(f"{called}{signature}: {error}") from None
 
 
-def _factory(called: str, module: str, name: str) -> Callable[..., Any]:
+def _factory(called: str, module: str, name: str) -> Callable[..., object]:
     if not module or not name:
         raise ConfigError(f"MODEL {called!r} is not module:function")
     if module.endswith(".py"):
@@ -213,13 +213,13 @@ def _factory(called: str, module: str, name: str) -> Callable[..., Any]:
     if not hasattr(found, name):
         own = [n for n, v in vars(found).items() if callable(v) and not n.startswith("_")]
         raise ConfigError(f"module {module!r} has no function {name!r}{near(name, own)}")
-    factory: Callable[..., Any] = getattr(found, name)
+    factory: Callable[..., object] = getattr(found, name)
     if not callable(factory):
         raise ConfigError(f"{called} is no function but {type(factory).__name__}")
     return factory
 
 
-def _run(what: str, make: Callable[[], Any], module: str = "") -> Any:
+def _run(what: str, make: Callable[[], object], module: str = "") -> Any:
     """``make()``; what it raises becomes one sentence.
 
     Args:

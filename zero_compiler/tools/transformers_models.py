@@ -90,7 +90,7 @@ def config_in(path: Path) -> Any:
     return _made(known[kind], fields, f"{str(file)!r}", strict=False)
 
 
-def config_of(name: str, fields: Mapping[str, Any]) -> Any:
+def config_of(name: str, fields: Mapping[str, object]) -> Any:
     """``name(**fields)``, a class of configurations of transformers.
 
     Raises:
@@ -105,7 +105,7 @@ def config_of(name: str, fields: Mapping[str, Any]) -> Any:
     return _made(kind, fields, name, strict=True)
 
 
-def _made(kind: Any, fields: Mapping[str, Any], name: str, strict: bool) -> Any:
+def _made(kind: Any, fields: Mapping[str, object], name: str, strict: bool) -> Any:
     """The configuration; it takes any field, so those that it does not know are found here.
 
     Args:
@@ -151,7 +151,7 @@ def _class_of(library: Any, config: Any) -> Any:
         if isinstance(kind, type) and issubclass(kind, library.PreTrainedModel):
             return kind
     auto = library.models.auto.modeling_auto
-    heads: tuple[Any, ...] = (
+    heads: tuple[object, ...] = (
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_MASKED_LM_MAPPING,
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
