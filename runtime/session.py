@@ -270,8 +270,8 @@ class Session:
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
-        if not all(r.policy.sync for r in self._reductions.owners.values()):
-            quiet = frozenset(owner for owner, r in self._reductions.owners.items() if not r.policy.sync)
+        if any(r.policy.defers for r in self._reductions.owners.values()):
+            quiet = frozenset(owner for owner, r in self._reductions.owners.items() if r.policy.defers)
             return self._keeping(quiet).run(inputs)
         return in_turn(self._devices, lambda: self._run(inputs), self._ended)
 

@@ -96,6 +96,8 @@ class Fitting:
 
         self._check_least(gm.graph)
         graphs = partition(None)
+        if self._reduces_each(graphs):
+            graphs = partition(None)  # in tiles of the size that it is to begin with
         if self._decided("mlp-activations") or self._decided("mlp-memory"):
             self._tile_mlps(True)
             graphs = partition(None)
@@ -135,6 +137,26 @@ class Fitting:
         state.frame.offloaded = passes.offloaded(graphs["backward"].graph)
         state.frame.remade = passes.remade(graphs["backward"].graph, CostModel(state.machine), state.fused)
         return graphs
+
+    def _reduces_each(self, graphs: Phases) -> bool:
+        """Whether, where a library accumulates, the gradients of every micro-batch are reduced from here on.
+
+        Whole gradients wait where they fit beside ``graphs``, for which nothing was given up. Else they are reduced
+        each time, which costs their bytes on the link, and less than to make activations again or to tile weights.
+        Decided once, by rank 0 for all, before anything else is.
+        """
+        state = self.state
+        policies = [p for p in state.policies.values() if p.may_reduce_each and not p.sync]
+        if not policies:
+            return False
+        budget_bytes, found = state.config.memory_budget_bytes, False
+        if budget_bytes is not None and state.accumulates:
+            over = self._over_in_small_tiles(graphs, budget_bytes)
+            found = self._agreed("reduces-each", over > 0)
+            for policy in policies:
+                policy.agreed.reduces_each |= found
+        state.frame.accumulation = budget.accumulation_text(state.memory([]), budget_bytes, state.accumulates)
+        return found
 
     def inference(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Rewrite the graph of a forward without gradients, within the budget of memory where that can be."""

@@ -76,8 +76,17 @@ class FrameState:
         self.due = cross_frame_memory.due(self.others, captured.code)
         self.set_bucket_bytes(nbytes, why)
         self.planned: dict[str, Program] = {}  # within a memory budget, before any of them is compiled
-        # Called under zero.no_sync: a budget leaves room for full gradients that wait.
-        self.accumulates = any(not policy.sync for policy in self.policies.values())
+
+    @property
+    def reduces_each(self) -> bool:
+        """Called where a library accumulates, whose gradients are reduced each time: a budget leaves room for those of
+        earlier micro-batches, beside which the next ones are made."""
+        return any(not p.sync and not p.defers for p in self.policies.values())
+
+    @property
+    def accumulates(self) -> bool:
+        """Called under zero.no_sync: a budget leaves room for full gradients that wait."""
+        return any(policy.defers for policy in self.policies.values())
 
     @property
     def policies(self) -> dict[str, Any]:
@@ -268,7 +277,9 @@ class FrameState:
     def peak(self, programs: Sequence[Program]) -> int:
         """Of that, what a budget has to allow."""
         memory = self.memory(programs)
-        return max(memory.peak, memory.accumulating_peak) if self.accumulates else memory.peak
+        if self.accumulates:
+            return max(memory.peak, memory.accumulating_peak)
+        return memory.peak + memory.gradients if self.reduces_each else memory.peak
 
     @property
     def machine(self) -> HardwareSpec:

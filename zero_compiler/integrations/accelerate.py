@@ -173,10 +173,18 @@ def plugin_of(accelerator: Accelerator) -> ZeroPlugin | None:
 
 def _keep_master_weights(model: nn.Module) -> None:
     """Trainable parameters rest in float32 and are computed with in the dtype of mixed precision, as accelerate does
-    with FSDP2."""
+    with FSDP2.
+
+    Sharding takes the values of rank 0: the others need no more than the shape, and memory that nobody writes to takes
+    none.
+    """
     for param in model.parameters():
         if param.requires_grad and param.is_floating_point() and not isinstance(param, DTensor):
-            param.data = param.data.to(torch.float32)
+            if param.dtype == torch.float32:
+                continue
+            first = not dist.is_initialized() or dist.get_rank() == 0
+            made = param.data.float() if first else torch.empty_like(param.data, dtype=torch.float32)
+            param.data = made
 
 
 def _compile_options(accelerator: Accelerator) -> dict[str, Any]:

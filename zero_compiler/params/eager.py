@@ -39,7 +39,7 @@ class Unshard(torch.autograd.Function):
             raise parameter_errors.one_gradient_at_a_time(f"parameter {name!r}, which is sharded,")
         last_call, ctx.call = grads.is_last_call(policy, name), None
         again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
-        if not policy.sync:
+        if policy.defers:
             grads.check_unhooked(param, name)
             if again and grads.goes_to_grad(param):
                 raise parameter_errors.keeps_no_graph(name)

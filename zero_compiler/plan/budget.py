@@ -200,6 +200,21 @@ def memory_of(policies: Sequence[ShardedModel], programs: Sequence[Program], kep
     )
 
 
+def accumulation_text(memory: Memory, budget_bytes: int | None, waits: bool) -> str:
+    """How often the gradients of a library's micro-batches are reduced, for the report.
+
+    Args:
+        waits: whole gradients wait for one reduction.
+    """
+    if waits:
+        fit = "" if budget_bytes is None else f", for which memory_budget_bytes={budget_bytes:,} has room"
+        return f"one reduction for all micro-batches; {memory.waiting:,} bytes of whole gradients wait for it{fit}"
+    return (
+        f"one reduction for each micro-batch, of {memory.waiting:,} bytes of whole gradients: memory_budget_bytes has "
+        "no room in which they could wait for the last one"
+    )
+
+
 def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[ShardedModel]) -> None:
     """A plan must fit.
 

@@ -52,6 +52,7 @@ class Frame:
     bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
     bucket_why: str = ""
     accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
+    accumulation: str = ""  # of a library's micro-batches: how often gradients are sent, and why
     code: str = ""  # what Dynamo compiled, as in Captured
     saved_bytes: int = 0  # what forward hands to backward
     sized: Any = None  # under a budget: its Programs at sizes of later calls, as `Sized`
@@ -298,6 +299,7 @@ class Report:
                     "planned_sizes": f.planned_sizes,
                     "bucket_bytes": f.bucket_bytes,
                     "bucket_why": f.bucket_why,
+                    "accumulation": f.accumulation,
                     "held_bytes": f.held_bytes,
                     "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],
@@ -404,6 +406,8 @@ class Report:
             lines.append(
                 f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}"
             )
+            if frame.accumulation:
+                lines.append(f"accumulation: {frame.accumulation}")
             if "backward" in frame.programs:
                 lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
             for tier, what in (("host", "waits on the host"), ("nvme", "waits in files")):

@@ -15,6 +15,8 @@ class AgreedChoices:
         distances: texts of other decisions, by what is decided: how far ahead gathers start, by phase and order of
             units, among them.
         shown: what tensor-parallel ranks showed of their graphs, by what this one showed.
+        reduces_each: gradients of micro-batches do not wait for each other where the choice is left to the plan, since
+            whole ones do not fit the memory budget.
         attempt: to compile the model. What ranks told each other in an earlier one counts no more.
     """
 
@@ -22,6 +24,7 @@ class AgreedChoices:
     tile_bytes: dict[str, int | None] = field(default_factory=dict)
     distances: dict[str, str] = field(default_factory=dict)
     shown: dict[str, list[str]] = field(default_factory=dict)
+    reduces_each: bool = False
     attempt: int = 0
 
     def forget(self) -> None:
@@ -30,4 +33,5 @@ class AgreedChoices:
         self.tile_bytes.clear()
         self.distances.clear()
         self.shown.clear()
+        self.reduces_each = False
         self.attempt += 1

@@ -120,6 +120,7 @@ class _Copied(TypedDict):
     places: dict[str, Places]
     scope: Scope
     sync: bool
+    may_reduce_each: bool
     writes: bool
     opened: bool
 
@@ -135,6 +136,7 @@ class ShardedModel:
         places: where it stands, in each module to which it is tied.
         scope: of the model that it is a part of.
         sync: False inside ``zero.no_sync``.
+        may_reduce_each: what asks for no reduction is content with one for each backward: a library's accumulation.
         writes: a class of the model has code that may write to weights in place (see `write_detector.py`).
         opened: inside ``zero.gathered`` parameters are whole.
     """
@@ -155,6 +157,7 @@ class ShardedModel:
             places={},
             scope=scope or Scope(),
             sync=True,
+            may_reduce_each=False,
             writes=False,
             opened=False,
         )
@@ -171,6 +174,7 @@ class ShardedModel:
         self.params = made["params"]
         self.places = made["places"]
         self.sync = made["sync"]
+        self.may_reduce_each = made["may_reduce_each"]
         self.writes = made["writes"]
         self.opened = made["opened"]
         self.key = f"m{next(_keys)}"
@@ -214,6 +218,7 @@ class ShardedModel:
             places=self.places,
             scope=self.scope,
             sync=self.sync,
+            may_reduce_each=self.may_reduce_each,
             writes=self.writes,
             opened=self.opened,
         )
@@ -229,6 +234,11 @@ class ShardedModel:
         self.scope = scope
         scope.members.add(self)
         scope.changes += 1
+
+    @property
+    def defers(self) -> bool:
+        """Whether backwards leave their gradients, whole, to a later one that reduces them."""
+        return not self.sync and not (self.may_reduce_each and self.agreed.reduces_each)
 
     def count_claim(self) -> None:
         """An optimizer takes a parameter, or finds what its states need."""
@@ -289,7 +299,7 @@ class ShardedModel:
         return blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype)
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        if not self.sync:
+        if self.defers:
             raise ShardError(
                 'zero.no_sync needs backend="zero" or no compile; another backend runs this graph'
             )

@@ -16,6 +16,7 @@ from dist.loops import counters
 from dist.spawn import run_ranks
 from torch import nn
 
+import zero_compiler as zero
 from zero_compiler.errors import ConfigError, IntegrationError
 from zero_compiler.optim.optimizer import StreamedOptimizer
 from zero_compiler.params.modules import is_root
@@ -233,6 +234,43 @@ def accumulation_sends_gradients_once_unless_told_otherwise(rank: int) -> list[s
         train(acc, model, opt, batches[4:8])
         reduced[each] = counters(model)["bytes_reduced"] - before
     return [] if reduced[True] == 4 * reduced[False] > 0 else [f"bytes reduced: {reduced}"]
+
+
+@cases.add
+def accumulation_sends_each_time_where_whole_gradients_do_not_fit(rank: int) -> list[str]:
+    """Under a memory budget the plan says which, and the numbers are the same."""
+
+    def run(acc: Any) -> tuple[dict[str, Any], nn.Module, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 3))
+        model, opt = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4))
+        batches = list(acc.prepare(loader()))
+        said = train(acc, model, opt, batches[:4])
+        before = counters(model)["bytes_reduced"] if is_root(model) else 0
+        more = train(acc, model, opt, batches[4:8])
+        sent = counters(model)["bytes_reduced"] - before if is_root(model) else 0
+        return {"losses": said["losses"] + more["losses"], "weights": more["weights"]}, model, sent
+
+    def under(budget: int | None) -> tuple[dict[str, Any], nn.Module, int]:
+        fields = {"transport": "c10d", "memory_budget_bytes": budget}
+        return run(zero_accelerator(fields=fields, gradient_accumulation_steps=4))
+
+    plain, _, _ = run(accelerator(gradient_accumulation_steps=4))
+    free, model, once = under(None)
+    memory = zero.inspect(model).memory
+    wide, model_wide, sent_wide = under(memory.accumulating_peak)
+    tight, model_tight, sent_tight = under(memory.peak + memory.gradients)
+    errors = [e for ours in (free, wide, tight) for e in differences("accumulated", ours, plain, CLOSE)]
+    if not once == sent_wide == sent_tight / 4:
+        errors.append(f"bytes reduced: {once}, {sent_wide}, {sent_tight}")
+    for which, text in (
+        (model, f"one reduction for all micro-batches; {memory.waiting:,} bytes"),
+        (model_wide, f"one reduction for all micro-batches; {memory.waiting:,} bytes"),
+        (model_tight, f"one reduction for each micro-batch, of {memory.waiting:,} bytes"),
+    ):
+        if text not in zero.inspect(which).summary():
+            errors.append(f"{text!r} is not in the plan")
+    return errors
 
 
 @cases.add

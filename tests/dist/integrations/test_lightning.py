@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +247,27 @@ def prediction_without_training(rank: int) -> list[str]:
 
 
 @cases.add
+def the_finder_of_a_learning_rate(rank: int) -> list[str]:
+    """It trains, and leaves the model as it was; training begins with the rate that it found."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.tuner import Tuner
+
+    def run(strategy: Any) -> dict[str, Any]:
+        with shared_folder() as folder:
+            model = module(pl)
+            model.lr = 1e-3
+            model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=model.lr, eps=1e-4)
+            t = trainer(pl, strategy, folder)
+            found = Tuner(t).lr_find(model, loader(), num_training=12, early_stop_threshold=None)
+            tried = list(found.results["loss"])
+            model.losses.clear()
+            t.fit(model, loader())
+            return {"tried": tried, "found": model.lr, "losses": model.losses, "weights": weights(model)}
+
+    return differences("lr_find", run(zero_strategy()), run("ddp"), CLOSE)
+
+
+@cases.add
 def pytorch_lightning_has_the_names_too(rank: int) -> list[str]:
     import pytorch_lightning as pl
 
@@ -296,6 +320,80 @@ def fabric_loops(rank: int) -> list[str]:
     errors = differences("fabric", run("zero", False), plain, CLOSE)
     errors += differences("fabric apart", run(ZeroFabricStrategy(compute="aten"), True), plain, CLOSE)
     return errors
+
+
+ALONE = """
+import sys
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None  # as where they are not installed
+import torch
+from lightning_fabric import Fabric
+import zero_compiler.integrations.lightning
+fabric = Fabric(accelerator="cpu", devices=2, strategy="zero")
+fabric.launch()
+model = torch.nn.Linear(4, 4)
+model, opt = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+fabric.backward(model(torch.ones(2, 4)).sum())
+opt.step()
+print("rank", fabric.global_rank, "of", fabric.world_size, type(model.weight).__name__, flush=True)
+"""
+
+LAUNCHES = """
+import json, sys, torch
+import lightning.pytorch as pl
+if sys.argv[2] == "zero":
+    import zero_compiler.integrations.lightning
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.losses = torch.nn.Linear(8, 3), []
+    def training_step(self, batch, index):
+        loss = (self.body(batch[0]) - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+torch.manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randn(32, 3))
+model = Model()
+trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                     enable_model_summary=False, accelerator="cpu", devices=2, strategy=sys.argv[2])
+trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
+if trainer.global_rank == 0:
+    json.dump(model.losses, open(sys.argv[1], "w"))
+"""
+
+
+def python(script: str, folder: Path, *args: str) -> str:
+    """What a script says that plain ``python`` starts, without a launcher."""
+    path = folder / "script.py"
+    path.write_text(script)
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, str(path), *args],
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_lightnings_own_launcher(tmp_path):
+    losses = []
+    for strategy in ("zero", "ddp"):
+        python(LAUNCHES, tmp_path, str(tmp_path / strategy), strategy)
+        losses.append(json.loads((tmp_path / strategy).read_text()))
+    assert losses[0]
+    assert not differences("launched", losses[0], losses[1], CLOSE)
+
+
+def test_lightning_fabric_without_the_rest(tmp_path):
+    said = python(ALONE, tmp_path)
+    for rank in range(2):
+        assert f"rank {rank} of 2 DTensor" in said or f"rank {rank} of 2 Parameter" in said, said
 
 
 @pytest.mark.parametrize("name", cases.names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import zero_compiler as zero
 from zero_compiler.errors import IntegrationError
 from zero_compiler.optim.optimizer import StreamedOptimizer
 from zero_compiler.params.modules import is_root
+from zero_compiler.storage import heap
 
 pytest.importorskip("accelerate", reason="needs the extra transformers")
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -42,26 +44,28 @@ def rows(n: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in made]
 
 
+def common(folder: Path, **kwargs: Any) -> dict[str, Any]:
+    as_rank()
+    return {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        **kwargs,
+    }
+
+
 def arguments(folder: Path, **kwargs: Any) -> Any:
     from transformers import TrainingArguments
 
-    as_rank()
-    return TrainingArguments(
-        **{
-            "output_dir": str(folder / "out"),
-            "use_cpu": True,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "max_steps": 4,
-            "learning_rate": 1e-3,
-            "adam_epsilon": 1e-4,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            **kwargs,
-        }
-    )
+    return TrainingArguments(**common(folder, **kwargs))
 
 
 def trainer(ours: bool, args: Any, **kwargs: Any) -> Any:
@@ -272,6 +276,132 @@ def generation_in_a_callback(rank: int) -> list[str]:
         return {"texts": torch.tensor(texts[0])}
 
     return both(run=run)
+
+
+@cases.add
+def prediction_by_generating(rank: int) -> list[str]:
+    """Seq2SeqTrainer with predict_with_generate; ranks have texts of different lengths."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from zero_compiler.integrations.transformers import ZeroMixin
+
+    class Sharded(ZeroMixin, Seq2SeqTrainer):
+        pass
+
+    def run(ours: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        t5 = T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
+                decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+            )
+        )  # fmt: skip
+        data = [
+            {"input_ids": r["input_ids"], "labels": r["labels"][: 4 + i % 3]} for i, r in enumerate(rows(16))
+        ]
+
+        def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+            pad = torch.nn.utils.rnn.pad_sequence
+            labels = pad([r["labels"] for r in batch], batch_first=True, padding_value=-100)
+            return {"input_ids": torch.stack([r["input_ids"] for r in batch]), "labels": labels}
+
+        with shared_folder() as folder:
+            args = Seq2SeqTrainingArguments(
+                **common(folder, predict_with_generate=True, generation_max_length=7)
+            )
+            kwargs: dict[str, Any] = {
+                "model": t5, "args": args, "train_dataset": data, "eval_dataset": data[:6], "data_collator": collate,
+                "compute_metrics": lambda p: {"sum": float(p.predictions.clip(0).sum())},
+            }  # fmt: skip
+            t = Sharded(zero=zero.Config(compute="aten"), **kwargs) if ours else Seq2SeqTrainer(**kwargs)
+            t.train()
+            evaluated = t.evaluate()
+            predicted = torch.from_numpy(t.predict(data[:6]).predictions)
+            return {"said": told(t)["loss"], "sum": evaluated["eval_sum"], "predicted": predicted}
+
+    return differences("generated", run(True), run(False), CLOSE)
+
+
+@cases.add
+def adapters_of_peft(rank: int) -> list[str]:
+    """LoRA: a checkpoint holds the adapter alone, training goes on from it, and PEFT reads what was saved."""
+    if importlib.util.find_spec("peft") is None:
+        return []
+    import peft
+
+    def adapted() -> Any:
+        base = model()
+        torch.manual_seed(3)
+        config = peft.LoraConfig(
+            r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        return peft.get_peft_model(base, config)
+
+    def run(ours: bool, folder: Path, resume: bool) -> Any:
+        args = arguments(folder, save_strategy="steps", save_steps=2, max_steps=5)
+        t = trainer(ours, args, model=adapted())
+        t.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2") if resume else None)
+        return t
+
+    with shared_folder() as theirs:
+        plain = told(run(False, theirs, False))["loss"]
+    errors = []
+    with shared_folder() as folder:
+        whole = run(True, folder, False)
+        errors += differences("trained", told(whole)["loss"], plain, CLOSE)
+        held = weights(whole.model)
+        dist.barrier()
+        again = run(True, folder, True)
+        errors += differences("resumed", told(again)["loss"][-3:], told(whole)["loss"][-3:], 0.0)
+        errors += differences("resumed", weights(again.model), held, 0.0)
+        again.save_model(str(folder / "saved"))
+        dist.barrier()
+        loaded = peft.PeftModel.from_pretrained(model(), str(folder / "saved"))
+        adapter = {k: v for k, v in weights(loaded).items() if "lora" in k}
+        errors += differences("saved", adapter, {k: v for k, v in held.items() if "lora" in k}, 0.0)
+        for place in ("saved", "out/checkpoint-4"):
+            if (folder / place / "model.safetensors").exists():
+                errors.append(f"{place} holds the whole model")
+    return errors
+
+
+def memory_of_process() -> int:
+    """Bytes of this process that are no mapped file's."""
+    with open("/proc/self/smaps_rollup") as f:
+        found = next(line for line in f if line.startswith("Anonymous:"))
+    return int(found.split()[1]) << 10
+
+
+@cases.add
+def from_pretrained_leaves_the_file_where_it_is(rank: int) -> list[str]:
+    """Weights in the dtype of the file stay mapped until they are sharded: no rank holds a whole model of its own. In
+    bfloat16 with ``bf16=True`` they rest in float32, which rank 0 alone holds whole for a while."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    errors = []
+    for dtype, args in ((torch.float32, {}), (torch.bfloat16, {"bf16": True})):
+        with shared_folder() as folder:
+            if rank == 0:
+                config = LlamaConfig(
+                    vocab_size=4096, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
+                    num_attention_heads=4,
+                )  # fmt: skip
+                LlamaForCausalLM(config).to(dtype).save_pretrained(folder / "saved")
+            dist.barrier()
+            heap.give_back()
+            before = memory_of_process()
+            loaded = LlamaForCausalLM.from_pretrained(folder / "saved")
+            whole = sum(p.numel() for p in loaded.parameters()) * 4
+            grown = [memory_of_process() - before]
+            t = trainer(True, arguments(folder, **args), model=loaded)
+            t.accelerator.prepare_model(t.model)
+            heap.give_back()
+            grown.append(memory_of_process() - before)
+            allowed = whole // 2 + (whole // 4 if rank == 0 else whole // 8)
+            if grown[0] > whole // 8 or grown[1] > allowed:
+                errors.append(f"{dtype}: {grown} bytes more, of a model of {whole}, {allowed} are allowed")
+            dist.barrier()
+    return errors
 
 
 @cases.add

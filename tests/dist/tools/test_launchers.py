@@ -1,0 +1,235 @@
+"""Ways of starting ranks beside torchrun on one host: two hosts, Slurm, Ray Train, and a notebook's one process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from dist.library_runs import differences
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SCRIPT = """
+import json, os, sys, torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zero_compiler as zero
+%s
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 18), torch.nn.GELU(), torch.nn.Linear(18, 3))
+model = torch.compile(zero.shard(model, stage=3), backend="zero", options={"compute": "aten"})
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+losses = []
+for step in range(4):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    loss = F.mse_loss(model(x), x[:, :3])
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    dist.all_reduce(loss := loss.detach())
+    losses.append(loss.item())
+if dist.get_rank() == 0:
+    said = next(line for line in str(zero.inspect(model)).splitlines() if line.startswith("transport"))
+    json.dump({"losses": losses, "said": said, "world": dist.get_world_size()}, open(sys.argv[1], "w"))
+dist.destroy_process_group()
+"""
+FROM_SLURM = """
+os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"],
+               "LOCAL_RANK": os.environ["SLURM_LOCALID"], "MASTER_ADDR": os.environ["SLURM_LAUNCH_NODE_IPADDR"]}
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in left_out} | {"OMP_NUM_THREADS": "1"} | more
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> None:
+    """Wait for all of them, and show what they said where one failed."""
+    try:
+        said = [p.communicate(timeout=200)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert all(p.returncode == 0 for p in processes), "\n".join(said)
+
+
+def started(command: list[str], **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Commands that run another one on each of two hosts: network namespaces with a cable between them, in each of
+    which processes are numbered anew."""
+    names = [f"zero{os.getpid()}h{i}" for i in range(2)]
+
+    def ip(*args: str) -> None:
+        subprocess.run(["ip", *args], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield [["ip", "netns", "exec", n, "unshare", "--pid", "--fork", "--mount-proc"] for n in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def can_have_hosts() -> bool:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        return False
+    try:
+        with two_hosts() as hosts:
+            return subprocess.run([*hosts[0], "true"], capture_output=True).returncode == 0
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def test_two_hosts_with_torchrun(tmp_path):
+    """Two ranks on each of two hosts, with the losses of four on one."""
+    if not can_have_hosts():
+        pytest.skip("needs root, ip and unshare: network namespaces")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % "")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    with two_hosts() as hosts:
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "t"]
+        ended(
+            [
+                started(
+                    [*host, *torchrun, "2", "--nnodes", "2", "--local-addr", f"10.77.0.{i + 1}", *rendezvous,
+                     str(script), str(tmp_path / "two")],
+                    GLOO_SOCKET_IFNAME="eth0",
+                )
+                for i, host in enumerate(hosts)
+            ]
+        )  # fmt: skip
+    ended([started([*torchrun, "4", "--standalone", str(script), str(tmp_path / "one")])])
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two", "one"))
+    assert two["world"] == one["world"] == 4
+    assert "2 hosts" in two["said"], two["said"]
+    assert not differences("two hosts", two["losses"], one["losses"], 1e-5)
+
+
+def test_tasks_of_slurm(tmp_path):
+    """What ``srun --ntasks 2 python script.py`` starts: a process a task, which learns of its rank from Slurm."""
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(SCRIPT % FROM_SLURM)
+    ended(
+        [
+            started(
+                [sys.executable, str(script), str(tmp_path / "out")],
+                SLURM_PROCID=str(i), SLURM_LOCALID=str(i), SLURM_NTASKS="2", SLURM_NNODES="1", SLURM_JOB_ID="7",
+                SLURM_LAUNCH_NODE_IPADDR="127.0.0.1", MASTER_PORT=port,
+            )
+            for i in range(2)
+        ]
+    )  # fmt: skip
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["world"] == 2
+    assert found["losses"][-1] < found["losses"][0]
+
+
+RAY = """
+import json, sys
+from ray.train import ScalingConfig, RunConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+def loop(config):
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    import zero_compiler as zero
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 18), torch.nn.GELU(), torch.nn.Linear(18, 3))
+    model = torch.compile(zero.shard(model, stage=3), backend="zero", options={"compute": "aten"})
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        loss = F.mse_loss(model(x), x[:, :3])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        losses.append(loss.item())
+    if dist.get_rank() == 0:
+        json.dump({"losses": losses, "world": dist.get_world_size()}, open(config["out"], "w"))
+TorchTrainer(loop, train_loop_config={"out": sys.argv[1]}, torch_config=TorchConfig(backend="gloo"),
+             scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+             run_config=RunConfig(storage_path=sys.argv[2])).fit()
+"""
+
+
+def test_workers_of_ray_train(tmp_path):
+    pytest.importorskip("ray.train", reason="needs ray[train]")
+    script = tmp_path / "script.py"
+    script.write_text(RAY)
+    ended([started([sys.executable, str(script), str(tmp_path / "ray"), str(tmp_path)])])
+    script.write_text(SCRIPT % "")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended([started([*torchrun, str(script), str(tmp_path / "plain")])])
+    ray, plain = (json.loads((tmp_path / name).read_text()) for name in ("ray", "plain"))
+    assert ray["world"] == 2
+    assert not differences("ray", ray["losses"], plain["losses"], 1e-6)
+
+
+CELLS = """
+import torch, zero_compiler as zero
+model = torch.nn.Linear(4, 2)
+zero.shard(model, stage=3)
+call = torch.compile(model, backend="zero", options={"compute": "aten"})
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = call(torch.ones(2, 4)).square().mean(); loss.backward(); opt.step(); opt.zero_grad(); print(loss.item())
+
+model = zero.shard(torch.nn.Linear(4, 2), stage=3)  # the cell is run again
+print(type(zero.inspect(model, torch.ones(2, 4))).__name__)
+"""
+
+
+def test_a_notebook_is_one_process(tmp_path):
+    """Cells run one after the other, in a process that no launcher has started."""
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"], input=CELLS, env=environment(), capture_output=True, text=True,
+        timeout=100, cwd=tmp_path,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert done.returncode == 0
+    assert "Error" not in done.stderr, done.stderr
+    losses = [float(line) for line in lines[:3]]
+    assert losses == sorted(losses, reverse=True)
+    assert lines[-1] == "Report", lines
