@@ -19,7 +19,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, IntegrationError
 from zero_compiler.optim.optimizer import StreamedOptimizer
-from zero_compiler.params.modules import is_root
+from zero_compiler.params.modules import is_root, policies_of
 
 pytest.importorskip("accelerate", reason="needs the extra accelerate")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -303,6 +303,41 @@ def states_in_files_make_the_optimizer_a_zero_optimizer(rank: int) -> list[str]:
     errors = differences("in files", ours, plain, CLOSE) + differences("resumed", again, ours, 0.0)
     if not isinstance(opt, StreamedOptimizer) or opt.cls is not torch.optim.AdamW:
         errors.append(f"the optimizer is {opt}")
+    return errors
+
+
+@cases.add
+def bytes_on_each_tier(rank: int) -> list[str]:
+    """What the offload fields of a plugin put into files is counted there, lies there, and is in no memory."""
+    kinds = {"offload_params": 1, "offload_grads": 1, "offload_optimizer": 2}  # in sizes of the parameters
+    errors = []
+    for away in (("offload_optimizer",), tuple(kinds)):
+        with shared_folder() as folder:
+            acc = zero_accelerator(fields={**dict.fromkeys(away, "nvme"), "nvme_dir": str(folder)})
+            model = net()
+            model, opt = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            train(acc, model, opt, acc.prepare(loader()))
+            memory = zero.inspect(model).memory
+            size = sum(info.layout.bytes_local() for info in policies_of(model)[0].params.values())
+            expected = {
+                "parameters": 0 if "offload_params" in away else size,
+                "gradients": 0 if "offload_grads" in away else size,
+                "optimizer": 0,
+                "assumed": 0,
+            }
+            found = {name: getattr(memory, name) for name in expected}
+            if found != expected:
+                errors.append(f"{away}: {found} instead of {expected}")
+            least, most = (size * sum(kinds[name] for name in away) * k for k in (1.0, 1.1))
+            if not least <= memory.files <= most + 64:
+                errors.append(f"{away}: {memory.files} bytes in files instead of {least}")
+            in_files = [None, None]
+            dist.all_gather_object(in_files, memory.files)
+            lie = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            if lie < sum(in_files):
+                errors.append(f"{away}: {lie} bytes lie in files, of {in_files}")
+            dist.barrier()
+            del model, opt, acc
     return errors
 
 

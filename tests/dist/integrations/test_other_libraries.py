@@ -31,7 +31,7 @@ Prepare = Callable[[nn.Module], nn.Module]
 
 
 def by_ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, broadcast_buffers=False)
+    return DistributedDataParallel(model)
 
 
 def by_zero(model: nn.Module) -> nn.Module:
