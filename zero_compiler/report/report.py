@@ -299,7 +299,7 @@ class Report:
                     "planned_sizes": f.planned_sizes,
                     "bucket_bytes": f.bucket_bytes,
                     "bucket_why": f.bucket_why,
-                    "accumulation": f.accumulation,
+                    **({"accumulation": f.accumulation} if f.accumulation else {}),
                     "held_bytes": f.held_bytes,
                     "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],

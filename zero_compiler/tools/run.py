@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..config import Config
@@ -24,7 +26,7 @@ _LAUNCHED = "zero_compiler.integrations.launch"
 
 
 def run(argv: list[str]) -> int:
-    """Start the ranks of a script, and return its exit status.
+    """Start the ranks of a script, and return its exit status: 128 and the signal's number where one has stopped it.
 
     Raises:
         ConfigError: a field of the configuration.
@@ -46,9 +48,26 @@ def run(argv: list[str]) -> int:
     try:
         torchrun.run(args)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode  # it has said why
+        _say(f"rank {rank} was ended by {_name(-failure.exitcode)}, and the others were stopped")
+        return 1
+    except SignalException as stopped:
+        _say(f"stopped by {_name(stopped.sigval)}, and so were the ranks")
+        return 128 + int(stopped.sigval)
     return 0
+
+
+def _say(text: str) -> None:
+    print(f"zero-compiler run: {text}", file=sys.stderr, flush=True)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -219,6 +222,46 @@ def test_what_would_train_unsharded_is_refused(library, script, extra, sentence,
     assert sentence in said
     assert "trained unsharded" not in said
     assert not losses
+
+
+STOPPED = """
+import os, pathlib, signal, sys, time
+pathlib.Path(sys.argv[1] + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(250)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status", "sentence"),
+    [
+        (signal.SIGINT, 130, "zero-compiler run: stopped by SIGINT, and so were the ranks"),
+        (signal.SIGKILL, 1, "zero-compiler run: rank 1 was ended by SIGKILL, and the others were stopped"),
+    ],
+    ids=["ctrl-c", "killed-rank"],
+)
+def test_signals_end_all_of_it_in_a_sentence(number, status, sentence, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    command = [sys.executable, "-m", *ZERO, str(script), str(tmp_path / "rank")]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    marks = [tmp_path / f"rank{i}" for i in range(2)]
+    try:
+        end = time.monotonic() + 200
+        while not all(m.exists() and m.read_text() for m in marks) and time.monotonic() < end:
+            time.sleep(0.1)
+        ranks = [int(m.read_text()) for m in marks]
+        if number == signal.SIGINT:
+            os.killpg(run.pid, number)
+        else:
+            os.kill(ranks[1], number)
+        said = run.communicate(timeout=60)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == status, said
+    assert sentence in said
+    assert "torch/distributed/launcher" not in said, said
 
 
 def test_other_ways_of_training_in_the_environment_are_refused(monkeypatch):
