@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -76,7 +77,8 @@ def train(
 
 
 def inner(model: nn.Module) -> nn.Module:
-    return getattr(getattr(model, "module", model), "_orig_mod", model)
+    model = getattr(model, "module", model)
+    return getattr(model, "_orig_mod", model)
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -285,15 +287,11 @@ def an_actor_and_a_critic(rank: int) -> list[str]:
         for step in range(3):
             prompt = torch.tensor([[1 + rank, 2, 3 + step], [4, 5 + rank, 6]])
             actor.eval()
-            if prepare is by_ddp:
+            whole = contextlib.nullcontext() if prepare is by_ddp else zero.gathered(actor)
+            with whole:
                 ids = inner(actor).generate(
                     prompt, max_new_tokens=4 + rank, min_new_tokens=4 + rank, do_sample=False
                 )
-            else:
-                with zero.gathered(actor):
-                    ids = inner(actor).generate(
-                        prompt, max_new_tokens=4 + rank, min_new_tokens=4 + rank, do_sample=False
-                    )
             said[f"texts {step}"] = ids.tolist()
             actor.train()
             target = ids[:, 1:].unsqueeze(-1)
