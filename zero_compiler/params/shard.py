@@ -30,6 +30,7 @@ from ..ranks.tensor_parallel import TensorPart, part_of, tensor_mesh_of
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.managed_parameters import ParamInfo, Places, local_of
 from ..sharded.sharded_model import ShardedModel
+from ..storage import heap
 from ..tensors.foreach import MANAGED
 from ..tensors.whole_parameters import describe_whole, stays_whole
 from . import ddp_fallback
@@ -116,12 +117,17 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     policy.tiers.place(policy.params, params, policy.hardware)
     policy.storage.choose_transport(policy.hardware)
     policy.storage.make_room(params)
-    for name, (param, places) in targets.items():
-        info, local = policy.params[name], local_of(param)
-        if group.tensor is not None and info.part is None:
-            local = blocking_transfers.from_first(group.tensor, local.to(group.device))
-        local = blocking_transfers.scatter_from_first(group, info.layout, local, policy.tiers.on_host(name))
-        install(policy, name, param, local, places)
+    with (
+        heap.apart()
+    ):  # what a rank receives of one parameter after the other is dropped when it lies where it rests
+        for name, (param, places) in targets.items():
+            info, local = policy.params[name], local_of(param)
+            if group.tensor is not None and info.part is None:
+                local = blocking_transfers.from_first(group.tensor, local.to(group.device))
+            local = blocking_transfers.scatter_from_first(
+                group, info.layout, local, policy.tiers.on_host(name)
+            )
+            install(policy, name, param, local, places)
     policy.storage.check_placed()
     swap_classes(model, policy)
     policy.installed()

@@ -377,7 +377,7 @@ def from_pretrained_leaves_the_file_where_it_is(rank: int) -> list[str]:
         with shared_folder() as folder:
             if rank == 0:
                 config = LlamaConfig(
-                    vocab_size=4096, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
+                    vocab_size=4096, hidden_size=768, intermediate_size=3072, num_hidden_layers=4,
                     num_attention_heads=4,
                 )  # fmt: skip
                 LlamaForCausalLM(config).to(dtype).save_pretrained(folder / "saved")
