@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -114,13 +115,13 @@ def _saved_by_peft(
     module: Any, selected_adapters: list[str] | None = None, save_embedding_layers: Any = "auto"
 ) -> list[str] | None:
     """Names of the tensors that PEFT takes of a model's ``state_dict()``; None where it would compute with them."""
-    from peft import get_peft_model_state_dict
+    peft: Any = sys.modules["peft"]  # which made the model
 
     marks = {name: torch.empty(value.shape, device="meta") for name, value in module.state_dict().items()}
     names = {id(mark): name for name, mark in marks.items()}
     taken: list[str] = []
     for adapter in selected_adapters or list(module.peft_config):
-        found = get_peft_model_state_dict(module, marks, adapter, save_embedding_layers=save_embedding_layers)
+        found = peft.get_peft_model_state_dict(module, marks, adapter, save_embedding_layers=save_embedding_layers)
         if any(id(value) not in names for value in found.values()):
             return None
         taken += (names[id(value)] for value in found.values())

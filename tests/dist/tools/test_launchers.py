@@ -210,7 +210,7 @@ def test_workers_of_ray_train(tmp_path):
 CELLS = """
 import torch, zero_compiler as zero
 model = torch.nn.Linear(4, 2)
-zero.shard(model, stage=3)
+model = zero.shard(model, stage=3)
 call = torch.compile(model, backend="zero", options={"compute": "aten"})
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
