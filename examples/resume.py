@@ -152,7 +152,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        # torchrun keeps its store for all attempts, and addresses of ranks that are gone stand in it: each attempt has
+        # keys of its own.
+        store, *place = next(dist.rendezvous("env://"))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        own = dist.PrefixStore(f"attempt-{attempt}", store)
+        dist.init_process_group("gloo", store=own, rank=place[0], world_size=place[1])
 
     seed_all(args.seed)
     model = GPT(GPTConfig(layers=args.layers, width=64, heads=2, context=CONTEXT))
