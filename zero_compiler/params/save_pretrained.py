@@ -121,7 +121,9 @@ def _saved_by_peft(
     names = {id(mark): name for name, mark in marks.items()}
     taken: list[str] = []
     for adapter in selected_adapters or list(module.peft_config):
-        found = peft.get_peft_model_state_dict(module, marks, adapter, save_embedding_layers=save_embedding_layers)
+        found = peft.get_peft_model_state_dict(
+            module, marks, adapter, save_embedding_layers=save_embedding_layers
+        )
         if any(id(value) not in names for value in found.values()):
             return None
         taken += (names[id(value)] for value in found.values())
