@@ -132,6 +132,7 @@ def test_two_hosts_with_torchrun(tmp_path):
             [
                 started(
                     [*host, *torchrun, "2", "--nnodes", "2", "--local-addr", f"10.77.0.{i + 1}", *rendezvous,
+                     "--rdzv-conf", f"is_host={i == 0}",  # names of these hosts say nothing of their addresses
                      str(script), str(tmp_path / "two")],
                     GLOO_SOCKET_IFNAME="eth0",
                 )
