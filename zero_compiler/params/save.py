@@ -8,6 +8,7 @@ then it sends any values, or takes what is sent to it, since the others go on.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -449,9 +450,8 @@ def write_configuration(model: Any, folder: str) -> None:
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [made.__name__.removeprefix("FSDP")]
     if getattr(model, "_auto_class", None) is not None:
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, folder, config=config)
+        custom = importlib.import_module("transformers.dynamic_module_utils")
+        custom.custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

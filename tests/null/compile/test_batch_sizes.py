@@ -69,6 +69,7 @@ def test_collectives_are_those_of_a_batch_of_one(model):
     assert _collectives(_planned(model, 1)) == _collectives(_planned(model, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Attention, Classifier, Experts])
 def test_collectives_are_those_of_symbolic_sizes(model):
     (one,), (other,) = _planned(model, 3), _planned(model, 3, dynamic=True)
