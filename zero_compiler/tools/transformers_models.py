@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import json
 from collections.abc import Iterable, Mapping
@@ -53,7 +54,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def _library() -> Any:
     try:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
             f"a configuration as MODEL needs transformers ({error}): pip install transformers, or name a function "
