@@ -102,37 +102,44 @@ def fitting_report(asked: Asked, say: Say) -> Report:
     """The plan of what is asked within ``memory_budget_bytes``, by default what the hardware has less its reserve.
 
     Weights are cut into tiles where a budget or ``tile_bytes`` was given, and not by default: each tile is one more
-    transfer. Where there is no plan, the one without a budget; its verdict has the least that was found, and the least
-    change that fits. Ctrl-C while that is looked for ends the search alone.
+    transfer. Where there is no plan, the one without a budget, which is made first; its verdict has the least that was
+    found, and the least change that fits. Ctrl-C while one is looked for ends the search alone.
 
     Raises:
         MemoryBudgetError: there is no plan within a budget that was given.
         ZeroError: what is asked cannot be planned.
     """
+    if asked.budget_bytes is not None or asked.machine.plannable_bytes is None:
+        return _with_change(asked, asked.report(asked.budget_bytes, say), None, say)
     room = asked.machine.plannable_bytes
-    given = asked.budget_bytes is not None
-    report: Report | None = None
-    within: Report | None = None
-    least: int | None = None
-    try:
-        made = asked.report(asked.budget_bytes if given else room, say)
-        if asked.cuts_unasked(made):
-            within = made
-        else:
-            report = made
-    except MemoryBudgetError as refused:
-        if given or room is None:
-            raise
-        least = refused.peak_bytes
-    if report is None:
-        say("no plan with whole weights fits the device; planning without a budget")
-        report = asked.report(None, say)
+    report, within = asked.report(None, say), None
     verdict = report.verdict
     assert verdict is not None  # of every report that is planned
+    if verdict.fits is False:
+        say(f"without a budget it {verdict.line()}; looking for a plan within the device (Ctrl-C ends that)")
+    try:
+        within = asked.report(room, say)
+    except MemoryBudgetError as refused:
+        if refused.peak_bytes is not None:
+            report = replace(report, verdict=_with_least(verdict, refused.peak_bytes))
+    except KeyboardInterrupt:
+        change = "interrupted before a plan was found that fits"
+        return replace(report, verdict=replace(verdict, change=change))
+    if within is not None and not asked.cuts_unasked(within):
+        report, within = within, None
+    return _with_change(asked, report, within, say)
+
+
+def _with_change(asked: Asked, report: Report, within: Report | None, say: Say) -> Report:
+    """A report; where its plan does not fit, with the least change that does, or why none is named.
+
+    Args:
+        within: see :func:`_least_change`.
+    """
+    verdict = report.verdict
+    assert verdict is not None
     if verdict.fits is not False:
         return report
-    if least is not None:
-        verdict = _with_least(verdict, least)
     try:
         change = _least_change(asked, within, say)
     except KeyboardInterrupt:

@@ -105,15 +105,42 @@ def test_a_smaller_batch_is_the_change_where_activations_are_too_much(tmp_path, 
     assert report.verdict.change.startswith(f"the least change that fits: --batch {rows // 2} (")
 
 
-@pytest.mark.slow
 def test_the_least_that_a_search_found_is_said_beside_the_plan_without_a_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(fitting_plan, "_changes", lambda asked, rest_fits: iter(()))
+    made, least = Asked.report, []
+
+    def report(self, budget_bytes, say):
+        if budget_bytes is None:
+            return made(self, None, say)
+        refused = MemoryBudgetError("the search found more than there is")
+        least.append(budget_bytes + 100_000)
+        refused.peak_bytes = least[0]
+        raise refused
+
+    monkeypatch.setattr(Asked, "report", report)
     rows = 1 << 14
-    report, _ = fitted(tmp_path, world=1, batch=rows, memory_bytes=4 * PARAMETERS + rows * WIDTH * 4)
-    device = report.verdict.tiers[0]
-    assert device.available_bytes < device.needed_bytes <= device.unlimited_bytes == report.memory.peak
-    assert "without a budget)" in report.verdict.line()
-    assert "no change that was tried fits" in report.verdict.line()
+    found, said = fitted(tmp_path, world=1, batch=rows, memory_bytes=4 * PARAMETERS + rows * WIDTH * 4)
+    device = found.verdict.tiers[0]
+    assert device.needed_bytes == least[0]
+    assert device.needed_bytes < device.unlimited_bytes == found.memory.peak
+    assert "without a budget)" in found.verdict.line()
+    assert "no change that was tried fits" in found.verdict.line()
+    assert any("without a budget it does not fit" in line for line in said)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_plan_is_looked_for_shows_the_one_without_a_budget(tmp_path, monkeypatch):
+    made = Asked.report
+
+    def report(self, budget_bytes, say):
+        if budget_bytes is None:
+            return made(self, None, say)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Asked, "report", report)
+    found, _ = fitted(tmp_path, world=1, batch=1 << 14, memory_bytes=4 * PARAMETERS)
+    assert found.verdict.fits is False
+    assert found.verdict.change == "interrupted before a plan was found that fits"
 
 
 @pytest.mark.slow
