@@ -20,7 +20,7 @@ from .pick_kernels import PickKernels
 from .place_offloads import PlaceOffloads
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
-from .tiling.expand_tiles import ExpandTiles, finer, read_by_tiles, set_tiles, tiles_in
+from .tiling.expand_tiles import ExpandTiles, coarsest, finer, read_by_tiles, set_tiles, tiles_in
 from .tiling.tile_loss import TileLoss
 from .tiling.tile_mlp import TileMlp
 from .tiling.tile_operators import TileOperators
@@ -105,6 +105,7 @@ __all__ = [
     "TileOperators",
     "Trace",
     "assign_units",
+    "coarsest",
     "finer",
     "gathered_in_backward",
     "held_bytes",

@@ -88,6 +88,13 @@ def set_tiles(graph: fx.Graph, tiles: Sequence[int]) -> None:
         facts.set_tiling(node, replace(facts.tiling(node), tiles=count))
 
 
+def coarsest(graphs: Iterable[fx.Graph]) -> None:
+    """Undo :func:`finer`: every computation is done in as few tiles as were asked for."""
+    for node in (n for g in graphs for n in g.find_nodes(op="call_function", target=ops.tiled)):
+        tiling = facts.tiling(node)
+        facts.set_tiling(node, replace(tiling, tiles=tiling.asked))
+
+
 def finer(graphs: Iterable[fx.Graph]) -> bool:
     """Split every computation that is done in tiles into twice as many; False where none can be split further."""
     found = False

@@ -22,8 +22,6 @@ from torch._dynamo.exc import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import inductor_options
-from ..cost.simulate import simulate
-from ..cost.timeline import Timeline
 from ..emit.no_sync_program import accumulating
 from ..emit.segments import SegmentCompiler
 from ..errors import ZeroError
@@ -301,20 +299,12 @@ class _FrameCompiler:
         program = emitted.program
         if state.frame.sized is not None:
             state.frame.sized.add(emitted)
-        timeline = self._simulated(program)
+        timeline = self.lowering.simulated(program)
         state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)
         return _boxed(state.loader.load(program, fns, state.frame))
-
-    def _simulated(self, program: Program) -> Timeline:
-        state = self.state
-        sums, params = state.config.nvme_checksums, len(state.params)
-        budget = None if state.first is None else state.first.tiers.files_budget
-        return simulate(
-            program, state.machine, state.world, checksums=sums, params=params, files_budget=budget
-        )
 
     def _accumulating(self, program: Program) -> None:
         """Show what a backward does under ``zero.no_sync``."""
@@ -322,7 +312,7 @@ class _FrameCompiler:
         owners = {r.owner for r in program.reduces}
         kept = accumulating(program, owners)
         verify_accumulating(kept, program, owners, {ref.owner: p.world for ref, p in state.params.items()})
-        state.frame.accumulating = kept, self._simulated(kept)
+        state.frame.accumulating = kept, self.lowering.simulated(kept)
         self._dump(kept, program.phase, "program_no_sync.txt")
 
     def _dump(self, program: Program, folder: str, name: str) -> None:

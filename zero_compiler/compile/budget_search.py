@@ -25,17 +25,32 @@ from .frame_state import FrameState
 from .phase_lowering import Lowering
 from .plan_choice import PlanChoice
 
+# Orders of measures for a budget of memory: tiles of weights after all others; before fewer activations are saved; or
+# that, and backward may run costly operators again.
+_LAST, _FIRST, _RECOMPUTE = "last", "first", "recompute"
+_PARTS = 8  # before fewer activations are saved, the largest weight is gathered in so many tiles at least
+_NEARLY = 1.02  # a plan that takes so much longer at most is as good
 _SHARE = 4  # of what activations may take, an MLP's intermediate takes one part in so many at first
 
 
 @dataclass(frozen=True)
-class _Known:
-    """Partitioned phases, all that they follow from beside the joint graph, and the choice with what was found."""
+class _Plan:
+    """Phases, in how many tiles of tokens they are done, and the choice that they belong to."""
 
-    asked: tuple[int, Context, PassOptions]
     graphs: Phases
     tiles: dict[str, list[int]]
     choice: PlanChoice
+
+
+@dataclass(frozen=True)
+class _Known(_Plan):
+    """Partitioned phases, and all that they follow from beside the joint graph."""
+
+    asked: tuple[int, Context, PassOptions]
+
+
+def _tiles_in(graphs: Phases) -> dict[str, list[int]]:
+    return {phase: passes.tiles_in(gm.graph) for phase, gm in graphs.items()}
 
 
 class Fitting:
@@ -108,20 +123,7 @@ class Fitting:
             graphs = self._within_activations(partition, graphs, activations)
         if memory is not None and state.policies:
             self._count_compiled(graphs, memory)
-            graphs = self._fit_buckets("buckets", planned, graphs, memory)
-            over = self._over_in_small_tiles(graphs, memory) > 0
-            if not state.choice.recompute and self._agreed("recompute", over):
-                self._adopt(replace(state.choice, recompute=True))
-                graphs = partition(None)  # backward gathers more weights now
-            graphs = self._within_memory(partition, graphs, memory)
-            over_by = functools.partial(self._over_in_small_tiles, budget_bytes=memory)
-            if state.choice.away is not None and over_by(graphs) > 0:
-                # On a CPU what files are read to is memory too: it may take more than they free.
-                self._adopt(replace(state.choice, away=None))
-                graphs = min(
-                    graphs, within_memory(partition, partition(None), over_by, self._held_bytes), key=over_by
-                )
-            graphs = self._within_heads(partition, graphs, memory)
+            graphs = self._fit_memory(partition, planned, graphs, memory)
             if activations is not None:
                 check_held(self._held_bytes(graphs), activations)
         if state.config.partition_activations:
@@ -131,6 +133,7 @@ class Fitting:
         facts.set_returned(graphs["forward"].graph, graphs["backward"].graph, kwargs["num_fwd_outputs"])
         if memory is not None and state.policies:
             self._spend_budget(graphs, memory)
+            state.frame.plans_tried = self.lowering.trials
         self._known.clear()
         state.frame.held_bytes = self._held_bytes(graphs)
         state.frame.saved_bytes = facts.saved_bytes(graphs["backward"].graph)
@@ -157,6 +160,135 @@ class Fitting:
                 policy.agreed.reduces_each |= found
         state.frame.accumulation = budget.accumulation_text(state.memory([]), budget_bytes, state.accumulates)
         return found
+
+    def _fit_memory(
+        self, partition: Partition, planned: Callable[[], Phases], graphs: Phases, budget_bytes: int
+    ) -> Phases:
+        """Phases that fit the budget of memory once weights are in tiles, with measures in the order that is predicted
+        to take the least time: rank 0 decides for all.
+
+        Tiles of weights cost latencies. Where a budget is tight because of weights they alone may do, and all that is
+        done before them costs time for nothing; where it is activations that do not fit, it is the other way round.
+
+        Args:
+            planned: phases in buckets of the size that the state has.
+        """
+        state = self.state
+        before, whole = state.choice, graphs
+        if state.config.tile_bytes is not None:
+            return self._weights_last(partition, planned, graphs, budget_bytes)
+        key, why = self._key("order"), state.frame.bucket_why
+        decided = state.first.agreed.distances.get(key)
+        if decided is None:
+            plans = {_LAST: self._noted(self._weights_last(partition, planned, whole, budget_bytes))}
+            wanted = self._fastest(partition, plans, before, whole, budget_bytes)
+            decided = state.loader.decide(state.first, key, wanted)
+            if decided != _LAST:
+                state.set_bucket_bytes(before.bucket_bytes, why)
+            if decided in plans:
+                return self._again(plans[decided])
+            self._adopt(before)
+            state.plan_again()
+        if decided == _LAST:
+            return self._weights_last(partition, planned, whole, budget_bytes)
+        return self._weights_first(partition, whole, budget_bytes, decided == _RECOMPUTE)
+
+    def _fastest(
+        self,
+        partition: Partition,
+        plans: dict[str, _Plan],
+        before: PlanChoice,
+        whole: Phases,
+        budget_bytes: int,
+    ) -> str:
+        """The order of measures whose plan fits in the least predicted time.
+
+        Args:
+            plans: with the one that has tiles of weights last; the others are added as they are made.
+            before, whole: the choice that they begin with, and its phases.
+        """
+        state = self.state
+        last = plans[_LAST].graphs
+        if last is whole and state.choice == before and self._over(whole, budget_bytes) <= 0:
+            return _LAST  # nothing was given up but larger tiles of tokens
+        found = {_LAST: self._completed(plans[_LAST], budget_bytes)}
+        self._adopt(before)
+        state.plan_again()
+        passes.coarsest(gm.graph for gm in whole.values())
+        enough = 0, _NEARLY * self.lowering.predicted_us(whole)
+        for order in (_FIRST, _RECOMPUTE):
+            if min(found.values()) <= enough or self.lowering.is_exhausted:
+                break
+            self._adopt(before)
+            state.plan_again()
+            plans[order] = self._noted(
+                self._weights_first(partition, whole, budget_bytes, order == _RECOMPUTE)
+            )
+            found[order] = self._completed(plans[order], budget_bytes)
+        best = min(found, key=found.__getitem__)
+        over, us = found[best]
+        return best if (over, _NEARLY * us) < found[_LAST] else _LAST
+
+    def _completed(self, plan: _Plan, budget_bytes: int) -> tuple[int, float]:
+        """By how many bytes a plan passes the budget with weights in tiles, and the predicted time of one that fits."""
+        graphs = self._again(plan)
+        self._tiles_of_weights(graphs, self._undecided(graphs), budget_bytes)
+        over = max(0, self._over(graphs, budget_bytes))
+        return over, 0.0 if over else self.lowering.predicted_us(graphs)
+
+    def _noted(self, graphs: Phases) -> _Plan:
+        return _Plan(graphs, _tiles_in(graphs), self.state.choice)
+
+    def _again(self, plan: _Plan) -> Phases:
+        """Go on from a plan as it was."""
+        self._adopt(plan.choice)
+        self.state.plan_again()
+        for phase, gm in plan.graphs.items():
+            passes.set_tiles(gm.graph, plan.tiles[phase])
+        return plan.graphs
+
+    def _weights_first(
+        self, partition: Partition, graphs: Phases, budget_bytes: int, recompute: bool
+    ) -> Phases:
+        """Phases that fit with weights in tiles, of as many bytes as suit the link: with as many activations as that
+        leaves room for.
+
+        Args:
+            recompute: backward may run costly operators again.
+        """
+        state = self.state
+        if recompute and not state.choice.recompute:
+            self._adopt(replace(state.choice, recompute=True))
+            graphs = partition(None)  # backward gathers more weights now
+        passes.coarsest(gm.graph for gm in graphs.values())
+        if undecided := self._undecided(graphs):
+            largest = tiling.largest_bytes([state.params[ref] for ref in undecided])
+            limit = max(tiling.LEAST_BYTES, min(state.choice.bucket_bytes, largest // _PARTS))
+            state.try_tiles(dict.fromkeys(undecided, limit))
+        over = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
+        graphs = within_memory(partition, graphs, over, self._held_bytes)
+        state.try_tiles({})
+        return graphs
+
+    def _weights_last(
+        self, partition: Partition, planned: Callable[[], Phases], graphs: Phases, budget_bytes: int
+    ) -> Phases:
+        """Phases that fit, or come nearest, with all measures but tiles of weights, from what costs least."""
+        state = self.state
+        graphs = self._fit_buckets("buckets", planned, graphs, budget_bytes)
+        over = self._over_in_small_tiles(graphs, budget_bytes) > 0
+        if not state.choice.recompute and self._agreed("recompute", over):
+            self._adopt(replace(state.choice, recompute=True))
+            graphs = partition(None)  # backward gathers more weights now
+        graphs = self._within_memory(partition, graphs, budget_bytes)
+        over_by = functools.partial(self._over_in_small_tiles, budget_bytes=budget_bytes)
+        if state.choice.away is not None and over_by(graphs) > 0:
+            # On a CPU what files are read to is memory too: it may take more than they free.
+            self._adopt(replace(state.choice, away=None))
+            graphs = min(
+                graphs, within_memory(partition, partition(None), over_by, self._held_bytes), key=over_by
+            )
+        return self._within_heads(partition, graphs, budget_bytes)
 
     def inference(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Rewrite the graph of a forward without gradients, within the budget of memory where that can be."""
@@ -213,8 +345,7 @@ class Fitting:
                 state.plan_again()  # units follow the size of buckets
                 return known.graphs
         graphs = anew()
-        tiles = {phase: passes.tiles_in(gm.graph) for phase, gm in graphs.items()}
-        self._known.append(_Known(asked, graphs, tiles, state.choice))
+        self._known.append(_Known(graphs, _tiles_in(graphs), state.choice, asked))
         return graphs
 
     def _offload(
@@ -556,18 +687,33 @@ class Fitting:
         if not undecided:
             return
         room = budget_bytes - self.lowering.trial_peak(graphs)
-        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
-        chosen = state.choice.tile_bytes
-        limit = chosen.get(undecided[0])  # one for all so far
-        if limit is not None and peak <= budget_bytes and state.is_whole_forward:
-
-            def fits(tile_bytes: Mapping[ParamRef, int | None]) -> bool:
-                state.try_tiles(tile_bytes)
-                return self.lowering.trial_peak(graphs) <= budget_bytes
-
-            chosen = tiling.coarsen({ref: state.params[ref] for ref in undecided}, limit, fits)
+        chosen = self._tiles_of_weights(graphs, undecided, budget_bytes)
         tiling.agree_on_rows(state.policies, undecided, chosen, room, state.loader.tightest)
         state.try_tiles({})
+
+    def _tiles_of_weights(
+        self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int
+    ) -> Mapping[ParamRef, int | None]:
+        """Try tiles of weights that fit the budget, and those of tokens too, as large as they may be."""
+        state = self.state
+        peak = self._shrink_tiles(graphs, undecided, budget_bytes)
+        chosen = state.choice.tile_bytes
+        limit = chosen.get(undecided[0]) if undecided else None  # one for all so far
+        if limit is None or peak > budget_bytes or not state.is_whole_forward:
+            return chosen
+        # Tiles of tokens were made as small as can be where nothing else had been found to fit.
+        passes.coarsest(gm.graph for gm in graphs.values())
+        self._over_in_small_tiles(graphs, budget_bytes)
+
+        def fits(tile_bytes: Mapping[ParamRef, int | None]) -> bool:
+            if self.lowering.is_exhausted:
+                return False
+            state.try_tiles(tile_bytes)
+            return self.lowering.trial_peak(graphs) <= budget_bytes
+
+        chosen = tiling.coarsen({ref: state.params[ref] for ref in undecided}, limit, fits)
+        state.try_tiles(chosen)
+        return chosen
 
     def _undecided(self, graphs: Phases) -> list[ParamRef]:
         """Weights of which tiles may be made for a budget."""

@@ -13,6 +13,8 @@ from torch import fx
 from .. import passes
 from ..cost.cost import CostModel, at_hints, hints
 from ..cost.prefetch import PrefetchChoice
+from ..cost.simulate import simulate
+from ..cost.timeline import Timeline
 from ..emit.emit import Emitted, emit
 from ..emit.segments import SegmentCompiler
 from ..ir import facts, ops
@@ -25,6 +27,8 @@ from .segment_codegen import count_compiled
 
 log = logging.getLogger("zero_compiler")
 SAY_EVERY_S = 20.0
+# So many phases are lowered on trial before a search ends with the best plan that it has found: equal on any machine.
+MOST_TRIALS = 200
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,13 @@ class Lowering:
 
     def __init__(self, state: FrameState) -> None:
         self.state = state
-        self._trials, self._began, self._say_at_s = 0, time.monotonic(), SAY_EVERY_S
+        self.trials, self._began, self._say_at_s = 0, time.monotonic(), SAY_EVERY_S
         self._tried: weakref.WeakKeyDictionary[fx.GraphModule, list[_Tried]] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether so much was tried that only what is needed for a plan is tried from here on."""
+        return self.trials >= MOST_TRIALS
 
     def phase(self, gm: fx.GraphModule, phase: str) -> Lowered:
         """Lower ``gm`` itself, with distances that are decided here where they are not known yet."""
@@ -71,6 +80,20 @@ class Lowering:
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
         return self.state.peak([self._trial(gm, phase) for phase, gm in graphs.items()])
+
+    def predicted_us(self, graphs: Mapping[str, fx.GraphModule]) -> float:
+        """Predicted time of the phases as they are, one after the other."""
+        lowered = [self._lowered(facts.copy_module(gm), phase) for phase, gm in graphs.items()]
+        return sum(self.simulated(low.emitted.program).total_us for low in lowered)
+
+    def simulated(self, program: Program) -> Timeline:
+        """One run of a Program on the machine that plans are made for."""
+        state = self.state
+        sums, params = state.config.nvme_checksums, len(state.params)
+        budget = None if state.first is None else state.first.tiers.files_budget
+        return simulate(
+            program, state.machine, state.world, checksums=sums, params=params, files_budget=budget
+        )
 
     def count_compiled(self, graphs: Mapping[str, fx.GraphModule], compiler: SegmentCompiler) -> None:
         """Compile the segments of phases as they are: trials of these count from here on what their code takes."""
@@ -105,14 +128,14 @@ class Lowering:
 
     def _say_that_it_goes_on(self) -> None:
         """Now and then, of a search that takes long: what decides is what was tried, and never the time."""
-        self._trials += 1
+        self.trials += 1
         seconds = time.monotonic() - self._began
         if seconds >= self._say_at_s and self.state.first is not None and self.state.first.group.rank == 0:
             self._say_at_s = seconds + SAY_EVERY_S
             log.warning(
                 "frame %d: still looking for a plan within the budget, %d tried in %.0f s; Ctrl-C ends it",
                 self.state.index,
-                self._trials,
+                self.trials,
                 seconds,
             )
 

@@ -229,9 +229,9 @@ def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[Shar
     over = memory.peak - budget_bytes
     refused = MemoryBudgetError(
         f"memory_budget_bytes={budget_bytes:,} is {over:,} bytes too small for this rank: the predicted peak is "
-        f"{memory.peak:,} bytes, at {where}; {memory.at_rest:,} of them are at rest ({_rest(memory)}, arena "
-        f"{memory.arena:,}) and {memory.programs:,} are activations and full gradients of the call; "
-        f"{_advice(memory, policies)}"
+        f"{memory.peak:,} bytes, the least that a plan was found for, at {where}; {memory.at_rest:,} of them are at "
+        f"rest ({_rest(memory)}, arena {memory.arena:,}) and {memory.programs:,} are "
+        f"activations and full gradients of the call; {_advice(memory, policies)}"
     )
     refused.peak_bytes = memory.peak
     raise refused

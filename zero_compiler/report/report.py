@@ -51,6 +51,7 @@ class Frame:
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
     bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
     bucket_why: str = ""
+    plans_tried: int = 0  # for a memory budget: how often a phase was lowered on trial
     accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
     accumulation: str = ""  # of a library's micro-batches: how often gradients are sent, and why
     code: str = ""  # what Dynamo compiled, as in Captured
@@ -300,6 +301,7 @@ class Report:
                     "bucket_bytes": f.bucket_bytes,
                     "bucket_why": f.bucket_why,
                     **({"accumulation": f.accumulation} if f.accumulation else {}),
+                    **({"plans_tried": f.plans_tried} if f.plans_tried else {}),
                     "held_bytes": f.held_bytes,
                     "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],
@@ -408,6 +410,8 @@ class Report:
             )
             if frame.accumulation:
                 lines.append(f"accumulation: {frame.accumulation}")
+            if frame.plans_tried:
+                lines.append(f"phases were lowered {frame.plans_tried} times on trial for the memory budget")
             if "backward" in frame.programs:
                 lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
             for tier, what in (("host", "waits on the host"), ("nvme", "waits in files")):

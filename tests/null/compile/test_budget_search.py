@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,7 @@ from zero_compiler.plan.activation_search import Phases
 from zero_compiler.sharded.agreed_choices import AgreedChoices
 from zero_compiler.tools.planning import report
 
+ROOT = Path(__file__).resolve().parents[3]
 WIDTH = 256
 
 
@@ -155,6 +158,49 @@ def test_a_budget_for_activations_is_kept_beside_one_for_all_memory():
     assert both.frames[0].held_bytes <= allowed
 
 
+def step_us(told) -> float:
+    return sum(line.total_us for frame in told.frames for line in frame.timelines.values())
+
+
+@pytest.mark.slow
+def test_tiles_of_weights_alone_do_where_it_is_weights_that_do_not_fit(monkeypatch):
+    """Nothing else is given up for a budget that tiles of weights keep at nearly no cost; a user who knew it set them
+    by hand."""
+    monkeypatch.syspath_prepend(ROOT)
+    from examples.gpt import GPT, GPTConfig
+
+    def planned(**fields):
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = GPT(GPTConfig(layers=2, width=25600, heads=160, context=1024, vocabulary=50304))
+            tokens = torch.zeros(1, 1024, dtype=torch.long)
+        return report(model, (tokens, tokens), 512, hardware="dgx-h100", param_dtype=torch.bfloat16, **fields)
+
+    budget = 49_500_000_000
+    by_hand = planned(memory_budget_bytes=budget, tile_bytes=2_700_000_000)
+    found = planned(memory_budget_bytes=budget)
+    assert found.memory.peak <= budget
+    assert step_us(found) <= 1.05 * step_us(by_hand)
+
+
+@pytest.mark.slow
+def test_a_refusal_names_a_budget_that_a_plan_is_found_for():
+    rest = planned(layers=2).memory.at_rest
+    with pytest.raises(MemoryBudgetError, match="the least that a plan was found for") as refused:
+        planned(layers=2, memory_budget_bytes=rest + 4096)
+    named = re.search(r"the predicted peak is ([\d,]+) bytes", str(refused.value))
+    least = int(named[1].replace(",", ""))
+    assert planned(layers=2, memory_budget_bytes=least).memory.peak <= least
+
+
+@pytest.mark.slow
+def test_a_search_that_has_tried_enough_ends_with_what_it_has_found(monkeypatch):
+    free = planned(layers=2).memory
+    budget = free.at_rest + (free.peak - free.at_rest) // 2
+    monkeypatch.setattr(lowering_module, "MOST_TRIALS", 1)
+    assert planned(layers=2, memory_budget_bytes=budget).memory.peak <= budget
+
+
 @pytest.mark.slow
 def test_a_long_search_says_now_and_then_that_it_goes_on(monkeypatch, caplog):
     (frame,) = report(Wide(), rows(8), 2, compute="aten").frames
@@ -252,10 +298,11 @@ def test_buckets_that_the_user_gives_stay(fast):
 
 
 class Told(Asked):
-    """The first rank wants buckets of 20,000 bytes, whatever this one found."""
+    """The first rank wants buckets of 20,000 bytes, and those rather than weights in tiles, whatever this one found."""
 
     def decide(self, policy, key, text, room_bytes=None):
-        return super().decide(policy, key, "20000" if key.startswith("buckets/") else text, room_bytes)
+        told = {"buckets": "20000", "order": "last"}
+        return super().decide(policy, key, told.get(key.partition("/")[0], text), room_bytes)
 
 
 @pytest.mark.slow
