@@ -16,6 +16,7 @@ from ..emit.segments import SegmentCompiler
 from ..errors import ConfigError, MemoryBudgetError
 from ..ir import facts, ops, spec
 from ..ir.facts import ParamRef
+from ..ir.program import Program
 from ..memory import live
 from ..memory.verify import verify_program
 from ..passes import Context, PassOptions, run_passes, run_split
@@ -643,16 +644,16 @@ class Fitting:
         state = self.state
         if state.config.tile_bytes is None:
             self._tile_weights(graphs, budget_bytes)
+        if self.lowering.least_peak(graphs) > budget_bytes:
+            # To write out all of the tiles that were too large even so would take longer than the search.
+            self._check_planned(self.lowering.trials_of(graphs), budget_bytes)
         lowered = self.lowering.with_distances(graphs)
         programs = [low.emitted.program for low in lowered.values()]
         state.planned = {p.phase: p for p in programs}
         policies = list(state.policies.values())
         memory = state.memory(programs)
-        if (
-            not state.fused
-        ):  # what is compiled may take less than its operators one by one: its code decides then
-            where = budget.peak_at([*programs, *state.waiting], memory.gradients)
-            budget.check(memory, budget_bytes, where, policies)
+        if not state.fused:  # else it may take less than its operators one by one: its code decides then
+            self._check_planned(programs, budget_bytes)
         # A forward before zero_grad() has the last step's gradients beside it: weights are not kept at its expense.
         gradients = max(
             memory.at_rest + live.most(p, memory.gradients) for p in programs if p.phase == "forward"
@@ -672,6 +673,17 @@ class Fitting:
         gathered = state.choice.backward_params or ()
         budget.keep(policies, state.params, gathered, room, state.loader.tightest, over_bytes)
         state.try_kept({})
+
+    def _check_planned(self, programs: Sequence[Program], budget_bytes: int) -> None:
+        """Programs fit the budget of memory.
+
+        Raises:
+            MemoryBudgetError: they do not.
+        """
+        state = self.state
+        memory = state.memory(programs)
+        where = budget.peak_at([*programs, *state.waiting], memory.gradients)
+        budget.check(memory, budget_bytes, where, list(state.policies.values()))
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
         """Gather the largest weights in tiles of half the bytes, and again, until the plan fits; then as few tiles as

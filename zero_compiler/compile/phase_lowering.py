@@ -79,7 +79,11 @@ class Lowering:
 
     def trial_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """Predicted peak of the phases as they are, in bytes."""
-        return self.state.peak([self._trial(gm, phase) for phase, gm in graphs.items()])
+        return self.state.peak(self.trials_of(graphs))
+
+    def trials_of(self, graphs: Mapping[str, fx.GraphModule]) -> list[Program]:
+        """Programs of the phases as they are, on trial: with few of many tiles."""
+        return [self._trial(gm, phase) for phase, gm in graphs.items()]
 
     def predicted_us(self, graphs: Mapping[str, fx.GraphModule]) -> float:
         """Predicted time of the phases as they are, one after the other."""
@@ -105,7 +109,7 @@ class Lowering:
 
     def least_peak(self, graphs: Mapping[str, fx.GraphModule]) -> int:
         """The same if no segment took more inside than it leaves: no compiler makes it less."""
-        return self.state.peak([_bare(self._trial(gm, phase)) for phase, gm in graphs.items()])
+        return self.state.peak([_bare(program) for program in self.trials_of(graphs)])
 
     def forget(self, graphs: Mapping[str, fx.GraphModule]) -> None:
         """These were rewritten: what trials found of them is no longer so."""
