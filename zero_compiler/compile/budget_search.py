@@ -114,10 +114,10 @@ class Fitting:
         graphs = partition(None)
         if self._reduces_each(graphs):
             graphs = partition(None)  # in tiles of the size that it is to begin with
-        if self._decided("mlp-activations") or self._decided("mlp-memory"):
+        if self._decided("mlp-activations") or self._is_held_to("mlp-memory"):
             self._tile_mlps(True)
             graphs = partition(None)
-        if self._decided("heads"):
+        if self._is_held_to("heads"):
             self._tile_heads(True)
             graphs = partition(None)
         if activations is not None:
@@ -303,7 +303,7 @@ class Fitting:
             return {"inference": self._inferred(facts.copy_module(gm))}
 
         first = planned()
-        if self._decided("heads"):
+        if self._is_held_to("heads"):
             self._tile_heads(True)
             first = planned()
         self._count_compiled(first, budget_bytes)
@@ -604,6 +604,13 @@ class Fitting:
         text = first.agreed.distances.get(self._key(what)) if first is not None else None
         return None if text is None else text == str(True)
 
+    def _is_held_to(self, what: str) -> bool:
+        """Whether it was decided for all ranks to do so, and not found later that another order of measures, which does
+        without, takes less time."""
+        first = self.state.first
+        order = first.agreed.distances.get(self._key("order")) if first is not None else None
+        return bool(self._decided(what)) and order in (None, _LAST)
+
     def _agreed(self, what: str, wanted: bool) -> bool:
         """What was decided for all ranks, now by rank 0 or before."""
         state = self.state
@@ -702,6 +709,8 @@ class Fitting:
         chosen = self._tiles_of_weights(graphs, undecided, budget_bytes)
         tiling.agree_on_rows(state.policies, undecided, chosen, room, state.loader.tightest)
         state.try_tiles({})
+        # Those of another rank may be larger than what was tried here: tiles of tokens make up for it.
+        self._over_in_small_tiles(graphs, budget_bytes)
 
     def _tiles_of_weights(
         self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int

@@ -78,6 +78,29 @@ def test_a_rank_that_compiles_again_asks_nobody():
     assert model.asked == ()
 
 
+class Ordered(Asked):
+    """The first rank wants MLPs in tiles of tokens, and then finds that weights in tiles take less time."""
+
+    def decide(self, policy, key, text, room_bytes=None):
+        told = {"mlp-memory": "True", "order": "first"}
+        return super().decide(policy, key, told.get(key.partition("/")[0], text), room_bytes)
+
+
+@pytest.mark.slow
+def test_a_rank_that_compiles_again_holds_to_the_order_of_measures():
+    """What was decided for an order that was dropped has no part in its plan: collectives are those of other ranks."""
+    budget = int(0.9 * planned(64, layers=2, bucket_bytes=0).memory.peak)
+    torch._dynamo.reset()
+    model = Ordered(Mlps(layers=2), 2, stage=3, memory_budget_bytes=budget, bucket_bytes=0)
+    for tokens in (64, 48):
+        model.check([x(0, tokens), x(0, tokens)], lambda out: out)
+    assert {key.partition("/")[0] for key in model.asked} >= {"mlp-memory", "order"}
+    assert len(model.asked) == len(set(model.asked))
+    gathers = [[g.names for p in frame.programs.values() for g in p.gathers] for frame in model.frames]
+    assert len(gathers) == 2
+    assert gathers[0] == gathers[1]
+
+
 @pytest.mark.slow
 def test_a_search_lowers_no_phase_twice_alike_and_takes_as_many_steps_at_any_depth(monkeypatch):
     """Cuts and trials are what planning within a budget takes time for."""
