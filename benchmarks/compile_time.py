@@ -79,12 +79,12 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     steady = statistics.median(seconds[2:])
     row = {"compile_s": sum(seconds[:2]) - 2 * steady, "step_s": steady}
     if call["mode"].startswith("zero"):
-        policy = trainer.model._zero.policy
+        sharded_model = trainer.model._zero.sharded_model
         row["torch_s"] = spent["_inductor_joint_passes"] + spent["min_cut_rematerialization_partition"]
         row["ours_s"] = spent["partition"] + spent["_phase"] - spent["compile_segments"] - row["torch_s"]
-        row["passes_s"] = sum(f.trace.seconds for f in policy.frames)
-        row["segments"] = sum(len(p.structures) for f in policy.frames for p in f.programs.values())
-        row["compiled"] = sum(c.compiled for c in policy.compilers.values())
+        row["passes_s"] = sum(f.trace.seconds for f in sharded_model.frames)
+        row["segments"] = sum(len(p.structures) for f in sharded_model.frames for p in f.programs.values())
+        row["compiled"] = sum(c.compiled for c in sharded_model.compilers.values())
     return row
 
 

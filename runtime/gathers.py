@@ -55,10 +55,10 @@ def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> _Pair 
     """This rank's rows inside the kept copy, and as they rest; None where these are not there to compare."""
     if view is None:
         return None
-    group = runtime.policy.group
-    layout = runtime.policy.params[name].layout
+    group = runtime.sharded_model.group
+    layout = runtime.sharded_model.params[name].layout
     rows = layout.rows(group.rank)
-    local = runtime.policy.param(name)._local_tensor.detach()
+    local = runtime.sharded_model.param(name)._local_tensor.detach()
     if local.shape[:1] != (rows,):
         return None
     return view.narrow(0, layout.start(group.rank), rows), local
@@ -96,7 +96,7 @@ class Gathers:
             return runtime, -1, g, runtime.home_views(g.names)
         arena = runtime.kept if g.kept else runtime.slots if g.shared else runtime.transient
         if g.kept:
-            item = runtime.policy.group.world * getattr(torch, g.dtype).itemsize
+            item = runtime.sharded_model.group.world * getattr(torch, g.dtype).itemsize
             runtime.make_room_for_kept(
                 max(o + c * item for o, c in zip(g.offsets, g.chunk_numels, strict=True))
             )
@@ -110,9 +110,9 @@ class Gathers:
 
     def _is_whole(self, g: GatherDesc) -> bool:
         """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
-        policy = self._runtimes[g.owner].policy
-        own = all(policy.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
-        return policy.group.world == 1 and own and not (g.home or g.hops or g.tile)
+        sharded_model = self._runtimes[g.owner].sharded_model
+        own = all(sharded_model.params[n].layout.dtype is getattr(torch, g.dtype) for n in g.names)
+        return sharded_model.group.world == 1 and own and not (g.home or g.hops or g.tile)
 
     def stale_kept(self, phase: str) -> bytes:
         """Forget kept weights whose shards have changed; a digest of what is left to gather.
@@ -138,7 +138,7 @@ class Gathers:
 
     def start(self, which: int) -> None:
         runtime, index, g, views = self._all[which]
-        if g.kept and views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
+        if g.kept and views and runtime.fresh.issuperset(g.names) and runtime.sharded_model.group.world > 1:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
@@ -158,7 +158,7 @@ class Gathers:
             return runtime.whole[g.names][1]
         if not g.kept:
             return runtime.engine.gather_wait(index)
-        if views and runtime.fresh.issuperset(g.names) and runtime.policy.group.world > 1:
+        if views and runtime.fresh.issuperset(g.names) and runtime.sharded_model.group.world > 1:
             return views
         views[:] = runtime.engine.gather_wait(index)
         runtime.engine.release(index)

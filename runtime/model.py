@@ -32,24 +32,24 @@ class ModelRuntime:
     Compiled calls of several threads take turns (`pools.in_turn`); what is eager is not safe for two at once.
     """
 
-    def __init__(self, policy: ShardedModel) -> None:
-        group = policy.group
-        self._policy = weakref.ref(policy)
+    def __init__(self, sharded_model: ShardedModel) -> None:
+        group = sharded_model.group
+        self._sharded_model = weakref.ref(sharded_model)
         self._kept: dict[Any, list[torch.Tensor]] = {}
         self._homes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        segment, hosts = policy.storage.transport.segment, policy.storage.transport.hosts
+        segment, hosts = sharded_model.storage.transport.segment, sharded_model.storage.transport.hosts
         self.shared = segment is not None
         # Of a model that was made on meta and given storage since: here no call has begun. Before the engine is made,
         # of which a segment sees one: where there is no memory now, a later call may find it.
         for name in segment.chunks if segment is not None else ():
-            if (param := policy.find(name)) is not None and not param.is_meta:
-                policy.storage.bring_home(name, param)
+            if (param := sharded_model.find(name)) is not None and not param.is_meta:
+                sharded_model.storage.bring_home(name, param)
         try:
             self.engine: Any = _C.Engine(
                 group.pg if group.world > 1 else None,  # one rank talks to nobody
                 group.rank,
                 group.world,
-                series=policy.identity.series,
+                series=sharded_model.identity.series,
                 shared=None if segment is None else segment.for_engine(),
                 hosts=None if hosts is None else hosts.for_engine(),
             )
@@ -68,7 +68,7 @@ class ModelRuntime:
             self.own = self.engine.add_shared_arena(0, "own")
         self.pools: Pools
         Pools(group.device).join(self)
-        self.parcels = Parcels(functools.partial(_place, self._policy))
+        self.parcels = Parcels(functools.partial(_place, self._sharded_model))
         self.kept_offsets: dict[str, int] = {}
         self.fresh: set[str] = set()
         # On the only rank, by the names of a gather: flat chunks, and the full weights that they are.
@@ -78,14 +78,14 @@ class ModelRuntime:
             None  # what its calls may take, and by which frames (see CallDecisions)
         )
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
-        weakref.finalize(policy, self.close).atexit = False
+        weakref.finalize(sharded_model, self.close).atexit = False
 
     @property
-    def policy(self) -> Any:
-        policy = self._policy()
-        if policy is None:
+    def sharded_model(self) -> Any:
+        sharded_model = self._sharded_model()
+        if sharded_model is None:
             raise ShardError(GONE)
-        return policy
+        return sharded_model
 
     def kept_views(self, what: object) -> list[torch.Tensor]:
         """The kept weights of the gather ``what``, from call to call: one list for all Programs with that gather.
@@ -109,7 +109,7 @@ class ModelRuntime:
         """Full weights where they lie at rest, in memory that all ranks share: one list for all Programs."""
         views = self._homes.setdefault(names, [])
         if not views:
-            segment = self.policy.storage.transport.segment
+            segment = self.sharded_model.storage.transport.segment
             views[:] = [segment.fulls[n] for n in names]
         return views
 
@@ -120,7 +120,7 @@ class ModelRuntime:
         Only while no peer reads: before a call begins.
         """
         for name in names if self.shared else ():
-            self.policy.storage.bring_home(name, self.policy.param(name))
+            self.sharded_model.storage.bring_home(name, self.sharded_model.param(name))
 
     def moves(self, program: Any) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
@@ -131,7 +131,7 @@ class ModelRuntime:
         if program.phase == "forward":
             self.parcels.reserve(program.file_bytes)
         what = self.parcels, program.offloads, program.file_bytes
-        device, path = self.policy.group.device, self.policy.tiers.activation_path
+        device, path = self.sharded_model.group.device, self.sharded_model.tiers.activation_path
         if path == ("host",):
             return HostCopies(*what, device, lambda: self.pools.stream)
         if path == ("nvme",):
@@ -145,12 +145,12 @@ class ModelRuntime:
 
     def region(self, name: str) -> Region | None:
         """Where a parameter rests in a file; None where it was put into memory meanwhile."""
-        return region_of(self.policy.param(name)._local_tensor)
+        return region_of(self.sharded_model.param(name)._local_tensor)
 
     def flat_chunks(self, names: Iterable[str]) -> list[torch.Tensor]:
         """The flat padded chunks of parameters, as they lie at rest."""
-        policy, out = self.policy, []
-        known = policy.at_rest
+        sharded_model, out = self.sharded_model, []
+        known = sharded_model.at_rest
         for name in names:
             seen = known.get(name)
             if seen is not None:
@@ -165,24 +165,34 @@ class ModelRuntime:
                 ):
                     out.append(flat)
                     continue
-            out.append(self._flat_chunk(policy, name))
+            out.append(self._flat_chunk(sharded_model, name))
         return out
 
-    def _flat_chunk(self, policy: ShardedModel, name: str) -> torch.Tensor:
-        policy.at_rest.pop(name, None)
-        module, attribute = policy.place_of(name)
+    def _flat_chunk(self, sharded_model: ShardedModel, name: str) -> torch.Tensor:
+        sharded_model.at_rest.pop(name, None)
+        module, attribute = sharded_model.place_of(name)
         param: Any = module._parameters[attribute]
-        layout = policy.params[name].layout
+        layout = sharded_model.params[name].layout
         local = param._local_tensor
         flat: torch.Tensor = blocking_transfers.flat_chunk(layout, local)
         copied = flat.untyped_storage()._cdata != local.untyped_storage()._cdata
         if copied and local.is_contiguous() and not torch.is_inference_mode_enabled():
             # It was given a storage without the padding (load_state_dict(assign=True)): it moves once, and is not
             # copied for every call.
-            param._local_tensor = local = flat.view(layout.padded_shape)[: layout.rows(policy.group.rank)]
+            param._local_tensor = local = flat.view(layout.padded_shape)[
+                : layout.rows(sharded_model.group.rank)
+            ]
         at = local.data_ptr()
         if at != 0 and flat.data_ptr() == at:
-            policy.at_rest[name] = (module, attribute, policy.places[name], param, local, at, flat)
+            sharded_model.at_rest[name] = (
+                module,
+                attribute,
+                sharded_model.places[name],
+                param,
+                local,
+                at,
+                flat,
+            )
         return flat
 
     def close(self) -> None:
@@ -207,9 +217,9 @@ class _Closed:
         raise ShardError(GONE)
 
 
-def _place(policy: weakref.ref[ShardedModel], nbytes: int) -> object:
+def _place(sharded_model: weakref.ref[ShardedModel], nbytes: int) -> object:
     """Where activations of a model wait for backward."""
-    model = policy()
+    model = sharded_model()
     if model is None:
         raise ShardError(GONE)
     if model.tiers.activation_tier == "host":

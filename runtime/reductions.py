@@ -33,7 +33,7 @@ class Loaded:
 
 def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
     """Tell the engine of a reduction."""
-    group = runtime.policy.group
+    group = runtime.sharded_model.group
     index = runtime.engine.add_reduce(
         runtime.own if r.shared else runtime.transient,
         getattr(torch, r.dtype),
@@ -46,15 +46,15 @@ def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
         r.passes or r.cast_last,
     )
     if r.tile is not None and r.tile.index == 0:
-        numel = runtime.policy.params[r.names[0]].layout.chunk_numel
-        device = torch.device("cpu") if r.copied else runtime.policy.group.device
+        numel = runtime.sharded_model.params[r.names[0]].layout.chunk_numel
+        device = torch.device("cpu") if r.copied else runtime.sharded_model.group.device
         runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device, bool(r.tiers))
     return Loaded(runtime, index, r, [_rows(runtime, name) for name in r.names])
 
 
 def _rows(runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    policy = runtime.policy
-    shape = policy.params[name].layout.local_shape(policy.group.rank)
+    sharded_model = runtime.sharded_model
+    shape = sharded_model.params[name].layout.local_shape(sharded_model.group.rank)
     return shape, torch.empty(shape, device="meta").stride()
 
 
@@ -98,7 +98,7 @@ class Reductions:
         """
         for runtime, keep in self._keeps:
             for name in keep.names:
-                grads.check_unhooked(runtime.policy.param(name), name)
+                grads.check_unhooked(runtime.sharded_model.param(name), name)
 
     def forget(self) -> None:
         """After an error: nothing is on its way any more."""
@@ -110,18 +110,20 @@ class Reductions:
         """Start to reduce ``given``, with what an earlier backward has left of the same gradients."""
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
-        policy = runtime.policy
+        sharded_model = runtime.sharded_model
         dtype = getattr(torch, r.dtype)
         for k, name in enumerate(r.names):
-            given[k] = grads.to_reduce(policy, name, policy.param(name), given[k], dtype, r.tile)
+            given[k] = grads.to_reduce(
+                sharded_model, name, sharded_model.param(name), given[k], dtype, r.tile
+            )
         runtime.engine.reduce_start(loaded.index, given)
 
     def keep(self, which: int, given: list[torch.Tensor]) -> None:
         """Leave gradients for a later backward to reduce."""
         runtime, keep = self._keeps[which]
-        policy, dtype = runtime.policy, getattr(torch, keep.dtype)
+        sharded_model, dtype = runtime.sharded_model, getattr(torch, keep.dtype)
         for name, grad in zip(keep.names, given, strict=True):
-            grads.keep(policy.param(name), grad, dtype, policy.params[name].layout, keep.tile)
+            grads.keep(sharded_model.param(name), grad, dtype, sharded_model.params[name].layout, keep.tile)
 
     def store(self, env: list[Any], which: int) -> None:
         """Wait for a reduction whose result goes to the host, and start the copy."""
@@ -139,7 +141,7 @@ class Reductions:
             return
         _, chunks, event = self._leaving.pop(which)
         runtime.aside.wait(event)
-        if r.tile is not None or runtime.policy.sinks or not self._read.isdisjoint(outs):
+        if r.tile is not None or runtime.sharded_model.sinks or not self._read.isdisjoint(outs):
             runtime.aside.await_copy(event)  # the host reads it at once
         self._deliver(env, which, outs, final, chunks)
 
@@ -148,7 +150,7 @@ class Reductions:
         for s in self._summing:
             try:
                 if s.work is not None:
-                    peer_watchdog.wait(s.work, self._all[s.which].runtime.policy.group)
+                    peer_watchdog.wait(s.work, self._all[s.which].runtime.sharded_model.group)
             except RuntimeError as error:
                 raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
             out_dtype = getattr(torch, self._all[s.which].desc.out_dtype)
@@ -159,7 +161,7 @@ class Reductions:
         """Wait for a reduction; what it gives goes where it is to go."""
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
-        across = runtime.policy.group.across
+        across = runtime.sharded_model.group.across
         chunks = runtime.engine.reduce_wait(loaded.index)
         if across is None:
             self._send(env, which, outs, final, chunks)
@@ -195,7 +197,7 @@ class Reductions:
         """Give gradients to those that wait for them."""
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
-        policy = runtime.policy
+        sharded_model = runtime.sharded_model
         if r.tile is not None:
             whole = self._laid(runtime, r, chunks[0], final[0])
             if whole is None:
@@ -205,10 +207,10 @@ class Reductions:
             chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
             for chunk, (shape, stride) in zip(chunks, loaded.rows, strict=True)
         ]
-        if policy.sinks:
+        if sharded_model.sinks:
             for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
-                done = last and grads.is_last_call(policy, name)
-                if grads.deliver(policy, name, policy.param(name), out[k], done):
+                done = last and grads.is_last_call(sharded_model, name)
+                if grads.deliver(sharded_model, name, sharded_model.param(name), out[k], done):
                     out[k] = None
         for i, value in zip(outs, out, strict=True):
             if i >= 0:
@@ -219,11 +221,11 @@ class Reductions:
     ) -> torch.Tensor | None:
         """Lay a tile of a gradient beside those before it; all of this rank's rows with the last one."""
         assert r.tile is not None
-        policy, (name, *_) = runtime.policy, r.names
-        done = r.tile.last and final and grads.is_last_call(policy, name)
-        if grads.deliver_part(policy, name, policy.param(name), part, r.tile, done):
+        sharded_model, (name, *_) = runtime.sharded_model, r.names
+        done = r.tile.last and final and grads.is_last_call(sharded_model, name)
+        if grads.deliver_part(sharded_model, name, sharded_model.param(name), part, r.tile, done):
             return None
-        key, numel = (r.owner, r.names[0]), runtime.policy.params[r.names[0]].layout.chunk_numel
+        key, numel = (r.owner, r.names[0]), runtime.sharded_model.params[r.names[0]].layout.chunk_numel
         if r.tile.index == 0:
             self._tiles[key] = runtime.engine.acquire_output(numel, part.dtype, part.device, bool(r.tiers))
         self._tiles[key][r.tile.begin : r.tile.begin + part.numel()].copy_(part)

@@ -81,7 +81,7 @@ class Session:
         # Nothing runs in the memory that is made larger here.
         in_turn(runtimes.values(), lambda: self._load(program))
         sends = bool(program.gathers or program.reduces)
-        self._talks = first is not None and first.policy.group.everyone.world > 1 and sends
+        self._talks = first is not None and first.sharded_model.group.everyone.world > 1 and sends
         self._run_from_here(program)
 
     def _load(self, program: Program) -> None:
@@ -209,7 +209,7 @@ class Session:
     def _group(self) -> Group:
         """The ranks of this call, where it talks to any."""
         assert self.first is not None
-        group: Group = self.first.policy.group
+        group: Group = self.first.sharded_model.group
         return group
 
     # Agreement ---------------------------------------------------------------------------------------------
@@ -223,11 +223,11 @@ class Session:
         first = self.first
         assert first is not None
         for runtime in self.runtimes.values():
-            runtime.policy.protocol.check_whole()
+            runtime.sharded_model.protocol.check_whole()
         if self._digest is None:
             self._digest = short_digest(self._text())
         what = f"call of the model ({self.program.phase})"
-        group = first.policy.group
+        group = first.sharded_model.group
         with self._together():
             # What peers read from here on is in place before they are told that this rank is in the call.
             self._gathers.bring_home()
@@ -255,23 +255,23 @@ class Session:
 
     def _text(self) -> str:
         """What this call is: the first line in which it differs from a peer's is what a message shows."""
-        policies = [r.policy for r in self.runtimes.values()]
-        title = ", ".join(p.identity.title() for p in policies)
+        sharded_models = [r.sharded_model for r in self.runtimes.values()]
+        title = ", ".join(p.identity.title() for p in sharded_models)
         head = f"phase {self.program.title}"
-        return "\n".join([head, title, *(p.protocol.describe() for p in policies), self._sequence])
+        return "\n".join([head, title, *(p.protocol.describe() for p in sharded_models), self._sequence])
 
     def _told_text(self) -> str:
         """The same for ranks that are in another call, with what the user was told of why."""
         assert self.first is not None
-        text: str = self.first.policy.scope.told(self._text())
+        text: str = self.first.sharded_model.scope.told(self._text())
         return text
 
     # Running -----------------------------------------------------------------------------------------------
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
-        if any(r.policy.defers for r in self._reductions.owners.values()):
-            quiet = frozenset(owner for owner, r in self._reductions.owners.items() if r.policy.defers)
+        if any(r.sharded_model.defers for r in self._reductions.owners.values()):
+            quiet = frozenset(owner for owner, r in self._reductions.owners.items() if r.sharded_model.defers)
             return self._keeping(quiet).run(inputs)
         return in_turn(self._devices, lambda: self._run(inputs), self._ended)
 
@@ -328,7 +328,9 @@ class Session:
         device copies may stand behind what a peer does not send any more."""
         try:
             if self._talks:
-                broke_off(self._group, error, [r.policy.identity.title() for r in self.runtimes.values()])
+                broke_off(
+                    self._group, error, [r.sharded_model.identity.title() for r in self.runtimes.values()]
+                )
         finally:
             self._gathers.hops.end()
             if self._moves is not None:
@@ -336,7 +338,7 @@ class Session:
             self._reductions.forget()
         for runtime in self.runtimes.values():
             runtime.engine.abandon(f"{type(error).__name__}: {error}")
-            runtime.policy.protocol.break_off(f"{type(error).__name__}: {error}")
+            runtime.sharded_model.protocol.break_off(f"{type(error).__name__}: {error}")
             runtime.fresh.clear()
         if self._talks:
             forsake(self.runtimes.values())

@@ -22,7 +22,7 @@ from zero_compiler.config import PLACEMENT_FIELDS, Config
 from zero_compiler.emit.no_sync_program import accumulating
 from zero_compiler.ir.facts import ParamRef
 from zero_compiler.ir.program import Program
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.params.shard import shard_over
 from zero_compiler.report.report import Frame
 from zero_compiler.runtime.reference import Rank, Reference
@@ -53,8 +53,10 @@ class SimulatedModel(PlanLoader):
         fulls = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         placement = {k: v for k, v in fields.items() if k in PLACEMENT_FIELDS}
         shard_over(self.model, planned_group(world, copies=copies), Config.make(None, placement))
-        (self.policy,) = policies_of(self.model)
-        self.layouts = {ParamRef(self.policy.key, n): i.layout for n, i in self.policy.params.items()}
+        (self.sharded_model,) = sharded_models_of(self.model)
+        self.layouts = {
+            ParamRef(self.sharded_model.key, n): i.layout for n, i in self.sharded_model.params.items()
+        }
         self.ranks = [
             Rank(
                 {
@@ -71,7 +73,7 @@ class SimulatedModel(PlanLoader):
                 .chunks[ref][: lay.rows(k % world) * lay.row_numel if lay.sharded else None]
                 .view(lay.local_shape(k % world))
                 .detach()
-                .requires_grad_(self.policy.param(ref.name).requires_grad)
+                .requires_grad_(self.sharded_model.param(ref.name).requires_grad)
                 for ref, lay in self.layouts.items()
             }
             for k in range(self.world)
@@ -94,7 +96,7 @@ class SimulatedModel(PlanLoader):
         self.references.append(reference)
         if not program.reduces:
             return lambda inputs: self.ranks_lock.together(inputs, reference.run)
-        kept = Program.from_dict(accumulating(program, {self.policy.key}).to_dict())
+        kept = Program.from_dict(accumulating(program, {self.sharded_model.key}).to_dict())
         quiet = Reference(kept, segments, self.layouts, self.ranks, self.copies)
         return lambda inputs: self.ranks_lock.together(inputs, (reference if self.sync else quiet).run)
 

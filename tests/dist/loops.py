@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 
 def sharded(model: nn.Module, stage: int = 3, **fields: Any) -> nn.Module:
@@ -40,7 +40,7 @@ def batches(rank: int, n: int) -> list[torch.Tensor]:
 
 
 def counters(model: nn.Module) -> dict[str, int]:
-    return dict(policies_of(model)[0].runtime.engine.counters())
+    return dict(sharded_models_of(model)[0].runtime.engine.counters())
 
 
 def moved(model: nn.Module, what: str, body: Callable[[], Any]) -> int:
@@ -53,8 +53,8 @@ def moved(model: nn.Module, what: str, body: Callable[[], Any]) -> int:
 def programs(model: nn.Module, phase: str) -> list[Any]:
     return [
         p
-        for policy in policies_of(model)
-        for frame in policy.frames
+        for sharded_model in sharded_models_of(model)
+        for frame in sharded_model.frames
         for p in frame.programs.values()
         if p.phase == phase
     ]

@@ -112,9 +112,9 @@ def test_a_step_allocates_nothing_new_for_transfers():
     model = zero.shard(Net().to(device), stage=3)
     step = torch.compile(model, backend="zero", options={"compute": "aten"})
     _train(model, step, 0, steps=2)
-    before = model._zero.policy.runtime.engine.counters()["allocations"]
+    before = model._zero.sharded_model.runtime.engine.counters()["allocations"]
     _train(model, step, 0, steps=3)
-    assert model._zero.policy.runtime.engine.counters()["allocations"] == before
+    assert model._zero.sharded_model.runtime.engine.counters()["allocations"] == before
 
 
 def _as_ddp(rank, world, stage):
@@ -126,7 +126,7 @@ def _as_ddp(rank, world, stage):
     want = _train(reference, reference, rank)
     got = _train(model, torch.compile(model, backend="zero", options={"compute": "aten"}), rank)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    return model._zero.policy.storage.transport.name
+    return model._zero.sharded_model.storage.transport.name
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -113,7 +113,7 @@ def gone_with_its_model(places, **fields):
     model = zero.shard(Net(), **fields)
     step = torch.compile(model, backend="zero", options={"compute": "aten"})
     step(*x()).backward()
-    runtime = model._zero.policy.runtime
+    runtime = model._zero.sharded_model.runtime
     held = [weakref.ref(t) for t in places(runtime)]
     assert held
     del model, step, runtime
@@ -134,7 +134,7 @@ torch.manual_seed(0)
 model = zero.shard(Net(), **{fields!r})
 step = torch.compile(model, backend="zero", options=dict(compute="aten"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-engine = model._zero.policy.storage.nvme().engine
+engine = model._zero.sharded_model.storage.nvme().engine
 try:
     for _ in range(4):
         loss = step(*x())

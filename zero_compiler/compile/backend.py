@@ -139,8 +139,8 @@ def compile_with(
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
     plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
-    for policy in ops.owners() if plain_ones else ():
-        check_not_replaced(policy.places, plain_ones)
+    for sharded_model in ops.owners() if plain_ones else ():
+        check_not_replaced(sharded_model.places, plain_ones)
     owners = map(ops.owner_of, owners_in(gm))
     measured = next((p.footprint for p in owners if p.footprint is not None), None)
     with contextlib.nullcontext() if measured is None else measured.compiles():
@@ -199,8 +199,8 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Callable[..., object]:
         for write in captured.writes:
-            policy = ops.owner_of(write.owner)
-            write.run(args, policy.params[write.name].layout, policy.group.rank)
+            sharded_model = ops.owner_of(write.owner)
+            write.run(args, sharded_model.params[write.name].layout, sharded_model.group.rank)
         params = [args[i] for i in shard_args]
         scope = ops.owner_of(owners[0]).scope if owners else None
         if scope is not None and scope.calls:  # eager code of the same forward runs around this frame

@@ -122,7 +122,7 @@ class Fitting:
             graphs = partition(None)
         if activations is not None:
             graphs = self._within_activations(partition, graphs, activations)
-        if memory is not None and state.policies:
+        if memory is not None and state.sharded_models:
             self._count_compiled(graphs, memory)
             graphs = self._fit_memory(partition, planned, graphs, memory)
             if activations is not None:
@@ -132,7 +132,7 @@ class Fitting:
         if parts_first:
             self._offload(graphs["forward"], graphs["backward"], kwargs["num_fwd_outputs"], None)
         facts.set_returned(graphs["forward"].graph, graphs["backward"].graph, kwargs["num_fwd_outputs"])
-        if memory is not None and state.policies:
+        if memory is not None and state.sharded_models:
             self._spend_budget(graphs, memory)
             state.frame.plans_tried = self.lowering.trials
         self._known.clear()
@@ -150,15 +150,15 @@ class Fitting:
         Decided once, by rank 0 for all, before anything else is.
         """
         state = self.state
-        policies = [p for p in state.policies.values() if p.may_reduce_each and not p.sync]
-        if not policies:
+        sharded_models = [p for p in state.sharded_models.values() if p.may_reduce_each and not p.sync]
+        if not sharded_models:
             return False
         budget_bytes, found = state.config.memory_budget_bytes, False
         if budget_bytes is not None and state.accumulates:
             over = self._over_in_small_tiles(graphs, budget_bytes)
             found = self._agreed("reduces-each", over > 0)
-            for policy in policies:
-                policy.agreed.reduces_each |= found
+            for sharded_model in sharded_models:
+                sharded_model.agreed.reduces_each |= found
         state.frame.accumulation = budget.accumulation_text(state.memory([]), budget_bytes, state.accumulates)
         return found
 
@@ -295,7 +295,7 @@ class Fitting:
         """Rewrite the graph of a forward without gradients, within the budget of memory where that can be."""
         state = self.state
         budget_bytes = state.config.memory_budget_bytes
-        if budget_bytes is None or not state.policies:
+        if budget_bytes is None or not state.sharded_models:
             return self._inferred(gm)
         self._check_least(gm.graph)
 
@@ -453,7 +453,7 @@ class Fitting:
         """
         state = self.state
         budget_bytes = state.config.memory_budget_bytes
-        if budget_bytes is not None and state.policies:
+        if budget_bytes is not None and state.sharded_models:
             budget.check_least(state.memory([]), graph, budget_bytes, state.relatives)
 
     def _over_in_small_tiles(self, graphs: Phases, budget_bytes: int) -> int:
@@ -629,13 +629,13 @@ class Fitting:
     def _partition_activations(self, graphs: Phases, num_outputs: int) -> None:
         """Once for what budgets have chosen: how often they choose again may differ between ranks."""
         state = self.state
-        policy = next((p for p in state.policies.values() if p.group.tensor is not None), None)
-        if policy is None:
+        sharded_model = next((p for p in state.sharded_models.values() if p.group.tensor is not None), None)
+        if sharded_model is None:
             raise ConfigError(
                 "partition_activations=True needs tensor-parallel ranks, which save the same activations: give "
                 'zero.shard a mesh with a dimension called "tp" and call parallelize_module before it, or leave it out'
             )
-        peers, show = policy.group.tensor, functools.partial(state.loader.show, policy)
+        peers, show = sharded_model.group.tensor, functools.partial(state.loader.show, sharded_model)
         partition = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
         both = graphs["forward"].graph, graphs["backward"].graph
         run_split(partition, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())
@@ -657,7 +657,7 @@ class Fitting:
         lowered = self.lowering.with_distances(graphs)
         programs = [low.emitted.program for low in lowered.values()]
         state.planned = {p.phase: p for p in programs}
-        policies = list(state.policies.values())
+        sharded_models = list(state.sharded_models.values())
         memory = state.memory(programs)
         if not state.fused:  # else it may take less than its operators one by one: its code decides then
             self._check_planned(programs, budget_bytes)
@@ -678,7 +678,7 @@ class Fitting:
             return over
 
         gathered = state.choice.backward_params or ()
-        budget.keep(policies, state.params, gathered, room, state.loader.tightest, over_bytes)
+        budget.keep(sharded_models, state.params, gathered, room, state.loader.tightest, over_bytes)
         state.try_kept({})
 
     def _check_planned(self, programs: Sequence[Program], budget_bytes: int) -> None:
@@ -690,7 +690,7 @@ class Fitting:
         state = self.state
         memory = state.memory(programs)
         where = budget.peak_at([*programs, *state.waiting], memory.gradients)
-        budget.check(memory, budget_bytes, where, list(state.policies.values()))
+        budget.check(memory, budget_bytes, where, list(state.sharded_models.values()))
 
     def _tile_weights(self, graphs: Phases, budget_bytes: int) -> None:
         """Gather the largest weights in tiles of half the bytes, and again, until the plan fits; then as few tiles as
@@ -701,13 +701,13 @@ class Fitting:
         yet.
         """
         state = self.state
-        every, undecided = tiling.undecided(state.policies, state.params), self._undecided(graphs)
-        tiling.set_tile_rows(state.policies, [ref for ref in every if ref not in undecided], None)
+        every, undecided = tiling.undecided(state.sharded_models, state.params), self._undecided(graphs)
+        tiling.set_tile_rows(state.sharded_models, [ref for ref in every if ref not in undecided], None)
         if not undecided:
             return
         room = budget_bytes - self.lowering.trial_peak(graphs)
         chosen = self._tiles_of_weights(graphs, undecided, budget_bytes)
-        tiling.agree_on_rows(state.policies, undecided, chosen, room, state.loader.tightest)
+        tiling.agree_on_rows(state.sharded_models, undecided, chosen, room, state.loader.tightest)
         state.try_tiles({})
         # Those of another rank may be larger than what was tried here: tiles of tokens make up for it.
         self._over_in_small_tiles(graphs, budget_bytes)
@@ -743,7 +743,7 @@ class Fitting:
             return []
         tiled = [passes.read_by_tiles(gm.graph) for gm in graphs.values()] if state.choice.tile_mlp else []
         whole = frozenset().union(*tiled)
-        return [ref for ref in tiling.undecided(state.policies, state.params) if ref not in whole]
+        return [ref for ref in tiling.undecided(state.sharded_models, state.params) if ref not in whole]
 
     def _shrink_tiles(self, graphs: Phases, undecided: Sequence[ParamRef], budget_bytes: int) -> int:
         """Make tiles of weights as small as the budget asks for; the peak that is left."""
@@ -762,11 +762,13 @@ class Fitting:
         """Between two backwards, let activations have the bytes of gradients where that lowers the peak."""
         state = self.state
         mine = list(state.frame.programs.values())
-        policies = state.relatives
-        if not policies or not mine:
+        sharded_models = state.relatives
+        if not sharded_models or not mine:
             return
-        others = [p for policy in policies for f in policy.frames for p in f.programs.values()]
-        gradients = budget.memory_of(policies, mine, 0).gradients
+        others = [
+            p for sharded_model in sharded_models for f in sharded_model.frames for p in f.programs.values()
+        ]
+        gradients = budget.memory_of(sharded_models, mine, 0).gradients
         most = max(live.most(p, gradients) for p in (*mine, *others))
         idle = live.idle_bytes(mine, gradients, most)
         for phase, program in state.frame.programs.items():
@@ -783,12 +785,12 @@ class Fitting:
         state = self.state
         cross_frame_memory.link_backwards(state.frame, state.others, state.due.values())
         budget_bytes = state.config.memory_budget_bytes
-        if budget_bytes is None or not state.policies:
+        if budget_bytes is None or not state.sharded_models:
             return
-        policies, programs = state.relatives, list(state.frame.programs.values())
+        sharded_models, programs = state.relatives, list(state.frame.programs.values())
         every = [*programs, *state.waiting]
-        memory = budget.memory_of(policies, every, state.frame.kept_bytes)
-        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), policies)
+        memory = budget.memory_of(sharded_models, every, state.frame.kept_bytes)
+        budget.check(memory, budget_bytes, budget.peak_at(every, memory.gradients), sharded_models)
         worlds = {ref.owner: plan.world for ref, plan in state.params.items()}
         room = budget_bytes - memory.at_rest + memory.gradients
         for program in programs:

@@ -53,7 +53,7 @@ class FrameState:
         self.config = self._config(options)
         if loader.compute is not None:
             self.config = dataclasses.replace(self.config, compute=loader.compute)
-        loader.prepare(list(self.policies.values()), self.relatives)
+        loader.prepare(list(self.sharded_models.values()), self.relatives)
         self.captured = captured
         nbytes, why = self._bucket_bytes()
         self.tiers: tuple[str, ...] = (
@@ -81,26 +81,26 @@ class FrameState:
     def reduces_each(self) -> bool:
         """Called where a library accumulates, whose gradients are reduced each time: a budget leaves room for those of
         earlier micro-batches, beside which the next ones are made."""
-        return any(not p.sync and not p.defers for p in self.policies.values())
+        return any(not p.sync and not p.defers for p in self.sharded_models.values())
 
     @property
     def accumulates(self) -> bool:
         """Called under zero.no_sync: a budget leaves room for full gradients that wait."""
-        return any(policy.defers for policy in self.policies.values())
+        return any(sharded_model.defers for sharded_model in self.sharded_models.values())
 
     @property
-    def policies(self) -> dict[str, Any]:
+    def sharded_models(self) -> dict[str, Any]:
         """The sharded models of this frame, by key; the first one's ranks are those that take part in its calls."""
-        return {key: policy for key, ref in self._owners if (policy := ref()) is not None}
+        return {key: sharded_model for key, ref in self._owners if (sharded_model := ref()) is not None}
 
     @property
     def relatives(self) -> list[Any]:
         """These, and what else there is of the models that they are parts of: budgets are for all of it."""
-        return cross_frame_memory.related(self.policies.values())
+        return cross_frame_memory.related(self.sharded_models.values())
 
     @property
     def first(self) -> Any:
-        return next(iter(self.policies.values()), None)
+        return next(iter(self.sharded_models.values()), None)
 
     def report(self) -> None:
         """The frame is compiled: from here on its model shows it."""
@@ -137,7 +137,7 @@ class FrameState:
         self.frame.bucket_why = why
 
     def _config(self, options: dict[str, object] | None) -> Config:
-        if not self.policies:
+        if not self.sharded_models:
             given = Config.make(None, options or {})
             for name in options or {}:
                 if name in PLACEMENT_FIELDS and not (name == "stage" and given.stage == 0):
@@ -146,18 +146,18 @@ class FrameState:
                         "placement; call zero.shard(model, stage=...) before torch.compile"
                     )
             return given
-        if len(self.relatives) > len(self.policies):
+        if len(self.relatives) > len(self.sharded_models):
             # A part that was taken out of the model counts until it is collected, on all ranks alike from here on.
             gc.collect()
-        configs = [[p.config for p in some] for some in (self.policies.values(), self.relatives)]
+        configs = [[p.config for p in some] for some in (self.sharded_models.values(), self.relatives)]
         return Config.of_parts(*configs).with_options(options)
 
     def _plan(self, shard: ShardInput) -> ParamPlan:
-        policy = self.policies[shard.ref.owner]
-        info = policy.params[shard.ref.name]
+        sharded_model = self.sharded_models[shard.ref.owner]
+        info = sharded_model.params[shard.ref.name]
         path, grad_path = (
-            policy.tiers.path("params", shard.ref.name),
-            policy.tiers.path("grads", shard.ref.name),
+            sharded_model.tiers.path("params", shard.ref.name),
+            sharded_model.tiers.path("grads", shard.ref.name),
         )
         return ParamPlan(
             ref=shard.ref,
@@ -167,26 +167,26 @@ class FrameState:
             reduce_dtype=info.reduce_dtype,
             sharded=info.layout.sharded,
             world=info.layout.world,
-            stage=policy.config.stage,
-            kept=self.choice.kept.get(shard.ref, policy.agreed.kept.get(shard.ref.name, False)),
-            shared=policy.storage.transport.shared,
+            stage=sharded_model.config.stage,
+            kept=self.choice.kept.get(shard.ref, sharded_model.agreed.kept.get(shard.ref.name, False)),
+            shared=sharded_model.storage.transport.shared,
             path=path,
             grad_path=grad_path[::-1],
-            copies=policy.group.copies,
+            copies=sharded_model.group.copies,
             tile_rows=tiling.tile_rows(
                 info.layout,
                 info.gather_dtype,
                 bool(path or grad_path),
-                self._tile_bytes(policy, shard.ref),
+                self._tile_bytes(sharded_model, shard.ref),
             ),
             split=info.part is not None and not info.part.placement.is_replicate(),
         )
 
-    def _tile_bytes(self, policy: ShardedModel, ref: ParamRef) -> int | None:
+    def _tile_bytes(self, sharded_model: ShardedModel, ref: ParamRef) -> int | None:
         """What is gathered of a weight at a time: as the user says, else as is tried, or was made for a budget."""
         if self.config.tile_bytes is not None:
             return self.config.tile_bytes
-        return self.choice.tile_bytes.get(ref, policy.agreed.tile_bytes.get(ref.name))
+        return self.choice.tile_bytes.get(ref, sharded_model.agreed.tile_bytes.get(ref.name))
 
     def dump_dir(self) -> str | None:
         """The folder for graphs and Programs, where the user asked for them."""
@@ -286,7 +286,7 @@ class FrameState:
         """The one that the user named for any of what is compiled together, else that of the first."""
         if self.first is None:
             return hardware.load(self.config.hardware)
-        named = (p.hardware for p in self.policies.values() if p.config.hardware is not None)
+        named = (p.hardware for p in self.sharded_models.values() if p.config.hardware is not None)
         return next(named, self.first.hardware)
 
     @property

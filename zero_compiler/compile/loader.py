@@ -28,7 +28,7 @@ class Loader(Protocol):
 
     compute: str | None
 
-    def prepare(self, policies: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
+    def prepare(self, sharded_models: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
         """Called once a frame, before anything is compiled.
 
         Args:
@@ -38,14 +38,14 @@ class Loader(Protocol):
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         """The tables that :func:`emit` grows, one an owner."""
 
-    def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
+    def tightest(self, sharded_model: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         """The text of the rank of the model with the least room, given this rank's."""
 
-    def decide(self, policy: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
+    def decide(self, sharded_model: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
         """What all ranks of the model hold to from now on, given what this rank would choose: within a budget, which
         leaves this rank ``room_bytes``, it is the choice of the rank with the least."""
 
-    def show(self, policy: ShardedModel, text: str) -> list[str]:
+    def show(self, sharded_model: ShardedModel, text: str) -> list[str]:
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
 
     def load(
@@ -63,46 +63,48 @@ class EngineLoader:
         self.runtimes: dict[str, ModelRuntime] = {}
         self.first: ModelRuntime | None = None
 
-    def prepare(self, policies: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
-        for policy in policies:
-            policy.group.check_still_valid()
-            policy.gradients.make_room_for_trained()
-            if policy.runtime is None:
-                policy.runtime = ModelRuntime(policy)
-            self.runtimes[policy.key] = policy.runtime
+    def prepare(self, sharded_models: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
+        for sharded_model in sharded_models:
+            sharded_model.group.check_still_valid()
+            sharded_model.gradients.make_room_for_trained()
+            if sharded_model.runtime is None:
+                sharded_model.runtime = ModelRuntime(sharded_model)
+            self.runtimes[sharded_model.key] = sharded_model.runtime
         joined(p.runtime for p in relatives if p.runtime is not None)
-        self.first = policies[0].runtime if policies else None
+        self.first = sharded_models[0].runtime if sharded_models else None
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
 
-    def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
-        group = policy.group.everyone
+    def tightest(self, sharded_model: ShardedModel, key: str, room_bytes: int, text: str) -> str:
+        group = sharded_model.group.everyone
         if group.one_rank:
             return text
         # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
-        asked = f"{key}/{policy.agreed.attempt}.{ended_calls(group)}"
+        asked = f"{key}/{sharded_model.agreed.attempt}.{ended_calls(group)}"
         texts = show(group, asked, f"{room_bytes}\n{text}", _PLANNING)
         said = [t.partition("\n") for t in texts]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
-    def decide(self, policy: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
-        asked = f"prefetch/{policy.identity.serial}/{key}"
+    def decide(self, sharded_model: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
+        asked = f"prefetch/{sharded_model.identity.serial}/{key}"
         if room_bytes is None:
-            text = decide(policy.group, f"{asked}/{policy.agreed.attempt}", text, _PLANNING)
+            text = decide(sharded_model.group, f"{asked}/{sharded_model.agreed.attempt}", text, _PLANNING)
         else:
-            text = self.tightest(policy, asked, room_bytes, text)
-        policy.agreed.distances[key] = text
+            text = self.tightest(sharded_model, asked, room_bytes, text)
+        sharded_model.agreed.distances[key] = text
         return text
 
-    def show(self, policy: ShardedModel, text: str) -> list[str]:
-        if text not in policy.agreed.shown:  # a rank that compiles again, alone, need not ask
-            attempt = f"{policy.agreed.attempt}.{ended_calls(policy.group)}"
-            key = f"shown/{policy.identity.serial}/{attempt}/{len(policy.agreed.shown)}"
-            peers = policy.group.tensor
+    def show(self, sharded_model: ShardedModel, text: str) -> list[str]:
+        if text not in sharded_model.agreed.shown:  # a rank that compiles again, alone, need not ask
+            attempt = f"{sharded_model.agreed.attempt}.{ended_calls(sharded_model.group)}"
+            key = f"shown/{sharded_model.identity.serial}/{attempt}/{len(sharded_model.agreed.shown)}"
+            peers = sharded_model.group.tensor
             assert peers is not None
-            policy.agreed.shown[text] = show(peers, key, text, "partition_activations", policy.group)
-        return list(policy.agreed.shown[text])
+            sharded_model.agreed.shown[text] = show(
+                peers, key, text, "partition_activations", sharded_model.group
+            )
+        return list(sharded_model.agreed.shown[text])
 
     def load(
         self, program: Program, segments: Sequence[object], frame: Frame
@@ -115,28 +117,28 @@ class PlanLoader:
     """Takes Programs and runs none. Nothing is allocated, and no other rank is asked: this one may look alone.
 
     Args:
-        policies: models that may be compiled already: what their Programs keep, they keep in the plan.
+        sharded_models: models that may be compiled already: what their Programs keep, they keep in the plan.
     """
 
     compute: str | None = "aten"  # segments are only formed, and no kernel is compiled
 
-    def __init__(self, policies: Iterable[ShardedModel] = ()) -> None:
-        made = {p.key: dict(p.runtime.kept_offsets) for p in policies if p.runtime is not None}
+    def __init__(self, sharded_models: Iterable[ShardedModel] = ()) -> None:
+        made = {p.key: dict(p.runtime.kept_offsets) for p in sharded_models if p.runtime is not None}
         self._kept: defaultdict[str, dict[str, int]] = defaultdict(dict, made)
 
-    def prepare(self, policies: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
+    def prepare(self, sharded_models: Sequence[ShardedModel], relatives: Sequence[ShardedModel]) -> None:
         pass
 
     def kept_offsets(self) -> Mapping[str, dict[str, int]]:
         return self._kept
 
-    def decide(self, policy: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
+    def decide(self, sharded_model: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
         return text
 
-    def tightest(self, policy: ShardedModel, key: str, room_bytes: int, text: str) -> str:
+    def tightest(self, sharded_model: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         return text
 
-    def show(self, policy: ShardedModel, text: str) -> list[str]:
+    def show(self, sharded_model: ShardedModel, text: str) -> list[str]:
         return [text]
 
     def load(

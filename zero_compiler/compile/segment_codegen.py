@@ -30,7 +30,7 @@ def compile_segments(
             for k, (a, b) in enumerate(zip(emitted.program.inside, by_graph, strict=True))
             if a > b and alike_one_by_one(segments[k])
         ]
-        if larger and not any(policy.group.tensor for policy in state.policies.values()):
+        if larger and not any(sharded_model.group.tensor for sharded_model in state.sharded_models.values()):
             emitted, artifacts = _within_budget(emitted, artifacts, larger, build, state)
     numbers: dict[str, int] = {}
     texts = []
@@ -80,7 +80,7 @@ def _within_budget(
         build: compiles a segment.
     """
     budget_bytes, phase = state.config.memory_budget_bytes, emitted.program.phase
-    if budget_bytes is None or not state.policies:
+    if budget_bytes is None or not state.sharded_models:
         return emitted, artifacts
     beside = [p for name, p in (state.planned | state.frame.programs).items() if name != phase]
     peak = state.peak([emitted.program, *beside])

@@ -366,11 +366,11 @@ class Construction:
     def _make_root(self, model: nn.Module, placement: Placement) -> None:
         group = placement.group
         with made_together(group):
-            policy = ShardedModel(group, placement.config)
-            targets = collect(model, policy, lambda param: self._is_ours(param, placement))
+            sharded_model = ShardedModel(group, placement.config)
+            targets = collect(model, sharded_model, lambda param: self._is_ours(param, placement))
             said = [
                 f"end of construction of {type(model).__name__}",
-                policy.protocol.describe(),
+                sharded_model.protocol.describe(),
                 *given({name: param for name, (param, _) in targets.items()}),
                 *describe_whole(model),
                 *(
@@ -381,49 +381,49 @@ class Construction:
             ]
             self._agree(group, said)
         params = {name: param for name, (param, _) in targets.items()}
-        policy.tiers.place(
-            policy.params,
+        sharded_model.tiers.place(
+            sharded_model.params,
             params,
-            policy.hardware,
-            {name: self._fixed_tier(policy, param) for name, param in params.items()},
+            sharded_model.hardware,
+            {name: self._fixed_tier(sharded_model, param) for name, param in params.items()},
         )
-        policy.storage.choose_transport(policy.hardware)
-        policy.storage.adopt_files(placement.nvme)
-        policy.storage.make_room(params, {name for name, param in params.items() if _is_filed(param)})
+        sharded_model.storage.choose_transport(sharded_model.hardware)
+        sharded_model.storage.adopt_files(placement.nvme)
+        sharded_model.storage.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
             entry = partitioned_of(param)
             if entry is None or not isinstance(param, DTensor):
                 # From before the scope, or put in place behind torch's hooks: as zero.shard does.
                 install(
-                    policy,
+                    sharded_model,
                     name,
                     param,
                     blocking_transfers.scatter_from_first(
-                        group, policy.params[name].layout, param, policy.tiers.on_host(name)
+                        group, sharded_model.params[name].layout, param, sharded_model.tiers.on_host(name)
                     ),
                     places,
                 )
-            elif entry.layout != policy.params[name].layout:
+            elif entry.layout != sharded_model.params[name].layout:
                 raise ShardError(
                     f"parameter {name} was partitioned with stage {3 if entry.layout.sharded else 0} by an inner scope "
                     "and is used in a model with another placement; give both the same options"
                 )
             else:
-                policy.places[name] = places
+                sharded_model.places[name] = places
                 if entry.layout.sharded and (entry.has_values or type(entry.local) is torch.Tensor):
                     chunk = blocking_transfers.flat_chunk(entry.layout, entry.local).view(
                         entry.layout.padded_shape
                     )
-                    entry.local = param._local_tensor = policy.storage.place_chunk(name, chunk)[
+                    entry.local = param._local_tensor = sharded_model.storage.place_chunk(name, chunk)[
                         : entry.layout.rows(group.rank)
                     ]
-        policy.storage.check_placed()
-        swap_classes(model, policy)
-        policy.installed()
+        sharded_model.storage.check_placed()
+        swap_classes(model, sharded_model)
+        sharded_model.installed()
         guard_optimizers()
         self._roots.append(model)
 
-    def _fixed_tier(self, policy: ShardedModel, param: torch.Tensor) -> str | None:
+    def _fixed_tier(self, sharded_model: ShardedModel, param: torch.Tensor) -> str | None:
         """The tier where rows of a parameter stay: a file, or a side of an accelerator."""
         if _is_filed(param):
             return "nvme"
@@ -435,7 +435,7 @@ class Construction:
             or isinstance(entry.local, FakeTensor)
         ):
             return None
-        if policy.config.device_rest_bytes is None or policy.group.device.type == "cpu":
+        if sharded_model.config.device_rest_bytes is None or sharded_model.group.device.type == "cpu":
             return None
         return "host" if entry.local.device.type == "cpu" else "none"
 

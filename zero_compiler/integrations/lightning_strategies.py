@@ -19,7 +19,7 @@ from torch import nn
 from ..config import Config
 from ..errors import ConfigError
 from ..params.contexts import no_sync
-from ..params.modules import call_as_forward, is_root, policies_of
+from ..params.modules import call_as_forward, is_root, sharded_models_of
 from . import prepared
 
 log = logging.getLogger("zero_compiler")
@@ -282,7 +282,7 @@ def _say_if_nothing_compiled(module: nn.Module) -> None:
     if module.__dict__.get("_zero_compiled_said"):
         return
     module.__dict__["_zero_compiled_said"] = True
-    if not any(policy.frames for policy in policies_of(module)):
+    if not any(sharded_model.frames for sharded_model in sharded_models_of(module)):
         log.warning(
             "%s: training_step calls no module that zero could compile, so it trains sharded but eagerly, which is "
             "slow: compute in the forward of a module that training_step calls",

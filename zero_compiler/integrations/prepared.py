@@ -18,7 +18,7 @@ from ..config import Config
 from ..errors import IntegrationError
 from ..optim.optimizer import StreamedOptimizer
 from ..optim.optimizer import optimizer as zero_optimizer
-from ..params.modules import is_root, policies_of
+from ..params.modules import is_root, sharded_models_of
 from ..params.shard import shard
 
 log = logging.getLogger("zero_compiler")
@@ -68,8 +68,8 @@ def shard_and_compile(
     for name, ref in before.items():
         if (old := ref()) is not None and old is not after[name]:
             _sharded[old] = weakref.ref(after[name])
-    for policy in policies_of(model):
-        policy.may_reduce_each = True
+    for sharded_model in sharded_models_of(model):
+        sharded_model.may_reduce_each = True
     model.compile(backend="zero", **(compile_options or {}))
     # Where ranks generate together, transformers lets each go on until the last has ended.
     model.__dict__["_is_fsdp_managed_module"] = True

@@ -207,9 +207,9 @@ def set_tiling(node: fx.Node, tiling: Tiling) -> None:
     node.meta[_TILING] = tiling
 
 
-def tag_recompute(node: fx.Node, policy: object, graph_id: int) -> None:
+def tag_recompute(node: fx.Node, sharded_model: object, graph_id: int) -> None:
     """Tell the partitioner what to do with a forward value that backward needs."""
-    node.meta["recompute"] = policy
+    node.meta["recompute"] = sharded_model
     node.meta["ac_graph_id"] = graph_id
 
 

@@ -13,44 +13,48 @@ from ..ir.program import Program
 from ..ir.transfers import GatherDesc, ReduceDesc
 
 
-def scratch_bytes(program: Program, policies: Sequence[Any]) -> dict[str, int]:
+def scratch_bytes(program: Program, sharded_models: Sequence[Any]) -> dict[str, int]:
     """Bytes on one rank, at most, of each model's transport, by the model's key; the same on every rank."""
-    between = {p.key: p for p in policies if p.storage.transport.hosts is not None}
+    between = {p.key: p for p in sharded_models if p.storage.transport.hosts is not None}
     exchanged = {
         p.key: p
-        for p in policies
+        for p in sharded_models
         if p.storage.transport.name == "c10d" and p.group.device.type == "cpu" and p.group.world > 2
     }
     out = _between_hosts(program, between) if between else {}
     return out | (_exchanged(program, exchanged) if exchanged else {})
 
 
-def _between_hosts(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
+def _between_hosts(program: Program, sharded_models: Mapping[str, Any]) -> dict[str, int]:
     """One transfer at a time, in room for the largest (csrc/src/hosts_transport.cc)."""
     laid: Counter[str] = Counter()
     summed: Counter[str] = Counter()
     for g in program.gathers:
-        if g.owner in policies:
-            hosts = policies[g.owner].storage.transport.hosts.hosts
+        if g.owner in sharded_models:
+            hosts = sharded_models[g.owner].storage.transport.hosts.hosts
             laid[g.owner] = max(laid[g.owner], hosts * _chunk_bytes(g))
     for r in program.reduces:
-        if r.owner in policies:
-            policy, chunk = policies[r.owner], _chunk_bytes(r)
-            world, hosts = policy.group.world, policy.storage.transport.hosts.hosts
+        if r.owner in sharded_models:
+            sharded_model, chunk = sharded_models[r.owner], _chunk_bytes(r)
+            world, hosts = sharded_model.group.world, sharded_model.storage.transport.hosts.hosts
             laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
             summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
-    return {key: laid[key] + summed[key] for key in policies}
+    return {key: laid[key] + summed[key] for key in sharded_models}
 
 
-def _exchanged(program: Program, policies: Mapping[str, Any]) -> dict[str, int]:
+def _exchanged(program: Program, sharded_models: Mapping[str, Any]) -> dict[str, int]:
     """Of each reduction under way, the rows that come from all ranks but two (csrc/src/c10d_transport.cc)."""
     under_way: Counter[str] = Counter()
-    most: dict[str, int] = dict.fromkeys(policies, 0)
+    most: dict[str, int] = dict.fromkeys(sharded_models, 0)
     for instr in program.instrs:
-        if (of := reducing(program, instr)) is None or of.desc.replicated or of.desc.owner not in policies:
+        if (
+            (of := reducing(program, instr)) is None
+            or of.desc.replicated
+            or of.desc.owner not in sharded_models
+        ):
             continue
         r = of.desc
-        nbytes = (policies[r.owner].group.world - 2) * _chunk_bytes(r)
+        nbytes = (sharded_models[r.owner].group.world - 2) * _chunk_bytes(r)
         under_way[r.owner] += nbytes * (of.starts - of.completes)
         most[r.owner] = max(most[r.owner], under_way[r.owner])
     return most

@@ -74,7 +74,7 @@ def optimizer(
     try:
         return _made(cls, model_or_params_or_groups, overlap, max_grad_norm, kw)
     except BaseException as error:
-        tell(lambda: group_of(_policies_of(model_or_params_or_groups)), error, MAKE)
+        tell(lambda: group_of(_sharded_models_of(model_or_params_or_groups)), error, MAKE)
         raise
 
 
@@ -97,7 +97,7 @@ def _made(
     )
 
 
-def _policies_of(given: object) -> list[object]:
+def _sharded_models_of(given: object) -> list[object]:
     """The sharded models of the parameters that an optimizer was to have, as far as they can still be read."""
     if isinstance(given, nn.Module):
         given = given.parameters()
@@ -205,10 +205,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             placed = [self._placed(group) for group in groups]
             needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
             for one in placed:
-                for policy, wanted in one.needs.items():
-                    needs.setdefault(policy, []).extend(wanted)
-            for policy, wanted in needs.items():
-                self._allocate(policy, wanted)
+                for sharded_model, wanted in one.needs.items():
+                    needs.setdefault(sharded_model, []).extend(wanted)
+            for sharded_model, wanted in needs.items():
+                self._allocate(sharded_model, wanted)
             for one in placed:
                 self._adopt(one)
         except BaseException as error:
@@ -218,12 +218,12 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 store.remove()
             del self._stores[stores:]
             raise
-        for policy, name, param, held in (t for one in placed for t in one.taken):
-            self._held[policy.key, name] = held
-            self._managed.append((weakref.ref(policy), name, param))
-            self._groups.append(policy.group.everyone)
-            policy.optimizers[name] = self
-            policy.count_claim()
+        for sharded_model, name, param, held in (t for one in placed for t in one.taken):
+            self._held[sharded_model.key, name] = held
+            self._managed.append((weakref.ref(sharded_model), name, param))
+            self._groups.append(sharded_model.group.everyone)
+            sharded_model.optimizers[name] = self
+            sharded_model.count_claim()
 
     def _placed(self, group: dict[str, Any]) -> _StatePlacement:
         if self._overlap is not None:
@@ -237,25 +237,25 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         taken: list[tuple[Any, str, Any, tuple[int, str]]] = []
         seen: set[int] = set()
         for param, given in zip(group["params"], names, strict=True):
-            policy, name = owners.get(id(param), (None, given or "a parameter"))
+            sharded_model, name = owners.get(id(param), (None, given or "a parameter"))
             if id(param) in seen:
                 raise OptimizerError(f"a parameter group has {name} twice; give each parameter once")
             seen.add(id(param))
-            tier = tier_of(group, policy, name, param.requires_grad)
+            tier = tier_of(group, sharded_model, name, param.requires_grad)
             local = local_of(param)
             states = self._states_of(group, local)
             entry = Entry(param, name, tier, {}, {})
             if region_of(local) is not None:
                 entry.streamed["param"] = local.element_size()
-            if policy is not None and policy.tiers.placed.tier("grads", name) == "nvme":
+            if sharded_model is not None and sharded_model.tiers.placed.tier("grads", name) == "nvme":
                 entry.streamed["grad"] = local.element_size()
-            if policy is not None:
+            if sharded_model is not None:
                 nbytes = local.numel() * sum(d.itemsize for d in states.tensors.values())
-                rests = "host" if tier == "none" and policy.tiers.on_host(name) else tier
-                taken.append((policy, name, param, (nbytes, rests)))
+                rests = "host" if tier == "none" and sharded_model.tiers.on_host(name) else tier
+                taken.append((sharded_model, name, param, (nbytes, rests)))
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
-                    needs.setdefault(policy, []).append((entry, key, dtype))
+                    needs.setdefault(sharded_model, []).append((entry, key, dtype))
                 if tier != "none":
                     entry.streamed[key] = dtype.itemsize
             entries.setdefault((states.eager, *states.tensors.items()), []).append(entry)
@@ -296,22 +296,22 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
         for _, piece, key, dtype in found:
             entry = piece.entry
-            policy, name = owners.get(id(entry.param), (None, ""))
-            if policy is None or not (piece.whole or piece.start == 0):
+            sharded_model, name = owners.get(id(entry.param), (None, ""))
+            if sharded_model is None or not (piece.whole or piece.start == 0):
                 continue
-            placed.append((policy, name, piece, key, dtype))
+            placed.append((sharded_model, name, piece, key, dtype))
             if entry.tier == "nvme" and local_of(entry.param).numel():
-                needs.setdefault(policy, []).append((entry, key, dtype))
-        for policy, wanted in needs.items():
-            self._allocate(policy, wanted)
+                needs.setdefault(sharded_model, []).append((entry, key, dtype))
+        for sharded_model, wanted in needs.items():
+            self._allocate(sharded_model, wanted)
         # Not before: what has found no room is found again.
-        for policy, name, piece, key, dtype in placed:
-            nbytes, rests = self._held[policy.key, name]
-            self._held[policy.key, name] = (
+        for sharded_model, name, piece, key, dtype in placed:
+            nbytes, rests = self._held[sharded_model.key, name]
+            self._held[sharded_model.key, name] = (
                 nbytes + local_of(piece.entry.param).numel() * dtype.itemsize,
                 rests,
             )
-            policy.count_claim()
+            sharded_model.count_claim()
             if piece.entry.tier != "none" and whole_blocks(piece, dtype):
                 piece.entry.streamed[key] = dtype.itemsize
         self._measure()
@@ -342,8 +342,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         """
         mine = {id(param) for _, _, param in self._managed}
         for ref, name, _ in self._managed:
-            policy = ref()
-            now = policy.find(name) if policy is not None else None
+            sharded_model = ref()
+            now = sharded_model.find(name) if sharded_model is not None else None
             if now is not None and now.requires_grad and id(now) not in mine:
                 raise OptimizerError(
                     f"parameter {name} was replaced after zero.optimizer was made (load_state_dict(assign=True), or an "
@@ -387,11 +387,13 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             self._states[key] = states_of(self.cls, self.kw, options, local)
         return self._states[key]
 
-    def _allocate(self, policy: ShardedModel, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
+    def _allocate(self, sharded_model: ShardedModel, wanted: list[tuple[Entry, str, torch.dtype]]) -> None:
         def nbytes(entry: Entry, dtype: torch.dtype) -> int:
             return block_aligned(local_of(entry.param).numel() * dtype.itemsize)
 
-        store = policy.storage.nvme().store("optimizer states", sum(nbytes(e, d) for e, _, d in wanted))
+        store = sharded_model.storage.nvme().store(
+            "optimizer states", sum(nbytes(e, d) for e, _, d in wanted)
+        )
         self._stores.append(store)
         for entry, key, dtype in wanted:
             local = local_of(entry.param)
@@ -401,11 +403,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         params = [p for g in self.param_groups for p in g["params"]]
         owners = _owners()
         placing = {owners[id(p)][0] for p in params if id(p) in owners}  # while it is made
-        return groups_of(placing | self._policies(), params)
+        return groups_of(placing | self._sharded_models(), params)
 
-    def _policies(self) -> set[Any]:
+    def _sharded_models(self) -> set[Any]:
         """The sharded models whose parameters it has."""
-        return {policy for ref, _, _ in self._managed if (policy := ref()) is not None}
+        return {sharded_model for ref, _, _ in self._managed if (sharded_model := ref()) is not None}
 
     # Steps -------------------------------------------------------------------------------------------------
 
@@ -500,8 +502,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 kind = f"there are gradients {grad.placements} on a mesh of {tuple(grad.device_mesh.shape)}"
                 kinds.setdefault(id(group.pg), set()).add(kind)
         with self._known_to_peers():
-            for policy in self._policies():
-                policy.protocol.check_whole()
+            for sharded_model in self._sharded_models():
+                sharded_model.protocol.check_whole()
             # The ranks of all models whose parameters it has, whether a model has been collected on this one or not.
             for key, group in {id(g.pg): g for g in self._groups if not g.one_rank}.items():
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
@@ -610,15 +612,17 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 def _owners() -> dict[int, tuple[Any, str]]:
     """Sharded model and name of every managed parameter of this process, by identity."""
     found: dict[int, tuple[ShardedModel, str]] = {}
-    for policy in ops.owners():
-        for name in policy.places:
-            param = policy.find(name)
+    for sharded_model in ops.owners():
+        for name in sharded_model.places:
+            param = sharded_model.find(name)
             if param is not None:
-                found[id(param)] = (policy, name)
+                found[id(param)] = (sharded_model, name)
     return found
 
 
-def tier_of(group: Mapping[str, object], policy: ShardedModel | None, name: str, trained: bool = True) -> str:
+def tier_of(
+    group: Mapping[str, object], sharded_model: ShardedModel | None, name: str, trained: bool = True
+) -> str:
     """The tier on which the states of a parameter rest.
 
     Args:
@@ -632,21 +636,29 @@ def tier_of(group: Mapping[str, object], policy: ShardedModel | None, name: str,
         raise OptimizerError(
             f"offload_optimizer of a parameter group must be one of {', '.join(TIERS)}, not {asked!r}"
         )
-    known = policy if policy is not None and (trained or not policy.tiers.placed.was_frozen(name)) else None
+    known = (
+        sharded_model
+        if sharded_model is not None and (trained or not sharded_model.tiers.placed.was_frozen(name))
+        else None
+    )
     tier = asked or (known.tiers.tier("optimizer", name) if known is not None else "none")
-    if tier == "nvme" and policy is None:
+    if tier == "nvme" and sharded_model is None:
         raise OptimizerError(
             f'offload_optimizer="nvme" of a parameter group: {name} belongs to no sharded model, which would say '
             "nvme_dir; call zero.shard(model, nvme_dir=...) first"
         )
-    if tier == "host" and policy is not None and (not policy.tiers.apart or policy.tiers.on_host(name)):
+    if (
+        tier == "host"
+        and sharded_model is not None
+        and (not sharded_model.tiers.apart or sharded_model.tiers.on_host(name))
+    ):
         return "none"  # beside the parameter
     return str(tier)
 
 
-def unit_bytes(policies: Iterable[ShardedModel]) -> int:
+def unit_bytes(sharded_models: Iterable[ShardedModel]) -> int:
     """Bytes that a unit streams, about, where parameters of these sharded models are updated."""
-    given = [p.tiers.files_budget for p in policies]
+    given = [p.tiers.files_budget for p in sharded_models]
     return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
 
 

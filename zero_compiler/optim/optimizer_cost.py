@@ -32,9 +32,11 @@ _STATE_BYTES = (4,) * (ASSUMED_STATE_BYTES // 4)  # of an element of each state,
 _IN_PLACE = 1.5
 
 
-def stepped(policies: Sequence[ShardedModel], frames: Sequence[Frame]) -> tuple[list[Frame], Update | None]:
+def stepped(
+    sharded_models: Sequence[ShardedModel], frames: Sequence[Frame]
+) -> tuple[list[Frame], Update | None]:
     """The frames with the updates that run while their backward does, and the update that follows."""
-    early, late, what = _turns(policies, _tiled(frames))
+    early, late, what = _turns(sharded_models, _tiled(frames))
     if not early and not late:
         return list(frames), None
     reduced = [_reduced(f) for f in frames]
@@ -47,12 +49,12 @@ def stepped(policies: Sequence[ShardedModel], frames: Sequence[Frame]) -> tuple[
         if mine:
             early = [turn for turn in early if not turn.names <= own]
             count += len(mine)
-            timeline = _timeline(policies[0], frame.programs["backward"], mine, frame)
+            timeline = _timeline(sharded_models[0], frame.programs["backward"], mine, frame)
             frame = replace(frame, timelines={**frame.timelines, "backward": timeline})
         out.append(frame)
     rest = [*early, *late]  # at the end of backward, or behind it
     step = Program("update", 0, 0, [], [], [], [], [], 0)
-    return out, Update(what, count, len(rest), _timeline(policies[0], step, rest))
+    return out, Update(what, count, len(rest), _timeline(sharded_models[0], step, rest))
 
 
 def _reduced(frame: Frame) -> set[tuple[str, str]]:
@@ -67,34 +69,34 @@ def _tiled(frames: Sequence[Frame]) -> set[tuple[str, str]]:
 
 
 def _timeline(
-    policy: ShardedModel, program: Program, turns: Sequence[UpdateTurn], frame: Frame | None = None
+    sharded_model: ShardedModel, program: Program, turns: Sequence[UpdateTurn], frame: Frame | None = None
 ) -> Timeline:
     return simulate(
         program,
-        policy.hardware,
-        policy.group.world,
-        checksums=policy.config.nvme_checksums,
+        sharded_model.hardware,
+        sharded_model.group.world,
+        checksums=sharded_model.config.nvme_checksums,
         params=None if frame is None else len(frame.params),
         turns=turns,
-        files_budget=policy.tiers.files_budget,
+        files_budget=sharded_model.tiers.files_budget,
     )
 
 
 def _turns(
-    policies: Sequence[ShardedModel], tiled: Collection[tuple[str, str]]
+    sharded_models: Sequence[ShardedModel], tiled: Collection[tuple[str, str]]
 ) -> tuple[list[UpdateTurn], list[UpdateTurn], str]:
     """Turns that run as soon as gradients are final, those that run in ``step()``, and what they are known from."""
     keys = {
-        id(param): (policy, name)
-        for policy in policies
-        for name in policy.params
-        if (param := policy.find(name)) is not None and param.requires_grad
+        id(param): (sharded_model, name)
+        for sharded_model in sharded_models
+        for name in sharded_model.params
+        if (param := sharded_model.find(name)) is not None and param.requires_grad
     }
-    spec = policies[0].hardware
+    spec = sharded_models[0].hardware
     early: list[UpdateTurn] = []
     late: list[UpdateTurn] = []
     told: dict[str, None] = {}
-    known = {id(o): o for policy in policies for o in policy.optimizers.values()}
+    known = {id(o): o for sharded_model in sharded_models for o in sharded_model.optimizers.values()}
     for optimizer in known.values():
         for unit in optimizer.units:
             state_bytes = [d.itemsize for d in unit.states.tensors.values()]
@@ -104,28 +106,32 @@ def _turns(
         when = ", overlap=True" if optimizer.early else ""
         told[f"{optimizer.cls.__name__} of zero.optimizer{when}"] = None
     entries = [
-        _assumed(policy, name, param)
-        for policy in policies
-        for name in policy.params
-        if name not in policy.optimizers and id(param := policy.find(name)) in keys
+        _assumed(sharded_model, name, param)
+        for sharded_model in sharded_models
+        for name in sharded_model.params
+        if name not in sharded_model.optimizers and id(param := sharded_model.find(name)) in keys
     ]
     assumed = [
         turn
-        for batch in batches_of(entries, True, unit_bytes(policies))
+        for batch in batches_of(entries, True, unit_bytes(sharded_models))
         if (turn := _turn(batch, keys, _STATE_BYTES, False, tiled, spec)) is not None
     ]
-    away = any(policy.tiers.on_host(name) for policy in policies for name in policy.params)
+    away = any(
+        sharded_model.tiers.on_host(name) for sharded_model in sharded_models for name in sharded_model.params
+    )
     if away or any(t.buffered or t.copied_bytes for t in assumed):
         late += assumed
         told["assumed: Adam of zero.optimizer, two fp32 states a parameter, overlap=False"] = None
     return early, late, "; ".join(told)
 
 
-def _assumed(policy: ShardedModel, name: str, param: DTensor) -> Entry:
+def _assumed(sharded_model: ShardedModel, name: str, param: DTensor) -> Entry:
     """A parameter as an optimizer would take it that keeps two states."""
-    tier = tier_of({}, policy, name)
-    item = policy.params[name].layout.dtype.itemsize
-    streamed = {kind: item for kind in ("params", "grads") if policy.tiers.placed.tier(kind, name) == "nvme"}
+    tier = tier_of({}, sharded_model, name)
+    item = sharded_model.params[name].layout.dtype.itemsize
+    streamed = {
+        kind: item for kind in ("params", "grads") if sharded_model.tiers.placed.tier(kind, name) == "nvme"
+    }
     if tier != "none":
         streamed |= {f"state {k}": n for k, n in enumerate(_STATE_BYTES)}
     return Entry(param, name, tier, {}, streamed)
@@ -147,23 +153,25 @@ def _turn(
         entry = piece.entry
         if id(entry.param) not in keys:
             continue  # of no sharded model, or frozen
-        policy, name = keys[id(entry.param)]
-        names[policy.key, name] = None
+        sharded_model, name = keys[id(entry.param)]
+        names[sharded_model.key, name] = None
         local = local_of(entry.param)
         numel, item = piece.rows(local).numel(), local.element_size()
         states = sum(state_bytes)
-        param = item * (policy.tiers.placed.tier("params", name) == "nvme")
-        by_file = policy.tiers.goes_by_file(name, early, (policy.key, name) in tiled)
+        param = item * (sharded_model.tiers.placed.tier("params", name) == "nvme")
+        by_file = sharded_model.tiers.goes_by_file(name, early, (sharded_model.key, name) in tiled)
         if by_file:
-            filed.add((policy.key, name))
+            filed.add((sharded_model.key, name))
         grad = item * by_file
         in_files = states * (entry.tier == "nvme")
         read += numel * (param + grad + in_files)
         written += numel * (param + in_files)
         copied += (
-            numel * states * (policy.tiers.apart and entry.tier != "none" and not policy.tiers.on_host(name))
+            numel
+            * states
+            * (sharded_model.tiers.apart and entry.tier != "none" and not sharded_model.tiers.on_host(name))
         )
-        us += numel * (3 * item + 2 * states) / _memory(spec, policy, name)
+        us += numel * (3 * item + 2 * states) / _memory(spec, sharded_model, name)
     if not names:
         return None
     label = f"update of {few(tuple(name for _, name in names))}"
@@ -172,9 +180,9 @@ def _turn(
     )
 
 
-def _memory(spec: HardwareSpec, policy: ShardedModel, name: str) -> float:
+def _memory(spec: HardwareSpec, sharded_model: ShardedModel, name: str) -> float:
     """Bytes a microsecond of the memory in which an update runs. That of an accelerator's host is not in a spec: it is
     taken to be as fast as the link that ends there."""
-    if policy.tiers.on_host(name):
+    if sharded_model.tiers.on_host(name):
         return min(spec.memory_bytes_per_us, spec.host_device.bytes_per_us)
-    return spec.memory_bytes_per_us * (1.0 if policy.tiers.apart else _IN_PLACE)
+    return spec.memory_bytes_per_us * (1.0 if sharded_model.tiers.apart else _IN_PLACE)

@@ -57,22 +57,22 @@ class Overlap:
         self._names: dict[
             int, tuple[weakref.ref[ShardedModel], str]
         ] = {}  # of each parameter of a sharded model
-        self._policies: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # whose gradients come here
+        self._sharded_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # whose gradients come here
         self._failed: Exception | None = None  # why nothing more of this backward is updated
         self._partly = False  # a backward has begun to update, and has not ended
         self.due = False  # one has updated, and no step() came since
         self._first = True  # no backward has ended yet
         self._apart = contextlib.ExitStack()
-        self._end_of_life = weakref.finalize(self, _remove, self._hooks, self._params, self._policies)
+        self._end_of_life = weakref.finalize(self, _remove, self._hooks, self._params, self._sharded_models)
         self._end_of_life.atexit = False
         _all.add(self)
 
     def end(self) -> None:
         """Let go of all gradients; so does the end of the optimizer."""
         self._of.clear()
-        for policy in self._policies:
-            for name in [n for n, sink in policy.sinks.items() if sink is self]:
-                del policy.sinks[name]
+        for sharded_model in self._sharded_models:
+            for name in [n for n, sink in sharded_model.sinks.items() if sink is self]:
+                del sharded_model.sinks[name]
         self._end_of_life()
 
     def check_free(self, params: Sequence[object]) -> None:
@@ -111,12 +111,12 @@ class Overlap:
                     self._params.append(weakref.ref(param))
                     self._of[id(param)] = (piece.entry, [])
                 self._of[id(param)][1].append(unit)
-        for policy in ops.owners():
-            for name in policy.places:
-                if id(policy.find(name)) in self._of:
-                    self._policies.add(policy)
-                    policy.sinks[name] = self
-                    self._names[id(policy.find(name))] = weakref.ref(policy), name
+        for sharded_model in ops.owners():
+            for name in sharded_model.places:
+                if id(sharded_model.find(name)) in self._of:
+                    self._sharded_models.add(sharded_model)
+                    sharded_model.sinks[name] = self
+                    self._names[id(sharded_model.find(name))] = weakref.ref(sharded_model), name
 
     # In a backward -----------------------------------------------------------------------------------------
 
@@ -173,14 +173,14 @@ class Overlap:
 
     def _files_of(self, param: torch.Tensor, tiled: bool) -> GradientFiles | None:
         """Who takes a gradient to its file; None for one that goes from memory to its update."""
-        policy, name = self._owner(param)
+        sharded_model, name = self._owner(param)
         optimizer = self._optimizer()
-        if policy is None or optimizer is None:
+        if sharded_model is None or optimizer is None:
             return None
-        files = policy.gradients.files_of(name)
+        files = sharded_model.gradients.files_of(name)
         # What is added to a gradient that went there goes there too, so that sums are in the order of autograd's.
         there = files is not None and files.has(name)
-        return files if there or policy.tiers.goes_by_file(name, optimizer.early, tiled) else None
+        return files if there or sharded_model.tiers.goes_by_file(name, optimizer.early, tiled) else None
 
     def _owner(self, param: object) -> tuple[ShardedModel | None, str]:
         """The sharded model of a parameter, and its name there."""
@@ -192,8 +192,8 @@ class Overlap:
         if optimizer is None or not optimizer.early:
             return
         entry, units = self._of[id(param)]
-        policy, name = self._owner(param)
-        if policy is not None and (files := policy.gradients.files_of(name)) is not None:
+        sharded_model, name = self._owner(param)
+        if sharded_model is not None and (files := sharded_model.gradients.files_of(name)) is not None:
             self._guarded(lambda: optimizer.receive(partial(files.finish, name)))
         entry.claim_grad()
         for unit in units:
@@ -274,8 +274,8 @@ class Overlap:
         if optimizer is None or not optimizer.early:
             return
         check_averaged(params)
-        for policy in self._policies:
-            self._guarded(partial(optimizer.receive, policy.gradients.finish))
+        for sharded_model in self._sharded_models:
+            self._guarded(partial(optimizer.receive, sharded_model.gradients.finish))
         for entry, _ in self._of.values():
             entry.claim_grad()
         for unit in self._units:
@@ -306,7 +306,7 @@ _all: weakref.WeakSet[Overlap] = weakref.WeakSet()
 def _remove(
     hooks: list[RemovableHandle],
     params: list[weakref.ref[torch.Tensor]],
-    policies: weakref.WeakSet[ShardedModel],
+    sharded_models: weakref.WeakSet[ShardedModel],
 ) -> None:
     """The optimizer is gone: gradients come to ``.grad`` again, or to files where they rest there."""
     for hook in hooks:
@@ -314,5 +314,5 @@ def _remove(
     for ref in params:
         if (param := ref()) is not None and type(param.grad) is AppliedGrad:
             param.grad = None
-    for policy in policies:
-        policy.gradients.restore_sinks()
+    for sharded_model in sharded_models:
+        sharded_model.gradients.restore_sinks()

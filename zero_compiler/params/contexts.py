@@ -23,7 +23,7 @@ from ..sharded.managed_parameters import Places, local_of
 from ..sharded.sharded_model import ShardedModel
 from ..tensors.full_weight import FULL
 from . import ddp_fallback
-from .modules import check_accumulates, policies_of
+from .modules import check_accumulates, sharded_models_of
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         GradientError: a ``zero.optimizer(overlap=True)`` uses its gradients up.
     """
     _check_module("zero.no_sync", model)
-    states: list[Any] = [*policies_of(model)]
+    states: list[Any] = [*sharded_models_of(model)]
     unsharded = ddp_fallback.plain_parameters(model)
     if unsharded:
         states.append(ddp_fallback.plain_model(list(unsharded.values())))
@@ -56,7 +56,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def _ranks_of(model: nn.Module) -> Group | None:
     """The ranks that a model, or the part of it that is not sharded, is trained on."""
-    return group_of(policies_of(model)) or next(
+    return group_of(sharded_models_of(model)) or next(
         iter(ddp_fallback.averaged_over(ddp_fallback.plain_parameters(model).values())), None
     )
 
@@ -79,33 +79,33 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
         ShardError: a parameter has another shape at exit, or the model is gathered already.
     """
     _check_module("zero.gathered", model)
-    policies = policies_of(model)
-    for policy in policies:
-        if policy.opened:
+    sharded_models = sharded_models_of(model)
+    for sharded_model in sharded_models:
+        if sharded_model.opened:
             raise ShardError("zero.gathered: this model is gathered already; leave the first one before")
-    with together(lambda: group_of(policies), "zero.gathered", works=False):
+    with together(lambda: group_of(sharded_models), "zero.gathered", works=False):
         opened: list[_Opened] = []
         all_there = True
         try:
-            for policy in policies:
-                _open(policy, opened)
+            for sharded_model in sharded_models:
+                _open(sharded_model, opened)
             yield
         except BaseException as error:
-            all_there = not write or _all_fail(policies, error)
+            all_there = not write or _all_fail(sharded_models, error)
             raise
         finally:
             # Shards first, so that the model is whole again whatever the check of the written values says.
             written = [(o, _close(o)) for o in opened]
-            for policy in policies:
-                policy.opened = False
+            for sharded_model in sharded_models:
+                sharded_model.opened = False
             if write and all_there:
                 _write(written)
 
 
-def _all_fail(policies: list[ShardedModel], error: BaseException) -> bool:
+def _all_fail(sharded_models: list[ShardedModel], error: BaseException) -> bool:
     """Tell the other ranks, which are at the end of a ``zero.gathered(write=True)`` or on their way, that an ``error``
     has ended it here. Whether that has happened on all of them."""
-    group = group_of(policies)
+    group = group_of(sharded_models)
     if group is None or group.one_rank or is_known(error):
         return True
     try:
@@ -120,53 +120,53 @@ def _all_fail(policies: list[ShardedModel], error: BaseException) -> bool:
 class _Opened:
     """A parameter whose full tensor ``whole`` stands, for a while, wherever its shard ``original`` stood."""
 
-    policy: ShardedModel
+    sharded_model: ShardedModel
     name: str
     original: Any
     whole: nn.Parameter
     places: Places
 
 
-def _open(policy: ShardedModel, opened: list[_Opened]) -> None:
+def _open(sharded_model: ShardedModel, opened: list[_Opened]) -> None:
     # What is gathered is known, and nothing stands in the way of it, before ranks meet.
     try:
-        found = _standing(policy)
+        found = _standing(sharded_model)
         for name, (param, _) in found.items():
             if parameter_errors.was_dropped(param):
                 parameter_errors.dropped(name)
     except ShardError as error:
-        cannot_begin(policy.group, error)
+        cannot_begin(sharded_model.group, error)
         raise
-    policy.meet("zero.gathered", "\n".join(f"gathers {name}" for name in found))
+    sharded_model.meet("zero.gathered", "\n".join(f"gathers {name}" for name in found))
     for name, (param, at) in found.items():
-        info = policy.params[name]
+        info = sharded_model.params[name]
         # What was tied after zero.shard stays tied.
         whole = next((o.whole for o in opened if o.original is param), None)
         if whole is None:
             full = blocking_transfers.gather(
-                policy.group, info.layout, param._local_tensor, info.layout.dtype
+                sharded_model.group, info.layout, param._local_tensor, info.layout.dtype
             )
-            if policy.group.world == 1 or not info.layout.sharded:
+            if sharded_model.group.world == 1 or not info.layout.sharded:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
             whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)
             setattr(whole, FULL, True)
-        opened.append(_Opened(policy, name, param, whole, at))
+        opened.append(_Opened(sharded_model, name, param, whole, at))
         for module, attribute in at:
             module._parameters[attribute] = whole
-    policy.opened = True
+    sharded_model.opened = True
 
 
-def _standing(policy: ShardedModel) -> dict[str, tuple[DTensor, Places]]:
+def _standing(sharded_model: ShardedModel) -> dict[str, tuple[DTensor, Places]]:
     """The sharded parameters of a model, by name, and where they stand; but for what was deleted, or set to None.
 
     Raises:
         ShardError: another one stands in the place of one of them.
     """
     found: dict[str, tuple[DTensor, Places]] = {}
-    for name in policy.params:
-        at = [(m, a) for m, a in policy.places[name] if m._parameters.get(a) is not None]
+    for name in sharded_model.params:
+        at = [(m, a) for m, a in sharded_model.places[name] if m._parameters.get(a) is not None]
         if at:
-            found[name] = policy.param(name), at
+            found[name] = sharded_model.param(name), at
     return found
 
 
@@ -179,19 +179,19 @@ def _close(o: _Opened) -> torch.Tensor:
 
 
 def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
-    for policy in {id(o.policy): o.policy for o, _ in written}.values():
-        theirs = [(o, full) for o, full in written if o.policy is policy]
+    for sharded_model in {id(o.sharded_model): o.sharded_model for o, _ in written}.values():
+        theirs = [(o, full) for o, full in written if o.sharded_model is sharded_model]
         try:
             for o, full in theirs:
                 _check_form(o, full)
         except ShardError as error:
-            cannot_begin(policy.group, error)  # the others are about to compare values
+            cannot_begin(sharded_model.group, error)  # the others are about to compare values
             raise
-        _check_equal(policy, [(o.name, full) for o, full in theirs])
+        _check_equal(sharded_model, [(o.name, full) for o, full in theirs])
     with torch.no_grad():
         for o, full in written:
-            layout = o.policy.params[o.name].layout
-            rank = o.policy.group.rank
+            layout = o.sharded_model.params[o.name].layout
+            rank = o.sharded_model.group.rank
             full = local_of(full)
             rows = (
                 full[layout.start(rank) : layout.start(rank) + layout.rows(rank)] if layout.sharded else full
@@ -204,7 +204,7 @@ def _write(written: list[tuple[_Opened, torch.Tensor]]) -> None:
 
 
 def _check_form(o: _Opened, full: torch.Tensor) -> None:
-    shape = o.policy.params[o.name].shape
+    shape = o.sharded_model.params[o.name].shape
     if isinstance(o.whole, DTensor) and not isinstance(full, DTensor):
         raise ShardError(
             f"zero.gathered(write=True): a plain tensor stands at exit where parameter {o.name!r} was a DTensor over "
@@ -217,8 +217,8 @@ def _check_form(o: _Opened, full: torch.Tensor) -> None:
         )
 
 
-def _check_equal(policy: ShardedModel, fulls: list[tuple[str, torch.Tensor]]) -> None:
-    group = policy.group
+def _check_equal(sharded_model: ShardedModel, fulls: list[tuple[str, torch.Tensor]]) -> None:
+    group = sharded_model.group
     if group.one_rank:
         return
     # Ranks of one place in the tensor-parallel dimension hold the same values; that place comes last.
@@ -230,7 +230,7 @@ def _check_equal(policy: ShardedModel, fulls: list[tuple[str, torch.Tensor]]) ->
             bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
         )
     sums = sums.to(group.device)
-    policy.meet("end of zero.gathered(write=True)", "\n".join(f"writes {name}" for name, _ in fulls))
+    sharded_model.meet("end of zero.gathered(write=True)", "\n".join(f"writes {name}" for name, _ in fulls))
     everyone = group.everyone
     every = [torch.empty_like(sums) for _ in range(everyone.world)]
     with answered(everyone, "zero.gathered(write=True)"):

@@ -298,7 +298,9 @@ def _ranks_of(model: nn.Module) -> Group | None:
 
     None, for all ranks, where nothing is sharded. Of parts on several meshes the largest counts.
     """
-    parts = (m.__dict__["_zero"].policy.group.everyone for m in model.modules() if "_zero" in m.__dict__)
+    parts = (
+        m.__dict__["_zero"].sharded_model.group.everyone for m in model.modules() if "_zero" in m.__dict__
+    )
     return max(parts, key=lambda group: group.world, default=None)
 
 

@@ -23,51 +23,53 @@ class Unshard(torch.autograd.Function):
     """Full weight of a sharded parameter, as a parameter, with the reduction of its gradient as backward."""
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, policy: ShardedModel, name: str) -> torch.Tensor:
-        ctx.policy, ctx.name, ctx.param, ctx.version = policy, name, param, param._version
+    def forward(ctx: Any, param: DTensor, sharded_model: ShardedModel, name: str) -> torch.Tensor:
+        ctx.sharded_model, ctx.name, ctx.param, ctx.version = sharded_model, name, param, param._version
         param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
-        ctx.call = grads.opened(policy, (name,))
-        return full_parameter(_whole(policy, name, param._local_tensor))
+        ctx.call = grads.opened(sharded_model, (name,))
+        return full_parameter(_whole(sharded_model, name, param._local_tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
-        policy, name = ctx.policy, ctx.name
-        info = policy.params[name]
+        sharded_model, name = ctx.sharded_model, ctx.name
+        info = sharded_model.params[name]
         param = ctx.param
         parameter_errors.check_unmodified(param, name, ctx.version)
         if transforms.batched(grad):
             raise parameter_errors.one_gradient_at_a_time(f"parameter {name!r}, which is sharded,")
-        last_call, ctx.call = grads.is_last_call(policy, name), None
+        last_call, ctx.call = grads.is_last_call(sharded_model, name), None
         again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
-        if policy.defers:
+        if sharded_model.defers:
             grads.check_unhooked(param, name)
             if again and grads.goes_to_grad(param):
                 raise parameter_errors.keeps_no_graph(name)
             grads.keep(param, grad, info.reduce_dtype, info.layout)
             return None, None, None
-        grad = grads.to_reduce(policy, name, param, grad.to(info.reduce_dtype), info.reduce_dtype)
+        grad = grads.to_reduce(sharded_model, name, param, grad.to(info.reduce_dtype), info.reduce_dtype)
         if again:
-            rows = Average.apply(grad, param, policy, name)
+            rows = Average.apply(grad, param, sharded_model, name)
         else:
-            rows = grads.as_dtensor(param, _averaged(policy, name, grad, param))
-        taken = policy.sinks and grads.deliver(policy, name, param, rows._local_tensor.detach(), last_call)
+            rows = grads.as_dtensor(param, _averaged(sharded_model, name, grad, param))
+        taken = sharded_model.sinks and grads.deliver(
+            sharded_model, name, param, rows._local_tensor.detach(), last_call
+        )
         return None if taken else rows, None, None
 
 
-def read(param: DTensor, policy: ShardedModel, name: str) -> Any:
+def read(param: DTensor, sharded_model: ShardedModel, name: str) -> Any:
     """The full weight of ``param``, which is ``name``, as a parameter; also under ``torch.no_grad``, since what is read
     there may be used where gradients are enabled."""
     if torch.is_grad_enabled() or not param.requires_grad or torch.is_inference_mode_enabled():
-        return _read(param, policy, name)
+        return _read(param, sharded_model, name)
     torch._C._set_grad_enabled(True)  # as torch.enable_grad, which costs as much as the rest
     try:
-        return _read(param, policy, name)
+        return _read(param, sharded_model, name)
     finally:
         torch._C._set_grad_enabled(False)
 
 
-def _read(param: DTensor, policy: ShardedModel, name: str) -> Any:
-    full, part = Unshard.apply(param, policy, name), policy.params[name].part
+def _read(param: DTensor, sharded_model: ShardedModel, name: str) -> Any:
+    full, part = Unshard.apply(param, sharded_model, name), sharded_model.params[name].part
     return full if part is None else AsParameter.apply(part.of(full))
 
 
@@ -76,11 +78,13 @@ class GatherWhole(torch.autograd.Function):
     gives to a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: DTensor, param: DTensor, policy: ShardedModel, name: str) -> torch.Tensor:
-        ctx.of = param, policy, name
+    def forward(
+        ctx: Any, rows: DTensor, param: DTensor, sharded_model: ShardedModel, name: str
+    ) -> torch.Tensor:
+        ctx.of = param, sharded_model, name
         if rows.placements != param.placements:
             rows = rows.redistribute(param.device_mesh, param.placements)
-        return _whole(policy, name, rows._local_tensor)
+        return _whole(sharded_model, name, rows._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
@@ -95,24 +99,26 @@ class Average(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, param: DTensor, policy: ShardedModel, name: str) -> DTensor:
-        ctx.of, ctx.dtype = (param, policy, name), full.dtype
-        return grads.as_dtensor(param, _averaged(policy, name, full, param))
+    def forward(
+        ctx: Any, full: torch.Tensor, param: DTensor, sharded_model: ShardedModel, name: str
+    ) -> DTensor:
+        ctx.of, ctx.dtype = (param, sharded_model, name), full.dtype
+        return grads.as_dtensor(param, _averaged(sharded_model, name, full, param))
 
     @staticmethod
     def backward(ctx: Any, grad: object) -> Any:
         return GatherWhole.apply(grad, *ctx.of).to(ctx.dtype), None, None, None
 
 
-def _whole(policy: ShardedModel, name: str, local: torch.Tensor) -> torch.Tensor:
-    info = policy.params[name]
-    policy.meet(f"eager gather of {name}")
-    return blocking_transfers.gather(policy.group, info.layout, local, info.gather_dtype)
+def _whole(sharded_model: ShardedModel, name: str, local: torch.Tensor) -> torch.Tensor:
+    info = sharded_model.params[name]
+    sharded_model.meet(f"eager gather of {name}")
+    return blocking_transfers.gather(sharded_model.group, info.layout, local, info.gather_dtype)
 
 
-def _averaged(policy: ShardedModel, name: str, full: torch.Tensor, param: DTensor) -> torch.Tensor:
-    info = policy.params[name]
-    policy.meet(f"eager reduction of the gradient of {name}")
-    return blocking_transfers.reduce(policy.group, info.layout, full, info.reduce_dtype).to(
+def _averaged(sharded_model: ShardedModel, name: str, full: torch.Tensor, param: DTensor) -> torch.Tensor:
+    info = sharded_model.params[name]
+    sharded_model.meet(f"eager reduction of the gradient of {name}")
+    return blocking_transfers.reduce(sharded_model.group, info.layout, full, info.reduce_dtype).to(
         param._local_tensor.device
     )

@@ -25,7 +25,7 @@ def dynamo_asks() -> bool:
     return torch._guards.CompileContext.try_get() is not None
 
 
-def inside(policy: ShardedModel) -> bool:
+def inside(sharded_model: ShardedModel) -> bool:
     """Whether eager code that runs is of a forward of the model.
 
     Checkpointed regions run their forward again inside a backward, by way of any function, and with gradients enabled;
@@ -33,7 +33,9 @@ def inside(policy: ShardedModel) -> bool:
     """
     if dynamo_asks():
         return False
-    return bool(policy.scope.calls) or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+    return bool(sharded_model.scope.calls) or (
+        torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+    )
 
 
 def named_members(
@@ -50,7 +52,7 @@ def named_members(
     """
     members = type(self)._zero_base._named_members(self, get_members_fn, prefix, recurse, remove_duplicate)
     state = self._zero
-    if state is None or state.policy.opened or not _inside(state.policy):
+    if state is None or state.sharded_model.opened or not _inside(state.sharded_model):
         yield from members
         return
     for name, member in members:
@@ -63,8 +65,8 @@ def named_members(
         yield name, member
 
 
-def _inside(policy: ShardedModel) -> bool:
-    return bool(policy.scope.calls) if torch.compiler.is_dynamo_compiling() else inside(policy)
+def _inside(sharded_model: ShardedModel) -> bool:
+    return bool(sharded_model.scope.calls) if torch.compiler.is_dynamo_compiling() else inside(sharded_model)
 
 
 def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

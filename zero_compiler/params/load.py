@@ -22,7 +22,7 @@ from ..ranks.group import group_of
 from ..storage import heap
 from ..storage.stores import Region, region_of, watch
 from . import parameter_memory
-from .modules import ModuleState, policies_of, state_of
+from .modules import ModuleState, sharded_models_of, state_of
 from .optimizer_guards import mark_stale
 from .shard import inherit, sharded_parameter
 
@@ -70,7 +70,7 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
         ShardError: a file that is missing or damaged, a shape that differs, or (``strict``) names that differ.
     """
     model = getattr(model, "_orig_mod", model)
-    with together(lambda: group_of(policies_of(model)), "zero.load_safetensors"):
+    with together(lambda: group_of(sharded_models_of(model)), "zero.load_safetensors"):
         return _load_files(model, paths, strict)
 
 
@@ -175,21 +175,21 @@ def _load(name: str, reader: Any, file: str, slots: Sequence[Destination]) -> No
         if not old.is_meta:
             old.copy_(value)
             return
-        device = first.state.policy.group.device if first.state is not None else torch.device("cpu")
+        device = first.state.sharded_model.group.device if first.state is not None else torch.device("cpu")
         new: torch.Tensor = value.to(device, old.dtype)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         _replace(name, slots, new)
         return
-    policy = first.state.policy
-    info = policy.params[first.state.names[first.attribute]]
-    layout, rank = info.layout, policy.group.rank
+    sharded_model = first.state.sharded_model
+    info = sharded_model.params[first.state.names[first.attribute]]
+    layout, rank = info.layout, sharded_model.group.rank
     local = old._local_tensor
     if local.is_meta:
-        chunk = policy.storage.place(first.state.names[first.attribute])
+        chunk = sharded_model.storage.place(first.state.names[first.attribute])
         local = chunk[: layout.rows(rank)] if layout.sharded else chunk
         parameter_memory.give(
-            old, sharded_parameter(policy.group, layout, local, old.requires_grad, info.part), name
+            old, sharded_parameter(sharded_model.group, layout, local, old.requires_grad, info.part), name
         )
     if not layout.shape:
         local.copy_(reader.get_tensor(name))
@@ -201,7 +201,7 @@ def _load(name: str, reader: Any, file: str, slots: Sequence[Destination]) -> No
             local.copy_(reader.get_slice(name)[_ranges(starts, local.shape)])
         else:
             _fill(region, local, name, file, reader, starts)
-            if (param := policy.find(first.state.names[first.attribute])) is not None:
+            if (param := sharded_model.find(first.state.names[first.attribute])) is not None:
                 watch(param, local)
 
 

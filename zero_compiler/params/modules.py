@@ -36,12 +36,12 @@ from .weight_op import managed, placed, weight
 
 @dataclass
 class ModuleState:
-    """What a module of a sharded model knows: its policy and the qualified names of its own parameters.
+    """What a module of a sharded model knows: that model and the qualified names of its own parameters.
 
     ``full``: Dynamo has compiled something that it calls for the last time (see `recompile_limit.py`).
     """
 
-    policy: ShardedModel
+    sharded_model: ShardedModel
     names: dict[str, str]
     root: bool
     full: bool = False
@@ -71,32 +71,34 @@ def state_of(module: nn.Module) -> ModuleState | None:
 refuse_wrappers(lambda module: state_of(module) is not None)
 
 
-def policies_of(model: nn.Module) -> list[ShardedModel]:
-    """Policies of a plain, sharded or compiled module, outermost first, without repeats."""
+def sharded_models_of(model: nn.Module) -> list[ShardedModel]:
+    """Sharded models of a plain, sharded or compiled module, outermost first, without repeats."""
     model = getattr(model, "_orig_mod", model)
     out: dict[int, ShardedModel] = {}
     for module in model.modules():
         state = state_of(module)
         if state is not None:
-            out.setdefault(id(state.policy), state.policy)
+            out.setdefault(id(state.sharded_model), state.sharded_model)
     return list(out.values())
 
 
-def swap_classes(model: nn.Module, policy: ShardedModel) -> None:
+def swap_classes(model: nn.Module, sharded_model: ShardedModel) -> None:
     """Give every module of the model its subclass; inner shards join the outer model's scope."""
     owned: dict[int, dict[str, str]] = {}
-    names_by_id = {id(policy.param(name)): name for name in policy.places}
+    names_by_id = {id(sharded_model.param(name)): name for name in sharded_model.places}
     classes: set[object] = {type(module) for module in model.modules()}
-    policy.writes = any(may_write(cls) for cls in classes) or any(map(own_code_may_write, model.modules()))
+    sharded_model.writes = any(may_write(cls) for cls in classes) or any(
+        map(own_code_may_write, model.modules())
+    )
     for module in model.modules():
         state = state_of(module)
         if state is not None:
-            state.policy.belong(policy.scope)
+            state.sharded_model.belong(sharded_model.scope)
             continue
         own = module._parameters.items()
         names = {a: names_by_id[id(p)] for a, p in own if p is not None and not stays_whole(p)}
         owned[id(module)] = names
-        module.__dict__["_zero"] = ModuleState(policy, names, module is model)
+        module.__dict__["_zero"] = ModuleState(sharded_model, names, module is model)
         if isinstance(module, nn.RNNBase):
             module.__dict__.pop("_flat_weights", None)  # a list of the whole weights; see sharded_class
         if names:
@@ -118,7 +120,7 @@ def _lay_out(module: nn.Module, state_dict: dict[str, object], prefix: str, *res
             or isinstance(value, DTensor)
         ):
             continue
-        info, rank = state.policy.params[name], state.policy.group.rank
+        info, rank = state.sharded_model.params[name], state.sharded_model.group.rank
         layout = info.layout
         if value.shape != info.shape:
             continue
@@ -259,7 +261,7 @@ def _register(module: _Sharded, name: str, param: Any) -> None:
         ShardError: another sharded parameter stands there.
     """
     state = module._zero
-    if state.policy.opened or not hasattr(param, FULL):
+    if state.sharded_model.opened or not hasattr(param, FULL):
         type(module)._zero_base.register_parameter(module, name, param)
     elif name in state.names:
         raise ShardError(
@@ -290,11 +292,11 @@ def _set_requires_gradient_sync(
             f"set_requires_gradient_sync of {type(self).__name__}: gradients of a sharded model wait, or are reduced, "
             "together; call it on the module that was given to zero.shard"
         )
-    policies = policies_of(self) if recurse else [state.policy]
+    sharded_models = sharded_models_of(self) if recurse else [state.sharded_model]
     if not requires_gradient_sync:
-        check_accumulates(policies, "set_requires_gradient_sync(False)")
-    for policy in policies:
-        policy.sync = bool(requires_gradient_sync)
+        check_accumulates(sharded_models, "set_requires_gradient_sync(False)")
+    for sharded_model in sharded_models:
+        sharded_model.sync = bool(requires_gradient_sync)
 
 
 def check_accumulates(states: Iterable[Any], what: str) -> None:
@@ -328,7 +330,7 @@ def _reduce_ex(self: _Sharded, protocol: int) -> str | tuple[object, ...]:
     state = self._zero
     reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
     # The group comes first: where it is not found again, nothing else is worth reading.
-    made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.policy.group)
+    made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.sharded_model.group)
     return (_rebuild, made, *reduced[2:])
 
 
@@ -362,11 +364,11 @@ def _called(
     state = self._zero
     if state is None:
         return call(self, *args, **kwargs)
-    scope = state.policy.scope
+    scope = state.sharded_model.scope
     # Inside zero.gathered weights are whole in their own dtype, and so is what is computed with them. Dynamo guards the
     # options once for a model, and `root` for each module.
-    if state.policy.config.param_dtype is not None and state.root and not state.policy.opened:
-        args, kwargs = _cast_inputs(args, kwargs, state.policy.config.param_dtype)
+    if state.sharded_model.config.param_dtype is not None and state.root and not state.sharded_model.opened:
+        args, kwargs = _cast_inputs(args, kwargs, state.sharded_model.config.param_dtype)
     if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
         return _past_limit(self, call, args, kwargs)
     if scope.calls:
@@ -398,7 +400,7 @@ def _past_limit(
     self: _Sharded, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Any:
     """A call from code that Dynamo does not compile for new values any more."""
-    scope = self._zero.policy.scope
+    scope = self._zero.sharded_model.scope
     if scope.compile is not None:
         return _again(self, call, args, kwargs)
     with recompile_limit.eagerly(self, args, kwargs):
@@ -413,7 +415,7 @@ def _compile(self: Any, *args: object, **kwargs: Any) -> None:
 def _entered(self: Any, *args: object, **kwargs: Any) -> object:
     """``_call_impl`` of a module for itself compiled."""
     state = self._zero
-    scope = state.policy.scope
+    scope = state.sharded_model.scope
     if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
         return _past_limit(self, type(self)._call_impl, args, kwargs)
     if state.full:
@@ -429,7 +431,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
         again: it is compiled once more, past Dynamo's limit; also for a part of the model.
     """
     state = self._zero
-    scope = state.policy.scope
+    scope = state.sharded_model.scope
     if again:
         if not torch.compiler.is_compiling() and recompile_limit.passed() and not scope.eager:
             with recompile_limit.eagerly(self, args, kwargs):
@@ -466,7 +468,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
             scope.begun = None, None
             scope.compiled_reads.clear()
     if not torch.compiler.is_compiling():
-        _check_plain(out, state.policy.group)
+        _check_plain(out, state.sharded_model.group)
     return out
 
 
@@ -474,7 +476,7 @@ def call_as_forward(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwa
     """``fn(module, ...)`` with full weights, as if it were the forward of a sharded module; modules that are compiled
     in place run compiled within it."""
     state = state_of(module)
-    if state is None or state.policy.scope.calls:
+    if state is None or state.sharded_model.scope.calls:
         return fn(module, *args, **kwargs)
     return _outermost(module, fn, args, kwargs)
 
@@ -513,22 +515,22 @@ def _get(self: _Sharded) -> object:
     state = self._zero
     if state is None:
         return param
-    policy = state.policy
+    sharded_model = state.sharded_model
     if torch.compiler.is_compiling():
-        if param is None or not policy.scope.calls:
+        if param is None or not sharded_model.scope.calls:
             return param
-        if policy.opened:
+        if sharded_model.opened:
             return param
         if not isinstance(param, DTensor):
-            return lent(param, name, policy)  # what is to stay there is refused by the backend
-        full = weight(param, policy.key, name)
-        if policy.group.tensor is None:  # for most models Dynamo need not follow the rest
+            return lent(param, name, sharded_model)  # what is to stay there is refused by the backend
+        full = weight(param, sharded_model.key, name)
+        if sharded_model.group.tensor is None:  # for most models Dynamo need not follow the rest
             return full
-        part = policy.params[name].part
+        part = sharded_model.params[name].part
         return full if part is None or full is param else placed(part.of(full), full)
-    if recompile_limit.passed() and policy.scope.calls and not policy.scope.eager:
-        recompile_limit.runs_eagerly(policy, f"code that reads {name}")
-    return read_eager(param, name, policy)
+    if recompile_limit.passed() and sharded_model.scope.calls and not sharded_model.scope.eager:
+        recompile_limit.runs_eagerly(sharded_model, f"code that reads {name}")
+    return read_eager(param, name, sharded_model)
 
 
 def _getter(attribute: str, name: str) -> types.FunctionType:
@@ -559,40 +561,40 @@ def _weight_property(attribute: str, name: str) -> property:
 
 
 @torch._dynamo.disable(reason="weights that are read between compiled frames are gathered eagerly")
-def read_eager(param: DTensor, name: str, policy: ShardedModel) -> Any:
+def read_eager(param: DTensor, name: str, sharded_model: ShardedModel) -> Any:
     """What ``module.attribute``, the parameter ``name``, is outside a compiled region."""
-    if isinstance(param, DTensor) and not policy.opened:
+    if isinstance(param, DTensor) and not sharded_model.opened:
         refuse_tracers(name)
-    if param is None or policy.opened or not inside(policy):
+    if param is None or sharded_model.opened or not inside(sharded_model):
         return param
     if not isinstance(param, DTensor):
         if isinstance(param, nn.Parameter) and not hasattr(param, FULL):
             parameter_errors.replaced(name)
-        return lent(param, name, policy)
-    policy.group.check_still_valid()
-    recompile_limit.outside_budget(policy, name)
-    info = managed(param, name, policy)
-    scope = policy.scope
+        return lent(param, name, sharded_model)
+    sharded_model.group.check_still_valid()
+    recompile_limit.outside_budget(sharded_model, name)
+    info = managed(param, name, sharded_model)
+    scope = sharded_model.scope
     with transforms.below():
         full = known(scope.read, param) if scope.calls else None
         if full is None:
-            full = eager.read(param, policy, name)
+            full = eager.read(param, sharded_model, name)
             if scope.copies is not None:
                 local = full._local_tensor if isinstance(full, DTensor) else full
-                scope.copies.add(info, param, local, policy.group.rank, policy.writes)
+                scope.copies.add(info, param, local, sharded_model.group.rank, sharded_model.writes)
             if scope.calls:
                 remember(scope.read, param, full)
         return full
 
 
-def lent(value: object, name: str, policy: ShardedModel) -> object:
+def lent(value: object, name: str, sharded_model: ShardedModel) -> object:
     """A plain tensor where a sharded parameter was, for one call, by ``torch.func.functional_call``: one of the
     parameter's dtype is cast as that is. (A plain parameter, which ``nn.Module`` asks of what is to stay, is refused.)
     """
     # Dynamo, which would end its graph at the question, asks it of nothing that it was given itself.
     if not torch.compiler.is_compiling() and transforms.follows(value):
         raise transforms.of_shards(name)
-    info = policy.params[name]
+    info = sharded_model.params[name]
     if isinstance(value, torch.Tensor) and value.dtype == info.layout.dtype:
         return value.to(info.gather_dtype)
     return value

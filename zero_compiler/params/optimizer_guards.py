@@ -126,7 +126,10 @@ def _give_back(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
 
 def _name_of(param: torch.Tensor) -> str | None:
     """What a parameter of a sharded model is called there; None of those of others."""
-    return next((n for policy in ops.owners() for n in policy.places if policy.find(n) is param), None)
+    return next(
+        (n for sharded_model in ops.owners() for n in sharded_model.places if sharded_model.find(n) is param),
+        None,
+    )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
@@ -151,14 +154,14 @@ def _check_managed(optimizer: torch.optim.Optimizer) -> None:
     optimizer makes them."""
     streams = getattr(optimizer, "streams", False)
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for policy in ops.owners():
-        for name in policy.places:
-            param = policy.find(name)
+    for sharded_model in ops.owners():
+        for name in sharded_model.places:
+            param = sharded_model.find(name)
             if param is None or id(param) not in given:
                 continue
-            tier = policy.tiers.placed.tier("optimizer", name)
-            beside = tier == "host" and policy.tiers.path("params", name)
-            frozen = policy.tiers.placed.was_frozen(name) and not param.requires_grad
+            tier = sharded_model.tiers.placed.tier("optimizer", name)
+            beside = tier == "host" and sharded_model.tiers.path("params", name)
+            frozen = sharded_model.tiers.placed.was_frozen(name) and not param.requires_grad
             if tier != "none" and not beside and not streams and not frozen:
                 cls = type(optimizer).__name__
                 raise ShardError(

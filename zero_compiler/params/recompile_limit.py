@@ -95,8 +95,8 @@ def compiled_again(
         call: what ``__call__`` of the module was before it was sharded.
         outermost: makes what calls it, as code that Dynamo has not met.
     """
-    policy = module._zero.policy
-    scope: Scope = policy.scope
+    sharded_model = module._zero.sharded_model
+    scope: Scope = sharded_model.scope
     compiled = scope.again.get(module)
     if compiled is None:
         assert scope.compile is not None
@@ -147,8 +147,8 @@ def eagerly(module: Any, args: Any, kwargs: Any) -> Iterator[None]:
     Raises:
         MemoryBudgetError: under a memory budget, on all ranks.
     """
-    scope: Scope = module._zero.policy.scope
-    runs_eagerly(module._zero.policy, _call(module, args, kwargs))
+    scope: Scope = module._zero.sharded_model.scope
+    runs_eagerly(module._zero.sharded_model, _call(module, args, kwargs))
     scope.eager = True
     try:
         yield
@@ -156,20 +156,20 @@ def eagerly(module: Any, args: Any, kwargs: Any) -> Iterator[None]:
         scope.eager = False
 
 
-def runs_eagerly(policy: ShardedModel, what: str) -> None:
+def runs_eagerly(sharded_model: ShardedModel, what: str) -> None:
     """``what`` runs eagerly, since Dynamo compiles it for no further values: say so, once.
 
     Raises:
         MemoryBudgetError: under a memory budget, on all ranks.
     """
-    scope = policy.scope
+    scope = sharded_model.scope
     said, advice = f"{what} runs eagerly, since {_why(scope)}", _advice(scope)
     if any(_budgeted(p) for p in scope.members):
         error = MemoryBudgetError(
             f"{said}, and memory_budget_bytes holds for what is compiled alone: {advice}"
         )
-        if not policy.group.one_rank:
-            cannot_begin(policy.group, error)
+        if not sharded_model.group.one_rank:
+            cannot_begin(sharded_model.group, error)
         raise error
     if not scope.eager_said:
         scope.eager_said = True
@@ -177,10 +177,10 @@ def runs_eagerly(policy: ShardedModel, what: str) -> None:
     scope.said = f"{said}: {advice}"
 
 
-def outside_budget(policy: ShardedModel, name: str) -> None:
+def outside_budget(sharded_model: ShardedModel, name: str) -> None:
     """The weight ``name`` is gathered by code that runs eagerly: say, once, that a memory budget does not count it."""
-    scope = policy.scope
-    if scope.outside_said or policy.group.rank != 0 or not any(_budgeted(p) for p in scope.members):
+    scope = sharded_model.scope
+    if scope.outside_said or sharded_model.group.rank != 0 or not any(_budgeted(p) for p in scope.members):
         return
     scope.outside_said = True
     log.warning(
@@ -190,8 +190,8 @@ def outside_budget(policy: ShardedModel, name: str) -> None:
     )
 
 
-def _budgeted(policy: ShardedModel) -> bool:
-    configs = [policy.config, *(frame.config for frame in policy.frames)]
+def _budgeted(sharded_model: ShardedModel) -> bool:
+    configs = [sharded_model.config, *(frame.config for frame in sharded_model.frames)]
     return any(config.memory_budget_bytes is not None for config in configs)
 
 

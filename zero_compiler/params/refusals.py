@@ -57,7 +57,7 @@ _OF_ADAPTERS = frozenset({"merge", "unmerge"})
 def refuse(module: Any, call: str, reason: str) -> NoReturn:
     """Raise, and let the next call of every other rank end with this: it may be that this rank alone is here."""
     error = ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
-    fail_later(module._zero.policy.group, error, f"go on behind {call}")
+    fail_later(module._zero.sharded_model.group, error, f"go on behind {call}")
     raise error
 
 
@@ -79,7 +79,7 @@ def refusing(base: type) -> dict[str, Any]:
 def _refused_method(name: str, method: Callable[..., object], reason: str) -> Callable[..., object]:
     @functools.wraps(method)
     def call(self: Any, *args: object, **kwargs: Any) -> object:
-        if self._zero.policy.opened or _changes_nothing(self, name, args, kwargs):
+        if self._zero.sharded_model.opened or _changes_nothing(self, name, args, kwargs):
             return method(self, *args, **kwargs)
         if name not in together or not together[name](self, method, args, kwargs):
             refuse(self, name + "()", reason)
@@ -154,7 +154,7 @@ def _refuse_quantization(module: nn.Module) -> NoReturn:
 
 
 def _refuse_scripting(self: Any) -> object:
-    if self._zero.policy.opened:
+    if self._zero.sharded_model.opened:
         return self
     raise ShardError(
         f"torch.jit.script of a sharded {type(self).__name__}: TorchScript has no parameters that are gathered; script "
@@ -240,8 +240,11 @@ def _hook_registration(name: str) -> Callable[..., Any]:
     def call(self: Any, hook: Any, *args: object, **kwargs: Any) -> object:
         _check_hook(hook)
         if "forward" in name and code_may_write(hook):  # as the code of the module may
-            self._zero.policy.writes = True
-        if any(policy.frames for policy in self._zero.policy.scope.members) and name not in _said_late:
+            self._zero.sharded_model.writes = True
+        if (
+            any(sharded_model.frames for sharded_model in self._zero.sharded_model.scope.members)
+            and name not in _said_late
+        ):
             _said_late.add(name)
             log.warning(
                 "%s on a %s of a model that was compiled and called already: torch.compile does not look for new "

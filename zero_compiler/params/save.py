@@ -34,7 +34,7 @@ from ..storage import aio
 from ..storage.safetensors_folder import TensorEntry, WeightFile, WeightsFolder, files_of
 from ..storage.stores import Region, region_of
 from .load import Destination, slots_of
-from .modules import policies_of
+from .modules import sharded_models_of
 
 CALL = "zero.save_safetensors"
 _PART_BYTES = 16 << 20  # of a tensor that are in memory while it is written
@@ -107,16 +107,16 @@ def save_safetensors(
 
 def write_together(model: nn.Module, folder: str | os.PathLike[str], max_file_bytes: int) -> None:
     """The same of a module that is not compiled."""
-    with together(lambda: group_of(policies_of(model)), CALL, works=False):
-        policies = by_ranks(policies_of(model))
-        if not policies:
+    with together(lambda: group_of(sharded_models_of(model)), CALL, works=False):
+        sharded_models = by_ranks(sharded_models_of(model))
+        if not sharded_models:
             raise ShardError(
                 f"{CALL} takes a sharded model, and this {type(model).__name__} is plain: save it with its "
                 "save_pretrained, or with safetensors.torch.save_model"
             )
-        lead = policies[0]
+        lead = sharded_models[0]
         with _told(lead.group):
-            sources = _sources(model, policies)
+            sources = _sources(model, sharded_models)
             files = files_of([source.entry for source in sources.values()], max_file_bytes)
         details = [f"folder {os.fspath(folder)!r}", f"max_file_bytes {max_file_bytes}"]
         lead.meet(CALL, "\n".join(details + [str(file) for file in files]))
@@ -165,13 +165,13 @@ def give_to_first(
 
     Collective, and for what is small beside the model. An error on one rank is raised on all.
     """
-    with together(lambda: group_of(policies_of(model)), CALL, works=False):
-        policies = by_ranks(policies_of(model))
-        lead = policies[0]
+    with together(lambda: group_of(sharded_models_of(model)), CALL, works=False):
+        sharded_models = by_ranks(sharded_models_of(model))
+        lead = sharded_models[0]
         group = lead.group.everyone
         found: dict[str, torch.Tensor] = {}
         with _told(group):
-            sources = _sources(model, policies, names)
+            sources = _sources(model, sharded_models, names)
             values: list[torch.Tensor] = []
             parts = _Parts(group, sources.values(), _kept_in(values) if group.rank == 0 else None)
         lead.meet(CALL, "\n".join(f"gives {name}" for name in names))
@@ -211,11 +211,11 @@ def _told(group: Group) -> Iterator[None]:
 
 
 def _sources(
-    model: nn.Module, policies: Sequence[ShardedModel], names: Sequence[str] | None = None
+    model: nn.Module, sharded_models: Sequence[ShardedModel], names: Sequence[str] | None = None
 ) -> dict[str, _Source]:
     """The tensors of a model by name, tied ones under one of theirs, in the order of ``state_dict()``; or only those of
     these ``names``."""
-    if any(policy.opened for policy in policies):
+    if any(sharded_model.opened for sharded_model in sharded_models):
         raise ShardError(
             f"{CALL} reads the rows of a {type(model).__name__} where they rest, and here they are gathered: call it "
             "outside of zero.gathered"
@@ -255,8 +255,8 @@ def _source(name: str, slot: Destination) -> _Source:
     elif isinstance(tensor, DTensor):
         if parameter_errors.was_dropped(tensor):
             parameter_errors.dropped(managed)
-        values, shape = tensor._local_tensor, state.policy.params[managed].shape
-        pieces = _pieces(state.policy, managed)
+        values, shape = tensor._local_tensor, state.sharded_model.params[managed].shape
+        pieces = _pieces(state.sharded_model, managed)
     else:
         parameter_errors.replaced(managed)
     if values.is_meta:
@@ -284,9 +284,9 @@ def _flat(entry: TensorEntry, pieces: tuple[_HeldPart, ...], values: torch.Tenso
     )
 
 
-def _pieces(policy: ShardedModel, name: str) -> tuple[_HeldPart, ...]:
+def _pieces(sharded_model: ShardedModel, name: str) -> tuple[_HeldPart, ...]:
     """Of a parameter: the rows of every rank that holds some which no other rank before it holds."""
-    info, group = policy.params[name], policy.group
+    info, group = sharded_model.params[name], sharded_model.group
     layout, part = info.layout, info.part
     ranks = range(group.world if layout.sharded else 1)
     cut = part is not None and part.placement.is_shard()

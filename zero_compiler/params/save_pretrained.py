@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..ranks.attendance import all_come
 from ..ranks.group import group_of
 from . import refusals
-from .modules import policies_of
+from .modules import sharded_models_of
 from .save import give_to_first, of_transformers, write_together
 
 _TOGETHER_S = 60.0  # within which all ranks come to the call; where they do not, one was to save alone
@@ -65,7 +65,7 @@ def _expected(given: dict[str, Any]) -> bool:
 
 
 def _all_come(module: Any) -> bool:
-    group = group_of(policies_of(module))
+    group = group_of(sharded_models_of(module))
     return group is None or all_come(group, "save_pretrained()", _TOGETHER_S)
 
 

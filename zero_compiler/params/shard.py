@@ -109,38 +109,38 @@ def _checked(
 def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     """:func:`shard` over a group that exists; ``model`` is known to be a plain module."""
     begin(group, "zero.shard")
-    policy = ShardedModel(group, config)
-    targets = collect(model, policy)
+    sharded_model = ShardedModel(group, config)
+    targets = collect(model, sharded_model)
     params = {name: param for name, (param, _) in targets.items()}
-    said = "\n".join([policy.protocol.describe(), *given(params), *describe_whole(model)])
-    agree(group, f"shard/{policy.identity.title()}", "the model given to zero.shard", said)
-    policy.tiers.place(policy.params, params, policy.hardware)
-    policy.storage.choose_transport(policy.hardware)
-    policy.storage.make_room(params)
+    said = "\n".join([sharded_model.protocol.describe(), *given(params), *describe_whole(model)])
+    agree(group, f"shard/{sharded_model.identity.title()}", "the model given to zero.shard", said)
+    sharded_model.tiers.place(sharded_model.params, params, sharded_model.hardware)
+    sharded_model.storage.choose_transport(sharded_model.hardware)
+    sharded_model.storage.make_room(params)
     with (
         heap.apart()
     ):  # what a rank receives of one parameter after the other is dropped when it lies where it rests
         for name, (param, places) in targets.items():
-            info, local = policy.params[name], local_of(param)
+            info, local = sharded_model.params[name], local_of(param)
             if group.tensor is not None and info.part is None:
                 local = blocking_transfers.from_first(group.tensor, local.to(group.device))
             local = blocking_transfers.scatter_from_first(
-                group, info.layout, local, policy.tiers.on_host(name)
+                group, info.layout, local, sharded_model.tiers.on_host(name)
             )
-            install(policy, name, param, local, places)
-    policy.storage.check_placed()
-    swap_classes(model, policy)
-    policy.installed()
+            install(sharded_model, name, param, local, places)
+    sharded_model.storage.check_placed()
+    swap_classes(model, sharded_model)
+    sharded_model.installed()
     guard_optimizers()
     return model
 
 
 def collect(
-    model: nn.Module, policy: ShardedModel, ours: Callable[[torch.Tensor], bool] = lambda param: False
+    model: nn.Module, sharded_model: ShardedModel, ours: Callable[[torch.Tensor], bool] = lambda param: False
 ) -> dict[str, tuple[nn.Parameter, Places]]:
     """Parameters of ``model`` that no inner shard manages, by first name, with all places they are tied to.
 
-    ``ours`` tells the sharded parameters that construction made already, and that wait for their policy.
+    ``ours`` tells the sharded parameters that construction made already, and that wait for their sharded model.
     """
     found: dict[int, str] = {}
     targets: dict[str, tuple[nn.Parameter, Places]] = {}
@@ -185,8 +185,8 @@ def collect(
                 name = _joined(prefix, attribute)
                 found[id(param)] = name
                 targets[name] = (param, [])
-                part = None if ours(param) else part_of(name, param, policy.group)
-                policy.params[name] = describe_param(name, param, policy, part)
+                part = None if ours(param) else part_of(name, param, sharded_model.group)
+                sharded_model.params[name] = describe_param(name, param, sharded_model, part)
             targets[name][1].append((module, attribute))
     _check_held(model, {id(param): name for name, (param, _) in targets.items() if not ours(param)})
     return targets
@@ -275,10 +275,12 @@ def _joined(prefix: str, attribute: str) -> str:
 
 
 def describe_param(
-    name: str, param: torch.Tensor, policy: ShardedModel, part: TensorPart | None
+    name: str, param: torch.Tensor, sharded_model: ShardedModel, part: TensorPart | None
 ) -> ParamInfo:
-    config = policy.config
-    layout = layout_of(local_of(param) if part is not None else param, policy.group.world, config.stage)
+    config = sharded_model.config
+    layout = layout_of(
+        local_of(param) if part is not None else param, sharded_model.group.world, config.stage
+    )
     floating = param.dtype.is_floating_point
     gather_dtype = config.param_dtype if config.param_dtype is not None and floating else param.dtype
     reduce_dtype = config.reduce_dtype if config.reduce_dtype is not None and floating else gather_dtype
@@ -286,20 +288,20 @@ def describe_param(
 
 
 def install(
-    policy: ShardedModel, name: str, old: nn.Parameter, chunk: torch.Tensor, places: Places
+    sharded_model: ShardedModel, name: str, old: nn.Parameter, chunk: torch.Tensor, places: Places
 ) -> nn.Parameter:
     """Put the padded local ``chunk`` in place of ``old`` wherever it is tied; attributes of ``old`` are kept."""
-    info = policy.params[name]
+    info = sharded_model.params[name]
     layout = info.layout
-    chunk = policy.storage.place_chunk(name, chunk)
-    local = chunk[: layout.rows(policy.group.rank)] if layout.sharded else chunk
-    param = sharded_parameter(policy.group, layout, local, old.requires_grad, info.part)
+    chunk = sharded_model.storage.place_chunk(name, chunk)
+    local = chunk[: layout.rows(sharded_model.group.rank)] if layout.sharded else chunk
+    param = sharded_parameter(sharded_model.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)
     mark_stale(old, name, "zero.shard")
     _replaced[old] = weakref.ref(param)
     for module, attribute in places:
         module._parameters[attribute] = param
-    policy.places[name] = places
+    sharded_model.places[name] = places
     return param
 
 

@@ -29,24 +29,24 @@ def weight(param: DTensor, owner: str, name: str) -> torch.Tensor:
     In a graph this is a *marker* as ``zero.unshard`` is, for the parameter itself: `capture.py` gives that the local
     rows instead. Elsewhere it has its meaning, so that a graph which another backend runs is right too.
     """
-    policy = ops.owner_of(owner)
-    info = policy.params[name]
+    sharded_model = ops.owner_of(owner)
+    info = sharded_model.params[name]
     # What else runs a forward without values (torch.export) records operators, and is given those that it means. So is
     # AOTAutograd, which runs the graph for another backend on functional tensors first.
     if get_proxy_mode() is None:
         if isinstance(param._local_tensor, FakeTensor):
             with transforms.below():
-                return _as_dynamo_sees_it(param, info, policy)
+                return _as_dynamo_sees_it(param, info, sharded_model)
         if dynamo_asks() and not isinstance(param._local_tensor, FunctionalTensor):
             at_rest: torch.Tensor = param
             return at_rest
-    if not _stands(param, info, policy):
-        parameter_errors.moved(name, info, param, policy.tiers.rests_on(name))
+    if not _stands(param, info, sharded_model):
+        parameter_errors.moved(name, info, param, sharded_model.tiers.rests_on(name))
     with transforms.below(), torch.enable_grad():  # what is read under no_grad may be used elsewhere
         return ops.unshard(param.to_local(), info.layout.shape, info.gather_dtype, owner, name)
 
 
-def _as_dynamo_sees_it(param: DTensor, info: ParamInfo, policy: ShardedModel) -> torch.Tensor:
+def _as_dynamo_sees_it(param: DTensor, info: ParamInfo, sharded_model: ShardedModel) -> torch.Tensor:
     """The full weight without values: a parameter and a leaf, as in plain PyTorch, and the same object at every read.
 
     AOTAutograd traces the graph with other tensors, and follows the gradient. Nothing is refused here: `capture.py`
@@ -54,8 +54,8 @@ def _as_dynamo_sees_it(param: DTensor, info: ParamInfo, policy: ShardedModel) ->
     """
     seen: torch.Tensor | None = param.__dict__.get(_SEEN)
     if seen is None:
-        stands = _stands(param, info, policy)
-        device = policy.tiers.computes_on(info.name, param) if stands else policy.group.device
+        stands = _stands(param, info, sharded_model)
+        device = sharded_model.tiers.computes_on(info.name, param) if stands else sharded_model.group.device
         seen = torch.empty(info.layout.shape, dtype=info.gather_dtype, device=device)
         seen = seen.requires_grad_(param.requires_grad and info.gather_dtype.is_floating_point)
         seen._is_param = True
@@ -80,20 +80,20 @@ def placed(whole: Any, full: torch.Tensor) -> Any:
     return seen
 
 
-def managed(param: DTensor, name: str, policy: ShardedModel) -> ParamInfo:
+def managed(param: DTensor, name: str, sharded_model: ShardedModel) -> ParamInfo:
     """Layout of the sharded parameter that stands where ``name`` does.
 
     Raises:
         ShardError: it is not what was sharded any more.
     """
-    info = policy.params[name]
-    if not _stands(param, info, policy):
-        parameter_errors.moved(name, info, param, policy.tiers.rests_on(name))
+    info = sharded_model.params[name]
+    if not _stands(param, info, sharded_model):
+        parameter_errors.moved(name, info, param, sharded_model.tiers.rests_on(name))
     if parameter_errors.was_dropped(param):
         parameter_errors.dropped(name)
     return info
 
 
-def _stands(param: DTensor, info: ParamInfo, policy: ShardedModel) -> bool:
+def _stands(param: DTensor, info: ParamInfo, sharded_model: ShardedModel) -> bool:
     found = param.dtype, param.device.type, tuple(param.shape)
-    return found == (info.layout.dtype, policy.tiers.rests_on(info.name).type, info.shape)
+    return found == (info.layout.dtype, sharded_model.tiers.rests_on(info.name).type, info.shape)

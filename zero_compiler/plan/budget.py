@@ -51,7 +51,7 @@ def choose(candidates: Sequence[Candidate], room_bytes: int) -> frozenset[str]:
 
 
 def keep(
-    policies: Sequence[ShardedModel],
+    sharded_models: Sequence[ShardedModel],
     params: Mapping[ParamRef, ParamPlan],
     gathered: Iterable[ParamRef],
     room_bytes: int,
@@ -65,11 +65,11 @@ def keep(
     which ranks may legally disagree about, and collectives must not.
 
     Args:
-        tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
+        tightest: the text of the rank with the least room, for all ranks of a sharded_model (``Loader.tightest``).
         over_bytes: by how many bytes a plan that keeps these weights, and not those, passes the budget. A kept weight
             shares no bucket with those that are not, and offsets are packed anew: it may take more than its own bytes.
     """
-    by_key = {p.key: p for p in policies}
+    by_key = {p.key: p for p in sharded_models}
     wanted = set(gathered)
     open_ = [
         plan
@@ -81,12 +81,12 @@ def keep(
     candidates = []
     for plan in open_:
         if plan.ref in wanted and plan.world > 1 and not (plan.home or plan.path or plan.tile_rows):
-            policy = by_key[plan.ref.owner]
+            sharded_model = by_key[plan.ref.owner]
             rows = -(-plan.shape[0] // plan.world) * plan.world
             nbytes = arena_aligned(rows * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize)
-            us = policy.hardware.collective("all_gather", plan.world, plan.shared).us(nbytes)
-            candidates.append(Candidate(f"{policy.identity.serial} {plan.ref.name}", nbytes, us))
-    first = policies[0]
+            us = sharded_model.hardware.collective("all_gather", plan.world, plan.shared).us(nbytes)
+            candidates.append(Candidate(f"{sharded_model.identity.serial} {plan.ref.name}", nbytes, us))
+    first = sharded_models[0]
     names = [f"{by_key[p.ref.owner].identity.serial} {p.ref.name}" for p in open_]
     key = f"kept/{first.identity.serial}/{len(first.agreed.kept)}"
 
@@ -104,7 +104,7 @@ def keep(
 
 
 def _pool_bytes(
-    policies: Sequence[ShardedModel], programs: Sequence[Program], moves: bool
+    sharded_models: Sequence[ShardedModel], programs: Sequence[Program], moves: bool
 ) -> tuple[int, int]:
     """Bytes of all pools on the device and of those on its host.
 
@@ -114,7 +114,7 @@ def _pool_bytes(
     Args:
         moves: whether anything is gathered.
     """
-    scopes = {p.key: p.scope for p in policies}
+    scopes = {p.key: p.scope for p in sharded_models}
     common: dict[
         Any, Any
     ] = {}  # of each scope one that it shares pools with; itself at the end of such a chain
@@ -138,28 +138,28 @@ def _pool_bytes(
         for owner, at in owners.items():
             slots[owner] = max(slots[owner], -(-at.slots // p.slots_ranks))
             own[owner] = max(own[owner], at.own)
-        for owner, nbytes in scratch_bytes(p, policies).items():
+        for owner, nbytes in scratch_bytes(p, sharded_models).items():
             scratch[owner] = max(scratch[owner], nbytes)
     arenas = sum(pool.total() for pool in (transient, slots, own, scratch))
     return device.total() + (arenas if moves else 0), host.total()
 
 
-def memory_of(policies: Sequence[ShardedModel], programs: Sequence[Program], kept_bytes: int) -> Memory:
+def memory_of(sharded_models: Sequence[ShardedModel], programs: Sequence[Program], kept_bytes: int) -> Memory:
     """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
     rest = {kind: Counter[str]() for kind in TRANSFERS}
     assumed = waiting = 0
-    for policy in policies:
-        for name, info in policy.params.items():
+    for sharded_model in sharded_models:
+        for name, info in sharded_model.params.items():
             local = info.layout.bytes_local()
-            tier_of = functools.partial(policy.tiers.placed.tier, name=name)
+            tier_of = functools.partial(sharded_model.tiers.placed.tier, name=name)
             rest["params"][tier_of("params")] += local
-            param = policy.find(name)
+            param = sharded_model.find(name)
             if param is not None and param.requires_grad:
                 waiting += info.layout.bytes_full(info.reduce_dtype)
                 rest["grads"][tier_of("grads")] += local
-                known = policy.optimizers.get(name)
+                known = sharded_model.optimizers.get(name)
                 if known is not None:
-                    states, tier = known.held(policy.key, name)
+                    states, tier = known.held(sharded_model.key, name)
                 else:
                     states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
                     tier = tier_of("optimizer")
@@ -170,16 +170,18 @@ def memory_of(policies: Sequence[ShardedModel], programs: Sequence[Program], kep
     largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
     accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
-    moves = any(p.group.world > 1 or p.config.param_dtype is not None for p in policies)
-    arena, host = _pool_bytes(policies, programs, moves)
+    moves = any(p.group.world > 1 or p.config.param_dtype is not None for p in sharded_models)
+    arena, host = _pool_bytes(sharded_models, programs, moves)
     away = max((p.file_bytes for p in programs), default=0)
-    away_to = {p.tiers.activation_tier for p in policies}
+    away_to = {p.tiers.activation_tier for p in sharded_models}
     files += away if "nvme" in away_to else 0
     streamers = {
-        id(s): s for policy in policies for s in (*policy.gradients.streamers, *policy.optimizers.values())
+        id(s): s
+        for sharded_model in sharded_models
+        for s in (*sharded_model.gradients.streamers, *sharded_model.optimizers.values())
     }
     host += sum(s.buffer_bytes for s in streamers.values())
-    if any(p.tiers.apart for p in policies):
+    if any(p.tiers.apart for p in sharded_models):
         apart += host + (away if "host" in away_to else 0)
         host = 0
     kept = kept_bytes if moves else 0
@@ -196,7 +198,7 @@ def memory_of(policies: Sequence[ShardedModel], programs: Sequence[Program], kep
         waiting,
         accumulating,
         apart,
-        elsewhere=any(p.group.device.type != "cpu" for p in policies),
+        elsewhere=any(p.group.device.type != "cpu" for p in sharded_models),
     )
 
 
@@ -215,7 +217,7 @@ def accumulation_text(memory: Memory, budget_bytes: int | None, waits: bool) -> 
     )
 
 
-def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[ShardedModel]) -> None:
+def check(memory: Memory, budget_bytes: int, where: str, sharded_models: Sequence[ShardedModel]) -> None:
     """A plan must fit.
 
     Args:
@@ -231,13 +233,15 @@ def check(memory: Memory, budget_bytes: int, where: str, policies: Sequence[Shar
         f"memory_budget_bytes={budget_bytes:,} is {over:,} bytes too small for this rank: the predicted peak is "
         f"{memory.peak:,} bytes, the least that a plan was found for, at {where}; {memory.at_rest:,} of them are at "
         f"rest ({_rest(memory)}, arena {memory.arena:,}) and {memory.programs:,} are "
-        f"activations and full gradients of the call; {_advice(memory, policies)}"
+        f"activations and full gradients of the call; {_advice(memory, sharded_models)}"
     )
     refused.peak_bytes = memory.peak
     raise refused
 
 
-def check_least(memory: Memory, graph: fx.Graph, budget_bytes: int, policies: Sequence[ShardedModel]) -> None:
+def check_least(
+    memory: Memory, graph: fx.Graph, budget_bytes: int, sharded_models: Sequence[ShardedModel]
+) -> None:
     """What every plan takes must fit, whatever is chosen: else no search need begin.
 
     Args:
@@ -265,7 +269,7 @@ def check_least(memory: Memory, graph: fx.Graph, budget_bytes: int, policies: Se
         memory = replace(memory, programs=least - computing)  # so that advice weighs them
     raise MemoryBudgetError(
         f"memory_budget_bytes={budget_bytes:,} is more than {over:,} bytes too small for this rank: {what}; "
-        f"{_advice(memory, policies)}"
+        f"{_advice(memory, sharded_models)}"
     )
 
 
@@ -276,11 +280,11 @@ def _rest(memory: Memory) -> str:
     )
 
 
-def _advice(memory: Memory, policies: Sequence[ShardedModel]) -> str:
+def _advice(memory: Memory, sharded_models: Sequence[ShardedModel]) -> str:
     """Of what can be done, what helps with the most bytes: a batch, ranks or weights of half the size save half of what
     they are counted in, and weights that are released all of it."""
-    world = policies[0].group.world
-    if any(p.config.stage == 0 for p in policies):  # every rank has all of everything
+    world = sharded_models[0].group.world
+    if any(p.config.stage == 0 for p in sharded_models):  # every rank has all of everything
         on = f"the {world} ranks" if world > 1 else "more ranks than 1"
         rest = f"stage=3, under which {on} share these bytes, would help most"
     else:
@@ -295,10 +299,10 @@ def _advice(memory: Memory, policies: Sequence[ShardedModel]) -> str:
         ),
         ((memory.optimizer + memory.parameters + memory.gradients) / 2, rest),
     ]
-    if any(p.config.stage in (1, 2) for p in policies):
+    if any(p.config.stage in (1, 2) for p in sharded_models):
         options.append((memory.kept, "stage=3, which releases gathered weights, would help most"))
     # At stage 0 nothing is gathered: a cast would be a copy more.
-    gathered = [i for p in policies if p.config.stage > 0 for i in p.params.values()]
+    gathered = [i for p in sharded_models if p.config.stage > 0 for i in p.params.values()]
     if any(i.gather_dtype.itemsize > 2 for i in gathered):
         options.append(
             (memory.arena / 2, "param_dtype=torch.bfloat16, which halves gathered weights, would help most")

@@ -38,17 +38,17 @@ class PlannedMemory:
         return max(m.peak, m.accumulating_peak) + 2 * m.gradients <= self.allowed
 
 
-def planned_for(policies: Sequence[ShardedModel]) -> PlannedMemory | None:
+def planned_for(sharded_models: Sequence[ShardedModel]) -> PlannedMemory | None:
     """By the frames compiled so far of all that they are parts of; None without a budget. Of several budgets the least;
     where a frame was compiled again for another one, the last."""
-    policies = related(policies)
-    frames = frames_of(policies)
+    sharded_models = related(sharded_models)
+    frames = frames_of(sharded_models)
     last = {f.code or f.index: f.config.memory_budget_bytes for f in frames}
     budgets = [b for b in last.values() if b is not None]
     if not budgets:
         return None
     programs = [p for f in frames for p in f.programs.values()]
-    return PlannedMemory(memory_of(policies, programs, max(f.kept_bytes for f in frames)), min(budgets))
+    return PlannedMemory(memory_of(sharded_models, programs, max(f.kept_bytes for f in frames)), min(budgets))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def at_sizes(programs: Mapping[str, Program], planned: PlannedMemory, text: str)
 
 def need_of(
     program: Program,
-    policies: Sequence[ShardedModel],
+    sharded_models: Sequence[ShardedModel],
     planned: PlannedMemory | None,
     who: str,
     at: AtSizes | None = None,
@@ -99,7 +99,7 @@ def need_of(
     """What a call of ``program`` takes at its sizes, beside gradients that are there.
 
     Args:
-        policies: those of its weights.
+        sharded_models: those of its weights.
         planned: for these.
         who: this rank, for the message.
         at: where the plan is for other sizes.
@@ -118,21 +118,21 @@ def need_of(
     memory, allowed = planned.memory, planned.allowed
     backward = program.phase == "backward"
     rest = memory.at_rest - memory.gradients
-    rows, full = _held((policy, policy.params) for policy in policies)
+    rows, full = _held((sharded_model, sharded_model.params) for sharded_model in sharded_models)
     if backward and (full or program.keeps):
         # All of the step is looked at when it begins: the forward and the last backward that follow need as much, and
         # so do other frames of this backward, which find gradients that it has made.
         running = torch._C._current_graph_task_id()
-        if all(policy.looked == running for policy in policies):
+        if all(sharded_model.looked == running for sharded_model in sharded_models):
             return Need(0, 0)
-        for policy in policies:
-            policy.looked = running
+        for sharded_model in sharded_models:
+            sharded_model.looked = running
         needed, idle = rest + memory.accumulating + rows, 0
     elif backward:
         names: dict[str, list[str]] = {}
         for r in program.reduces:
             names.setdefault(r.owner, []).extend(r.names)
-        rows, _ = _held((policy, names.get(policy.key, ())) for policy in policies)
+        rows, _ = _held((sharded_model, names.get(sharded_model.key, ())) for sharded_model in sharded_models)
         rows = max(0, rows - program.again_bytes)  # in the plan: other frames of this backward have made them
         needed = rest + most(held, memory.gradients) + rows if rows else 0
     else:
@@ -166,14 +166,14 @@ def _held(of: Iterable[tuple[Any, Iterable[str]]]) -> tuple[int, int]:
     """Bytes on the compute device of the gradients of some parameters: of those that are reduced, this rank's rows; and
     full ones that wait for it."""
     rows = full = 0
-    for policy, names in of:
+    for sharded_model, names in of:
         for name in names:
-            grad = getattr(policy.find(name), "grad", None)
+            grad = getattr(sharded_model.find(name), "grad", None)
             if isinstance(grad, PendingGrad):
                 full += grad.full.nbytes
                 grad = grad.base
-            if isinstance(grad, DTensor) and policy.tiers.placed.tier("grads", name) == "none":
-                rows += policy.params[name].layout.bytes_local()
+            if isinstance(grad, DTensor) and sharded_model.tiers.placed.tier("grads", name) == "none":
+                rows += sharded_model.params[name].layout.bytes_local()
     return rows, full
 
 

@@ -17,16 +17,20 @@ from ..report.report import Frame
 from ..sharded.sharded_model import ShardedModel
 
 
-def related(policies: Iterable[ShardedModel]) -> list[Any]:
+def related(sharded_models: Iterable[ShardedModel]) -> list[Any]:
     """All that are of one model with any of these, its parts that were sharded by themselves among them, in the order
     in which they were made."""
-    found = {id(p): p for policy in policies for p in (policy, *policy.scope.members)}
+    found = {
+        id(p): p for sharded_model in sharded_models for p in (sharded_model, *sharded_model.scope.members)
+    }
     return sorted(found.values(), key=lambda p: p.identity.made)
 
 
-def frames_of(policies: Iterable[ShardedModel]) -> list[Frame]:
+def frames_of(sharded_models: Iterable[ShardedModel]) -> list[Frame]:
     """Those compiled so far, in order."""
-    return sorted((f for policy in policies for f in policy.frames), key=lambda f: f.index)
+    return sorted(
+        (f for sharded_model in sharded_models for f in sharded_model.frames), key=lambda f: f.index
+    )
 
 
 def due(frames: Iterable[Frame], code: str) -> dict[str, Frame]:
@@ -53,10 +57,10 @@ def again_bytes(program: Program, frames: Sequence[Frame], code: str) -> int:
     return sum(rows_bytes(ops.owner_of(ref.owner), ref.name) for ref in _reduced(program) & theirs)
 
 
-def rows_bytes(policy: ShardedModel, name: str) -> int:
+def rows_bytes(sharded_model: ShardedModel, name: str) -> int:
     """Bytes that this rank's rows of a gradient take on the device."""
-    here = policy.tiers.placed.tier("grads", name) == "none"
-    return policy.params[name].layout.bytes_local() if here else 0
+    here = sharded_model.tiers.placed.tier("grads", name) == "none"
+    return sharded_model.params[name].layout.bytes_local() if here else 0
 
 
 def _reduced(program: Program | None) -> set[ParamRef]:

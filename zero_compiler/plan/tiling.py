@@ -64,12 +64,14 @@ LEAST_BYTES = 1 << 16
 _CLASSES = 8
 
 
-def undecided(policies: Mapping[str, ShardedModel], params: Mapping[ParamRef, ParamPlan]) -> list[ParamRef]:
+def undecided(
+    sharded_models: Mapping[str, ShardedModel], params: Mapping[ParamRef, ParamPlan]
+) -> list[ParamRef]:
     """Weights of which nobody has decided yet whether a budget makes tiles of them."""
     return [
         ref
         for ref, plan in params.items()
-        if plan.sharded and ref.name not in policies[ref.owner].agreed.tile_bytes
+        if plan.sharded and ref.name not in sharded_models[ref.owner].agreed.tile_bytes
     ]
 
 
@@ -84,11 +86,11 @@ def largest_bytes(plans: Iterable[ParamPlan]) -> int:
 
 
 def set_tile_rows(
-    policies: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_bytes: int | None
+    sharded_models: Mapping[str, ShardedModel], refs: Iterable[ParamRef], limit_bytes: int | None
 ) -> None:
     """Have weights gathered in tiles of at most so many bytes; None: whole."""
     for ref in refs:
-        policies[ref.owner].agreed.tile_bytes[ref.name] = limit_bytes
+        sharded_models[ref.owner].agreed.tile_bytes[ref.name] = limit_bytes
 
 
 def coarsen(
@@ -136,7 +138,7 @@ def coarsen(
 
 
 def agree_on_rows(
-    policies: Mapping[str, ShardedModel],
+    sharded_models: Mapping[str, ShardedModel],
     refs: Sequence[ParamRef],
     chosen: Mapping[ParamRef, int | None],
     room_bytes: int,
@@ -148,12 +150,12 @@ def agree_on_rows(
     Args:
         chosen: by this rank.
         room_bytes: of the budget, what a plan with all of them whole leaves; below 0 by as much as it lacks.
-        tightest: the text of the rank with the least room, for all ranks of a policy (``Loader.tightest``).
+        tightest: the text of the rank with the least room, for all ranks of a sharded_model (``Loader.tightest``).
     """
-    first = next(iter(policies.values()))
+    first = next(iter(sharded_models.values()))
     limits = [chosen.get(ref) for ref in refs]
-    names = "\n".join(f"{policies[r.owner].identity.serial} {r.name}" for r in refs)
+    names = "\n".join(f"{sharded_models[r.owner].identity.serial} {r.name}" for r in refs)
     key = f"tiles/{first.identity.serial}/{digest(names).hex()[:16]}"
     text = tightest(first, key, room_bytes, ",".join("" if limit is None else str(limit) for limit in limits))
     for ref, limit in zip(refs, text.split(","), strict=True):
-        set_tile_rows(policies, [ref], int(limit) if limit else None)
+        set_tile_rows(sharded_models, [ref], int(limit) if limit else None)

@@ -272,7 +272,7 @@ def _told(group: Group, header: bytes) -> ZeroError:
         return RankMismatchError("another rank could not make its part of this call, and did not say why")
     failure = Failure.read(text)
     error = failure.error()
-    for policy in ops.owners():
-        if policy.identity.is_among(failure.broken, group.everyone):
-            policy.protocol.break_off(str(error))
+    for sharded_model in ops.owners():
+        if sharded_model.identity.is_among(failure.broken, group.everyone):
+            sharded_model.protocol.break_off(str(error))
     return error

@@ -167,29 +167,29 @@ class Broken:
     def __init__(self, owners: Collection[str], error: BaseException) -> None:
         self._owners = frozenset(owners)
         self._failure: Failure | None = None
-        policies = self._policies()
-        if policies:
-            group = policies[0].group
+        sharded_models = self._sharded_models()
+        if sharded_models:
+            group = sharded_models[0].group
             self._failure = failure_of(group, error, COMPILE)
             with contextlib.suppress(RuntimeError, ValueError):  # no store: nobody waits at it
                 warn_others(group, self._failure)
 
-    def _policies(self) -> list[Any]:
+    def _sharded_models(self) -> list[Any]:
         return by_ranks(p for p in ops.owners() if p.key in self._owners)
 
     def end_call(self) -> None:
         """Let the call end on all ranks, as it does here. Where no rank could compile and none has before, what they
         have decided on the way is forgotten: it was for sizes or a budget that did not do."""
-        policies = self._policies()
-        if self._failure is None or not policies or policies[0].protocol.broken is not None:
+        sharded_models = self._sharded_models()
+        if self._failure is None or not sharded_models or sharded_models[0].protocol.broken is not None:
             return
-        new = not any(policy.frames for policy in policies)
+        new = not any(sharded_model.frames for sharded_model in sharded_models)
         try:
-            forgets = fail(policies[0].group, self._failure, new)
+            forgets = fail(sharded_models[0].group, self._failure, new)
         except ZeroError:
             return  # a peer is gone: the reason that this rank has says more
         if forgets:
-            for policy in policies:
-                policy.agreed.forget()
-                if policy.runtime is not None:
-                    policy.runtime.kept_offsets.clear()
+            for sharded_model in sharded_models:
+                sharded_model.agreed.forget()
+                if sharded_model.runtime is not None:
+                    sharded_model.runtime.kept_offsets.clear()

@@ -217,36 +217,36 @@ class Group:
         return self  # ranks and links are not part of a model's value
 
 
-def by_ranks(policies: Iterable[Any]) -> list[Any]:
+def by_ranks(sharded_models: Iterable[Any]) -> list[Any]:
     """Sharded models that compute together, the one of the most ranks first, the others in the order in which they were
     made, which is the same on all ranks."""
-    policies = sorted(policies, key=lambda p: p.identity.made)
-    first = max(policies, key=lambda p: p.group.everyone.world, default=None)
-    return sorted(policies, key=lambda p: p is not first)
+    sharded_models = sorted(sharded_models, key=lambda p: p.identity.made)
+    first = max(sharded_models, key=lambda p: p.group.everyone.world, default=None)
+    return sorted(sharded_models, key=lambda p: p is not first)
 
 
-def group_of(policies: Iterable[object]) -> Group | None:
+def group_of(sharded_models: Iterable[object]) -> Group | None:
     """All ranks of sharded models that belong together; None where there is no model."""
-    return next((p.group.everyone for p in by_ranks(policies)), None)
+    return next((p.group.everyone for p in by_ranks(sharded_models)), None)
 
 
-def speaking(policies: Iterable[object]) -> list[Any]:
+def speaking(sharded_models: Iterable[object]) -> list[Any]:
     """The same. The ranks of the first one meet before they begin a call, and read each other's memory until it ends:
     those of the others are among them.
 
     Raises:
         ShardError: they are not.
     """
-    policies = by_ranks(policies)
-    known = [set(p.group.mesh.mesh.flatten().tolist()) for p in policies]
-    for policy, ranks in zip(policies, known, strict=True):
+    sharded_models = by_ranks(sharded_models)
+    known = [set(p.group.mesh.mesh.flatten().tolist()) for p in sharded_models]
+    for sharded_model, ranks in zip(sharded_models, known, strict=True):
         if not ranks <= known[0]:
-            titles = policies[0].identity.title(), policy.identity.title()
+            titles = sharded_models[0].identity.title(), sharded_model.identity.title()
             raise ShardError(
                 f"{titles[0]} is sharded over ranks {sorted(known[0])} and {titles[1]}, which computes with it, over "
                 f"ranks {sorted(ranks)}; give zero.shard a mesh for the one that has all ranks of the other"
             )
-    return policies
+    return sharded_models
 
 
 def _text(placement: Any) -> str:

@@ -199,7 +199,7 @@ def keep(
 
 
 def to_reduce(
-    policy: _Trained,
+    sharded_model: _Trained,
     name: str,
     param: DTensor,
     full: torch.Tensor,
@@ -210,7 +210,7 @@ def to_reduce(
     part that was reduced before. What waits of other weights is reduced when the backward ends."""
     if not PendingGrad.ever_made or not goes_to_grad(param):
         return full
-    flush_at_end(policy)
+    flush_at_end(sharded_model)
     grad = param.grad
     if not isinstance(grad, PendingGrad):
         return full
@@ -219,34 +219,34 @@ def to_reduce(
         param.grad = grad.base
         return grad.full.add_(full)
     out = full.clone()
-    for theirs, ours in tiled_rows(policy.params[name].layout, tile.begin, full.shape[0]):
+    for theirs, ours in tiled_rows(sharded_model.params[name].layout, tile.begin, full.shape[0]):
         out[ours].add_(grad.full[theirs])
     if tile.last:
         param.grad = grad.base
     return out
 
 
-def deliver(policy: _Trained, name: str, param: DTensor, local: torch.Tensor, final: bool) -> bool:
+def deliver(sharded_model: _Trained, name: str, param: DTensor, local: torch.Tensor, final: bool) -> bool:
     """Offer this rank's reduced rows to who takes them at once; False: autograd is to go on with them.
 
     Args:
         final: see :meth:`Sink.land`.
     """
-    sink = _taker(policy, name, param)
+    sink = _taker(sharded_model, name, param)
     return sink is not None and sink.land(param, local, final)
 
 
 def deliver_part(
-    policy: _Trained, name: str, param: DTensor, part: torch.Tensor, tile: Part, final: bool
+    sharded_model: _Trained, name: str, param: DTensor, part: torch.Tensor, tile: Part, final: bool
 ) -> bool:
     """The same with a tile of these rows."""
-    sink = _taker(policy, name, param)
+    sink = _taker(sharded_model, name, param)
     return sink is not None and sink.land_part(param, part, tile.begin, tile.last, final)
 
 
-def _taker(policy: _Trained, name: str, param: DTensor) -> Sink | None:
+def _taker(sharded_model: _Trained, name: str, param: DTensor) -> Sink | None:
     """Who takes a gradient past autograd: nobody where it is asked for by ``torch.autograd.grad``, or has hooks."""
-    sink = policy.sinks.get(name) if policy.sinks else None
+    sink = sharded_model.sinks.get(name) if sharded_model.sinks else None
     if sink is None or not goes_to_grad(param) or hooked(param, sink.hooks):
         return None
     return sink
@@ -377,38 +377,40 @@ class _Trained(Protocol):
     def meet(self, operation: str) -> None: ...
 
 
-def opened(policy: _Trained, names: Iterable[str]) -> ForwardCall | None:
+def opened(sharded_model: _Trained, names: Iterable[str]) -> ForwardCall | None:
     """Note a forward, where somebody wants to know."""
-    if not policy.sinks:
+    if not sharded_model.sinks:
         return None
     call = ForwardCall(names)
-    policy.calls.add(call)
+    sharded_model.calls.add(call)
     return call
 
 
-def is_last_call(policy: _Trained, name: str) -> bool:
+def is_last_call(sharded_model: _Trained, name: str) -> bool:
     """Whether only one forward has yet to run backward through the weight ``name``: the one that does now."""
-    return sum(name in call.names for call in policy.calls) == 1
+    return sum(name in call.names for call in sharded_model.calls) == 1
 
 
-def flush_at_end(policy: _Trained) -> None:
+def flush_at_end(sharded_model: _Trained) -> None:
     """When the running backward ends, reduce what still waits: weights that it did not use."""
     if not PendingGrad.ever_made:
         return
-    if policy.flush_queued == torch._C._current_graph_task_id():
+    if sharded_model.flush_queued == torch._C._current_graph_task_id():
         return
-    policy.flush_queued = torch._C._current_graph_task_id()
+    sharded_model.flush_queued = torch._C._current_graph_task_id()
 
     def flush() -> None:
 
-        policy.flush_queued = None
-        for name, info in policy.params.items():
-            param = policy.find(name)
+        sharded_model.flush_queued = None
+        for name, info in sharded_model.params.items():
+            param = sharded_model.find(name)
             grad = getattr(param, "grad", None)
             if isinstance(grad, PendingGrad):
-                policy.meet(f"eager reduction of the gradient of {name}")
+                sharded_model.meet(f"eager reduction of the gradient of {name}")
                 param.grad = grad.base
-                rows = blocking_transfers.reduce(policy.group, info.layout, grad.full, info.reduce_dtype)
+                rows = blocking_transfers.reduce(
+                    sharded_model.group, info.layout, grad.full, info.reduce_dtype
+                )
                 publish(param, rows.to(param._local_tensor.device))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)

@@ -46,5 +46,5 @@ def by_placement(
 def _any_ours(grads: Sequence[torch.Tensor]) -> bool:
     """Whether one of them is the gradient of a parameter of a sharded model."""
     given = {id(grad) for grad in grads}
-    params = (policy.find(name) for policy in ops.owners() for name in policy.places)
+    params = (sharded_model.find(name) for sharded_model in ops.owners() for name in sharded_model.places)
     return any(param is not None and id(param.grad) in given for param in params)

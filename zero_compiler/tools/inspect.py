@@ -13,7 +13,7 @@ from ..cost import hardware
 from ..cost.tier_placement import TRANSFERS
 from ..errors import CaptureError, ShardError, ZeroError
 from ..optim.optimizer_cost import stepped
-from ..params.modules import policies_of
+from ..params.modules import sharded_models_of
 from ..plan.budget import memory_of
 from ..ranks.peer_connections import working
 from ..report.report import Frame, Memory, Report
@@ -43,28 +43,30 @@ def inspect(model: nn.Module, example_inputs: object = None) -> Report:
         ShardError: nothing in ``model`` is sharded.
         CaptureError: nothing of its forward can be captured.
     """
-    policies = policies_of(model) if isinstance(model, nn.Module) else None
-    if policies is None:
+    sharded_models = sharded_models_of(model) if isinstance(model, nn.Module) else None
+    if sharded_models is None:
         raise ShardError(
             f"zero.inspect takes a sharded nn.Module, plain or compiled, not {type(model).__name__}"
         )
-    if not policies:
+    if not sharded_models:
         raise ShardError("zero.inspect: nothing in this model is sharded; call zero.shard(model) first")
     if example_inputs is not None:
-        frames = _plan(getattr(model, "_orig_mod", model), example_inputs, policies)
+        frames = _plan(getattr(model, "_orig_mod", model), example_inputs, sharded_models)
     else:
-        frames = [f for p in policies for f in p.frames]
-    return report_of(policies, frames, example_inputs is not None, _footprint(policies), here=True)
+        frames = [f for p in sharded_models for f in p.frames]
+    return report_of(
+        sharded_models, frames, example_inputs is not None, _footprint(sharded_models), here=True
+    )
 
 
-def _footprint(policies: Sequence[ShardedModel]) -> Footprint | None:
+def _footprint(sharded_models: Sequence[ShardedModel]) -> Footprint | None:
     """What this process has beside the plan of all of these: what it had when the last of them was sharded, without the
     shards of any, and what was compiled since; None where it was not measured of all."""
-    policies = sorted(policies, key=lambda p: p.identity.serial)
-    found = [p.footprint for p in policies if p.footprint is not None]
-    if len(found) < len(policies):
+    sharded_models = sorted(sharded_models, key=lambda p: p.identity.serial)
+    found = [p.footprint for p in sharded_models if p.footprint is not None]
+    if len(found) < len(sharded_models):
         return None
-    before = sum(p.shards_in_memory() for p in policies[:-1])
+    before = sum(p.shards_in_memory() for p in sharded_models[:-1])
     return Footprint(
         max(0, found[-1].had - before),
         max(f.pages for f in found),
@@ -75,7 +77,7 @@ def _footprint(policies: Sequence[ShardedModel]) -> Footprint | None:
 
 
 def report_of(
-    policies: Sequence[ShardedModel],
+    sharded_models: Sequence[ShardedModel],
     frames: list[Frame],
     planned_only: bool,
     footprint: Footprint | None = None,
@@ -87,21 +89,21 @@ def report_of(
         footprint: of the process that runs it; None: another one will, or it was not measured.
         here: this machine runs it, and not one that a plan is made for.
     """
-    first = policies[0]
-    frames, update = stepped(policies, frames)
+    first = sharded_models[0]
+    frames, update = stepped(sharded_models, frames)
     programs = [p for f in frames for p in f.programs.values()]
-    memory = memory_of(policies, programs, max((f.kept_bytes for f in frames), default=0))
+    memory = memory_of(sharded_models, programs, max((f.kept_bytes for f in frames), default=0))
     return Report(
         rank=first.group.rank,
         world=first.group.world,
         stage=first.config.stage,
         memory=replace(memory, footprint=footprint),
-        params=[row for p in policies for row in _rows(p)],
+        params=[row for p in sharded_models for row in _rows(p)],
         frames=frames,
         planned_only=planned_only,
         transport=first.storage.transport.name,
         transport_reason=first.storage.transport.reason,
-        placement=tuple(line for p in policies for line in p.tiers.placed.why),
+        placement=tuple(line for p in sharded_models for line in p.tiers.placed.why),
         copies=first.group.copies,
         tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
         update=update,
@@ -119,30 +121,30 @@ def _verdict(first: ShardedModel, memory: Memory, planned: bool, here: bool) -> 
     return verdict_of(spec, needed, assumed=assumed and not here, planned=planned)
 
 
-def _rows(policy: ShardedModel) -> list[dict[str, Any]]:
+def _rows(sharded_model: ShardedModel) -> list[dict[str, Any]]:
     return [
         {
             "name": info.name,
             "shape": list(info.shape),
             "dtype": str(info.layout.dtype).removeprefix("torch."),
-            "placement": info.placed(policy.group),
+            "placement": info.placed(sharded_model.group),
             "local_bytes": info.layout.bytes_local(),
-            "tiers": {kind: policy.tiers.placed.tier(kind, info.name) for kind in TRANSFERS},
+            "tiers": {kind: sharded_model.tiers.placed.tier(kind, info.name) for kind in TRANSFERS},
             "gather_dtype": str(info.gather_dtype).removeprefix("torch."),
         }
-        for info in policy.params.values()
+        for info in sharded_model.params.values()
     ]
 
 
-def _plan(model: nn.Module, example_inputs: object, policies: Sequence[ShardedModel]) -> list[Frame]:
+def _plan(model: nn.Module, example_inputs: object, sharded_models: Sequence[ShardedModel]) -> list[Frame]:
     from ..compile.backend import compile_frame
     from ..compile.loader import PlanLoader
 
-    for policy in policies:
-        policy.group.check_still_valid()
-    known = {id(p): len(p.frames) for p in policies}
-    decided = [(p, dict(p.agreed.kept), dict(p.agreed.tile_bytes)) for p in policies]
-    loader = PlanLoader(policies)
+    for sharded_model in sharded_models:
+        sharded_model.group.check_still_valid()
+    known = {id(p): len(p.frames) for p in sharded_models}
+    decided = [(p, dict(p.agreed.kept), dict(p.agreed.tile_bytes)) for p in sharded_models]
+    loader = PlanLoader(sharded_models)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> object:
         compile_frame(gm, inputs, {}, loader)  # decides nothing: this rank may be alone
@@ -154,8 +156,8 @@ def _plan(model: nn.Module, example_inputs: object, policies: Sequence[ShardedMo
     else:
         args = tuple(example_inputs) if isinstance(example_inputs, (list, tuple)) else (example_inputs,)
     compiled = torch.compile(model, backend=backend, dynamic=False)
-    for policy in policies:
-        policy.protocol.only_planned = True
+    for sharded_model in sharded_models:
+        sharded_model.protocol.only_planned = True
     try:
         compiled(*args, **kwargs)
         raise CaptureError(NOTHING_CAPTURED)
@@ -165,11 +167,11 @@ def _plan(model: nn.Module, example_inputs: object, policies: Sequence[ShardedMo
         if not isinstance(error.inner_exception, _FrameIsPlanned):
             raise
     finally:
-        for policy, kept, tile_bytes in decided:  # it was only looked at
-            policy.protocol.only_planned = False
-            policy.agreed.kept, policy.agreed.tile_bytes = kept, tile_bytes
+        for sharded_model, kept, tile_bytes in decided:  # it was only looked at
+            sharded_model.protocol.only_planned = False
+            sharded_model.agreed.kept, sharded_model.agreed.tile_bytes = kept, tile_bytes
     frames: list[Frame] = []
-    for policy in policies:
-        frames += policy.frames[known[id(policy)] :]
-        del policy.frames[known[id(policy)] :]
+    for sharded_model in sharded_models:
+        frames += sharded_model.frames[known[id(sharded_model)] :]
+        del sharded_model.frames[known[id(sharded_model)] :]
     return frames

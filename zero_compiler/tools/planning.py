@@ -15,7 +15,7 @@ from ..compile.backend import compile_frame
 from ..compile.loader import PlanLoader
 from ..config import PLACEMENT_FIELDS, Config
 from ..errors import CaptureError, ConfigError, ShardError, ZeroError
-from ..params.modules import policies_of
+from ..params.modules import sharded_models_of
 from ..params.shard import shard_over
 from ..plan.budget import memory_of
 from ..ranks.group import Group
@@ -93,8 +93,8 @@ def report(
     Args:
         say: called with a line when a part of the work begins.
     """
-    frames, policies = _planned(model, example_inputs, world, 0, device, False, fields, say)
-    return report_of(policies, frames, planned_only=True)
+    frames, sharded_models = _planned(model, example_inputs, world, 0, device, False, fields, say)
+    return report_of(sharded_models, frames, planned_only=True)
 
 
 def rest(model: nn.Module, world: int = 1, device: torch.device | str = "cpu", **fields: object) -> Memory:
@@ -107,7 +107,7 @@ def rest(model: nn.Module, world: int = 1, device: torch.device | str = "cpu", *
     group = planned_group(world, device)
     with mode:
         shard_over(model, group, Config.make(None, fields))
-    return memory_of(policies_of(model), [], 0)
+    return memory_of(sharded_models_of(model), [], 0)
 
 
 def _planned(
@@ -120,7 +120,7 @@ def _planned(
     fields: dict[str, object],
     say: Say = _say_nothing,
 ) -> tuple[list[Frame], list[ShardedModel]]:
-    if policies_of(model):
+    if sharded_models_of(model):
         raise ShardError("planning takes a plain model, not one that is sharded already")
     config = Config.make(None, fields)
     options = {
@@ -162,7 +162,7 @@ def _planned(
             raise CaptureError(
                 f"the forward of {type(model).__name__} cannot be captured with these inputs: {last_line(error)}"
             ) from error
-    return frames, policies_of(model)
+    return frames, sharded_models_of(model)
 
 
 def _known(given: torch.device | str) -> torch.device:

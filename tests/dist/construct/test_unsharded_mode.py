@@ -175,7 +175,7 @@ def peaks(rank, world, transport, file):
         with Held(world) as held:
             model = built(way, transport, file)
         assert all(isinstance(p, DTensor) and not p.is_meta for p in model.parameters())
-        assert model._zero.policy.storage.transport.name == transport
+        assert model._zero.sharded_model.storage.transport.name == transport
         rows[way] = held.peak, shards + owner + head + small, held.rest, shards, shards + small, whole
         del model
     return rows
@@ -229,11 +229,11 @@ class Outer(nn.Module):
 
 
 def decorated(rank, world):
-    from zero_compiler.params.modules import policies_of
+    from zero_compiler.params.modules import sharded_models_of
 
     torch.manual_seed(rank * 0 + 5)
     model = Outer()
-    policies = policies_of(model)
+    sharded_models = sharded_models_of(model)
     torch.manual_seed(5)
     lin = nn.Linear(4, 4)
     own, extra = torch.randn(4), torch.randn(5, 4)
@@ -250,7 +250,7 @@ def decorated(rank, world):
     values = made.full(model)
     assert set(values) == set(want)
     assert all(torch.equal(values[n], want[n]) for n in want)
-    return [(p.config.stage, sorted(p.params)) for p in policies]
+    return [(p.config.stage, sorted(p.params)) for p in sharded_models]
 
 
 def test_nested_and_subclassed():

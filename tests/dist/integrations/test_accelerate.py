@@ -20,7 +20,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, IntegrationError
 from zero_compiler.optim.optimizer import StreamedOptimizer
-from zero_compiler.params.modules import is_root, policies_of
+from zero_compiler.params.modules import is_root, sharded_models_of
 
 pytest.importorskip("accelerate", reason="needs the extra accelerate")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -329,7 +329,7 @@ def bytes_on_each_tier(rank: int) -> list[str]:
             model, opt = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
             train(acc, model, opt, acc.prepare(loader()))
             memory = zero.inspect(model).memory
-            rows = sum(info.layout.bytes_local() for info in policies_of(model)[0].params.values())
+            rows = sum(info.layout.bytes_local() for info in sharded_models_of(model)[0].params.values())
             states = 2 * sum(p._local_tensor.nbytes for p in model.parameters())  # without padding
             in_files = states + (2 * rows if away is every else 0)
             at_rest = 0 if away is every else rows

@@ -19,7 +19,7 @@ from torch import nn
 
 from zero_compiler.errors import ConfigError
 from zero_compiler.optim.optimizer import StreamedOptimizer
-from zero_compiler.params.modules import is_root, policies_of
+from zero_compiler.params.modules import is_root, sharded_models_of
 
 pytest.importorskip("lightning", reason="needs the extra lightning")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -140,7 +140,7 @@ def fit_has_the_numbers_of_ddp(rank: int) -> list[str]:
         for stage in (1, 3):
             _, model, ours = fitted(zero_strategy(stage=stage), kind)
             errors += differences(f"{kind} stage {stage}", ours, plain, CLOSE)
-            if not is_root(model) or not policies_of(model)[0].frames:
+            if not is_root(model) or not sharded_models_of(model)[0].frames:
                 errors.append(f"{kind} stage {stage}: not sharded, or not compiled")
     return errors
 
@@ -177,7 +177,7 @@ def accumulation_and_clipping(rank: int) -> list[str]:
 def bf16_mixed(rank: int) -> list[str]:
     _, _, plain = fitted("ddp", precision="bf16-mixed")
     _, model, ours = fitted(zero_strategy(), precision="bf16-mixed")
-    dtype = policies_of(model)[0].config.param_dtype
+    dtype = sharded_models_of(model)[0].config.param_dtype
     return differences("bf16", ours, plain, CLOSE_BF16) + ([] if dtype == torch.bfloat16 else [f"{dtype}"])
 
 
@@ -224,7 +224,7 @@ def names_and_their_placement(rank: int) -> list[str]:
         for name in ("zero", "zero_stage_1", "zero_stage_2", "zero_stage_3_offload", "zero_stage_3_nvme"):
             t, model, ours = fitted(name)
             errors += differences(name, ours, plain, CLOSE)
-            config = policies_of(model)[0].config
+            config = sharded_models_of(model)[0].config
             stage = int(name[11]) if "stage" in name else 3
             tier = "nvme" if "nvme" in name else "host" if "offload" in name else None
             if config.stage != stage or config.offload_optimizer != tier:

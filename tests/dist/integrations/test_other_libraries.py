@@ -302,8 +302,8 @@ def an_actor_and_a_critic(rank: int) -> list[str]:
                 after = actor(ids).logits[:, :-1].log_softmax(-1).gather(-1, target).squeeze(-1)
                 value = critic(ids)[:, :-1]
                 ratio, gain = (after - before).exp(), reward - value.detach()
-                policy = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                loss = policy + F.mse_loss(value, reward)
+                sharded_model = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+                loss = sharded_model + F.mse_loss(value, reward)
                 loss.backward()
                 for model in (actor, critic):
                     said["losses"].append(number(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

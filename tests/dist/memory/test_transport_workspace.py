@@ -8,7 +8,7 @@ from dist.spawn import run_ranks
 
 import zero_compiler as zero
 from zero_compiler.memory.transport_workspace import scratch_bytes
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -17,10 +17,10 @@ def scratch(rank, world):
     two_hosts(rank, world)
     for kind in ("auto", "c10d"):
         model, _, _ = trained(kind, rank)
-        policy = policies_of(model)[0]
-        programs = [p for frame in policy.frames for p in frame.programs.values()]
-        planned = max(scratch_bytes(p, [policy])[policy.key] for p in programs)
-        found = policy.runtime.engine.counters()["scratch_bytes"]
+        sharded_model = sharded_models_of(model)[0]
+        programs = [p for frame in sharded_model.frames for p in frame.programs.values()]
+        planned = max(scratch_bytes(p, [sharded_model])[sharded_model.key] for p in programs)
+        found = sharded_model.runtime.engine.counters()["scratch_bytes"]
         assert 0 < found <= planned, (kind, found, planned)
         buffers = max(p.buffer_bytes for p in programs)
         assert zero.inspect(model).memory.arena == buffers + planned

@@ -407,10 +407,10 @@ def test_a_group_that_found_no_room_leaves_nothing_behind(tmp_path, monkeypatch)
         patch.setattr(type(optimizer), "_allocate", full)
         with pytest.raises(StorageError, match="no room"):
             optimizer.add_param_group({"params": [model.first.weight]})
-    (policy,) = optimizer._policies()
-    assert set(policy.optimizers) == {"last.weight"}
+    (sharded_model,) = optimizer._sharded_models()
+    assert set(sharded_model.optimizers) == {"last.weight"}
     optimizer.add_param_group({"params": [model.first.weight]})
-    assert set(policy.optimizers) == {"last.weight", "first.weight"}
+    assert set(sharded_model.optimizers) == {"last.weight", "first.weight"}
 
 
 def test_arguments_that_do_not_fit():

@@ -30,7 +30,7 @@ def _rank(rank, world, budgets, folder):
                 rank, NET, ROWS, optimizer=streamed, memory_budget_bytes=budget, nvme_dir=folder, **FILES
             )
             measured += aio.live_bytes() - buffers  # taken once, and kept until the model is gone
-            (frame,) = model._zero.policy.frames
+            (frame,) = model._zero.sharded_model.frames
             backward = frame.programs["backward"]
             tiles = sum(r.tile is not None for r in backward.reduces)
             planned = zero.inspect(model).memory.peak

@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError, RankMismatchError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 pytestmark = [pytest.mark.dist]
 
@@ -70,7 +70,7 @@ def sizes_differ(rank, world, breaks, how, fields):
         step(call, plain, model, torch.randn(8 + k if rank == world - 1 else 8, 8))
     if fields:
         expect(MemoryBudgetError, lambda: call(torch.randn(20_000 if rank == world - 1 else 8, 8)), "20,000")
-    return len(policies_of(model)[0].frames)
+    return len(sharded_models_of(model)[0].frames)
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def all_eager(rank, world):
     x = torch.randn(8, 8)
     for word in WORDS:
         step(call, plain, model, x, word)
-    return len(policies_of(model)[0].frames)
+    return len(sharded_models_of(model)[0].frames)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import StorageError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.sharded.files import Files
 from zero_compiler.storage.stores import region_of
 
@@ -79,8 +79,8 @@ def test_gradients_and_states_go_to_files(compiled, overlap, tmp_path):
 def test_what_is_frozen_takes_no_room(tmp_path):
     model = zero.shard(Net(), device="cpu", nvme_dir=str(tmp_path), **TIERS)
     zero.optimizer(O.AdamW, model)
-    (policy,) = policies_of(model)
-    assert set(policy.storage.files.gradients) == {"head.weight", "head.bias"}
+    (sharded_model,) = sharded_models_of(model)
+    assert set(sharded_model.storage.files.gradients) == {"head.weight", "head.bias"}
     opt = zero.optimizer(O.AdamW, model.body.parameters())
     assert opt.buffer_bytes > 0
     assert not opt._stores
@@ -119,7 +119,7 @@ def test_a_disk_without_room_for_more_may_have_it_later(compiled, tmp_path, monk
     run = torch.compile(model, backend="zero", options={"compute": "aten"})
     run(torch.ones(2, 64)).sum().backward()
     model.body.requires_grad_(True)
-    (policy,) = policies_of(model)
+    (sharded_model,) = sharded_models_of(model)
 
     def full(*_):
         raise StorageError("no room")
@@ -128,7 +128,7 @@ def test_a_disk_without_room_for_more_may_have_it_later(compiled, tmp_path, monk
         patch.setattr(Files, "add_gradients", full)
         with pytest.raises(StorageError, match="no room"):
             run(torch.ones(2, 64)) if compiled else zero.optimizer(O.AdamW, model)
-    assert "body.weight" not in policy.storage.files.gradients
+    assert "body.weight" not in sharded_model.storage.files.gradients
     model.zero_grad()
     run(torch.ones(2, 64)).sum().backward()
     assert in_file(model.body.weight.grad)

@@ -28,7 +28,7 @@ def _run(rank, rows=ROWS, **fields):
 
 
 def _held(model):
-    (frame,) = model._zero.policy.frames
+    (frame,) = model._zero.sharded_model.frames
     return frame
 
 
@@ -36,7 +36,7 @@ def _budgets(rank, world):
     _C.meter_install()
     outside = ROWS * WIDTH * 4 * 2 + 4096  # the batch and eager code
     want, free, model = _run(rank)
-    most, gathers = _held(model).held_bytes, model._zero.policy.runtime.engine.counters()["gathers"]
+    most, gathers = _held(model).held_bytes, model._zero.sharded_model.runtime.engine.counters()["gathers"]
     planned = zero.inspect(model).memory.peak
     assert free <= planned + outside
     del model
@@ -47,7 +47,7 @@ def _budgets(rank, world):
         assert _held(model).held_bytes <= most * part
         assert measured <= zero.inspect(model).memory.peak + outside
         # Making again takes no further gather: biases share the bucket of their layer's norm.
-        assert model._zero.policy.runtime.engine.counters()["gathers"] <= gathers
+        assert model._zero.sharded_model.runtime.engine.counters()["gathers"] <= gathers
         rows.append((int(most * part), measured))
         del model
     # The whole budget brings the same about.
@@ -82,7 +82,7 @@ def _in_files(rank, world, folder):
         assert got == want
         report = zero.inspect(model)
         moved = sum(r.nbytes for r in _held(model).offloaded)
-        counters = model._zero.policy.storage.nvme().engine.counters()
+        counters = model._zero.sharded_model.storage.nvme().engine.counters()
         assert counters["bytes_written"] >= 3 * moved > 0
         assert counters["bytes_read"] >= 3 * moved
         assert measured <= report.memory.peak + ROWS * WIDTH * 4 * 2 + 4096
@@ -128,7 +128,7 @@ def _staged(rank, world, transport, folder):
             for phase, timeline in _held(model).timelines.items():
                 files_lane = WRITE if phase == "forward" else READ
                 assert min(timeline.nbytes(files_lane), timeline.nbytes(HOST)) >= moved
-            counters = model._zero.policy.storage.nvme().engine.counters()
+            counters = model._zero.sharded_model.storage.nvme().engine.counters()
             assert counters["bytes_written"] >= 3 * moved > 0
         rows.append((free - measured, moved))
         del model, report
@@ -176,9 +176,9 @@ def _staged_accumulation(rank, world, folder):
         want, _ = run()
         got, model = run(offload_activations="nvme")
         assert got == want
-        frames = model._zero.policy.frames
+        frames = model._zero.sharded_model.frames
         assert any(f.offloaded for f in frames)
-        return len(model._zero.policy.runtime.parcels._idle)
+        return len(model._zero.sharded_model.runtime.parcels._idle)
 
 
 def test_accumulation_and_inference_with_activations_of_an_accelerator_in_files(tmp_path):

@@ -37,7 +37,7 @@ def _run(budget):
     _C.meter_reset_peak()  # the whole model, which stood here before it was cut, is no part of training
     step = torch.compile(model, backend="zero", options={"compute": "aten"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    torch.manual_seed(1 + model._zero.policy.group.rank)
+    torch.manual_seed(1 + model._zero.sharded_model.group.rank)
     losses = []
     for _ in range(4):
         loss = step(torch.randn(BATCH, WIDTH))
@@ -45,8 +45,8 @@ def _run(budget):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    kept = sum(model._zero.policy.agreed.kept.values())
-    gathers = model._zero.policy.runtime.engine.counters()["gathers"]
+    kept = sum(model._zero.sharded_model.agreed.kept.values())
+    gathers = model._zero.sharded_model.runtime.engine.counters()["gathers"]
     return losses, kept, gathers, zero.inspect(model).memory
 
 
@@ -96,7 +96,7 @@ def _every_stage(rank, world, compute):
             memory = zero.inspect(model).memory
             rest = memory.parameters + memory.gradients + memory.optimizer
             rows[transport, stage] = measured, memory.peak, rest
-            assert model._zero.policy.storage.transport.name == transport
+            assert model._zero.sharded_model.storage.transport.name == transport
             del model
         budget = memory.peak + 1024  # of stage 3; not enough to keep a weight
         got, measured, model = train(
@@ -176,7 +176,7 @@ def _too_small(rank, world):
     step = torch.compile(model, backend="zero", options={"compute": "aten"})
     with pytest.raises(MemoryBudgetError, match="bytes too small"):
         step(torch.randn(BATCH, WIDTH))
-    runtime = model._zero.policy.runtime
+    runtime = model._zero.sharded_model.runtime
     gathers = 0 if runtime is None else runtime.engine.counters()["gathers"]
     same = all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
     return gathers, [p.grad for p in model.parameters()], same
@@ -209,14 +209,18 @@ def _looks(rank, world):
     budget = _run(None)[3].peak + 2 * WIDTH * WIDTH * 4 + 1024
     torch._dynamo.reset()
     model = zero.shard(Net(), stage=3, memory_budget_bytes=budget, bucket_bytes=0, transport="c10d")
-    policy = model._zero.policy
+    sharded_model = model._zero.sharded_model
     if rank == 1:
         frames = zero.inspect(model, (torch.randn(1, WIDTH),)).frames
         assert any(g.kept for f in frames for p in f.programs.values() for g in p.gathers)
-        assert (policy.agreed.kept, policy.agreed.tile_bytes, policy.runtime) == ({}, {}, None)
+        assert (sharded_model.agreed.kept, sharded_model.agreed.tile_bytes, sharded_model.runtime) == (
+            {},
+            {},
+            None,
+        )
     torch.distributed.barrier()
     torch.compile(model, backend="zero", options={"compute": "aten"})(torch.randn(BATCH, WIDTH)).backward()
-    return sorted(name for name, kept in policy.agreed.kept.items() if kept)
+    return sorted(name for name, kept in sharded_model.agreed.kept.items() if kept)
 
 
 def test_one_rank_alone_looks_at_a_plan_and_settles_nothing():
@@ -248,7 +252,7 @@ class Accumulating:
 
     @property
     def kept(self):
-        return sum(self.model._zero.policy.agreed.kept.values())
+        return sum(self.model._zero.sharded_model.agreed.kept.values())
 
     def backward(self, sync=True):
         with contextlib.nullcontext() if sync else zero.no_sync(self.call):

@@ -40,7 +40,7 @@ def _rank(rank, world, transport, parts, fields):
             opt.zero_grad()
             losses.append(loss.item())
         measured = _C.meter_peak() - base + aio.live_bytes() - buffers
-        pools = {id(m._zero.policy.runtime.pools) for m in (model, *model) if hasattr(m, "_zero")}
+        pools = {id(m._zero.sharded_model.runtime.pools) for m in (model, *model) if hasattr(m, "_zero")}
         rows.append((len(pools), measured, zero.inspect(model).memory))
         del model, step, opt, loss
     # Under a budget weights may come in other tiles, whose products are summed up in another order.
@@ -192,19 +192,19 @@ def _broken_off(rank, world, folder, fields):
         zero.shard(m, **fields)
     torch.set_grad_enabled(False)
     call(model)
-    pools = one._zero.policy.runtime.pools
-    assert other._zero.policy.runtime.pools is pools
+    pools = one._zero.sharded_model.runtime.pools
+    assert other._zero.sharded_model.runtime.pools is pools
     want = call(other)
     FAIL.append(True)
     with pytest.raises(RuntimeError, match="told to"):
         call(one)
     FAIL.clear()
     # What peers had under way may still come to the memory of the call that broke off.
-    assert one._zero.policy.runtime.pools is pools is not other._zero.policy.runtime.pools
+    assert one._zero.sharded_model.runtime.pools is pools is not other._zero.sharded_model.runtime.pools
     assert call(other) == want
     torch.set_grad_enabled(True)
     assert call(other) == want  # compiled again, among parts of which one broke off
-    assert one._zero.policy.runtime.pools is pools is not other._zero.policy.runtime.pools
+    assert one._zero.sharded_model.runtime.pools is pools is not other._zero.sharded_model.runtime.pools
     larger = zero.shard(nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64), other), **fields)
     call(larger)
     assert call(other) == want

@@ -11,7 +11,7 @@ from machines import machine
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 pytestmark = pytest.mark.dist
 
@@ -44,11 +44,11 @@ def _train(rank, hardware, rows_of):
         twin.backward(lambda m, x=x: m(x))
         twin.check_gradients()
         twin.step()
-    (policy,) = policies_of(twin.model)
-    chosen = [frame.choices[phase] for frame in policy.frames for phase in ("forward", "backward")]
+    (sharded_model,) = sharded_models_of(twin.model)
+    chosen = [frame.choices[phase] for frame in sharded_model.frames for phase in ("forward", "backward")]
     lines = [
         line.split(":", 1)[-1]
-        for frame in policy.frames
+        for frame in sharded_model.frames
         for phase in ("forward", "backward")
         for line in frame.programs[phase].collectives().splitlines()
     ]
@@ -56,7 +56,7 @@ def _train(rank, hardware, rows_of):
         twin.errors,
         [sorted(d for d in c.distances.values()) for c in chosen],
         lines,
-        policy.agreed.distances,
+        sharded_model.agreed.distances,
     )
 
 
@@ -114,8 +114,8 @@ def _within(rank, world, apart, cores, rows):
     torch.distributed.all_gather_object(peaks, peak)
     model = sharded(apart, memory_budget_bytes=max(peaks) + 512)
     torch.compile(model, backend="zero", dynamic=False)(batch(rows[rank])).backward()
-    (policy,) = policies_of(model)
-    (frame,) = policy.frames
+    (sharded_model,) = sharded_models_of(model)
+    (frame,) = sharded_model.frames
     assert zero.inspect(model).memory.peak <= max(peaks) + 512
     return max(d for phase in ("forward", "backward") for d in frame.choices[phase].distances.values())
 
@@ -137,8 +137,8 @@ def _alone(rank, world, hardware):
     if rank == 1:
         told = zero.inspect(model, (torch.zeros(4, 32),))
         assert "ahead for head" in told.summary()
-    (policy,) = policies_of(model)
-    return policy.agreed.distances
+    (sharded_model,) = sharded_models_of(model)
+    return sharded_model.agreed.distances
 
 
 def test_a_lone_look_decides_nothing(hardware):

@@ -250,7 +250,7 @@ def own_lengths(rank, world, stage):
         dist.all_reduce(p.grad)
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad / world, msg=name, rtol=1e-5, atol=1e-6)
-    return len(model._zero.policy.frames)
+    return len(model._zero.sharded_model.frames)
 
 
 @pytest.mark.parametrize("stage", [*thorough(2), 3])

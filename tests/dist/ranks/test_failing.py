@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, ShardError, StorageError, TransferError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks.failing import STEP
 from zero_compiler.ranks.failure_broadcast import fail_later
 from zero_compiler.runtime import peer_watchdog, pools
@@ -162,7 +162,7 @@ def fails_after_a_call(rank: int, world: int) -> str:
     step(call)
     if rank == 1:
         call(torch.ones(4, 16))
-        group = policies_of(model)[0].group
+        group = sharded_models_of(model)[0].group
         fail_later(group, ValueError("out of luck"), STEP)
         return ""
     _slow.append(3 * peer_watchdog.LOOK_S)
@@ -184,7 +184,7 @@ def waits_too_long(rank: int, world: int) -> str:
     if rank == 0:
         text = raised(ShardError, step, call)
     else:
-        with mock.patch.object(pools, "_LONGEST_S", 0.2), policies_of(model)[0].runtime.pools.turn:
+        with mock.patch.object(pools, "_LONGEST_S", 0.2), sharded_models_of(model)[0].runtime.pools.turn:
             text = raised(ShardError, step, call)
     assert step(call) == want
     return text

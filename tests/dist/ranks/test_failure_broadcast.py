@@ -100,13 +100,13 @@ def too_large(rank: int, world: int, failing: tuple[int, ...]) -> list[str]:
     torch._dynamo.reset()
     fresh = sharded()
     want = trained(fresh, compiled(fresh, budget))
-    assert any(fresh._zero.policy.agreed.kept.values())
+    assert any(fresh._zero.sharded_model.agreed.kept.values())
     model = sharded()
     call = compiled(model, budget)
     texts = [refused(MemoryBudgetError, call, MANY if rank in failing else FEW)]
     # Nothing is left of it: what is decided now is as if nobody had failed.
     assert trained(model, call) == want
-    assert model._zero.policy.agreed.kept == fresh._zero.policy.agreed.kept
+    assert model._zero.sharded_model.agreed.kept == fresh._zero.sharded_model.agreed.kept
     # Others have a Program by now, and wait in the call.
     texts.append(refused(MemoryBudgetError, call, MANY if rank in failing else FEW))
     losses, _ = trained(model, call)

@@ -58,7 +58,7 @@ def die_in_mid_step(rank, world, how, stage, transport, where):
     model = Mortal()
     if stage is not None:
         zero.shard(model, stage=stage, transport=transport)
-        assert model._zero.policy.storage.transport.name == transport
+        assert model._zero.sharded_model.storage.transport.name == transport
     call = use(model, how)
     for _ in range(2):
         call(batch()).backward()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
 from zero_compiler.errors import TransferError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
 from zero_compiler.ranks.group import release_destroyed
 from zero_compiler.runtime import _C
@@ -80,14 +80,16 @@ class Held:
         """All process groups there are, besides those that only we know."""
         found = set(dist.distributed_c10d._world.pg_map)
         across = [
-            p.storage.transport.hosts._across[0] for p in policies_of(self.model) if p.storage.transport.hosts
+            p.storage.transport.hosts._across[0]
+            for p in sharded_models_of(self.model)
+            if p.storage.transport.hosts
         ]
         return [weakref.ref(pg) for pg in (*found, *across)]
 
 
 def ends(rank, world, kind):
     held = Held(kind, rank, world)
-    transports = {p.storage.transport.name for p in policies_of(held.model)}
+    transports = {p.storage.transport.name for p in sharded_models_of(held.model)}
     refs = held.groups()
     gc.collect()
     alive, before = [r() is not None for r in refs], threads()
@@ -164,7 +166,7 @@ def refused(rank, world, kind, kept, again):
         except Exception as error:
             found[what] = f"{type(error).__name__}: {error}"
     local(held)
-    runtime = policies_of(held.model)[0].runtime
+    runtime = sharded_models_of(held.model)[0].runtime
     if runtime is not None:
         runtime.close()
     if again:  # and the new one serves a new model

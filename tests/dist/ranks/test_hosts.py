@@ -20,7 +20,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, TransferError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -69,7 +69,7 @@ def same_as_c10d(rank, world):
         found = None
         for late in (0, world - 1):
             model, mine, own = trained("auto", rank, late=late, **fields)
-            used = policies_of(model)[0].storage.transport
+            used = sharded_models_of(model)[0].storage.transport
             assert used.name == "shared+c10d", used
             assert f"2 hosts with {world // 2} CPU ranks each" in str(zero.inspect(model))
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(losses), **tolerance)
@@ -91,7 +91,7 @@ def irregular(rank, world):
     for hosts, why in (("aaab", "ranks 0, 1, 2; 3"), ("abab", "ranks 0, 2; 1, 3"), ("abcd", "one rank")):
         transport._host = lambda hosts=hosts: hosts[rank]
         model, compiled = make("auto")
-        found = policies_of(model)[0].storage.transport
+        found = sharded_models_of(model)[0].storage.transport
         assert (found.name, why in found.reason) == ("c10d", True), found
         loss_of(compiled, rank, 0).backward()
     with pytest.raises(ShardError, match='transport="shared" is not possible: rank 0: each of 4 hosts'):
@@ -129,7 +129,7 @@ def gives_up(rank, world):
     loss_of(compiled, rank, 0).backward()
     dist.barrier()
     if rank == 3:
-        policies_of(model)[0].runtime.engine.abandon("Stop: no more")
+        sharded_models_of(model)[0].runtime.engine.abandon("Stop: no more")
     began = time.monotonic()
     with pytest.raises(TransferError) as error:
         loss_of(compiled, rank, 1).backward()

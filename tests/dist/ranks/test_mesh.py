@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -288,7 +288,7 @@ def the_measured_peak_is_within_the_plan(rank: int) -> list[str]:
 @cases.add
 def the_transport_within_a_replica(rank: int) -> list[str]:
     model = zero.shard(MLP(), mesh=mesh_of(), stage=3)
-    transport = policies_of(model)[0].storage.transport
+    transport = sharded_models_of(model)[0].storage.transport
     return (
         []
         if transport.shared and "2 CPU ranks" in transport.reason

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, TransferError, ZeroError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import agreement, call_handshake, peer_connections
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -200,7 +200,7 @@ def fails_without_gloo(rank: int, world: int) -> str:
 def destroys(rank: int, world: int) -> str:
     """Rank 1 destroys the process group while rank 0 waits for what it was to say; its threads end with it."""
     model = zero.shard(nn.Linear(4, 4), device="cpu")
-    group = policies_of(model)[0].group
+    group = sharded_models_of(model)[0].group
     text = ""
     if rank == 1:
         dist.destroy_process_group()
@@ -227,7 +227,7 @@ def test_a_rank_that_destroys_the_group_answers_no_more():
 def leaves_a_child(rank: int, world: int) -> str:
     """A process that was forked from rank 1 outlives it, as a worker that loads data may for a while."""
     model = zero.shard(nn.Linear(4, 4), device="cpu")
-    group = policies_of(model)[0].group
+    group = sharded_models_of(model)[0].group
     if rank == 1:
         if os.fork() == 0:
             time.sleep(20.0)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, StorageError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
 from zero_compiler.storage.stores import Region
 
@@ -69,7 +69,7 @@ def makes_one_alone(rank, world):
     return [
         _run(model),
         _run(other),
-        policies_of(model)[0].identity.title() == policies_of(other)[0].identity.title(),
+        sharded_models_of(model)[0].identity.title() == sharded_models_of(other)[0].identity.title(),
     ]
 
 
@@ -82,7 +82,7 @@ def copies_one_alone(rank, world):
     return [
         _run(trained),
         _run(model),
-        policies_of(trained)[0].identity.title() != policies_of(model)[0].identity.title(),
+        sharded_models_of(trained)[0].identity.title() != sharded_models_of(model)[0].identity.title(),
     ]
 
 
@@ -95,7 +95,7 @@ def is_in_more_groups(rank, world):
         return ["not in it"] * 2
     first = zero.shard(_net(), mesh=mesh)
     second = zero.shard(_net(), mesh=mesh)
-    groups = {id(policies_of(m)[0].group.everyone.pg) for m in (first, second)}
+    groups = {id(sharded_models_of(m)[0].group.everyone.pg) for m in (first, second)}
     return [_run(first) == _run(second), len(groups)]
 
 
@@ -173,13 +173,13 @@ def has_no_room(rank, world, folder):
 def knows_no_host(rank, world):
     with _on(rank, 1, transport, "_host", side_effect=PermissionError("/proc")):
         model = zero.shard(_net())
-    return [policies_of(model)[0].storage.transport.reason, _run(model)]
+    return [sharded_models_of(model)[0].storage.transport.reason, _run(model)]
 
 
 def maps_no_memory(rank, world):
     with _on(rank, 2, transport.mmap, "mmap", side_effect=OSError("no address space")):
         model = zero.shard(_net())
-    return [policies_of(model)[0].storage.transport.reason, _run(model)]
+    return [sharded_models_of(model)[0].storage.transport.reason, _run(model)]
 
 
 def has_no_values(rank, world):

@@ -15,7 +15,7 @@ from models import Uneven
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.runtime import _C
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -100,7 +100,7 @@ def writes_after_evaluation(rank, world):
                 want = torch.tanh(want)
             want = nn.functional.linear(want, b, bias_b)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    return policies_of(model)[0].storage.transport.name
+    return sharded_models_of(model)[0].storage.transport.name
 
 
 def test_in_place_write_after_evaluation_while_the_peer_is_slow():
@@ -217,7 +217,7 @@ def replaced_storage(rank, world):
                 opt.zero_grad()
                 losses.append(loss.item())
             if kind == "shared":  # and lies nowhere else any more
-                chunks = policies_of(model)[0].storage.transport.segment.chunks
+                chunks = sharded_models_of(model)[0].storage.transport.segment.chunks
                 assert model.up.weight._local_tensor.data_ptr() == chunks["up.weight"].data_ptr()
             results.append((losses, rows(model)))
         same(*results)
@@ -258,7 +258,7 @@ def given_storage(rank, world):
         # Once, and not twice. Rows of padding that nobody gave, scalars and the result are less than 1 KiB.
         assert abs(held - memory.parameters - memory.arena) < 1024 < memory.parameters / 2, (held, memory)
         if kind == "shared":
-            chunks = policies_of(model)[0].storage.transport.segment.chunks
+            chunks = sharded_models_of(model)[0].storage.transport.segment.chunks
             rows = {n: p._local_tensor for n, p in model.named_parameters()}
             assert all(r.data_ptr() == chunks[n].data_ptr() for n, r in rows.items() if r.numel())
             assert (rank == 0) == all(r.numel() for r in rows.values())
@@ -308,7 +308,7 @@ def counters(rank, world):
     model, compiled = make("shared")
     for step in range(3):
         loss_of(compiled, batch(rank, step)).backward()
-    engine = policies_of(model)[0].runtime.engine
+    engine = sharded_models_of(model)[0].runtime.engine
     now = engine.counters()
     assert now["arena_bytes"] == 0  # nothing but what ranks share
     assert now["shared_bytes"] > 0
@@ -341,7 +341,7 @@ def allocates_once(kind, rank, stage, dtype):
         compiled(torch.randn(2, 32)).backward()
         opt.step()
         opt.zero_grad()
-        return policies_of(model)[0].runtime.engine.counters()
+        return sharded_models_of(model)[0].runtime.engine.counters()
 
     first = step()
     for _ in range(3):
@@ -352,7 +352,7 @@ def allocates_once(kind, rank, stage, dtype):
     given = [now[k] - first[k] for k in ("allocations", "recycled")]
     assert sum(given) == 3 * len(list(model.parameters())), what
     # A step that makes an arena is seen.
-    runtime = policies_of(model)[0].runtime
+    runtime = sharded_models_of(model)[0].runtime
     arena = runtime.own if kind == "shared" else runtime.transient
     runtime.engine.grow_arena(arena, 1 << 24)
     assert step()["arena_allocations"] == first["arena_allocations"] + 1, what

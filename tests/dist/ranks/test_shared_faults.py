@@ -14,7 +14,7 @@ from dist.sharing import batch, loss_of, make, train
 from dist.spawn import run_ranks
 
 from zero_compiler.errors import RankMismatchError, TransferError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -90,7 +90,7 @@ def gives_up(rank, world):
     model, compiled = make("shared")
     loss_of(compiled, batch(rank, 0)).backward()
     if rank == 1:
-        policies_of(model)[0].runtime.engine.abandon("Stop: no more")
+        sharded_models_of(model)[0].runtime.engine.abandon("Stop: no more")
     with pytest.raises(TransferError, match="Stop: no more"):
         loss_of(compiled, batch(rank, 1)).backward()
     return True
@@ -136,7 +136,7 @@ def forked(rank, world):
     loss_of(compiled, batch(rank, 0)).backward()
     child = os.fork()
     if child == 0:
-        policies_of(model)[0].runtime.close()
+        sharded_models_of(model)[0].runtime.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     loss_of(compiled, batch(rank, 1)).backward()

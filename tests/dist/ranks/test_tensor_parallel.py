@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zero_compiler as zero
 from zero_compiler.errors import CaptureError, ConfigError, RankMismatchError, ShardError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -152,7 +152,7 @@ def copied(rank: int) -> list[str]:
         loss(torch.compile(m, backend="zero"), tokens(rank // 2, 0)).backward()
     pairs = zip(model.named_parameters(), again.parameters(), strict=True)
     errors = [n for (n, p), q in pairs if not torch.equal(local(p.grad), local(q.grad))]
-    group = policies_of(model)[0].group
+    group = sharded_models_of(model)[0].group
     found = pickle.loads(pickle.dumps(group))
     if (found.roles, found.rank, found.tensor.rank) != (group.roles, group.rank, group.tensor.rank):
         errors.append(f"ranks are {found}")
@@ -318,7 +318,7 @@ def activations_in_parts_that_wait_elsewhere(rank: int) -> list[str]:
         cut = [n for n in frame.programs["forward"].notes if "bytes are saved" in n]
         moved = sum(o.nbytes for o in frame.offloaded)
         parts = [o for o in frame.offloaded if o.name.endswith("_part")]
-        written = policies_of(model)[0].storage.nvme().engine.counters()["bytes_written"]
+        written = sharded_models_of(model)[0].storage.nvme().engine.counters()["bytes_written"]
         if not cut or not parts or not 0 < moved < whole or written < moved:
             errors.append(
                 f"{len(parts)} of {len(cut)} parts moved, {moved:,} of {whole:,} bytes, {written:,} written"

@@ -17,7 +17,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.cost import hardware
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -34,7 +34,7 @@ def chosen(rank, world):
     if rank == 1:
         transport._host = lambda: "another"
     model, compiled = make("auto")
-    found = policies_of(model)[0].storage.transport
+    found = sharded_models_of(model)[0].storage.transport
     assert found.name == "c10d"
     assert "each of 2 hosts has one rank" in found.reason, found.reason
     loss_of(compiled, batch(rank, 0)).backward()
@@ -44,7 +44,7 @@ def chosen(rank, world):
     # Nor is there room.
     transport._available_bytes = lambda: 10
     model, _ = make("auto")
-    assert "bytes of shared memory" in policies_of(model)[0].storage.transport.reason
+    assert "bytes of shared memory" in sharded_models_of(model)[0].storage.transport.reason
     # Or it is gone when a parameter is to move there.
     transport._available_bytes = lambda: None
 
@@ -67,7 +67,7 @@ def unwatched(rank, world):
         transport._PIDFD_OPEN = -1  # no kernel has it
     for _ in range(2):
         model, compiled = make("auto")
-        found = policies_of(model)[0].storage.transport
+        found = sharded_models_of(model)[0].storage.transport
         assert found.name == "c10d"
         assert "rank 1: processes cannot be watched here (pidfd_open: " in found.reason, found.reason
         loss_of(compiled, batch(rank, 0)).backward()
@@ -99,7 +99,7 @@ def planned_for_a_gpu_machine(rank, world):
         model = zero.shard(nn.Linear(8, 8), hardware=given)
         loss = torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(4, 8)).sum()
         loss.backward()
-        found = policies_of(model)[0].storage.transport
+        found = sharded_models_of(model)[0].storage.transport
         assert found.name == "c10d"
         assert f"hardware spec '{name}' says nothing of its speed" in found.reason
         plain = nn.Linear(8, 8)

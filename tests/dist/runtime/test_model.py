@@ -9,7 +9,7 @@ from dist.spawn import run_ranks
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.runtime import _C
 
 pytestmark = pytest.mark.dist
@@ -40,8 +40,8 @@ def branches(rank, world, stage):
         twin.backward(lambda m, x=x, second=second: m(x, second))
         twin.check_gradients()
         twin.step()
-    (policy,) = policies_of(twin.model)
-    phases = policy.frames[0].programs
+    (sharded_model,) = sharded_models_of(twin.model)
+    phases = sharded_model.frames[0].programs
     names = [[g.names for g in phases[p].gathers] for p in ("forward", "backward")]
     return twin.errors, names[0] != names[1]
 

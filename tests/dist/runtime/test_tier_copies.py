@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.cost.timeline import HOST, LINK, READ, WRITE
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 O = torch.optim
 CHAINS = [("host", None, None), ("host", "nvme", None), ("nvme", None, None), ("nvme", "nvme", "nvme")]
@@ -33,7 +33,7 @@ def _ranks(rank, world, transport, folder):
             model(torch.ones(2, 64)).sum().backward()  # eager
             assert local(model.inner.weight.grad).device.type == "cpu"
             assert zero.inspect(model).memory.parameters == 4  # the scalar
-            (frame,) = policies_of(model)[0].frames
+            (frame,) = sharded_models_of(model)[0].frames
             backward = frame.timelines["backward"]
             lanes.append({lane for lane in (READ, WRITE, HOST, LINK) if backward.busy_us(lane)})
     return lanes
@@ -60,7 +60,7 @@ def _placed(rank, world, transport, folder):
         )
         assert train(model, compiled(model), zero.optimizer(O.AdamW, model), rank) == losses
         assert_same(model, want)
-    tiers = policies_of(model)[0].tiers.placed.tiers
+    tiers = sharded_models_of(model)[0].tiers.placed.tiers
     assert set(tiers.values()) == {"none", "host", "nvme"}
     return tiers
 

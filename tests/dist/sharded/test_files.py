@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.storage.stores import region_of
 
 O = torch.optim
@@ -86,11 +86,13 @@ def _ranks(rank, world, transport, folder):
         with zero.gathered(model), zero.gathered(want):
             assert torch.equal(model.inner.weight, want.inner.weight)
         (program,) = {
-            p.phase: p for p in policies_of(model)[0].frames[0].programs.values() if p.phase == "backward"
+            p.phase: p
+            for p in sharded_models_of(model)[0].frames[0].programs.values()
+            if p.phase == "backward"
         }.values()
         assert program.host_bytes > 0
         if fields:
-            placed = policies_of(model)[0].tiers.placed
+            placed = sharded_models_of(model)[0].tiers.placed
             assert placed.tier("params", "inner.weight") == placed.tier("optimizer", "first.weight") == "nvme"
             assert placed.tier("params", "first.weight") == "none"
     return True
@@ -121,7 +123,7 @@ def test_files_are_read_one_layer_ahead_into_a_pool_of_two_layers(tmp_path):
     zero.shard(model, nvme_dir=str(tmp_path), offload_params="nvme")
     run = compiled(model, bucket_bytes=0)
     run(torch.randn(4, 256)).sum().backward()
-    frame = policies_of(model)[0].frames[0]
+    frame = sharded_models_of(model)[0].frames[0]
     chunk = 256 * 256 * 4
     for phase, program in frame.programs.items():
         ops = [

@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import StorageError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.storage.stores import FileStore, Nvme
 
 O = torch.optim
@@ -184,7 +184,7 @@ def test_a_file_system_where_the_two_ways_disagree_is_used_through_the_page_cach
     optimizer = zero.optimizer(O.AdamW, model)
     assert train(model, compiled(model), optimizer) == losses
     assert_same(model, want)
-    stores = list(policies_of(model)[0].storage.nvme().stores)
+    stores = list(sharded_models_of(model)[0].storage.nvme().stores)
     assert len(stores) == 3
     assert sorted(tried) == sorted((s.label, direct) for s in stores for direct in (False, True))
     assert not any(store.file.direct for store in stores)
@@ -223,4 +223,4 @@ def test_a_directory_that_vanishes_is_missed_where_there_is_need_of_a_new_file(t
     assert losses[::2] == losses[1::2]
     assert_same(model, want)
     weight = local(model.first.weight)
-    assert optimizer.held(policies_of(model)[0].key, "first.weight") == (weight.nbytes, "nvme")
+    assert optimizer.held(sharded_models_of(model)[0].key, "first.weight") == (weight.nbytes, "nvme")

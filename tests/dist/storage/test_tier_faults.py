@@ -15,7 +15,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, StorageError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.storage import writeback_buffers
 from zero_compiler.storage.stores import region_of
 
@@ -61,7 +61,7 @@ def test_an_error_in_a_forward_leaves_nothing_under_way(tmp_path, monkeypatch):
         run(x)
     broken.armed = False
     assert torch.equal(run(x), want)
-    assert policies_of(model)[0].storage.nvme().engine.counters()["in_flight"] == 0
+    assert sharded_models_of(model)[0].storage.nvme().engine.counters()["in_flight"] == 0
 
 
 # System calls that fail ------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ tiers = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), 
 zero.shard(model, nvme_dir={folder!r}, **tiers)
 optimizer = zero.optimizer(torch.optim.AdamW, model)
 run = torch.compile(model, backend="zero", options=dict(compute="aten"))
-nvme = model._zero.policy.storage.nvme()
+nvme = model._zero.sharded_model.storage.nvme()
 try:
     for step in range(4):
         torch.manual_seed(step)
@@ -160,7 +160,7 @@ saved = model.weight.full_tensor().clone()
 breaks_off(run)
 with torch.no_grad():
     model.weight.to_local().copy_(saved)
-model._zero.policy.storage.nvme().engine.settle()
+model._zero.sharded_model.storage.nvme().engine.settle()
 print(torch.equal(model.weight.full_tensor(), saved))
 """
 _GRADIENTS = """
@@ -232,7 +232,9 @@ def test_an_error_that_is_dropped_in_a_later_backward_takes_no_gradient_with_it(
 
 
 def stores_of(model):
-    return {store.label.split(" of ")[0]: store for store in policies_of(model)[0].storage.nvme().stores}
+    return {
+        store.label.split(" of ")[0]: store for store in sharded_models_of(model)[0].storage.nvme().stores
+    }
 
 
 def test_a_truncated_file(tmp_path):

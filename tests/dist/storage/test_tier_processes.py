@@ -19,7 +19,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.config import PLACED_FIELDS
 from zero_compiler.errors import OptimizerError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.storage import aio, interruptible_io
 from zero_compiler.storage.stores import region_of
 
@@ -190,7 +190,7 @@ def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
     zero.shard(model, nvme_dir=str(tmp_path), **dict.fromkeys(PLACED_FIELDS, "nvme"))
     optimizer = zero.optimizer(O.AdamW, model, overlap=overlap)
-    engine = policies_of(model)[0].storage.nvme().engine
+    engine = sharded_models_of(model)[0].storage.nvme().engine
 
     def values():
         states = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]

@@ -59,7 +59,7 @@ def long_run(rank, world, stage):
         if step % 10 == 9:
             with torch.no_grad():
                 call(x)
-        counters = model._zero.policy.runtime.engine.counters()
+        counters = model._zero.sharded_model.runtime.engine.counters()
         # Gradients' storages are given back where that lowers the peak, and made again: all others are blocks of arenas.
         gradients = len(opt.param_groups[0]["params"]) * (step + 1) - counters["recycled"] if world > 1 else 0
         allocations.append(counters["allocations"] - gradients)
@@ -93,21 +93,21 @@ def deleted(rank, world):
         call(torch.ones(2, 64)).sum().backward()
         with torch.no_grad():
             call(torch.ones(2, 64))
-        policy = model._zero.policy
-        runtime = policy.runtime
+        sharded_model = model._zero.sharded_model
+        runtime = sharded_model.runtime
         weight = model[0].weight
         refs = {
             "model": weakref.ref(model),
             "child": weakref.ref(model[0]),
-            "policy": weakref.ref(policy),
+            "sharded_model": weakref.ref(sharded_model),
             "weight": weakref.ref(weight),
             "shard": weakref.ref(weight._local_tensor),
             "gradient": weakref.ref(weight.grad),
-            "plan": weakref.ref(policy.frames[0]),
+            "plan": weakref.ref(sharded_model.frames[0]),
         }
         engine = runtime.engine
         assert world == 1 or engine.counters()["arena_bytes"] + engine.counters()["shared_bytes"] > 0
-        del model, call, policy, runtime, weight
+        del model, call, sharded_model, runtime, weight
         gc.collect()
         assert [k for k, r in refs.items() if r() is not None and k != "plan"] == []
         try:

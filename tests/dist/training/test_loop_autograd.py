@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -135,7 +135,7 @@ def autocast(rank: int) -> list[str]:
             twin.say("the loss is that without autocast")
         errors += twin.errors[:3]
         full = {tuple(p.shape) for p in twin.plain.parameters() if p.dim() == 2}
-        for frame in policies_of(twin.call)[0].frames:
+        for frame in sharded_models_of(twin.call)[0].frames:
             for program in frame.programs.values():
                 if program.phase != "forward":
                     continue

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import zero_compiler as zero
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 ATEN = {"compute": "aten"}
 COUNT = 3
@@ -53,7 +53,10 @@ class Deep(nn.Module):
 
 def programs(model):
     return [
-        p.phase for policy in policies_of(model) for frame in policy.frames for p in frame.programs.values()
+        p.phase
+        for sharded_model in sharded_models_of(model)
+        for frame in sharded_model.frames
+        for p in frame.programs.values()
     ]
 
 
@@ -164,7 +167,7 @@ def test_full_weights_of_the_only_rank_are_looked_up_once():
 
     def gathers():
         torch.testing.assert_close(call(x), plain(x))
-        return policies_of(model)[0].runtime.engine.counters()["gathers"]
+        return sharded_models_of(model)[0].runtime.engine.counters()["gathers"]
 
     first = gathers()
     with torch.no_grad():

@@ -54,9 +54,9 @@ class Asked(SimulatedModel):
 
     asked: tuple[str, ...] = ()
 
-    def decide(self, policy, key, text, room_bytes=None):
+    def decide(self, sharded_model, key, text, room_bytes=None):
         self.asked = (*self.asked, key)
-        policy.agreed.distances[key] = text
+        sharded_model.agreed.distances[key] = text
         return text
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_compiles_again_asks_nobody():
     budget = int(0.9 * report(Wide(), rows(32), 2, bucket_bytes=0).memory.peak)
     model = Asked(Wide(), 2, stage=3, memory_budget_bytes=budget, bucket_bytes=0)
     model.check([rows(32), rows(32)], lambda out: out)
-    assert any(model.policy.agreed.tile_bytes.values())
+    assert any(model.sharded_model.agreed.tile_bytes.values())
     assert model.asked
     model.asked = ()
     model.check([rows(24), rows(24)], lambda out: out)
@@ -81,9 +81,9 @@ def test_a_rank_that_compiles_again_asks_nobody():
 class Ordered(Asked):
     """The first rank wants MLPs in tiles of tokens, and then finds that weights in tiles take less time."""
 
-    def decide(self, policy, key, text, room_bytes=None):
+    def decide(self, sharded_model, key, text, room_bytes=None):
         told = {"mlp-memory": "True", "order": "first"}
-        return super().decide(policy, key, told.get(key.partition("/")[0], text), room_bytes)
+        return super().decide(sharded_model, key, told.get(key.partition("/")[0], text), room_bytes)
 
 
 @pytest.mark.slow
@@ -326,9 +326,9 @@ def test_buckets_that_the_user_gives_stay(fast):
 class Told(Asked):
     """The first rank wants buckets of 20,000 bytes, and those rather than weights in tiles, whatever this one found."""
 
-    def decide(self, policy, key, text, room_bytes=None):
+    def decide(self, sharded_model, key, text, room_bytes=None):
         told = {"buckets": "20000", "order": "last"}
-        return super().decide(policy, key, told.get(key.partition("/")[0], text), room_bytes)
+        return super().decide(sharded_model, key, told.get(key.partition("/")[0], text), room_bytes)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.params.modules import is_root, policies_of
+from zero_compiler.params.modules import is_root, sharded_models_of
 
 pytestmark = pytest.mark.usefixtures("no_trace_left")
 
@@ -73,14 +73,16 @@ def test_a_decorated_class_is_the_same_class():
     assert isinstance(model, Bare)
     assert is_root(model)
     assert type(model).__name__ == "Bare"
-    assert sorted(policies_of(model)[0].params) == ["lin.weight", "own"]
+    assert sorted(sharded_models_of(model)[0].params) == ["lin.weight", "own"]
 
 
 @pytest.mark.parametrize(("cls", "n"), [(Sub, 4), (SubSub, 4)])
 def test_subclasses_are_one_model(cls, n):
     torch.manual_seed(0)
     model = cls()
-    assert [sorted(p.params) for p in policies_of(model)] == [["extra", "lin.bias", "lin.weight", "own"]]
+    assert [sorted(p.params) for p in sharded_models_of(model)] == [
+        ["extra", "lin.bias", "lin.weight", "own"]
+    ]
     torch.manual_seed(0)
     lin, own, extra = nn.Linear(n, n), torch.randn(n), torch.randn(n)
     nn.init.ones_(lin.weight)
@@ -90,7 +92,7 @@ def test_subclasses_are_one_model(cls, n):
 
 def test_nested_decorated_classes():
     model = Outer()
-    assert [(p.config.stage, sorted(p.params)) for p in policies_of(model)] == [
+    assert [(p.config.stage, sorted(p.params)) for p in sharded_models_of(model)] == [
         (2, ["bare.lin.bias", "bare.lin.weight", "bare.own"]),
         (1, ["w"]),
     ]
@@ -100,13 +102,13 @@ def test_nested_decorated_classes():
 def test_a_decorated_class_inside_the_context():
     with zero.init(stage=2):
         model = nn.Sequential(Bare(), Inner())
-    assert [(p.config.stage, len(p.params)) for p in policies_of(model)] == [(2, 3), (1, 1)]
+    assert [(p.config.stage, len(p.params)) for p in sharded_models_of(model)] == [(2, 3), (1, 1)]
 
 
 def test_a_decorated_class_without_an_init_and_decorated_twice():
     cls = zero.module(zero.module(stage=2)(NoInit))
     model = cls(2, 3)
-    assert [p.config.stage for p in policies_of(model)] == [3]
+    assert [p.config.stage for p in sharded_models_of(model)] == [3]
     assert model(torch.ones(1, 2)).shape == (1, 3)
 
 
@@ -123,8 +125,8 @@ def test_a_decorated_subclass_has_the_last_word():
             self.more = nn.Parameter(torch.ones(2))
 
     assert Tagged.tag == 7
-    assert [p.config.stage for p in policies_of(Last())] == [1]
-    assert [(p.config.stage, len(p.params)) for p in policies_of(Tagged())] == [(1, 4)]
+    assert [p.config.stage for p in sharded_models_of(Last())] == [1]
+    assert [(p.config.stage, len(p.params)) for p in sharded_models_of(Tagged())] == [(1, 4)]
 
 
 def test_bad_arguments_are_told_at_once():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError
-from zero_compiler.params.modules import is_root, policies_of, state_of
+from zero_compiler.params.modules import is_root, sharded_models_of, state_of
 
 pytestmark = pytest.mark.usefixtures("no_trace_left")
 
@@ -56,7 +56,9 @@ def test_a_model_made_of_parts_is_one_model():
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         model = nn.Sequential(a, nn.ReLU())
         model.append(b)
-    assert [sorted(p.params) for p in policies_of(model)] == [["0.bias", "0.weight", "2.bias", "2.weight"]]
+    assert [sorted(p.params) for p in sharded_models_of(model)] == [
+        ["0.bias", "0.weight", "2.bias", "2.weight"]
+    ]
 
 
 def test_each_module_that_stands_alone_is_a_model():
@@ -64,7 +66,7 @@ def test_each_module_that_stands_alone_is_a_model():
         actor, critic = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1))
     assert is_root(actor)
     assert is_root(critic)
-    assert [p.config.stage for m in (actor, critic) for p in policies_of(m)] == [2, 2]
+    assert [p.config.stage for m in (actor, critic) for p in sharded_models_of(m)] == [2, 2]
 
 
 def test_a_head_made_for_a_model_from_before():
@@ -75,7 +77,10 @@ def test_a_head_made_for_a_model_from_before():
     assert is_root(model.head)
     assert type(model[0].weight) is nn.Parameter
     zero.shard(model)
-    assert [sorted(p.params) for p in policies_of(model)] == [["0.bias", "0.weight"], ["bias", "weight"]]
+    assert [sorted(p.params) for p in sharded_models_of(model)] == [
+        ["0.bias", "0.weight"],
+        ["bias", "weight"],
+    ]
 
 
 def test_a_body_from_before_becomes_part_of_what_is_made():
@@ -83,7 +88,9 @@ def test_a_body_from_before_becomes_part_of_what_is_made():
     value = body.weight.detach().clone()
     with zero.init():
         model = nn.Sequential(body, nn.Linear(2, 2))
-    assert [sorted(p.params) for p in policies_of(model)] == [["0.bias", "0.weight", "1.bias", "1.weight"]]
+    assert [sorted(p.params) for p in sharded_models_of(model)] == [
+        ["0.bias", "0.weight", "1.bias", "1.weight"]
+    ]
     assert torch.equal(model[0].weight.to_local(), value)
 
 
@@ -116,7 +123,7 @@ def test_init_inside_init_joins_or_keeps_its_own_placement():
             d = nn.Linear(2, 2)
         model = nn.ModuleList([a, b, c, d])
         d.weight.data.fill_(3.0)
-    assert [(p.config.stage, len(p.params)) for p in policies_of(model)] == [(3, 6), (1, 2)]
+    assert [(p.config.stage, len(p.params)) for p in sharded_models_of(model)] == [(3, 6), (1, 2)]
     assert d.weight.to_local().eq(3).all()
 
 

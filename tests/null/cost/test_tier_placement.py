@@ -28,7 +28,7 @@ from zero_compiler.cost.tier_placement import (
 )
 from zero_compiler.errors import ConfigError, MemoryBudgetError
 from zero_compiler.layout import Layout
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.storage.stores import region_of
 from zero_compiler.tools.planning import report
 
@@ -341,16 +341,16 @@ def test_mixed_placements_train_as_one_does(share, init, tmp_path):
     budget = int(share * 16 * numel)
     model = deep(init, device_rest_bytes=budget, nvme_dir=str(tmp_path))
     assert train(model, zero.optimizer(torch.optim.AdamW, model)) == losses
-    (policy,) = policies_of(model)
+    (sharded_model,) = sharded_models_of(model)
     made = zero.inspect(model)
     memory = made.memory
     assert memory.parameters + memory.gradients + memory.optimizer <= budget
     assert memory.parameters + memory.gradients + memory.optimizer + memory.files == 16 * numel
     assert (memory.files == 0) == (share == 1.0)
-    assert made.to_dict()["placement"] == list(policy.tiers.placed.why)
-    assert f"at rest: {policy.tiers.placed.why[0]}" in str(made)
+    assert made.to_dict()["placement"] == list(sharded_model.tiers.placed.why)
+    assert f"at rest: {sharded_model.tiers.placed.why[0]}" in str(made)
     for row in made.params:
-        param = policy.param(row["name"])
+        param = sharded_model.param(row["name"])
         assert (region_of(param._local_tensor) is not None) == (row["tiers"]["params"] == "nvme")
     kinds = {row["tiers"]["params"] for row in made.params}
     assert kinds == ({"nvme"} if share == 0 else {"none", "nvme"} if share == 0.15 else {"none"})
@@ -375,10 +375,10 @@ def test_an_accelerator_trains_with_mixed_placements(device, host, init, tmp_pat
         for one, other in zip(want.parameters(), model.parameters(), strict=True):
             assert torch.equal(one._local_tensor, other._local_tensor)
         made = zero.inspect(model)
-    (policy,) = policies_of(model)
+    (sharded_model,) = sharded_models_of(model)
     taken = dict.fromkeys(EVERYWHERE, 0)
-    for (kind, name), tier in policy.tiers.placed.tiers.items():
-        taken[tier] += policy.params[name].layout.bytes_local() * (2 if kind == "optimizer" else 1)
+    for (kind, name), tier in sharded_model.tiers.placed.tiers.items():
+        taken[tier] += sharded_model.params[name].layout.bytes_local() * (2 if kind == "optimizer" else 1)
     assert sum(taken.values()) == 16 * numel
     assert taken["none"] <= fields["device_rest_bytes"]
     assert taken["host"] <= fields.get("host_rest_bytes", 0)
@@ -396,7 +396,7 @@ def test_a_plain_optimizer_takes_what_lies_beside_its_parameters(tmp_path):
     """On the host too; what rests in files it cannot keep there, and says so."""
     with accelerator():
         model = deep(device_rest_bytes=0, host_rest_bytes=1 << 20)
-        assert set(policies_of(model)[0].tiers.placed.tiers.values()) == {"host"}
+        assert set(sharded_models_of(model)[0].tiers.placed.tiers.values()) == {"host"}
         want = deep()
         assert train(model, torch.optim.AdamW(model.parameters())) == train(
             want, torch.optim.AdamW(want.parameters())

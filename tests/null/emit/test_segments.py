@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.emit.segments import SegmentCompiler
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 
 class Pooled(nn.Module):
@@ -62,8 +62,8 @@ def test_layers_of_any_batch_still_share_code():
     compiled = []
     for batch in (2, 3, 5, 7):
         step(torch.randn(batch, 16)).sum().backward()
-        (policy,) = policies_of(model)
-        (compiler,) = policy.compilers.values()
+        (sharded_model,) = sharded_models_of(model)
+        (compiler,) = sharded_model.compilers.values()
         assert isinstance(compiler, SegmentCompiler)
         compiled.append(compiler.compiled)
     assert compiled[1] == compiled[2] == compiled[3]  # one for any batch

@@ -107,7 +107,7 @@ def test_an_update_in_memory_writes_what_it_has_read():
     """It reads parameter, gradient and state, and writes the first and the last, half as fast again as a copy."""
     sharded = zero.shard(model())
     keep = zero.optimizer(torch.optim.SGD, sharded, lr=0.1, momentum=0.9)
-    told, spec = zero.inspect(sharded, (torch.ones(2, 64),)), sharded._zero.policy.hardware
+    told, spec = zero.inspect(sharded, (torch.ones(2, 64),)), sharded._zero.sharded_model.hardware
     copied_us = NUMEL * 4 * 5 / spec.memory_bytes_per_us
     assert told.update.timeline.total_us == pytest.approx(copied_us / 1.5 + spec.kernel_us * told.update.late)
     del keep

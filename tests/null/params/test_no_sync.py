@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import zero_compiler as zero
 from zero_compiler.compile import call_decisions
 from zero_compiler.errors import GradientError, ShardError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 # The Programs of a frame that is trained.
 TRAINED = ["backward", "backward under zero.no_sync", "forward"]
@@ -227,7 +227,7 @@ def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stag
     def phases():
         frames = zero.inspect(call).to_dict()["frames"]
         return [sorted(f["programs"]) for f in frames], [
-            c.compiled for c in policies_of(model)[0].compilers.values()
+            c.compiled for c in sharded_models_of(model)[0].compilers.values()
         ]
 
     def graphs():
@@ -334,7 +334,7 @@ def test_set_requires_gradient_sync_without_recurse_leaves_parts_alone():
     part = zero.shard(next(model.children()))
     zero.shard(model)
     model.set_requires_gradient_sync(False, recurse=False)
-    assert [p.sync for p in policies_of(model)] == [False, True]
-    assert policies_of(part)[0].sync
+    assert [p.sync for p in sharded_models_of(model)] == [False, True]
+    assert sharded_models_of(part)[0].sync
     model.set_requires_gradient_sync(False)
-    assert not any(p.sync for p in policies_of(model))
+    assert not any(p.sync for p in sharded_models_of(model))

@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 LIMIT, STEPS = 2, 4
 
@@ -125,7 +125,7 @@ def batch(size):
 
 
 def frames_of(model):
-    return len(policies_of(model)[0].frames)
+    return len(sharded_models_of(model)[0].frames)
 
 
 def told(caplog):

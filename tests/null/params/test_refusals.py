@@ -145,7 +145,7 @@ def test_dynamo_takes_no_sharded_module_for_one_of_fsdp(marked):
         model.__dict__["_is_fsdp_managed_module"] = True
     assert getattr(model, "_is_fsdp_managed_module", False) is marked
     use(model, "compiled")(batch())
-    assert len(model._zero.policy.frames) == 1
+    assert len(model._zero.sharded_model.frames) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import CaptureError, ShardError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 
 
 class Layers(nn.Module):
@@ -89,7 +89,9 @@ def test_gradients_are_those_of_plain_torch(kind, compiled):
     call = torch.compile(model, backend="zero") if compiled else model
     for got, want in zip(gradients(model, call), gradients(plain, plain), strict=True):
         torch.testing.assert_close(got, want)
-    assert not policies_of(model)[0].scope.calls  # the forward has ended, and attributes are shards again
+    assert not sharded_models_of(model)[
+        0
+    ].scope.calls  # the forward has ended, and attributes are shards again
     assert model.weight.is_leaf
 
 

@@ -37,7 +37,7 @@ def test_one_node_a_read():
 
 def test_it_means_the_full_weight_outside_of_a_graph():
     plain, model = net(), zero.shard(net(), stage=3)
-    key = model._zero.policy.key
+    key = model._zero.sharded_model.key
     for name, param in model.named_parameters():
         full = weight(param, key, name)
         assert not isinstance(full, DTensor)

@@ -358,12 +358,12 @@ def test_a_memory_budget_makes_again_what_it_has_no_room_for():
 
 
 def test_policies_of_the_user_are_kept():
-    for policy in (None, CheckpointPolicy.MUST_SAVE):
+    for sharded_model in (None, CheckpointPolicy.MUST_SAVE):
         b = two_layers()
         gelu = next(n for n in b.graph.nodes if n.target is aten.gelu.default)
-        if policy is not None:
-            gelu.meta["recompute"] = policy
+        if sharded_model is not None:
+            gelu.meta["recompute"] = sharded_model
         acts = Activations(b.graph, 1, CostModel(SPEC), fused=False, small_bytes=0, recompute=True)
         everything = acts.choice(frozenset(acts.forward))
-        assert (gelu in everything.saved) == (policy is not None)
-        assert (gelu in everything.again) == (policy is None)
+        assert (gelu in everything.saved) == (sharded_model is not None)
+        assert (gelu in everything.again) == (sharded_model is None)

@@ -290,11 +290,11 @@ def test_a_gradient_larger_than_may_be_under_way_goes_in_parts(tmp_path, monkeyp
         lambda self, *a: (landed.append(self.made_here(a[1])), write(self, *a))[1],
     )
     plain, ours = model_in_files(tmp_path, memory_budget_bytes=14 << 20, offload_optimizer="nvme")
-    policy = ops.owners()[-1]
-    assert policy.gradients.written.buffer_bytes < 2 << 20
+    sharded_model = ops.owners()[-1]
+    assert sharded_model.gradients.written.buffer_bytes < 2 << 20
     run = torch.compile(ours, backend="zero", options={"compute": "aten"})
     for m in (run, plain):
         m(X).square().mean().backward()
     assert_same_gradients(plain, ours)
     assert not any(landed)
-    assert policy.gradients.written.landing().limit == policy.gradients.written.buffer_bytes
+    assert sharded_model.gradients.written.landing().limit == sharded_model.gradients.written.buffer_bytes

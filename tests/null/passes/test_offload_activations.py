@@ -134,12 +134,14 @@ def test_a_plan_of_a_sharded_model_makes_nothing(with_files):
     torch._dynamo.reset()
     model = zero.shard(Net(), **with_files(FAST))
     assert waits(zero.inspect(model, x()))
-    policy = model._zero.policy
-    assert (policy.storage._nvme, policy.runtime) == (
+    sharded_model = model._zero.sharded_model
+    assert (sharded_model.storage._nvme, sharded_model.runtime) == (
         None,
         None,
     )  # no file, and no thread that would write it
-    assert not any(policy.config.nvme_dir in os.path.realpath(fd) for fd in glob.glob("/proc/self/fd/*"))
+    assert not any(
+        sharded_model.config.nvme_dir in os.path.realpath(fd) for fd in glob.glob("/proc/self/fd/*")
+    )
 
 
 # The Program ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_compiler.config import Config
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.params.shard import shard_over
 from zero_compiler.plan.budget import Candidate, check, choose
 from zero_compiler.report.report import Memory
@@ -69,17 +69,17 @@ def test_equal_input_gives_equal_choice():
     assert choose(items, 2000) == choose(list(items), 2000)
 
 
-def policies_on(world, **fields):
+def sharded_models_on(world, **fields):
     model = nn.Linear(8, 8)
     shard_over(model, planned_group(world), Config.make(None, fields))
-    return policies_of(model)
+    return sharded_models_of(model)
 
 
 def advice(memory, **fields):
-    policies = policies_on(2, **fields)
-    check(memory, memory.peak, "anywhere", policies)
+    sharded_models = sharded_models_on(2, **fields)
+    check(memory, memory.peak, "anywhere", sharded_models)
     with pytest.raises(MemoryBudgetError) as error:
-        check(memory, memory.peak - 1, "segment 3 of h.1", policies)
+        check(memory, memory.peak - 1, "segment 3 of h.1", sharded_models)
     assert "1 bytes too small" in str(error.value)
     assert ", at segment 3 of h.1;" in str(error.value)
     return str(error.value).rpartition("; ")[2]

@@ -158,8 +158,8 @@ def test_gradients_of_an_earlier_step_are_refused_as_ever():
 
 def test_what_a_later_frame_adds_to_an_earlier_one_is_refused_when_it_is_compiled():
     losses, _, (first, second), model = free()
-    policies = [model._zero.policy]
-    peaks = [memory_of(policies, list(f.programs.values()), f.kept_bytes).peak for f in (first, second)]
+    sharded_models = [model._zero.sharded_model]
+    peaks = [memory_of(sharded_models, list(f.programs.values()), f.kept_bytes).peak for f in (first, second)]
     assert peaks[0] > peaks[1]  # the first one's is that of its backward, with the gradient of ``shared``
     model = sharded()
     with pytest.raises(

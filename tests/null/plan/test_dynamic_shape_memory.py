@@ -175,7 +175,7 @@ def test_counted_at_other_sizes_a_plan_is_that_of_these_sizes():
             assert at.programs[phase].live == wanted.live
             assert at.programs[phase].inside == wanted.inside
         quiet, _ = fixed.told.frames[-1].accumulating
-        owners = {run.model._zero.policy.key}
+        owners = {run.model._zero.sharded_model.key}
         assert accumulating(at.programs["backward"], owners).live == quiet.live
 
 

@@ -106,7 +106,7 @@ def test_the_sums_of_replicas_meet_in_the_dtype_of_reduction():
     batches = [tokens(k) for k in range(4)]
     for each in (run, one):
         each.step(batches, square)
-    for name, info in run.policy.params.items():
+    for name, info in run.sharded_model.params.items():
         if not info.layout.sharded or run.rows[0][name].grad is None:
             continue
         whole = torch.cat([one.rows[k][name].grad for k in range(4)])

@@ -35,13 +35,16 @@ def test_losses_are_the_same_bits(with_files_anywhere, drop, calls):
     want, _ = trained(drop, calls=calls)
     got, model = trained(drop, calls=calls, **with_files_anywhere(FAST))
     assert got == want
-    policy = model._zero.policy
-    engine, moved = policy.storage.nvme().engine.counters(), sum(r.nbytes for r in policy.frames[0].offloaded)
+    sharded_model = model._zero.sharded_model
+    engine, moved = (
+        sharded_model.storage.nvme().engine.counters(),
+        sum(r.nbytes for r in sharded_model.frames[0].offloaded),
+    )
     assert moved > 0
     assert engine["bytes_written"] >= 3 * calls * moved
     assert engine["bytes_read"] >= 3 * calls * moved
     # A file for every forward that waits for its backward, and none more.
-    assert len(policy.runtime.parcels._idle) == calls
+    assert len(sharded_model.runtime.parcels._idle) == calls
 
 
 @pytest.mark.parametrize("with_files_anywhere", ANYWHERE, indirect=True)
@@ -52,7 +55,7 @@ def test_with_every_other_offload_under_one_budget(with_files_anywhere):
         0.3, activation_budget_bytes=int(least() * 0.9), **with_files_anywhere(FAST), **every
     )
     assert got == want
-    assert model._zero.policy.frames[0].offloaded
+    assert model._zero.sharded_model.frames[0].offloaded
 
 
 def test_backward_twice_and_never(with_files_anywhere):
@@ -64,7 +67,7 @@ def test_backward_twice_and_never(with_files_anywhere):
     once = model.first.weight.grad.clone()
     loss.backward()
     torch.testing.assert_close(model.first.weight.grad, 2 * once)
-    parcels = model._zero.policy.runtime.parcels
+    parcels = model._zero.sharded_model.runtime.parcels
     lost = step(*x())
     assert len(parcels._living) == 1  # the first is gone with its graph
     del lost, loss
@@ -76,7 +79,7 @@ def test_backward_twice_and_never(with_files_anywhere):
 def test_compiled_segments_with_activations_in_files(with_files_anywhere):
     want, _ = trained(0.3, compute="inductor")
     got, model = trained(0.3, compute="inductor", **with_files_anywhere(FAST))
-    assert model._zero.policy.frames[0].offloaded
+    assert model._zero.sharded_model.frames[0].offloaded
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
@@ -115,7 +118,7 @@ def test_activations_are_never_left_behind(with_files, tmp_path):
     torch._dynamo.reset()
     model = zero.shard(Net(), **fields)
     torch.compile(model, backend="zero", options={"compute": "aten"})(*x()).backward()
-    assert model._zero.policy.frames[0].offloaded
+    assert model._zero.sharded_model.frames[0].offloaded
     names = [p.name for p in folder.iterdir()]
     assert any("-parameters-of-rank-" in name for name in names)
     assert not any("-activations-of-rank-" in name for name in names)
@@ -129,7 +132,7 @@ def test_checksums_find_a_changed_byte(with_files_anywhere):
     want = step(*x())
     want.backward()
     loss = step(*x())
-    (parcel,) = model._zero.policy.runtime.parcels._living.values()
+    (parcel,) = model._zero.sharded_model.runtime.parcels._living.values()
     byte = os.pread(parcel.place.fd, 1, 5000)
     os.pwrite(parcel.place.fd, bytes([byte[0] ^ 16]), 5000)
     with pytest.raises(StorageError, match="activation .*: the bytes at 4,096 in activations of rank 0"):
@@ -193,8 +196,8 @@ def test_losses_are_the_same_bits_with_the_host(on_host, calls):
     want, _ = trained(0.3, calls=calls)
     got, model = trained(0.3, calls=calls, **on_host(FAST))
     assert got == want
-    assert model._zero.policy.frames[0].offloaded
-    assert len(model._zero.policy.runtime.parcels._idle) == calls
+    assert model._zero.sharded_model.frames[0].offloaded
+    assert len(model._zero.sharded_model.runtime.parcels._idle) == calls
 
 
 def test_a_deleted_model_leaves_no_memory_on_the_host(on_host):

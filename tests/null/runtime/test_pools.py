@@ -13,7 +13,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.compile import loader
 from zero_compiler.errors import ShardError
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.runtime import pools as turns
 from zero_compiler.runtime.pools import Pools, in_turn
 
@@ -40,7 +40,7 @@ def test_two_threads_take_turns():
     calls, x = [compiled(part) for part in root], torch.randn(4, 256)
     with torch.no_grad():
         want = [call(x) for call in calls]
-    assert policies_of(root[0])[0].runtime.pools is policies_of(root[1])[0].runtime.pools
+    assert sharded_models_of(root[0])[0].runtime.pools is sharded_models_of(root[1])[0].runtime.pools
     wrong = []
 
     def go(k):
@@ -101,7 +101,7 @@ class Pauses:
 
     @property
     def pools(self):
-        return policies_of(self.model.parts[0])[0].runtime.pools
+        return sharded_models_of(self.model.parts[0])[0].runtime.pools
 
     def _go(self):
         with torch.no_grad():
@@ -328,7 +328,7 @@ def test_an_arena_that_was_placed_halfway_is_placed_again(monkeypatch):
     calls, x = [compiled(part) for part in root], torch.randn(4, 256)
     with torch.no_grad():
         want = [call(x) for call in calls]
-        pools = policies_of(root[0])[0].runtime.pools
+        pools = sharded_models_of(root[0])[0].runtime.pools
         grown, arenas = Pools.grow, []
 
         def interrupted(self, program):
@@ -367,10 +367,10 @@ def test_a_model_may_go_while_another_one_makes_room(monkeypatch):
     models = [zero.shard(nn.Linear(8, 8), device="cpu") for _ in range(2)]
     for model in models:
         compiled(model)(torch.ones(2, 8)).sum().backward()
-    gone, stays = (model._zero.policy.runtime for model in models)
+    gone, stays = (model._zero.sharded_model.runtime for model in models)
     gone.close()
     monkeypatch.setattr(type(stays.pools), "users", lambda self: [gone, stays])
-    program = models[1]._zero.policy.frames[0].programs["forward"]
+    program = models[1]._zero.sharded_model.frames[0].programs["forward"]
     stays.pools.grow(dataclasses.replace(program, transient_bytes=stays.pools.arena.nbytes + 4096))
     gone.engine.trim(0)
     with pytest.raises(ShardError, match="the sharded model of this call no longer exists"):

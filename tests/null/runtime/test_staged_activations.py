@@ -274,7 +274,7 @@ def test_accumulation_and_inference(on):
         step(*x()).backward()
         with torch.no_grad():
             out = step(*x())
-        (frame, inference) = model._zero.policy.frames
+        (frame, inference) = model._zero.sharded_model.frames
         assert not inference.programs["inference"].offloads
         return out, [p.grad.to_local().clone() for p in model.parameters()], frame.offloaded
 
@@ -303,7 +303,7 @@ def test_memory_that_is_not_contiguous(on):
         step = torch.compile(model, backend="zero", options={"compute": "aten"})
         loss = step(*x())
         loss.backward()
-        return loss, model.a.weight.grad.to_local(), model._zero.policy.frames[0]
+        return loss, model.a.weight.grad.to_local(), model._zero.sharded_model.frames[0]
 
     want, grad, _ = run({})
     got, theirs, frame = run(on())
@@ -331,7 +331,7 @@ def test_many_steps_leave_nothing(on):
     now = steps(20)
     assert now[0] == files
     assert now[1] <= tensors
-    runtime = model._zero.policy.runtime
+    runtime = model._zero.sharded_model.runtime
     assert (len(runtime.parcels._idle), len(runtime.parcels._living)) == (1, 0)
     assert runtime.aside._reading == []
 

@@ -16,7 +16,7 @@ from torch import nn, optim
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, ShardError
 from zero_compiler.layout import layout_of
-from zero_compiler.params.modules import policies_of
+from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.params.shard import sharded_parameter
 from zero_compiler.runtime.tier_copies import Aside
 from zero_compiler.sharded.rest_tiers import RestTiers
@@ -184,7 +184,7 @@ def test_a_call_that_broke_off_leaves_nothing_behind(tmp_path):
     run, other = compiled(model), compiled(want)
     run(torch.ones(2, 64)).sum().backward()
     model.zero_grad()
-    session_of = model._zero.policy.frames[0]
+    session_of = model._zero.sharded_model.frames[0]
     assert session_of.programs["backward"].device_bytes > 0
 
     def stop(grad):
@@ -287,6 +287,6 @@ def test_what_is_frozen_at_first_trains_on_the_host_later(tmp_path):
         opt = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         losses += train(model, run, opt)
         seen.append(losses)
-        (policy,) = policies_of(model)
-        assert policy.tiers.placed.tier("grads", "inner.weight") == tiers[1]
+        (sharded_model,) = sharded_models_of(model)
+        assert sharded_model.tiers.placed.tier("grads", "inner.weight") == tiers[1]
     assert seen[0] == seen[1]

@@ -121,9 +121,9 @@ def test_all_copies_of_a_model_share_one_stream(monkeypatch):
     streams = []
     monkeypatch.setattr(torch, "Stream", lambda device: streams.append(device) or object())
     tiers = SimpleNamespace(activation_path=("host",))
-    policy = SimpleNamespace(tiers=tiers, group=SimpleNamespace(device=torch.device("cuda")))
+    sharded_model = SimpleNamespace(tiers=tiers, group=SimpleNamespace(device=torch.device("cuda")))
     pools = Pools(torch.device("cuda"))
-    runtime = SimpleNamespace(policy=policy, parcels=Parcels(torch.empty), pools=pools)
+    runtime = SimpleNamespace(sharded_model=sharded_model, parcels=Parcels(torch.empty), pools=pools)
     program = SimpleNamespace(phase="backward", offloads=[], file_bytes=0)
     first, second = (ModelRuntime.moves(runtime, program) for _ in range(2))
     assert first._stream is second._stream is pools.aside._stream

@@ -417,7 +417,7 @@ def test_the_report_names_what_why_and_what_it_costs():
 def test_the_verifier_sees_a_tile_of_a_gradient_that_is_left_out():
     model = run(2, stage=3, tile_bytes=300)
     program = model.programs["backward"]
-    worlds = {model.policy.key: 2}
+    worlds = {model.sharded_model.key: 2}
     verify_program(program, worlds)
     k, first = next((k, r) for k, r in enumerate(program.reduces) if r.tile and r.tile.index == 1)
     program.reduces[k] = replace(first, tile=replace(first.tile, begin=first.tile.begin + 1))
