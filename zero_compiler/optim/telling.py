@@ -16,8 +16,8 @@ from ..sharded.sharded_model import ShardedModel
 
 
 def groups_of(sharded_models: Iterable[ShardedModel], params: Iterable[object] = ()) -> list[Group]:
-    """All ranks that train ``sharded_models``, and those that average plain ``params``; no group twice, and in one order
-    on all ranks."""
+    """All ranks that train ``sharded_models``, and those that average plain ``params``; no group twice, and in
+    one order on all ranks."""
     found = [p.group.everyone for p in sorted(sharded_models, key=lambda p: p.identity.made)]
     found += [group.everyone for group in averaged_over(params)]
     return list({id(group.pg): group for group in found if not (group.one_rank or group.destroyed)}.values())
