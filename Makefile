@@ -24,7 +24,7 @@ RANKS ?= 2
 EXTRAS ?= dev
 ROOM ?=
 # What another torch may change: steps of every kind and their numbers, Inductor, optimizers, checkpoints, collectives.
-PART ?= $(addprefix tests/dist/,training/test_loop.py training/test_one_rank.py::test_bits_of_small_models \
+PART ?= $(addprefix tests/dist/,training/test_one_rank.py::test_bits_of_small_models \
   training/test_one_rank.py::test_inductor_is_close optim/test_optimizer.py::test_on_two_ranks \
   params/test_sharded_state.py ranks/test_call_handshake.py ranks/test_transport.py ranks/test_shared.py)
 

@@ -118,7 +118,7 @@ def accumulation_and_clipping(rank: int) -> list[str]:
     return both(args={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3})
 
 
-@cases.add
+@cases.add_thorough
 def bf16(rank: int) -> list[str]:
     return both(CLOSE_BF16, args={"bf16": True})
 
@@ -147,12 +147,12 @@ def evaluation_and_prediction_before_and_after_training(rank: int) -> list[str]:
     return differences("zero", run(True, True, True), plain, CLOSE)
 
 
-@cases.add
+@cases.add_thorough
 def evaluation_without_training(rank: int) -> list[str]:
     return both(run=lambda t: {"loss": t.evaluate()["eval_loss"]})
 
 
-@cases.add
+@cases.add_thorough
 def optimizers_that_are_given(rank: int) -> list[str]:
     def run(ours: bool) -> dict[str, Any]:
         with shared_folder() as folder:
@@ -196,7 +196,7 @@ def states_in_files_with_a_scheduler_that_is_given(rank: int) -> list[str]:
     return differences("in files", whole, plain, CLOSE) + differences("resumed", again, whole, 0.0)
 
 
-@cases.add
+@cases.add_thorough
 def the_best_model_at_the_end_and_early_stopping(rank: int) -> list[str]:
     from transformers import EarlyStoppingCallback
 
@@ -278,7 +278,7 @@ def generation_in_a_callback(rank: int) -> list[str]:
     return both(run=run)
 
 
-@cases.add
+@cases.add_thorough
 def prediction_by_generating(rank: int) -> list[str]:
     """Seq2SeqTrainer with predict_with_generate; ranks have texts of different lengths."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration

@@ -167,17 +167,19 @@ ZERO = ["zero_compiler", "run", *RANKS, "--stage", "3", "--compute", "aten"]
 TORCHRUN = ["torch.distributed.run", *RANKS]
 
 
+LIGHTNING_PLAIN = "accelerator='cpu', strategy='ddp', devices=2"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "script", "who", "plain_extra"),
     [
-        ("accelerate", ACCELERATE, "Accelerator", ""),
-        ("transformers", TRAINER, "Trainer", "use_cpu=True"),
-        ("trl", DPO, "DPOTrainer", "use_cpu=True"),
-        ("lightning", LIGHTNING, "Trainer", "accelerator='cpu', strategy='ddp', devices=2"),
-        ("lightning", FABRIC, "Fabric", "accelerator='cpu', strategy='ddp', devices=2"),
+        pytest.param("accelerate", ACCELERATE, "Accelerator", "", id="accelerate"),
+        pytest.param("transformers", TRAINER, "Trainer", "use_cpu=True", id="trainer"),
+        pytest.param("trl", DPO, "DPOTrainer", "use_cpu=True", id="dpo", marks=pytest.mark.thorough),
+        pytest.param("lightning", LIGHTNING, "Trainer", LIGHTNING_PLAIN, id="lightning"),
+        pytest.param("lightning", FABRIC, "Fabric", LIGHTNING_PLAIN, id="fabric", marks=pytest.mark.thorough),
     ],
-    ids=["accelerate", "trainer", "dpo", "lightning", "fabric"],
 )
 def test_an_unmodified_script_trains_sharded(library, script, who, plain_extra, tmp_path):
     pytest.importorskip(library, reason=f"needs the extra {library}")
