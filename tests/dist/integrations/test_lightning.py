@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,8 +22,11 @@ from zero_compiler.errors import ConfigError
 from zero_compiler.optim.optimizer import StreamedOptimizer
 from zero_compiler.params.modules import is_root, sharded_models_of
 
-pytest.importorskip("lightning", reason="needs the extra lightning")
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+# Not imported here: it puts another function in place of torch.compile, for every test of the process.
+missing = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"
+)
+pytestmark = [pytest.mark.dist, pytest.mark.slow, missing]
 
 cases = Cases(__name__)
 CLOSE = 1e-6

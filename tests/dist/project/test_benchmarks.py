@@ -38,7 +38,7 @@ CALLS = {
     "where": "--model tiny --steps 2 --hardware PRESET",
     "without": "DIR --cases weights --size tiny --compute aten --steps 1 --warmup 1 --hardware PRESET",
 }
-LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large", "resident"}
+LEFT_OUT = {"activations", "buys", "compile_time", "io_deepspeed", "large", "plan_quality", "resident"}
 PARTS = {"common", "limits", "models", "modes", "simple_fsdp"}
 
 
