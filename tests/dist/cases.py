@@ -81,3 +81,14 @@ class Cases:
             )
         for rank, found in enumerate(self._found[together]):
             assert not found[name], f"rank {rank}:\n" + "\n".join(found[name])
+
+
+def refused(call: Callable[[], object], kind: type[BaseException], *words: str) -> list[str]:
+    """What is wrong where ``call`` does not raise a ``kind`` whose message has all ``words``."""
+    try:
+        call()
+    except kind as error:
+        return [f"{error} without {w!r}" for w in words if w not in str(error)]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [f"no error with {words}"]

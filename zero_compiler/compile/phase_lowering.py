@@ -27,7 +27,7 @@ from .segment_codegen import count_compiled
 
 log = logging.getLogger("zero_compiler")
 SAY_EVERY_S = 20.0
-# So many phases are lowered on trial before a search ends with the best plan that it has found: equal on any machine.
+# When so many phases were lowered on trial, no other order of measures is tried beside the first: equal on any machine.
 MOST_TRIALS = 200
 
 

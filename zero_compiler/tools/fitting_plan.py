@@ -102,8 +102,8 @@ def fitting_report(asked: Asked, say: Say) -> Report:
     """The plan of what is asked within ``memory_budget_bytes``, by default what the hardware has less its reserve.
 
     Weights are cut into tiles where a budget or ``tile_bytes`` was given, and not by default: each tile is one more
-    transfer. Where there is no plan, the one without a budget, which is made first; its verdict has the least that was
-    found, and the least change that fits. Ctrl-C while one is looked for ends the search alone.
+    transfer. Where there is no plan, or Ctrl-C ends the search for one, the one without a budget; its verdict has the
+    least that was found, and the least change that fits.
 
     Raises:
         MemoryBudgetError: there is no plan within a budget that was given.
@@ -111,23 +111,23 @@ def fitting_report(asked: Asked, say: Say) -> Report:
     """
     if asked.budget_bytes is not None or asked.machine.plannable_bytes is None:
         return _with_change(asked, asked.report(asked.budget_bytes, say), None, say)
-    room = asked.machine.plannable_bytes
-    report, within = asked.report(None, say), None
+    within, least, change = None, None, ""
+    try:
+        within = asked.report(asked.machine.plannable_bytes, say)
+        if not asked.cuts_unasked(within):
+            return _with_change(asked, within, None, say)
+    except MemoryBudgetError as refused:
+        least = refused.peak_bytes
+    except KeyboardInterrupt:
+        change = "interrupted before a plan was found that fits"
+    say("planning without a budget: no plan with whole weights was found that fits the device")
+    report = asked.report(None, say)
     verdict = report.verdict
     assert verdict is not None  # of every report that is planned
     if verdict.fits is False:
-        say(f"without a budget it {verdict.line()}; looking for a plan within the device (Ctrl-C ends that)")
-    try:
-        within = asked.report(room, say)
-    except MemoryBudgetError as refused:
-        if refused.peak_bytes is not None:
-            report = replace(report, verdict=_with_least(verdict, refused.peak_bytes))
-    except KeyboardInterrupt:
-        change = "interrupted before a plan was found that fits"
-        return replace(report, verdict=replace(verdict, change=change))
-    if within is not None and not asked.cuts_unasked(within):
-        report, within = within, None
-    return _with_change(asked, report, within, say)
+        verdict = verdict if least is None else _with_least(verdict, least)
+        report = replace(report, verdict=replace(verdict, change=change))
+    return report if change else _with_change(asked, report, within, say)
 
 
 def _with_change(asked: Asked, report: Report, within: Report | None, say: Say) -> Report:

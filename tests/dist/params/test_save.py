@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dist.cases import Cases
+from dist.cases import Cases, refused
 from dist.library_runs import shared_folder
 from dist.spawn import run_ranks
 from safetensors import safe_open
@@ -189,16 +189,6 @@ def no_rank_holds_more_than_a_part(rank):
             if not largest.nbytes and not buffers:
                 out.append("nothing was counted")
     return out
-
-
-def refused(call, kind, *words) -> list[str]:
-    try:
-        call()
-    except kind as error:
-        return [f"{error} without {w!r}" for w in words if w not in str(error)]
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
-    return [f"no error with {words}"]
 
 
 @cases.add

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dist.cases import Cases
+from dist.cases import Cases, refused
 from dist.library_runs import shared_folder
 from dist.spawn import run_ranks
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
@@ -97,16 +97,6 @@ def one_rank_alone(rank):
                 out += refused(second, ZeroError, "rank 0 of 2 could not go on behind save_pretrained()")
         model(x)  # ranks meet again
     return out + [os.path.abspath("nowhere")] * os.path.exists("nowhere")
-
-
-def refused(call, kind, *words):
-    try:
-        call()
-    except kind as error:
-        return [f"{error} without {w!r}" for w in words if w not in str(error)]
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
-    return [f"no error with {words}"]
 
 
 @cases.add

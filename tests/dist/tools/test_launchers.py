@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -16,13 +17,12 @@ from dist.library_runs import differences
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-SCRIPT = """
-import json, os, sys, torch
+# What each rank does, once there is a process group.
+TRAINING = """
+import json, torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zero_compiler as zero
-%s
-dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 18), torch.nn.GELU(), torch.nn.Linear(18, 3))
 model = torch.compile(zero.shard(model, stage=3), backend="zero", options={"compute": "aten"})
@@ -38,9 +38,19 @@ for step in range(4):
     losses.append(loss.item())
 if dist.get_rank() == 0:
     said = next(line for line in str(zero.inspect(model)).splitlines() if line.startswith("transport"))
-    json.dump({"losses": losses, "said": said, "world": dist.get_world_size()}, open(sys.argv[1], "w"))
-dist.destroy_process_group()
+    json.dump({"losses": losses, "said": said, "world": dist.get_world_size()}, open(out, "w"))
 """
+SCRIPT = (
+    """
+import os, sys
+import torch.distributed as dist
+%s
+dist.init_process_group("gloo")
+out = sys.argv[1]
+"""
+    + TRAINING
+    + "dist.destroy_process_group()\n"
+)
 FROM_SLURM = """
 os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"],
                "LOCAL_RANK": os.environ["SLURM_LOCALID"], "MASTER_ADDR": os.environ["SLURM_LAUNCH_NODE_IPADDR"]}
@@ -165,34 +175,21 @@ def test_tasks_of_slurm(tmp_path):
     assert found["losses"][-1] < found["losses"][0]
 
 
-RAY = """
-import json, sys
+RAY = (
+    """
+import sys
 from ray.train import ScalingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 def loop(config):
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    import zero_compiler as zero
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 18), torch.nn.GELU(), torch.nn.Linear(18, 3))
-    model = torch.compile(zero.shard(model, stage=3), backend="zero", options={"compute": "aten"})
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    losses = []
-    for step in range(4):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        loss = F.mse_loss(model(x), x[:, :3])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        dist.all_reduce(loss := loss.detach())
-        losses.append(loss.item())
-    if dist.get_rank() == 0:
-        json.dump({"losses": losses, "world": dist.get_world_size()}, open(config["out"], "w"))
+    out = config["out"]
+"""
+    + textwrap.indent(TRAINING, "    ")
+    + """
 TorchTrainer(loop, train_loop_config={"out": sys.argv[1]}, torch_config=TorchConfig(backend="gloo"),
              scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
              run_config=RunConfig(storage_path=sys.argv[2])).fit()
 """
+)
 
 
 def test_workers_of_ray_train(tmp_path):

@@ -125,7 +125,7 @@ def test_the_least_that_a_search_found_is_said_beside_the_plan_without_a_budget(
     assert device.needed_bytes < device.unlimited_bytes == found.memory.peak
     assert "without a budget)" in found.verdict.line()
     assert "no change that was tried fits" in found.verdict.line()
-    assert any("without a budget it does not fit" in line for line in said)
+    assert any("planning without a budget" in line for line in said)
 
 
 @pytest.mark.slow
