@@ -222,7 +222,9 @@ def optimizers_of_torchao(rank: int) -> list[str]:
     def run(prepare: Prepare) -> dict[str, Any]:
         torch.manual_seed(0)
         model = prepare(nn.Sequential(nn.Linear(8, 1024), nn.GELU(), nn.Linear(1024, 3)))
-        return {"losses": train(model, [optim.AdamW8bit(model.parameters(), lr=1e-3, block_size=256)])}
+        # With the cache one rank may get the code of another, which has other rows of a parameter of the same shape.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return {"losses": train(model, [optim.AdamW8bit(model.parameters(), lr=1e-3, block_size=256)])}
 
     return same(run, 2e-3)
 
