@@ -32,13 +32,13 @@ override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.zero
 LOG := $(VENV)/setup.log
-ENGINE := $(wildcard $(addprefix csrc/,*.cc src/*.cc src/*.h src/aio/*.cc src/aio/*.h include/zero/*.h include/zero/aio/*.h))
+ENGINE := $(wildcard $(addprefix csrc/,*.cc src/*.cc src/*.h src/aio/*.cc src/aio/*.h src/ranges/*.cc include/zero/*.h include/zero/aio/*.h))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS := $(JOBS)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo bench test test-all test-part check lint types cpp-test pytest clean distclean
+.PHONY: help setup demo bench gpu test test-all test-part check lint types cpp-test pytest clean distclean
 help:
 	@echo "make demo       train a small model on $(RANKS) ranks"
 	@echo "make check      lint, types and quick tests"
@@ -46,6 +46,7 @@ help:
 	@echo "make test-all   the same, with the exhaustive combinations that the others sample"
 	@echo "make test-part  quick tests, and a part of those on several ranks: for another torch (make TORCH=...)"
 	@echo "make bench      step times beside DDP, FSDP2, SimpleFSDP and DeepSpeed, in $(VENV)-bench"
+	@echo "make gpu        on a machine with a GPU: tests/gpu, then what to measure there, in stages; make gpu FROM=b goes on"
 	@echo "make cpp-test   the engine's own tests, under ASan and TSan"
 	@echo "make setup      only the set-up that the others share"
 	@echo "make clean      remove build outputs and caches (make distclean: and $(VENV))"
@@ -128,6 +129,19 @@ bench:
 	@$(MAKE) setup VENV=$(VENV)-bench EXTRAS=dev,deepspeed
 	$(VENV)-bench/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
+# With the torch of PYTHON and nothing installed: such a machine may have its own torch, and reach no registry. The
+# engine is built into the tree.
+FROM ?= a
+GPU_FILES ?= build/gpu
+GPU_RESULTS ?= build/gpu/results
+gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())' || { \
+	  echo "make gpu: the torch of $(PYTHON) finds no accelerator here. Name another Python: make gpu PYTHON=..." >&2; exit 1; }
+	MAX_JOBS=$(JOBS) $(PYTHON) setup.py -q build_ext --inplace
+	@$(if $(filter a,$(FROM)),timeout 300 $(PYTHON) -m pytest -q tests/gpu || echo "tests/gpu: failed, or used up its five minutes; the stages follow" >&2,true)
+	@mkdir -p $(GPU_FILES)
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(GPU_FILES) --results $(GPU_RESULTS) --from $(FROM)
+
 # --- checking ---------------------------------------------------------------------------------------------------
 # Tests lie by room below tests/null (one process) and tests/dist (several ranks).
 ONE_PROCESS := $(wildcard tests/null$(ROOM:%=/%))
@@ -168,7 +182,7 @@ pytest: setup
 	exit $$status
 
 clean:
-	rm -rf build dist *.egg-info runtime/*.so zero_compiler/storage/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)
+	rm -rf build dist *.egg-info runtime/*.so zero_compiler/*.so zero_compiler/storage/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis $(STAMPS)
 	find zero_compiler passes runtime tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 	@if [ -f csrc/Makefile ]; then $(MAKE) -C csrc clean; fi
 

@@ -1,5 +1,5 @@
-"""Builds the engine, ``zero_compiler.runtime._C``, and file I/O, ``zero_compiler.storage._aio``, from csrc/. The rest
-is declared in pyproject.toml.
+"""Builds the engine, ``zero_compiler.runtime._C``, file I/O, ``zero_compiler.storage._aio``, and ranges of torch's
+profiler, ``zero_compiler._ranges``, from csrc/. The rest is declared in pyproject.toml.
 
 One build serves CPU and accelerator machines alike: the engine uses c10's generic streams and events and
 links no accelerator library. File I/O uses no torch at all, and liburing where the compiler finds it (at least 2.2;
@@ -42,7 +42,17 @@ def has_liburing() -> bool:
             return False  # the build below says what is wrong with the compiler
 
 
-flags = ["-O3", "-g1", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+# Products and sums are rounded one after the other on every machine, as torch's operators are.
+flags = [
+    "-O3",
+    "-g1",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-ffp-contract=off",
+]
 
 # System headers: warnings in torch's own headers must not stop a build with -Werror.
 system_includes = [flag for path in include_paths() for flag in ("-isystem", path)]
@@ -51,7 +61,13 @@ engine = CppExtension(
     sources_of("csrc/src", "csrc/bindings.cc"),
     extra_compile_args=[*flags, *system_includes],
 )
-engine.include_dirs = [os.path.abspath("csrc/include")]  # ninja runs in another folder
+ranges = CppExtension(
+    "zero_compiler._ranges",
+    sources_of("csrc/src/ranges", "csrc/range_bindings.cc"),
+    extra_compile_args=[*flags, *system_includes],
+)
+for extension in (engine, ranges):
+    extension.include_dirs = [os.path.abspath("csrc/include")]  # ninja runs in another folder
 
 uring = has_liburing()
 aio = Extension(
@@ -76,11 +92,12 @@ class BuildEngine(BuildExtension):
     def build_extensions(self) -> None:
         # Without ninja, setuptools takes an engine that is newer than its sources for up to date, whichever torch it
         # was compiled for.
-        build = runpy.run_path("runtime/engine_build.py")
-        compiled = Path(self.get_ext_fullpath(engine.name))
-        if compiled.exists() and build["built_for"](compiled) != build["release_of"](torch.__version__):
-            self.force = True
+        build = runpy.run_path("zero_compiler/engine_build.py")
+        for extension in (engine, ranges):
+            compiled = Path(self.get_ext_fullpath(extension.name))
+            if compiled.exists() and build["built_for"](compiled) != build["release_of"](torch.__version__):
+                self.force = True
         super().build_extensions()
 
 
-setup(ext_modules=[engine, aio], cmdclass={"build_ext": BuildEngine})
+setup(ext_modules=[engine, aio, ranges], cmdclass={"build_ext": BuildEngine})

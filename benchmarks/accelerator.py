@@ -35,10 +35,11 @@ import common
 import modes
 import torch
 import torch.distributed as dist
-from models import MODELS, Spec, gpt
+from models import MODELS, OF_A_GPU, Spec, gpt
 
 GIB = 1 << 30
-WAYS = ("on the device", "on the host", "on the host and in files")
+BYTES_AT_REST = 14  # of a parameter: weight and two states in float32, gradient in bf16
+WAYS = ("on the device", "on the host", "on the host and in files", "on the device and the host")
 FSDP2 = "on the host, FSDP2"
 
 
@@ -70,6 +71,19 @@ def main() -> None:
     )
     parser.add_argument("--host-gib", type=float, default=96.0)
     parser.add_argument("--width", type=int, default=4096, help="of the largest model")
+    parser.add_argument(
+        "--ways",
+        type=lambda s: [WAYS[int(k)] for k in s.split(",")],
+        default=list(WAYS),
+        help="of resting, for the largest model: 0 on the device, 1 on the host, 2 on the host and in files, "
+        "3 on the device and the host",
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        choices=("yes", "no"),
+        default="no",
+        help="plain PyTorch with them too, for step times",
+    )
     parser.add_argument("--most-blocks", type=int, default=1 << 10, help="no more are tried")
     parser.add_argument(
         "--blocks",
@@ -108,6 +122,13 @@ def main() -> None:
         if result["largest"]:
             title = f"The largest model within {args.device_gib:g} GiB, and {args.host_gib:g} GiB of the host"
             text += common.table(title, LARGEST, [largest_row(r) for r in result["largest"]])
+            host, both = (
+                gib * GIB / BYTES_AT_REST / 1e9 for gib in (args.host_gib, args.host_gib + args.device_gib)
+            )
+            text += (
+                f"\nBy arithmetic the host's memory holds {host:.2f} G parameters, and with the device's {both:.2f} G, "
+                f"of {BYTES_AT_REST} bytes each: weight and two states in float32, the gradient in bf16.\n"
+            )
         if args.json:
             common.save(args.json, result, text)
         return text
@@ -122,7 +143,7 @@ def main() -> None:
         result["layer"].append(layer(args.layer, budgeted))
         save()
     if args.device_gib:
-        for way in WAYS:
+        for way in args.ways:
             result["largest"].append(largest(way, look(way, args), args))
             save()
             if way == WAYS[1] and (blocks := result["largest"][-1].get("blocks")):
@@ -211,9 +232,9 @@ def adamw(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=modes.LR, fused=True)
 
 
-def plain(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+def plain(model: Any, dtype: torch.dtype | None, mode: str | None = None) -> tuple[Any, Any]:
     """A trainer: what gives the loss of a batch, and an optimizer."""
-    at, inner = device(), torch.compile(model)
+    at, inner = device(), torch.compile(model, mode=mode)
 
     def call(*batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(at.type, dtype=dtype, enabled=dtype is not None):
@@ -267,6 +288,7 @@ def check(losses: Sequence[Sequence[float]], what: str, args: argparse.Namespace
 TIMES = [
     "model",
     "plain, ms",
+    "with CUDA graphs, ms",
     "FSDP2, ms",
     "stage 3, ms",
     "/ plain",
@@ -281,8 +303,10 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     import zero_compiler as zero
 
     meter()
-    spec, at = MODELS[name], device()
-    makers = (plain, fsdp2, ours)
+    spec, at = (MODELS | OF_A_GPU)[name], device()
+    makers: list[Any] = [plain, fsdp2, ours]
+    if args.cuda_graphs == "yes":
+        makers.append(partial(plain, mode="reduce-overhead"))
     made = [make(spec.build().to(at), low(args)) for make in makers]
     times: list[list[float]] = [[] for _ in makers]
     losses: list[list[float]] = [[] for _ in makers]
@@ -306,19 +330,33 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "plain_ms": times[0],
         "fsdp2_ms": times[1],
         "zero_ms": times[2],
+        "graphs_ms": times[3] if len(times) > 3 else None,
         "ratio": common.spread([b / a for a, b in zip(times[0], times[2], strict=True)]),
         "fsdp2_ratio": common.spread([b / a for a, b in zip(times[1], times[2], strict=True)]),
         "tokens": batch[0].numel(),
         "losses_apart": apart,
         "peak_bytes": peak.bytes(),
-        "planned_bytes": zero.inspect(call._orig_mod).memory.peak,
+        "planned_bytes": (told := zero.inspect(call._orig_mod)).memory.peak,
+        "planned_ms": planned_ms(told),
     }
+
+
+def planned_ms(told: Any) -> float:
+    """Predicted time of forward and backward, by a report."""
+    return (
+        sum(t.total_us for frame in told.frames for name, t in frame.timelines.items() if name != "inference")
+        / 1e3
+    )
+
+
+def shown(values: list[float] | None) -> str:
+    return "" if values is None else common.show(common.spread(values))
 
 
 def time_row(r: dict[str, Any]) -> list[str]:
     return [
         r["model"],
-        *(common.show(common.spread(r[name])) for name in ("plain_ms", "fsdp2_ms", "zero_ms")),
+        *(shown(r[name]) for name in ("plain_ms", "graphs_ms", "fsdp2_ms", "zero_ms")),
         *(common.show(r[name], 2) for name in ("ratio", "fsdp2_ratio")),
         f"{1e3 * r['tokens'] / common.spread(r['zero_ms'])['median']:,.0f}",
         f"{r['peak_bytes'] / GIB:.2f}",
@@ -385,7 +423,7 @@ def activations(way: str, before: Sequence[dict[str, Any]], args: argparse.Names
         row |= {
             "held_bytes": frame.held_bytes,
             "planned_bytes": told.memory.peak,
-            "planned_ms": sum(t.total_us for name, t in frame.timelines.items() if name != "inference") / 1e3,
+            "planned_ms": planned_ms(told),
             "made_again": len(frame.remade),
             "on_host": sum(r.nbytes for r in frame.offloaded),
         }
@@ -519,6 +557,9 @@ def fields_of(way: str, args: argparse.Namespace) -> dict[str, Any]:
         fields |= dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "host")
     elif way == WAYS[2]:
         fields |= {"device_rest_bytes": budget // 4, "nvme_dir": args.directory}
+    elif way == WAYS[3]:
+        fields |= {"device_rest_bytes": budget * 3 // 4}
+    if way in WAYS[2:]:
         if device().type != "cpu":
             fields["host_rest_bytes"] = int(args.host_gib * GIB * 0.75)  # the rest is for buffers
     return fields
@@ -533,7 +574,7 @@ def look(way: str, args: argparse.Namespace) -> int:
     from zero_compiler.errors import ZeroError
     from zero_compiler.tools.planning import report
 
-    if way in args.blocks or (way == WAYS[1] and device().type == "cpu"):
+    if way in args.blocks or (way in (WAYS[1], WAYS[3]) and device().type == "cpu"):
         return args.blocks.get(way, 0)
 
     def fits(blocks: int) -> bool:
@@ -555,7 +596,7 @@ def look(way: str, args: argparse.Namespace) -> int:
 def largest(way: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
     if not blocks:
         return {"way": way, "why": "one block does not fit, or the CPU's host is itself"}
-    call = {k: v for k, v in vars(args).items() if k not in ("json", "model", "gpt")} | {
+    call = {k: v for k, v in vars(args).items() if k not in ("json", "model", "gpt", "ways")} | {
         "way": way,
         "blocks": blocks,
     }

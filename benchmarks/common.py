@@ -56,7 +56,7 @@ def hardware(
     Under the allocator that the ranks will have: fresh pages take part of the time of gloo's transfers, and of
     products, whose results are new memory.
     """
-    from zero_compiler.tools.calibrate import calibrate
+    from zero_compiler.tools.calibration.calibrate import calibrate
 
     if file is None:
         folder = tempfile.mkdtemp(prefix="zero-bench-")

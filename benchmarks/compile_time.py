@@ -5,7 +5,7 @@
 Compile time is the time of the first two steps less that of two later ones. GPT blocks of width 256, sequence 64,
 batch 2, one rank.
 
-"ours" is all that we do between capture and the compilation of segments: every pass with the lint and verifier after
+"ours" is all that we do between capture and the compilation of segments: every pass with the verifier after
 it, emission, packing, the search for prefetch, the simulation. "passes" is the part of it inside of passes. "torch's"
 is what its own functions take in between: Inductor's joint passes and the min-cut that finds what backward saves.
 """

@@ -1,11 +1,12 @@
 """Host time of a step of 200 tiny layers: what a framework costs beside its arithmetic.
 
-    python benchmarks/host_overhead.py --ranks 1
-    python benchmarks/host_overhead.py --ranks 2 --modes local-compiled,fsdp2,fsdp2-compiled,zero3
+    python benchmarks/host_overhead.py --ranks 1 --modes local-compiled,zero3
+    python benchmarks/host_overhead.py --ranks 2 --modes ddp-compiled,zero2,zero3
 
 Each layer is LayerNorm and Linear of width 16 with a residual, and FSDP2 wraps each one. The arithmetic takes some
 microseconds a layer, so nearly all of the time is Python, autograd and dispatch. CPU time of the process (all its
-threads) stands beside wall time: with peers, wall time has waiting in it.
+threads) stands beside wall time: with peers, wall time has waiting in it. Modes take turns, step by step, and
+ratios are those of steps of the same turn: what else the machine does meanwhile meets both.
 """
 
 from __future__ import annotations
@@ -24,8 +25,19 @@ from bench import _list
 from models import LM, Spec
 from torch import nn
 
-MODES = ["local", "local-compiled", "ddp", "fsdp2", "fsdp2-compiled", "simplefsdp", "zero2", "zero3"]
+MODES = [
+    "local",
+    "local-compiled",
+    "ddp",
+    "ddp-compiled",
+    "fsdp2",
+    "fsdp2-compiled",
+    "simplefsdp",
+    "zero2",
+    "zero3",
+]
 WIDTH = 16
+BESIDE = ["local-compiled", "ddp-compiled", "fsdp2", "fsdp2-compiled"]  # where they are among the modes
 
 
 class Layer(nn.Module):
@@ -59,22 +71,16 @@ def main() -> None:
     print(common.machine_text(m), flush=True)
     call = {"modes": args.modes, "layers": args.layers, "steps": args.steps}
     rows = common.run_ranks(os.path.abspath(__file__), call, args.ranks, "keep")[0]
-    head = [
-        "mode",
-        "step ms (p10-p90)",
-        "forward ms",
-        "backward ms",
-        "optimizer ms",
-        "CPU ms",
-        "/ FSDP2 best",
-    ]
-    fsdp = min((statistics.median(r["s"]) for k, r in rows.items() if k.startswith("fsdp2")), default=None)
+    beside = [mode for mode in BESIDE if mode in rows]
+    head = ["mode", "step ms (p10-p90)", "forward ms", "backward ms", "optimizer ms", "CPU ms"]
+    head += [f"/ {mode} (p10-p90)" for mode in beside]
     table = []
     for mode, r in rows.items():
         parts = [f"{statistics.median(p) * 1e3:.1f}" for p in zip(*r["parts_s"])]
-        share = f"{statistics.median(r['s']) / fsdp:.2f}" if fsdp else ""
         cpu = f"{statistics.median(r['cpu_s']) * 1e3:.1f}"
-        table.append([mode, common.show(common.spread(r["s"]), 1, 1e3), *parts, cpu, share])
+        ratios = [[a / b for a, b in zip(r["s"], rows[other]["s"], strict=True)] for other in beside]
+        shares = [common.show(common.spread(ratio), 2) for ratio in ratios]
+        table.append([mode, common.show(common.spread(r["s"]), 1, 1e3), *parts, cpu, *shares])
     title = f"{spec_of(args.layers).about}; {args.ranks} ranks of one thread, fp32, allocator keep"
     common.print_table(title, head, table)
     if args.json:

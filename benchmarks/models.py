@@ -174,6 +174,13 @@ MODELS: dict[str, Spec] = {
         256,
         4,
     ),
+    "gpt-6x512-short": Spec(
+        "GPT, 6 layers, width 512, vocabulary 4096, sequence 64, batch 1 a rank",
+        lambda: gpt(6, 512, 4096, 64),
+        4096,
+        64,
+        1,
+    ),
     "gpt-12x1024": Spec(
         "GPT, 12 layers, width 1024, vocabulary 4096, sequence 128, batch 1 a rank",
         lambda: gpt(12, 1024, 4096, 128),
@@ -205,6 +212,13 @@ MODELS: dict[str, Spec] = {
     "tiny": Spec(
         "GPT, 2 layers, width 64, for trying the benchmark itself", lambda: gpt(2, 64, 256, 32), 256, 32, 2
     ),
+    "tiny-6x256": Spec(
+        "GPT, 6 layers, width 256, vocabulary 1024, sequence 128, batch 1 a rank",
+        lambda: gpt(6, 256, 1024, 128),
+        1024,
+        128,
+        1,
+    ),
     "tiny-16x256": Spec(
         "GPT, 16 layers, width 256, vocabulary 1024, sequence 128, batch 1 a rank",
         lambda: gpt(16, 256, 1024, 128),
@@ -218,5 +232,16 @@ MODELS: dict[str, Spec] = {
         256,
         32,
         2,
+    ),
+}
+
+# For a device of 80 GB and more: no other benchmark takes them up by itself.
+OF_A_GPU: dict[str, Spec] = {
+    "gpt-1.5b": Spec(
+        "GPT, 24 layers, width 2304, vocabulary 50304, sequence 1024, batch 4 a rank",
+        lambda: gpt(24, 2304, 50304, 1024),
+        50304,
+        1024,
+        4,
     ),
 }

@@ -1,7 +1,8 @@
 """Ways to train one model on the ranks of the default process group, behind one interface.
 
 A mode is a name in ``MODES``, or ``zero2``/``zero3`` with fields of ``zero.Config`` after a colon:
-``zero3:compute=aten+bucket_bytes=0``. Every mode trains with AdamW(fused=True); DeepSpeed drives its own.
+``zero3:compute=aten+bucket_bytes=0``. With ``hardware=installed`` plans are made as where nobody has calibrated. Every
+mode trains with AdamW(fused=True); DeepSpeed drives its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import common
 import torch
@@ -20,6 +22,7 @@ from models import Spec
 from torch import nn
 
 LR = 3e-4
+INSTALLED = "installed"
 
 
 class Skip(Exception):
@@ -144,10 +147,13 @@ def _zero(spec: Spec, dtype: str, stage: int, options: dict[str, Any]) -> Traine
 
     if common.HARDWARE in os.environ:
         options = {"hardware": os.environ[common.HARDWARE]} | options
-
     if dtype == "bf16":
         options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} | options
-    model = zero.shard(spec.build(), stage=stage, **options)
+    where: dict[str, str] = {}
+    if options.get("hardware") == INSTALLED:
+        options, where = options | {"hardware": None}, {"XDG_CACHE_HOME": os.devnull}
+    with mock.patch.dict(os.environ, where):  # in which no calibration is found
+        model = zero.shard(spec.build(), stage=stage, **options)
     return _plain(model, torch.compile(model, backend="zero"), False)
 
 

@@ -3,10 +3,11 @@
     python benchmarks/pass_time.py --nodes 10000,30000,100000
 
 Layers of about 25 nodes, forward and backward together, a weight and a bias each. Nothing is captured, compiled or run.
-The time has in it every pass on the joint graph, on forward and on backward, with the lint and the verifier after each;
-emission with the plan of the arenas, live bytes and the verifier of the Program; the search for prefetch distances and
-the simulation of the timeline. Each size runs in a fresh process. Beside it stands what one `lint` of the lowered
-graphs takes: torch's own walk over all nodes, linear in their number, shows what larger graphs lose to the caches.
+The time has in it every pass on the joint graph, on forward and on backward, with the verifier after each and a lint
+at the end; emission with the plan of the arenas, live bytes and the verifier of the Program; the search for prefetch
+distances and the simulation of the timeline. Each size runs in a fresh process. Beside it stands what one `lint` of the
+lowered graphs takes: torch's own walk over all nodes, linear in their number, shows what larger graphs lose to the
+caches.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from zero_compiler import passes
-from zero_compiler.compile.budget_search import Fitting
+from zero_compiler.compile.search.measure_orders import MeasureOrders
 from zero_compiler.cost.prefetch import PrefetchChoice
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.ir import facts
 from zero_compiler.plan import tiling
 from zero_compiler.tools import planning
 
@@ -95,28 +94,28 @@ def drawn(case: Case, count: int) -> list[Plan]:
     """Plans of a case, drawn at random."""
     out: list[Plan] = []
 
-    def draw_all(fitting: Fitting, partition: Any, planned: Any, graphs: Any, budget_bytes: int) -> Any:
-        draw, before = random.Random(0), fitting.state.choice
+    def draw_all(orders: MeasureOrders, partition: Any, planned: Any, graphs: Any, budget_bytes: int) -> Any:
+        draw, before = random.Random(0), orders.state.choice
         while len(out) < count:
-            fitting._adopt(before)
-            fitting.state.plan_again()
-            out.append(_draw(draw, fitting, partition))
-        fitting._adopt(before)
-        fitting.state.plan_again()
+            orders.adopt(before)
+            orders.state.plan_again()
+            out.append(_draw(draw, orders, partition))
+        orders.adopt(before)
+        orders.state.plan_again()
         return partition(None)
 
-    fit, Fitting._fit_memory = Fitting._fit_memory, draw_all
+    fit, MeasureOrders.fit_memory = MeasureOrders.fit_memory, draw_all
     try:
         report(case, memory_budget_bytes=1 << 60)
     finally:
-        Fitting._fit_memory = fit
+        MeasureOrders.fit_memory = fit
     return out
 
 
-def _draw(draw: random.Random, fitting: Fitting, partition: Any) -> Plan:
-    state, lowering = fitting.state, fitting.lowering
+def _draw(draw: random.Random, orders: MeasureOrders, partition: Any) -> Plan:
+    state, lowering = orders.state, orders.lowering
     buckets = [state.choice.bucket_bytes, *state.smaller_buckets()]
-    fitting._adopt(
+    orders.adopt(
         replace(
             state.choice,
             bucket_bytes=draw.choice(buckets),
@@ -128,20 +127,20 @@ def _draw(draw: random.Random, fitting: Fitting, partition: Any) -> Plan:
     graphs = partition(None)
     if draw.random() < 0.5:
         try:
-            graphs = partition(int(draw.random() * fitting._held_bytes(graphs)))
+            graphs = partition(int(draw.random() * orders.overrun.held_bytes(graphs)))
         except MemoryBudgetError as refused:
             graphs = partition(refused.least_bytes)
     for _ in range(draw.choice((0, 0, 1, 2, 4, 8))):
         passes.finer([gm.graph for gm in graphs.values()])
     weights = {}
     if draw.random() < 0.75:
-        for ref in fitting._undecided(graphs):
+        for ref in orders.weight_tiles.undecided(graphs):
             nbytes = state.params[ref].gather_bytes
             weights.setdefault(nbytes, draw.choice((None, *(nbytes >> k for k in range(1, 7)))))
         state.try_tiles(
             {
                 ref: weights[nbytes]
-                for ref in fitting._undecided(graphs)
+                for ref in orders.weight_tiles.undecided(graphs)
                 if (nbytes := state.params[ref].gather_bytes) and (weights[nbytes] or 0) >= tiling.LEAST_BYTES
             }
         )
@@ -154,9 +153,7 @@ def _draw(draw: random.Random, fitting: Fitting, partition: Any) -> Plan:
     ahead = {unit: draw.randint(1, far) for unit in units}
     prefetch = {phase: PrefetchChoice("", ahead) for phase in graphs}
     state.choice = replace(state.choice, prefetch=prefetch)
-    programs = [
-        lowering._lowered(facts.copy_module(gm), phase).emitted.program for phase, gm in graphs.items()
-    ]
+    programs = [lowering._lowered(gm, phase).emitted.program for phase, gm in graphs.items()]
     plan = Plan(state.peak(programs), sum(lowering.simulated(p).total_us for p in programs))
     for key, table in state.loader.kept_offsets().items():
         table.clear()

@@ -1,6 +1,10 @@
 """Predicted beside measured: time of forward and backward, and peak memory, of every model.
 
     python benchmarks/predict.py --json benchmarks/results/predict/HOST.json
+    python benchmarks/predict.py --model transformers --modes zero3,zero3:tile_bytes=4000000 --json FILE
+
+``--model transformers`` are six of that library. ``DIR`` in a mode is a folder of its own, for files:
+``zero3:offload_optimizer=nvme+nvme_dir=DIR``.
 
 The prediction is made from shapes and the hardware file alone, before the first step; each model is then trained in
 fresh processes. Time is that of forward and backward of the slowest rank, median of the steps: the optimizer is the
@@ -16,17 +20,21 @@ machine than the one that ran. (It is one form of three, its operands in cache a
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import statistics
+import tempfile
 import time
 from typing import Any
 
 import common
 import modes
 import torch
+import transformers_models
 from bench import TOLERANCE, _list
 from models import MODELS
 
+OTHERS = transformers_models.MODELS
 ALLOCATOR = "keep"
 SIDE = 1024  # of the square matrices in calibration
 
@@ -37,7 +45,7 @@ def main() -> None:
         common.answer(call, measure(call))
     parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=[n for n in MODELS if not n.startswith("tiny")])
-    parser.add_argument("--mode", default="zero3", help="one of ours, with options as in bench.py")
+    parser.add_argument("--modes", type=_list, default=["zero3"], help="of ours, with options as in bench.py")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=4)
@@ -48,18 +56,21 @@ def main() -> None:
     m = common.machine()
     print(common.machine_text(m), flush=True)
     rows = {}
-    for name in args.model:
+    names = [n for given in args.model for n in (OTHERS if given == "transformers" else [given])]
+    for name, mode in itertools.product(names, args.modes):
         common.hardware(args.hardware, args.ranks, ALLOCATOR)
         call = {
             "model": name,
-            "mode": args.mode,
+            "mode": mode,
             "dtype": args.dtype,
             "steps": args.steps,
             "warmup": args.warmup,
         }
-        found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, ALLOCATOR)
+        with tempfile.TemporaryDirectory(prefix="zero-predict-") as folder:
+            call["mode"] = mode.replace("DIR", folder)
+            found = common.run_ranks(os.path.abspath(__file__), call, args.ranks, ALLOCATOR)
         slowest = [max(steps) for steps in zip(*(f["seconds"] for f in found))]
-        rows[name] = {
+        rows[f"{name}, {mode}"] = {
             "seconds": slowest,
             "predicted_s": max(f["predicted_s"] for f in found),
             "peak": max(f["peak"] for f in found),
@@ -67,7 +78,7 @@ def main() -> None:
             "host": min(f["host"] for f in found),
         }
     head = [
-        "model",
+        "model, mode",
         "measured ms (p10-p90)",
         "predicted ms",
         "off by",
@@ -91,7 +102,7 @@ def main() -> None:
                 f"{r['predicted_peak'] / r['peak'] - 1:+.1%}",
             ]
         )
-    title = f"{args.mode}, {args.dtype}, {args.ranks} ranks of one thread"
+    title = f"{args.dtype}, {args.ranks} ranks of one thread"
     common.print_table(title, head, table)
     if args.json:
         text = common.heading("Predicted and measured", m) + common.table(title, head, table)
@@ -106,7 +117,7 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     from zero_compiler.runtime import _C
 
     rank, _ = common.init_group()
-    spec = MODELS[call["model"]]
+    spec = (MODELS | OTHERS)[call["model"]]
     gc.collect()
     _C.meter_install()
     trainer = modes.build(call["mode"], spec, call["dtype"])

@@ -6,7 +6,9 @@ Each mode runs under ``torchrun`` in a cgroup of its own, as in a container. At 
 and the cgroup is read: what its processes have of anonymous memory, of shared memory, of page cache and of the kernel's
 own. ``--limit`` trains one rank instead, in a cgroup of the report's expected resident memory and a tenth more: with
 everything in memory, and with parameters, gradients and states in files. With ``--beyond-mib`` the cgroup has instead
-what a process takes that imports the libraries and does nothing, the budget, and so much more. A phase is
+what a process takes that imports the libraries and does nothing, the budget, and so much more; with ``--torch-compile``
+also what plain ``torch.compile(backend="aot_eager")`` of the same model leaves in such a process when it has run a
+forward and a backward and its garbage was collected. A phase is
 
   libraries   torch, Inductor and zero_compiler are imported, the group is made
   built       the model, sharded or wrapped, and its optimizer
@@ -47,7 +49,8 @@ KINDS = ("anonymous", "shared", "cache", "kernel")
 def main() -> None:
     call = common.called()
     if call is not None:
-        train(call) if "files" in call else libraries(call) if "libraries" in call else measure(call)
+        kinds = {"files": train, "libraries": libraries, "plain": plain}
+        next((run for kind, run in kinds.items() if kind in call), measure)(call)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the cgroup is left and removed
     parser = common.parser(__doc__)
     parser.add_argument("--model", type=_list, default=["gpt-12x1024"])
@@ -58,12 +61,20 @@ def main() -> None:
         "--limit", metavar="DIR", help="train under the expected resident memory; files go to DIR"
     )
     parser.add_argument(
+        "--rests", type=_list, default=["memory", "files"], help="with --limit: where all rests, in turn"
+    )
+    parser.add_argument(
         "--budget-mib", type=int, help="with --limit: memory_budget_bytes of what is in files"
     )
     parser.add_argument(
         "--beyond-mib",
         type=int,
         help="with --budget-mib: what is in files, limited to libraries, budget and so much more",
+    )
+    parser.add_argument(
+        "--torch-compile",
+        action="store_true",
+        help="with --beyond-mib: the limit has also what plain torch.compile leaves of the model",
     )
     parser.add_argument("--compute", choices=("inductor", "aten"), default="inductor", help="with --limit")
     parser.add_argument("--hardware", help="what `zero-compiler calibrate` wrote; default: calibrate first")
@@ -78,8 +89,8 @@ def main() -> None:
     pages = []
     if args.limit is not None:
         for name in args.model:
-            for files in (False, True) if args.beyond_mib is None else (True,):
-                result["runs"].append(limited(args, name, files))
+            for rests in args.rests if args.beyond_mib is None else ["files"]:
+                result["runs"].append(limited(args, name, rests == "files"))
             text = limited_report(args, result["runs"])
             if args.json:
                 common.save(args.json, result, common.heading("Under the expected resident memory", m) + text)
@@ -132,9 +143,9 @@ def limited(args: argparse.Namespace, name: str, files: bool) -> dict[str, Any]:
         raise RuntimeError(f"{name} does not train without a limit either")
     limit = int(1.1 * first["expected"])
     if args.beyond_mib is not None:
-        imported = trained({"libraries": True}, NO_LIMIT)["imported"]
-        limit = imported + (args.budget_mib + args.beyond_mib << 20)
-        first["imported"] = imported
+        first |= trained({"libraries": True}, NO_LIMIT) | trained({"plain": True, "model": name}, NO_LIMIT)
+        limit = first["imported"] + (args.budget_mib + args.beyond_mib << 20)
+        limit += first["torch"] if args.torch_compile else 0
     found = trained(call | {"steps": args.steps}, limit)
     row = {"model": name, "files": files, "limit": limit, "lives": "expected" in found} | first
     row |= {"peak": found["peak"], "steps": found.get("steps", 0)}
@@ -165,6 +176,30 @@ def libraries(call: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     now = Resident.now()
     common.answer(call, {"imported": now.own + now.shared + now.tables})
+
+
+def plain(call: dict[str, Any]) -> None:
+    """What plain ``torch.compile`` of the model leaves beside its tensors, of a process with the same libraries."""
+    import torch
+    from torch._inductor import compile_fx  # noqa: F401
+
+    from zero_compiler.storage import heap
+    from zero_compiler.storage.resident_memory import Resident
+
+    torch.set_num_threads(1)
+    spec = MODELS[call["model"]]
+    model = spec.build()
+    heap.give_back()
+    before = Resident.now()
+    torch.compile(model, backend="aot_eager")(*spec.data(0, 0)).backward()
+    for p in model.parameters():
+        p.grad = None
+    gc.collect()
+    heap.give_back()
+    now = Resident.now()
+    common.answer(
+        call, {"torch": now.own + now.shared + now.tables - before.own - before.shared - before.tables}
+    )
 
 
 def train(call: dict[str, Any]) -> None:
@@ -232,7 +267,12 @@ def limited_report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     limit = "the expected resident memory and a tenth more"
     if args.beyond_mib is not None:
         imported = mib(rows[0]["imported"])
-        limit = f"libraries ({imported}), the budget of {args.budget_mib} and {args.beyond_mib} more"
+        torch_ = ["what plain torch.compile leaves"] if args.torch_compile else []
+        parts = [f"libraries ({imported})", *torch_, f"the budget of {args.budget_mib}"]
+        limit = f"{', '.join(parts)} and {args.beyond_mib} more"
+        head.insert(2, "plain torch.compile")
+        for row, cells in zip(rows, table, strict=True):
+            cells.insert(2, mib(row["torch"]))
     title = f"One rank in a cgroup of {limit}, MiB, {args.compute}"
     common.print_table(title, head, table)
     return common.table(title, head, table)

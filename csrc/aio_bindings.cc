@@ -104,6 +104,13 @@ char* at(uintptr_t address) {
   return reinterpret_cast<char*>(address);
 }
 
+// What a range of a profile is held by (csrc/range_bindings.cc), or None.
+std::shared_ptr<void> held_by(const py::object& held) {
+  return held.is_none()
+      ? nullptr
+      : *static_cast<std::shared_ptr<void>*>(PyCapsule_GetPointer(held.ptr(), "zero.held"));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_aio, module) {
@@ -165,11 +172,12 @@ PYBIND11_MODULE(_aio, module) {
           "submit",
           // Sets `_core` of the Python object that holds the memory: no signal
           // comes between a request that begins and somebody who knows of it.
-          [](Engine& engine, const py::object& request, bool write, FilePtr file, uintptr_t address, int64_t size, int64_t offset, std::string label) {
+          [](Engine& engine, const py::object& request, bool write, FilePtr file, uintptr_t address, int64_t size, int64_t offset, std::string label, const py::object& held) {
+            auto until_done = held_by(held);
             request.attr("_core") = unwrap(without_gil([&] {
               return write
-                  ? engine.write(std::move(file), at(address), size, offset, std::move(label))
-                  : engine.read(std::move(file), at(address), size, offset, std::move(label));
+                  ? engine.write(std::move(file), at(address), size, offset, std::move(label), std::move(until_done))
+                  : engine.read(std::move(file), at(address), size, offset, std::move(label), std::move(until_done));
             }));
           })
       .def("settle", [](Engine& engine) { check(without_gil([&] { return engine.settle(); })); })

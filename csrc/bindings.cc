@@ -3,7 +3,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/headeronly/version.h>
 
 #include <chrono>
 #include <cstring>
@@ -15,8 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "zero/absent_device.h"
 #include "zero/alloc_meter.h"
 #include "zero/c10d_transport.h"
+#include "zero/compiled_for.h"
 #include "zero/cpu_allocator.h"
 #include "zero/engine.h"
 #include "zero/hosts_transport.h"
@@ -190,14 +191,16 @@ int add_gather(
     const std::vector<
         std::tuple<int64_t, std::vector<int64_t>, int64_t>>& params,
     int64_t staging_offset,
-    int staging_arena) {
+    int staging_arena,
+    const std::optional<at::ScalarType>& wire) {
   zero::GatherSpec spec{
       .arena = arena,
       .dtype = dtype,
       .label = std::move(label),
       .params = {},
       .staging_offset = staging_offset,
-      .staging_arena = staging_arena};
+      .staging_arena = staging_arena,
+      .wire = wire.value_or(at::ScalarType::Undefined)};
   for (const auto& [chunk_numel, sizes, out_offset] : params) {
     spec.params.push_back({chunk_numel, sizes, out_offset});
   }
@@ -266,11 +269,6 @@ py::dict counters(const Engine& engine) {
 
 }  // namespace
 
-// The release whose headers this file was compiled with, as text in the compiled
-// file: runtime/engine_build.py reads it before the file is loaded.
-[[gnu::used]] const char compiled_for[] =
-    "zero_compiler engine compiled for torch " TORCH_VERSION;
-
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The zero_compiler runtime engine.";
 
@@ -322,7 +320,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("label"),
           py::arg("params"),
           py::arg("staging_offset"),
-          py::arg("staging_arena") = -1)
+          py::arg("staging_arena") = -1,
+          py::arg("wire") = std::nullopt)
       .def(
           "grow_arena",
           [](Engine& engine, int arena, int64_t nbytes) {
@@ -437,6 +436,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   module.def("install_cpu_allocator", &zero::install_cpu_allocator);
   module.def("cpu_allocator_is_installed", &zero::cpu_allocator_is_installed);
+  module.def("stand_in_for_cuda", &zero::absent_device::stand_in);
+  module.def(
+      "gradients_without_engine",
+      &zero::absent_device::gradients,
+      py::arg("outputs"),
+      py::arg("inputs"),
+      py::arg("grad_outputs"));
   module.def("meter_install", &zero::meter::install);
   module.def("meter_uninstall", &zero::meter::uninstall);
   module.def("meter_current", &zero::meter::current);

@@ -317,6 +317,9 @@ def train(args: argparse.Namespace, interrupts: Interrupts) -> None:
     if rank == 0:
         dump.mkdir(parents=True, exist_ok=True)
         plan.save_json(str(dump / "plan.json"))
+    if plan.calibration:
+        screen.say()
+        screen.say(plan.calibration)
     screen.say()
     screen.say(f"the plan lies in {dump}: graphs after every pass (frame*/), all of it as JSON (plan.json)")
     screen.say(f"validation loss: {final:.4f}")

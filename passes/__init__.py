@@ -5,18 +5,18 @@ over both sides change what is handed from one to the other; then each phase is 
 """
 
 from .activations import Remade, held_bytes, remade
-from .base import Context, ParamPlan, Pass, PassOptions, SplitPass, Trace, run_passes, run_split
+from .base import Context, NamedValues, ParamPlan, Pass, PassOptions, SplitPass, Trace, run_passes, run_split
 from .bucket_transfers import BucketTransfers
 from .choose_saved import ChooseSaved, Cuts
 from .clone_escapes import CloneEscapes
-from .fsdp_units import assign_units, gathered_in_backward, order_of_use
+from .fsdp_units import assign_units, forward_reads, gathered_in_backward, order_of_use
 from .keep_old_values import KeepOldValues
 from .land_products import LandProducts
 from .lower_markers import LowerMarkers
 from .merge_markers import MergeMarkers
 from .offload_activations import OffloadActivations, offloaded
 from .partition_activations import PartitionActivations
-from .pick_kernels import PickKernels
+from .pick_kernels import PickKernels, blas_us
 from .place_offloads import PlaceOffloads
 from .place_transfers import InsertReleases, PlaceStarts
 from .tag_recompute import TagRecompute
@@ -24,6 +24,7 @@ from .tiling.expand_tiles import ExpandTiles, coarsest, finer, read_by_tiles, se
 from .tiling.tile_loss import TileLoss
 from .tiling.tile_mlp import TileMlp
 from .tiling.tile_operators import TileOperators
+from .tiling.tiles import MOST_ALIKE
 
 _DEFAULT = PassOptions()
 # Over both sides of a partition: each is made where it runs, with what it needs to know of links and ranks.
@@ -48,7 +49,13 @@ def joint_passes(o: PassOptions = _DEFAULT, min_cuts: Cuts | None = None) -> Pip
         min_cuts: minimum cuts that were found for a copy of it; grows (see `choose_saved.py`).
     """
     saved = ChooseSaved(
-        o.activation_bytes, o.bucket_bytes, o.recompute, o.away, o.tiers, {} if min_cuts is None else min_cuts
+        o.activation_bytes,
+        o.bucket_bytes,
+        o.recompute,
+        o.away,
+        o.tiers,
+        o.named,
+        {} if min_cuts is None else min_cuts,
     )
     markers, *tiles = inference_passes(o)
     return [
@@ -62,11 +69,18 @@ def joint_passes(o: PassOptions = _DEFAULT, min_cuts: Cuts | None = None) -> Pip
 
 def phase_passes(o: PassOptions = _DEFAULT) -> Pipeline:
     """Passes over a forward, a backward, or an inference."""
+    return [*marker_passes(), *schedule_passes(o)]
+
+
+def marker_passes() -> Pipeline:
+    """Those of a phase of which nothing is chosen: a search runs them once."""
+    return [(MergeMarkers(), "merged"), (LowerMarkers(), "captured"), (CloneEscapes(), "lowered")]
+
+
+def schedule_passes(o: PassOptions = _DEFAULT) -> Pipeline:
+    """The others, which follow them."""
     return [
-        (MergeMarkers(), "merged"),
-        (LowerMarkers(), "captured"),
-        (CloneEscapes(), "lowered"),
-        (TileOperators(o.tile_bytes, o.bytes_only), "lowered"),
+        (TileOperators(o.tile_bytes, o.bytes_only, o.some_tiles), "lowered"),
         (BucketTransfers(o.bucket_bytes), "lowered"),
         (PlaceStarts(o.bucket_bytes, o.distances), "lowered"),
         (ExpandTiles(o.bytes_only), "lowered"),
@@ -78,6 +92,7 @@ def phase_passes(o: PassOptions = _DEFAULT) -> Pipeline:
 
 
 __all__ = [
+    "MOST_ALIKE",
     "SPLIT",
     "BucketTransfers",
     "ChooseSaved",
@@ -89,6 +104,7 @@ __all__ = [
     "LandProducts",
     "LowerMarkers",
     "MergeMarkers",
+    "NamedValues",
     "ParamPlan",
     "OffloadActivations",
     "PassOptions",
@@ -105,12 +121,15 @@ __all__ = [
     "TileOperators",
     "Trace",
     "assign_units",
+    "blas_us",
     "coarsest",
     "finer",
+    "forward_reads",
     "gathered_in_backward",
     "held_bytes",
     "inference_passes",
     "joint_passes",
+    "marker_passes",
     "offloaded",
     "order_of_use",
     "phase_passes",
@@ -118,6 +137,7 @@ __all__ = [
     "remade",
     "run_passes",
     "run_split",
+    "schedule_passes",
     "set_tiles",
     "tiles_in",
 ]

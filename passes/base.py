@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ class ParamPlan:
     grad_path: tuple[str, ...] = ()  # those of the gradient, from the device to where it rests
     copies: int = 1  # ranks that hold the same rows; their gradients are summed too
     tile_rows: int = 0  # of a rank's chunk, that are gathered at a time; 0: the whole weight is
+    wire: torch.dtype | None = None  # of 8 bits, that it travels in; None: as it is gathered
     split: bool = False  # a part of what tensor-parallel ranks hold together: theirs are others
 
     @property
@@ -58,12 +60,19 @@ class ParamPlan:
         return -(-self.shape[0] // self.world)
 
     @property
+    def tile_count(self) -> int:
+        """In how many tiles a weight is gathered; 0: it is gathered whole."""
+        return -(-self.chunk_rows // self.tile_rows) if self.tile_rows else 0
+
+    def tile(self, index: int) -> Tile:
+        """One tile of a weight that is never gathered whole: of equally many rows, but for the last one."""
+        begin = index * self.tile_rows
+        return Tile(begin, min(self.tile_rows, self.chunk_rows - begin), index, self.tile_count)
+
+    @property
     def tiles(self) -> list[Tile]:
-        """The tiles of a weight that is never gathered whole; of equally many rows, but for the last one."""
-        begins = range(0, self.chunk_rows, self.tile_rows) if self.tile_rows else ()
-        return [
-            Tile(b, min(self.tile_rows, self.chunk_rows - b), k, len(begins)) for k, b in enumerate(begins)
-        ]
+        """All of them."""
+        return [self.tile(index) for index in range(self.tile_count)]
 
     @property
     def home(self) -> bool:
@@ -87,6 +96,8 @@ class Context:
         phase: "joint", "forward", "backward" or "inference".
         units: unit of every parameter, in the canonical order of transfers: that of first use in the joint
             graph. Sizes of activations cannot change it.
+        reads: in backward, the parameters that forward reads, in its order and once for each read. Nor can they change
+            this.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
         machine: what the graph is to run on; None: nothing is known of it.
@@ -97,11 +108,27 @@ class Context:
     params: Mapping[ParamRef, ParamPlan]
     phase: str
     units: Mapping[ParamRef, str] = field(default_factory=dict)
+    reads: Sequence[ParamRef] = ()
     gathered: frozenset[ParamRef] | None = None
     reduced: frozenset[ParamRef] | None = None
     machine: HardwareSpec | None = None
     fused: bool = False
     forward_outputs: int = 0
+
+
+@dataclass(frozen=True)
+class NamedValues:
+    """What forward hands to backward, by the names of nodes of the joint graph.
+
+    Args:
+        saved, again, away: handed over; made again; on another tier in the meantime.
+        moved: of all three, those of which it is not known that they can be so.
+    """
+
+    saved: frozenset[str]
+    again: frozenset[str]
+    away: frozenset[str]
+    moved: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -126,8 +153,11 @@ class PassOptions:
         away: saved values may wait on another tier; those named cost no time there. None: they may not.
         tiers: those on their way there from the compute device: "host" (of an accelerator), "nvme", or both in turn.
         budgeted: memory counts more than the time that transfers of saved values take.
+        named: what forward hands to backward, where that is given and not chosen.
         bytes_only: what is asked is the most bytes that live at once, and the order in which things happen does not
             depend on how long they take: of tiles that are alike not all are written out.
+        some_tiles: nor of tiles of a weight: what these take is then told nearly, where no gather starts more than a
+            unit ahead.
     """
 
     bucket_bytes: int = 1 << 20
@@ -142,7 +172,9 @@ class PassOptions:
     away: frozenset[str] | None = None
     tiers: tuple[str, ...] = ("nvme",)
     budgeted: bool = False
+    named: NamedValues | None = None
     bytes_only: bool = False
+    some_tiles: bool = False
 
 
 class Pass(Protocol):
@@ -182,7 +214,8 @@ def run_passes(
     dump_dir: str | None = None,
     trial: bool = False,
 ) -> Trace:
-    """Run ``passes`` in order; after each one lint, verify at its level of lowering, time, count and dump.
+    """Run ``passes`` in order; after each one verify at its level of lowering, time, count and dump; lint at the end.
+    What a pass has left as it was is verified already, unless more is to be proved of it.
 
     Of a ``trial`` only bytes are asked, and what is chosen runs through the passes again: it is neither verified nor
     dumped.
@@ -193,17 +226,34 @@ def run_passes(
         _write(dump_dir, 0, ctx.phase, "captured", graph)
     known = frozenset[ParamRef]() if trial else ctx.reduced
     reduced = spec.reduced_by(graph) if known is None else known
+    proved: tuple[str, _Nodes] | None = None
     for i, (p, level) in enumerate(passes):
         start = time.perf_counter()
         p.run(graph, ctx)
         if not trial:
-            graph.lint()
-            spec.verify(graph, level, ctx.params, reduced)
+            nodes = _nodes(graph)
+            if proved is None or level != proved[0] or _differ(nodes, proved[1]):
+                spec.verify(graph, level, ctx.params, reduced)
+                proved = level, nodes
+            if i == len(passes) - 1:
+                graph.lint()
         seconds = time.perf_counter() - start
         trace.rows.append((f"{ctx.phase}/{p.name}", seconds, len(graph.nodes)))
         if dump_dir:
             _write(dump_dir, i + 1, ctx.phase, p.name, graph)
     return trace
+
+
+_Nodes = list[object]
+
+
+def _nodes(graph: fx.Graph) -> _Nodes:
+    """What a graph consists of: objects, which are others where a pass has changed anything."""
+    return [part for n in graph.nodes for part in (n, n.target, n.args, n.kwargs)]
+
+
+def _differ(some: _Nodes, others: _Nodes) -> bool:
+    return len(some) != len(others) or not all(map(operator.is_, some, others))
 
 
 def run_split(

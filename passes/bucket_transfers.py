@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from .base import Context
 class BucketTransfers:
     """Gather a unit's weights before its first use and reduce its gradients after its last one.
 
-    Small weights of one dtype share a bucket; a large one goes alone, since alone it needs no copy. Buckets
-    and their order come from the canonical order of units, forward as it is and backward reversed. In memory that
-    ranks share a large gradient does not wait for the end of its unit where those that wait would pass the bytes of the
-    largest.
+    Small weights of one dtype, that travel in one, share a bucket; a large one goes alone, since alone it needs no
+    copy. Buckets and their order come from the canonical order of units, forward as it is and backward reversed. A
+    weight that forward reads several times (a tied one) backward gathers by the last of these reads, where it needs it
+    first; the gradient is whole, and reduced, by the first of them. In memory that ranks share a large gradient does
+    not wait for the end of its unit where those that wait would pass the bytes of the largest.
 
     Before (``w1`` and ``b1`` belong to one unit)::
 
@@ -99,6 +100,29 @@ def _by_unit(refs: Iterable[ParamRef], ctx: Context) -> list[tuple[str, list[Par
     return out[::-1] if ctx.phase == "backward" else out
 
 
+def _gathered_by_unit(refs: Collection[ParamRef], ctx: Context) -> list[tuple[str, list[ParamRef]]]:
+    """The same in the order in which the weights are needed.
+
+    Backward needs a unit first for the last read of it in forward. A unit with weights that forward reads again comes
+    where those units are that were read for the first time by then; all others stay in the canonical order.
+    """
+    units = _by_unit(refs, ctx)
+    if ctx.phase != "backward":
+        return units
+    place = {unit: i for i, unit in enumerate(dict.fromkeys(ctx.units.values()))}
+    order = {unit: (place[unit], -1) for unit, _ in units}
+    present, seen, latest = set(refs), set[ParamRef](), 0
+    for at, ref in enumerate(ctx.reads):
+        if ref not in ctx.units:
+            continue
+        unit = ctx.units[ref]
+        latest = max(latest, place[unit])
+        if ref in seen and ref in present:
+            order[unit] = latest, at
+        seen.add(ref)
+    return sorted(units, key=lambda item: order[item[0]], reverse=True)
+
+
 def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
     old: dict[ParamRef, fx.Node] = {}
     device: torch.device | None = None
@@ -119,8 +143,8 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
     first_use = {ref: _first_use(element) for ref, element in old.items()}
     (output,) = graph.find_nodes(op="output")
     at: fx.Node | None = None
-    for unit, refs in reversed(_by_unit(wanted, ctx)):
-        # Transfers keep the canonical order: a unit never waits after the next one does.
+    for unit, refs in reversed(_gathered_by_unit(wanted, ctx)):
+        # Transfers keep their order: a unit never waits after the next one does.
         uses = [first_use[r] for r in refs if r in first_use]
         if at is not None:
             uses.append(at)
@@ -151,7 +175,7 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
 def _gather_key(ctx: Context, ref: ParamRef) -> object:
     """What all members of a gather have in common. The dtype at rest too: hops from other tiers bring those bytes."""
     plan = ctx.params[ref]
-    return plan.dtype, plan.gather_dtype, ref.owner, plan.released, plan.path
+    return plan.dtype, plan.gather_dtype, plan.wire, ref.owner, plan.released, plan.path
 
 
 def _device(graph: fx.Graph) -> torch.device:

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zero_compiler.cost.cost import CostModel
 from zero_compiler.cost.hardware import HardwareSpec
-from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.errors import MemoryBudgetError, PassRefused
 from zero_compiler.ir import facts
 
 from .activations import Activations, Choice
-from .base import Context
+from .base import Context, NamedValues
 from .offload_activations import may_move, move_us
 from .tag_recompute import REGION
 
@@ -46,7 +46,10 @@ class ChooseSaved:
     weight that backward gathers serves what is made again and the gradient alike; none is gathered for the former
     alone unless it is small.
 
-    Refuses: a budget smaller than the least that backward has to hold.
+    Where values are ``named``, nothing is chosen: these are tagged so.
+
+    Refuses: a budget smaller than the least that backward has to hold; a name of nothing in forward, or of what can be
+    neither saved, nor made again, nor wait elsewhere, as it is to be.
     """
 
     activation_bytes: int | None = None
@@ -54,12 +57,13 @@ class ChooseSaved:
     recompute: bool = False
     away: frozenset[str] | None = None
     tiers: tuple[str, ...] = ("nvme",)
+    named: NamedValues | None = None
     # What was found for a copy of the same joint graph; grows, and depends on nothing else.
     min_cuts: Cuts = field(default_factory=dict, compare=False)
     name: str = "choose-saved"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
-        if self.activation_bytes is None or ctx.machine is None:
+        if (self.activation_bytes is None and self.named is None) or ctx.machine is None:
             return
         acts = Activations(
             graph,
@@ -71,7 +75,11 @@ class ChooseSaved:
             known=self.min_cuts,
             away_us=self._away_us(ctx.machine),
         )
-        tag(acts, choose(acts, self.activation_bytes))
+        if self.named is not None:
+            tag_named(acts, self.named)
+        else:
+            assert self.activation_bytes is not None
+            tag(acts, choose(acts, self.activation_bytes))
 
     def _away_us(self, machine: HardwareSpec) -> Callable[[fx.Node], float | None]:
         """Time that it costs to keep a value on another tier: nothing where the lane hides it."""
@@ -222,3 +230,47 @@ def tag(acts: Activations, choice: Choice) -> None:
             facts.tag_recompute(n, CheckpointPolicy.MUST_SAVE, 0)
         if n in choice.away:
             facts.send_away(n)
+
+
+def tag_named(acts: Activations, named: NamedValues) -> None:
+    """Tell the partitioner what is given.
+
+    Raises:
+        PassRefused: a name is of nothing in forward, or of what cannot be as it is to be.
+    """
+    by_name = {n.name: n for n in acts.forward if n.op == "call_function"}
+    for name in sorted(named.moved):
+        n = by_name.get(name)
+        if n is None:
+            raise PassRefused(f"there is no value {name!r} in forward")
+        if name in named.again and _is_held(acts, n):
+            raise PassRefused(
+                f"value {name!r} cannot be made again: it draws random numbers, writes, or is sent between ranks, or "
+                "it reads a weight that backward does not gather"
+            )
+        if name not in named.again and (n in acts.forced or not acts.savable(n)):
+            why = (
+                "is made again by what it is"
+                if n in acts.forced
+                else "is a view or a list, without bytes of its own"
+            )
+            raise PassRefused(f"value {name!r} cannot be saved: it {why}")
+        if name in named.away and n not in acts.away_us:
+            raise PassRefused(
+                f"value {name!r} cannot wait elsewhere: no tier was given for activations, the caller holds it, or it "
+                "is so small that a transfer takes longer to begin than to move it"
+            )
+    for n in by_name.values():
+        if n.name in named.again and n not in acts.forced:
+            facts.set_reason(n, "the plan file")
+            facts.tag_recompute(n, CheckpointPolicy.MUST_RECOMPUTE, REGION)
+        elif n.name in named.saved or n.name in named.away:
+            facts.tag_recompute(n, CheckpointPolicy.MUST_SAVE, 0)
+        if n.name in named.away:
+            facts.send_away(n)
+
+
+def _is_held(acts: Activations, node: fx.Node) -> bool:
+    """Whether a value is not made again, nor what it is one of several results of, or a view of."""
+    behind = (i for i in node.all_input_nodes if i in acts.place and i.op == "call_function")
+    return node in acts.held or any(_is_held(acts, i) for i in behind if not acts.savable(i))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -30,14 +30,35 @@ class Emitter:
             next((v for v in values if isinstance(v, FakeTensor)), None)
         )
 
-    def __call__(self, target: Any, *args: object, **kwargs: Any) -> fx.Node:
-        args, kwargs = tree_map(
-            lambda a: self.number(a) if isinstance(a, torch.SymInt) else a, (args, kwargs)
-        )
-        given = tree_map(lambda a: facts.value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
+    def __call__(self, target: object, *args: object, **kwargs: object) -> fx.Node:
+        symbolic = False
+
+        def known_value(a: object) -> object:
+            nonlocal symbolic
+            if isinstance(a, fx.Node):
+                return facts.value(a)
+            symbolic = symbolic or isinstance(a, torch.SymInt)
+            return a
+
+        given = mapped(known_value, (args, kwargs))
+        if symbolic:
+            args, kwargs = mapped(
+                lambda a: self.number(a) if isinstance(a, torch.SymInt) else a, (args, kwargs)
+            )
+            given = mapped(known_value, (args, kwargs))
+        if target is operator.getitem:  # no operator runs, and what it is taken from may be long
+            return self.node(target, args, kwargs, given[0][0][given[0][1]])
+        known = facts.shared_results(self.graph)
+        layout = None if known is None else _layout((target, *given[0], given[1]))
+        if known is None or layout is None:
+            return self.node(target, args, kwargs, self._value(target, given))
+        if layout not in known:
+            known[layout] = self._value(target, given)
+        return self.node(target, args, kwargs, known[layout])
+
+    def _value(self, target: Any, given: Any) -> object:
         with self.fake():
-            val = target(*given[0], **given[1])
-        return self.node(target, args, kwargs, val)
+            return target(*given[0], **given[1])
 
     def node(
         self,
@@ -65,7 +86,7 @@ class Emitter:
 
     def like(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """``node`` once more, on other operands."""
-        args, kwargs = tree_map(
+        args, kwargs = mapped(
             lambda a: env.get(a, a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
         )
         return self(node.target, *args, **kwargs)
@@ -100,10 +121,12 @@ class Emitter:
         ):
             return node
         try:
-            return self(torch.ops.aten.view.default, node, list(sizes))
+            if _is_view(facts.value(node), sizes):
+                return self(torch.ops.aten.view.default, node, list(sizes))
         except (RuntimeError, ValueError):
-            copy = self(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
-            return self(torch.ops.aten.view.default, copy, list(sizes))
+            pass
+        copy = self(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self(torch.ops.aten.view.default, copy, list(sizes))
 
     def empty(self, sizes: Sequence[fx.node.Argument], like: torch.Tensor) -> torch.Tensor:
         """A fake contiguous value."""
@@ -114,6 +137,59 @@ class Emitter:
         return self.mode if self.mode is not None else contextlib.nullcontext()
 
 
+def _is_view(tensor: torch.Tensor, sizes: Sequence[object]) -> bool:
+    """Whether a tensor of these sizes can be a view of ``tensor``; True where sizes are symbolic, which the operator
+    knows then. To have the operator refuse takes longer than all else that is done for a node.
+
+    Dimensions from the last one on that lie one after the other in memory are one; each of these has to be some of
+    ``sizes``, as in torch (``computeStride`` in ATen/TensorUtils.cpp).
+    """
+    shape, stride = tensor.shape, tensor.stride()
+    if not shape or not all(type(n) is int and n > 0 for n in (*shape, *sizes)):
+        return True
+    left = [n for n in sizes if isinstance(n, int)]
+    begin, numel = stride[-1:], 1
+    for d in reversed(range(len(shape))):
+        numel *= shape[d]
+        if d and (shape[d - 1] == 1 or stride[d - 1] == numel * begin[0]):
+            continue
+        made = 1
+        while left and (made < numel or left[-1] == 1):
+            made *= left.pop()
+        if made != numel:
+            return False
+        begin, numel = stride[d - 1 : d], 1
+    return not left
+
+
+def mapped(change: Callable[[object], object], given: object) -> Any:
+    """Arguments of a node with each of them, in lists and dicts too, changed. As ``tree_map``, which takes longer for
+    the few that there are than the rest of what is done for a node."""
+    if isinstance(given, list):
+        return [mapped(change, item) for item in given]
+    if type(given) is tuple:
+        return tuple([mapped(change, item) for item in given])
+    if isinstance(given, dict):
+        return {key: mapped(change, item) for key, item in given.items()}
+    return change(given)
+
+
+def _layout(given: object) -> object:
+    """What an operator's result follows from, of a value that it is given, to be compared; None: that is not known."""
+    if isinstance(given, torch.Tensor):
+        if given._has_symbolic_sizes_strides:
+            return None
+        return given.shape, given.stride(), given.dtype, given.device
+    if isinstance(given, dict):
+        given = [item for pair in given.items() for item in pair]
+    if isinstance(given, (list, tuple)):
+        inside = [_layout(item) for item in given]
+        return None if None in inside else (type(given) is tuple, *inside)
+    if isinstance(given, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None
+    return type(given), given  # 1, 1.0 and True are equal, and give results of other types
+
+
 class _Tracer(fx.proxy.GraphAppendingTracer):
     """Has an emitter make the nodes, so that they have values."""
 
@@ -122,7 +198,13 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
         self._emit = emit
 
     def create_node(
-        self, kind: str, target: object, args: fx.node.Argument, kwargs: fx.node.Argument, *_: Any, **__: Any
+        self,
+        kind: str,
+        target: object,
+        args: fx.node.Argument,
+        kwargs: fx.node.Argument,
+        *_: object,
+        **__: object,
     ) -> fx.Node:
         assert kind == "call_function"
         return self._emit(target, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Joint graph: one gather per weight, one reduction per gradient."""
+"""Joint graph: one gather per weight, one reduction per gradient; gradients of tied uses are summed here."""
 
 from __future__ import annotations
 

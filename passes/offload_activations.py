@@ -18,7 +18,7 @@ from .base import Context
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # Why it waits there. What it costs is for the simulation of the Programs to say: this goes by the times of operators.
-HIDDEN, BUDGET = "the lane is to hide it", "the budget"
+HIDDEN, BUDGET, PLAN = "the lane is to hide it", "the budget", "the plan file"
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class OffloadActivations:
     From an accelerator to files it goes by way of the host, and backward has ``%b = zero.bring %p`` between the two.
 
     Without a budget as many tensors go as the lanes hide, the first ones of forward first, since they wait longest: all
-    are written before forward ends, and read behind the compute of backward. Under a budget `choose_saved.py` has said
-    which. `place_offloads.py` then places the transfers.
+    are written before forward ends, and read behind the compute of backward. Under a budget, and where values are
+    ``named``, `choose_saved.py` has said which. `place_offloads.py` then places the transfers.
 
     Refuses: nothing. What stays: inputs of the call and its outputs, which are the caller's; what shares memory with
     another saved tensor, or becomes a gradient; symbolic sizes; what takes less time to move than to begin to.
@@ -72,6 +72,7 @@ class OffloadActivations:
     away: frozenset[str] | None = None
     tiers: tuple[str, ...] = ("nvme",)
     activation_bytes: int | None = None
+    named: bool = False
     name: str = "offload-activations"
 
     def run(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int, ctx: Context) -> None:
@@ -83,14 +84,14 @@ class OffloadActivations:
         if self.away is None or ctx.machine is None:
             return
         found, forward_us = candidates(forward, backward, num_outputs, ctx.machine, self.tiers, ctx.fused)
-        if self.activation_bytes is None:
+        if self.activation_bytes is None and not self.named:
             busy = self.busy_us or (0.0,) * len(self.tiers)
             chosen = hidden(found, forward_us, busy) if can_hide(ctx.machine, self.tiers) else []
             free = frozenset(s.name for s in chosen)
         else:
             said = {n.name for n in forward.nodes if facts.goes_away(n)}
             chosen, free = [s for s in found if s.name in said], self.away
-        why = HIDDEN if self.activation_bytes is None else BUDGET
+        why = PLAN if self.named else HIDDEN if self.activation_bytes is None else BUDGET
         said_of = {s.name: _facts(s, s.name in free, why, self.tiers) for s in chosen}
         rewrite(forward, backward, num_outputs, said_of)
 

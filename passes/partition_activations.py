@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.ranks.mesh import TENSOR
 
 from .base import Context
 from .offload_activations import last_uses
@@ -178,7 +179,8 @@ class PartitionActivations:
         whole, mine = facts.bytes_of(facts.value(node)), facts.bytes_of(facts.value(part))
         time = ""
         if ctx.machine is not None and ctx.machine.covers("c10d"):
-            time = f"; gathered back in {ctx.machine.collective('all_gather', self.ranks).us(whole):,.0f} us"
+            link = ctx.machine.collective("all_gather", self.ranks, over=TENSOR)
+            time = f"; gathered back in {link.us(whole):,.0f} us"
         facts.set_note(
             part,
             f"{mine:,} of {whole:,} bytes are saved: one part of {self.ranks}, the others are equal{time}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zero_compiler.cost.cost import CostModel, hints
+from zero_compiler.cost.cost import CostModel, at_hints, hints
 from zero_compiler.cost.hardware import HardwareSpec
 from zero_compiler.ir import facts, ops
 
@@ -69,6 +69,13 @@ def chooser(machine: HardwareSpec | None) -> CostModel | None:
     if machine is None or "float32" not in machine.onednn_flops_per_us:
         return None
     return CostModel(machine)
+
+
+def blas_us(graph: fx.Graph, machine: HardwareSpec) -> float:
+    """What the products of a graph that another library could do take at full rate with torch's BLAS."""
+    cost, known = CostModel(machine), hints(graph)
+    flops = sum(at_hints(cost.flops(node), known) for node in graph.nodes if _product(node) is not None)
+    return flops / machine.matmul_flops_per_us["float32"]
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:

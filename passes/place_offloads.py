@@ -56,7 +56,10 @@ class PlaceOffloads:
 
 def _place_writes(graph: fx.Graph, ctx: Context) -> None:
     gathers = bool(graph.find_nodes(op="call_function", target=ops.gather))
-    for node in list(graph.find_nodes(op="call_function", target=ops.offload)):
+    offloads = list(graph.find_nodes(op="call_function", target=ops.offload))
+    if not offloads:
+        return
+    for node in offloads:
         border = node.next
         while border.op != "output" and (border.target not in ops.BORDERS or border.target is ops.offload):
             if not gathers and _leaves_unit(border):

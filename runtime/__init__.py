@@ -1,5 +1,5 @@
 """What runs a Program: the session, tier copies, the autograd bridge and the reference executor. It decides nothing."""
 
-from .engine_build import check_installed
+from zero_compiler.engine_build import ENGINE, check_installed
 
-check_installed()  # before anything here loads the engine
+check_installed(ENGINE)  # before anything here loads it

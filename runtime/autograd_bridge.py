@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from zero_compiler.report.report import Frame
+from zero_compiler.ir.facts import ParamRef
+from zero_compiler.report.frame import Frame
 from zero_compiler.sharded import grads, parameter_errors
 from zero_compiler.sharded.sharded_model import ShardedModel
 from zero_compiler.tensors.foreach import MANAGED
@@ -23,13 +24,17 @@ class LocalRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, names: Sequence[str], owners: Sequence[ShardedModel], frame: Frame, *params: DTensor
+        ctx: Any, refs: Sequence[ParamRef], models: Mapping[str, ShardedModel], frame: Frame, *params: DTensor
     ) -> tuple[torch.Tensor, ...]:
-        """``names`` and ``owners`` of each of ``params``."""
-        ctx.params, ctx.names, ctx.owners = params, names, owners
+        """
+        Args:
+            refs: owner and name of each of ``params``.
+            models: by owner.
+        """
+        ctx.params, ctx.refs, ctx.models = params, refs, models
         ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
-        ctx.calls = [grads.opened(owner, names) for owner in {id(o): o for o in owners}.values()]
+        ctx.calls = [grads.opened(owner, (ref.name for ref in refs)) for owner in models.values()]
         for param in params:  # a copy of a parameter, or one that was assigned, has no such mark
             param.__dict__[MANAGED] = True
         ctx.versions = [p._version for p in params]
@@ -47,7 +52,7 @@ class LocalRows(torch.autograd.Function):
         # Of each tensor among the inputs, in order, what accumulates its gradient.
         nodes = [node for node, _ in ctx.next_functions]
         runs = grads.will_run(nodes, given)
-        return (None, None, None, *map(grads.handed_on, ctx.params, given, runs))
+        return (None, None, None, *grads.handed_on(ctx.params, given, runs))
 
 
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:
@@ -70,12 +75,16 @@ class _GradientRows(torch.autograd.Function):
 
 
 def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
-    for name, owner, param, version, grad in zip(
-        ctx.names, ctx.owners, ctx.params, ctx.versions, given, strict=True
-    ):
+    # Of every parameter at every backward: so it calls no function where nothing is wrong.
+    places = {owner: model.places for owner, model in ctx.models.items()}
+    for ref, param, version, grad in zip(ctx.refs, ctx.params, ctx.versions, given, strict=True):
         if grad is None:
             continue
-        parameter_errors.check_unmodified(param, name, version)
+        if param._version != version:
+            parameter_errors.check_unmodified(param, ref.name, version)
         # Backward gathers what stands in the module.
-        if all(m._parameters.get(a) is not param for m, a in owner.places[name]):
-            parameter_errors.exchanged(name)
+        for module, attribute in places[ref.owner][ref.name]:
+            if module._parameters.get(attribute) is param:
+                break
+        else:
+            parameter_errors.exchanged(ref.name)

@@ -1,27 +1,31 @@
-"""Full weights on their way: from chunks at rest through gathers to segments, and which kept ones are still right."""
+"""Full weights on their way: from chunks at rest through gathers to segments until their release, and which kept ones
+are still right."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero_compiler.ir.program import Program
 from zero_compiler.ir.transfers import GatherDesc
+from zero_compiler.quantised_blocks import round_trip
 
 from .model import ModelRuntime
 from .tier_copies import Hops
 
 _BLOCK = 1 << 22  # elements of kept weights that a device compares at a time
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+
+# This rank's rows inside a kept copy, as they rest, and the dtype of 8 bits that they travel in, if any.
+_Pair = tuple[torch.Tensor, torch.Tensor, torch.dtype | None]
 
 
 def _equal(pairs: Sequence[_Pair | None]) -> list[bool]:
-    """Of each pair whether the second, cast to the dtype of the first, equals it; not where there is none."""
+    """Of each pair whether the second, as it would arrive now, equals the first; not where there is none."""
     there = [pair for pair in pairs if pair is not None]
     if not there or there[0][0].device.type == "cpu":
         return [pair is not None and _equal_here(*pair) for pair in pairs]
@@ -31,28 +35,36 @@ def _equal(pairs: Sequence[_Pair | None]) -> list[bool]:
     return [pair is not None and not next(differ) for pair in pairs]
 
 
-def _equal_here(kept: torch.Tensor, local: torch.Tensor) -> bool:
+def _pieces(
+    kept: torch.Tensor, local: torch.Tensor, wire: torch.dtype | None, first: int, later: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both, some numbers at a time, so that what is cast takes little room: of the second what would arrive. Rows,
+    which are quantised each by itself, come whole."""
+    shape = (-1,) if wire is None else (local.shape[0], -1)
+    kept, local = kept.reshape(shape), local.reshape(shape)
+    each = 1 if wire is None else max(1, local.shape[1])
+    at, numel = 0, first
+    while at < local.shape[0]:
+        end = at + max(1, numel // each)
+        some = local[at:end]
+        yield kept[at:end], some.to(kept.dtype) if wire is None else round_trip(some, wire, kept.dtype)
+        at, numel = end, later
+
+
+def _equal_here(kept: torch.Tensor, local: torch.Tensor, wire: torch.dtype | None = None) -> bool:
     """After an optimizer's step the first block tells."""
-    kept, local = kept.reshape(-1), local.reshape(-1)
-    at, size = 0, 1 << 12
-    while at < local.numel():
-        if not torch.equal(kept[at : at + size], local[at : at + size].to(kept.dtype)):
-            return False
-        at, size = at + size, 1 << 18
-    return True
+    return all(torch.equal(*some) for some in _pieces(kept, local, wire, 1 << 12, 1 << 18))
 
 
-def _differ(kept: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """In blocks, so that what is cast takes little room."""
-    blocks = zip(kept.reshape(-1).split(_BLOCK), local.reshape(-1).split(_BLOCK), strict=True)
+def _differ(kept: torch.Tensor, local: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
     differ = torch.zeros((), dtype=torch.bool, device=kept.device)
-    for here, there in blocks:
-        differ |= (here != there.to(here.dtype)).any()
+    for here, there in _pieces(kept, local, wire, _BLOCK, _BLOCK):
+        differ |= (here != there).any()
     return differ
 
 
-def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> _Pair | None:
-    """This rank's rows inside the kept copy, and as they rest; None where these are not there to compare."""
+def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None, wire: str) -> _Pair | None:
+    """This rank's rows of a kept weight; None where they are not there to compare."""
     if view is None:
         return None
     group = runtime.sharded_model.group
@@ -61,7 +73,8 @@ def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None) -> _Pair 
     local = runtime.sharded_model.param(name)._local_tensor.detach()
     if local.shape[:1] != (rows,):
         return None
-    return view.narrow(0, layout.start(group.rank), rows), local
+    kept = view.narrow(0, layout.start(group.rank), rows)
+    return kept, local, getattr(torch, wire) if wire and rows else None
 
 
 class Gathers:
@@ -103,9 +116,15 @@ class Gathers:
 
         params = list(zip(g.chunk_numels, map(list, g.shapes), g.offsets, strict=True))
         index = runtime.engine.add_gather(
-            arena, getattr(torch, g.dtype), g.label, params, g.staging, staging_arena=runtime.transient
+            arena,
+            getattr(torch, g.dtype),
+            g.label,
+            params,
+            g.staging,
+            staging_arena=runtime.transient,
+            wire=getattr(torch, g.wire) if g.wire else None,
         )
-        views = runtime.kept_views((g.names, g.dtype, g.offsets)) if g.kept else []
+        views = runtime.kept_views((g.names, g.dtype, g.wire, g.offsets)) if g.kept else []
         return runtime, index, g, views
 
     def _is_whole(self, g: GatherDesc) -> bool:
@@ -122,17 +141,17 @@ class Gathers:
         """
         seen = hashlib.blake2b(digest_size=8)
         kept = [
-            (runtime, name, view)
+            (runtime, name, view, g.wire)
             for runtime, _, g, views in self._all
             if g.kept and not g.home
             for name, view in zip(g.names, views or [None] * len(g.names), strict=True)
         ]
         if phase != "backward":
             asked = [at for at in kept if at[1] in at[0].fresh]
-            for (runtime, name, _), same in zip(asked, _equal([_rows(*at) for at in asked]), strict=True):
+            for (runtime, name, *_), same in zip(asked, _equal([_rows(*at) for at in asked]), strict=True):
                 if not same:
                     runtime.fresh.discard(name)
-        for runtime, name, view in kept:
+        for runtime, name, view, _ in kept:
             seen.update(b"\1" if view is not None and name in runtime.fresh else b"\0")
         return seen.digest()
 
@@ -142,10 +161,10 @@ class Gathers:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
-        chunks = self.hops.chunks(which)
         if not self._whole[which]:
-            runtime.engine.gather_start(index, chunks)
+            runtime.engine.gather_start(index, self.hops.chunks(which))
             return
+        chunks = runtime.flat_chunks(g.names)
         held = runtime.whole.get(g.names)
         if held is None or not all(map(operator.is_, held[0], chunks)):
             runtime.engine.gather_start(index, chunks)

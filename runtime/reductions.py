@@ -23,12 +23,14 @@ class Loaded:
     """A reduction that the engine of ``runtime`` knows under ``index``.
 
     ``rows``: shape and strides of this rank's rows of each gradient, which are the beginning of its chunk.
+    ``one_rank``: there is no other, and the gradients are what the reduction gives.
     """
 
     runtime: ModelRuntime
     index: int
     desc: ReduceDesc
     rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    one_rank: bool
 
 
 def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
@@ -49,7 +51,11 @@ def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
         numel = runtime.sharded_model.params[r.names[0]].layout.chunk_numel
         device = torch.device("cpu") if r.copied else runtime.sharded_model.group.device
         runtime.engine.expect_output(numel * getattr(torch, r.out_dtype).itemsize, device, bool(r.tiers))
-    return Loaded(runtime, index, r, [_rows(runtime, name) for name in r.names])
+    rows = [_rows(runtime, name) for name in r.names]
+    same = r.dtype == r.out_dtype and r.grad_dtype in ("", r.dtype)
+    whole = group.data_ranks == 1 and r.tile is None and not r.tiers
+    one_rank = same and whole and [shape for shape, _ in rows] == list(r.shapes)
+    return Loaded(runtime, index, r, rows, one_rank)
 
 
 def _rows(runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -89,6 +95,7 @@ class Reductions:
         # Results on the device, what they become on its host, and the event of the copy.
         self._leaving: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], Any]] = {}
         self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
+        self._handed_over: dict[int, list[torch.Tensor]] = {}  # of reductions on the only rank
 
     def check_unhooked(self) -> None:
         """Gradients that are kept go to no hook of the user's before they are reduced.
@@ -105,18 +112,22 @@ class Reductions:
         self._summing.clear()
         self._leaving.clear()
         self._tiles.clear()
+        self._handed_over.clear()
 
     def start(self, which: int, given: list[torch.Tensor]) -> None:
         """Start to reduce ``given``, with what an earlier backward has left of the same gradients."""
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
         sharded_model = runtime.sharded_model
-        dtype = getattr(torch, r.dtype)
         for k, name in enumerate(r.names):
-            given[k] = grads.to_reduce(
-                sharded_model, name, sharded_model.param(name), given[k], dtype, r.tile
-            )
-        runtime.engine.reduce_start(loaded.index, given)
+            param = sharded_model.param(name)
+            if grads.PendingGrad.ever_made:
+                dtype = getattr(torch, r.dtype)
+                given[k] = grads.to_reduce(sharded_model, name, param, given[k], dtype, r.tile)
+        if loaded.one_rank and all(grad.is_contiguous() for grad in given):
+            self._handed_over[which] = given
+        else:
+            runtime.engine.reduce_start(loaded.index, given)
 
     def keep(self, which: int, given: list[torch.Tensor]) -> None:
         """Leave gradients for a later backward to reduce."""
@@ -145,7 +156,7 @@ class Reductions:
             runtime.aside.await_copy(event)  # the host reads it at once
         self._deliver(env, which, outs, final, chunks)
 
-    def finish_sums(self, env: list[Any]) -> None:
+    def finish_sums(self, env: list[object]) -> None:
         """Wait for what is summed between ranks with the same rows."""
         for s in self._summing:
             try:
@@ -157,12 +168,14 @@ class Reductions:
             self._send(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
         self._summing.clear()
 
-    def _reduced(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
+    def _reduced(self, env: list[object], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
         """Wait for a reduction; what it gives goes where it is to go."""
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
+        chunks: Sequence[torch.Tensor] | None = self._handed_over.pop(which, None)
+        if chunks is None:
+            chunks = runtime.engine.reduce_wait(loaded.index)
         across = runtime.sharded_model.group.across
-        chunks = runtime.engine.reduce_wait(loaded.index)
         if across is None:
             self._send(env, which, outs, final, chunks)
             return
@@ -173,7 +186,7 @@ class Reductions:
 
     def _send(
         self,
-        env: list[Any],
+        env: list[object],
         which: int,
         outs: Sequence[int],
         final: Sequence[bool],
@@ -188,7 +201,7 @@ class Reductions:
 
     def _deliver(
         self,
-        env: list[Any],
+        env: list[object],
         which: int,
         outs: Sequence[int],
         final: Sequence[bool],

@@ -38,6 +38,7 @@ from zero_compiler.ir.instructions import (
 from zero_compiler.ir.program import Program, outputs_of
 from zero_compiler.ir.transfers import GatherDesc, KeepDesc, OffloadDesc, ReduceDesc
 from zero_compiler.layout import Layout, tiled_rows
+from zero_compiler.quantised_blocks import pack, packed_bytes, unpack
 
 # All bits set: NaN in every floating dtype, and no likely value in the others.
 _POISON = 0xFF
@@ -86,7 +87,7 @@ class _Call:
         self.envs = envs
         self.started: dict[tuple[str, int], Any] = {}
 
-    def start(self, kind: str, index: int, given: Any) -> None:
+    def start(self, kind: str, index: int, given: object) -> None:
         if (kind, index) in self.started:
             raise TransferError(f"{kind} {index} is started again before its wait")
         self.started[kind, index] = given
@@ -106,7 +107,7 @@ class Reference:
     def __init__(
         self,
         program: Program,
-        segments: Sequence[Callable[[list[Any]], Sequence[Any]]],
+        segments: Sequence[Callable[[list[Any]], Sequence[object]]],
         layouts: Mapping[ParamRef, Layout],
         ranks: Sequence[Rank],
         copies: int = 1,
@@ -125,7 +126,7 @@ class Reference:
         if any(g.shared for g in program.gathers) or any(r.shared for r in program.reduces):
             raise TransferError("the reference runs Programs over collectives, not over shared memory")
 
-    def run(self, inputs: Sequence[list[Any]]) -> list[list[Any]]:
+    def run(self, inputs: Sequence[list[object]]) -> list[list[Any]]:
         """Outputs of every rank for the inputs of every rank; each list of inputs is emptied."""
         p = self.program
         envs = [list(given) + [None] * (p.num_values - p.num_inputs) for given in inputs]
@@ -231,8 +232,7 @@ class Reference:
         """Staging of the rank's own chunks, or None where they are sent from where they lie."""
         if g.staging < 0:
             return None
-        nbytes = sum(g.chunk_numels) * _dtype(g.dtype).itemsize
-        return rank.arena("transient", self.program.transient_bytes)[g.staging : g.staging + nbytes]
+        return rank.arena("transient", self.program.transient_bytes)[g.staging : g.staging + g.sent_bytes]
 
     def _chunks(self, rank: Rank, g: GatherDesc, hop: int) -> list[torch.Tensor]:
         """The chunks of a rank where hop ``hop`` has brought them; -1: where they rest."""
@@ -257,10 +257,14 @@ class Reference:
                     raise TransferError(
                         f"{g.label}: the chunk of {name!r} has {chunk.numel()} elements, not {numel}"
                     )
-            flat = torch.cat([c.to(_dtype(g.dtype)) for c in chunks])
+            if g.wire:
+                wire = _dtype(g.wire)
+                flat = torch.cat([pack(c, row, wire) for c, row in zip(chunks, g.row_numels, strict=True)])
+            else:
+                flat = torch.cat([c.to(_dtype(g.dtype)) for c in chunks])
             staged = self._chunks_staged(rank, g)
             if staged is not None:
-                if len(g.names) > 1:
+                if g.wire or len(g.names) > 1:
                     arena = rank.arena("transient", self.program.transient_bytes)
                     arena[g.staging : g.staging + staged.numel() * (self.world + 1)].fill_(_POISON)
                 flat = staged.view(flat.dtype).copy_(flat)
@@ -271,9 +275,16 @@ class Reference:
         out, at = [], 0
         for slot, numel, shape in zip(self._slots(rank, g), g.chunk_numels, g.shapes, strict=True):
             full = slot.view(_dtype(g.dtype))
-            full.copy_(torch.cat([s[at : at + numel] for s in sent]))
+            if g.wire:
+                row = _numel(shape[1:])
+                nbytes = packed_bytes(numel, row)
+                for part, s in zip(full.split(numel), sent, strict=True):
+                    unpack(s[at : at + nbytes], numel, row, _dtype(g.wire), part)
+                at += nbytes
+            else:
+                full.copy_(torch.cat([s[at : at + numel] for s in sent]))
+                at += numel
             out.append(full[: _numel(shape)].view(shape))
-            at += numel
         return out
 
     # Activations. Other tiers are a dictionary by ticket and place. A file is written when the wait is over, and so
@@ -480,19 +491,19 @@ _STEPS: dict[type, Callable[[Reference, _Call, Any], None]] = {
 }
 
 
-def _read(env: list[Any], i: int) -> Any:
+def _read(env: list[object], i: int) -> Any:
     if env[i] is _FREED:
         raise TransferError(f"value {i} is read after the instruction that freed it")
     return env[i]
 
 
-def _free(env: list[Any], values: Sequence[int]) -> None:
+def _free(env: list[object], values: Sequence[int]) -> None:
     for i in values:
         if i >= 0:
             env[i] = _FREED
 
 
-def _write(env: list[Any], outs: Sequence[int], values: Sequence[Any]) -> None:
+def _write(env: list[object], outs: Sequence[int], values: Sequence[object]) -> None:
     for i, value in zip(outs, values, strict=True):
         if i >= 0:
             env[i] = value

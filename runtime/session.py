@@ -22,6 +22,7 @@ from zero_compiler.ir.instructions import (
     WaitReduce,
 )
 from zero_compiler.ir.program import Need, Program, last_reads, outputs_of
+from zero_compiler.ranges import Range, profiled, ranged
 from zero_compiler.ranks.call_handshake import laid_text, lay_text, meet, short_digest
 from zero_compiler.ranks.failing import noticed
 from zero_compiler.ranks.failure_broadcast import broke_off, cannot_begin
@@ -49,7 +50,7 @@ class Decisions(Protocol):
     def accumulating(self, owners: frozenset[str]) -> Program:
         """The Program that keeps the gradients of ``owners``, on the same segments, transfers and arenas."""
 
-    def need(self, program: Program, values: Sequence[Any], talks: bool) -> Need:
+    def need(self, program: Program, values: Sequence[object], talks: bool) -> Need:
         """What a call with these ``values`` takes. ``talks``: peers hear of it."""
 
     def beside(self) -> list[ModelRuntime]:
@@ -64,6 +65,7 @@ class Session:
         segments: callable of each ``Compute.segment``; takes a list that it may empty.
         runtimes: runtime of each owner that the Program names; ``first`` is the one that agrees with other ranks.
         decisions: what is decided of its calls.
+        frame: number of the frame of which the Program is a phase.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class Session:
         runtimes: dict[str, ModelRuntime],
         first: ModelRuntime | None,
         decisions: Decisions,
+        frame: int = 0,
     ) -> None:
         self._decisions = decisions
+        self._frame = frame
         self.segments = list(segments)
         self.runtimes = runtimes
         self.first = first
@@ -116,6 +120,8 @@ class Session:
         self._reductions = Reductions(program, self._known_reduces, self.runtimes)
         self._last_read = last_reads(program)
         self._code = [step for at, i in enumerate(program.instrs) if (step := self._step(at, i)) is not None]
+        self._title = program.title_in(self._frame)
+        self._named: list[tuple[str, str]] = []  # what each step does and starts, made for the first profile
         self._accumulating: dict[frozenset[str], Session] = {}
 
     def _keeping(self, owners: frozenset[str]) -> Session:
@@ -131,6 +137,8 @@ class Session:
     def _step(self, at: int, instr: Instruction) -> _Step | None:
         """What instruction ``at`` does; None where it is nothing. It refers to what it works on and not to the session,
         which is to go with the last reference to it."""
+        if instr.idle(self.program):
+            return None
         if instr.table == "offloads":
             assert self._moves is not None
             return self._moves.step(instr)
@@ -144,10 +152,9 @@ class Session:
         hops, index, hop = self._gathers.hops, instr.index, instr.hop
         return lambda env: hops.wait(index, hop)
 
-    def _gather(self, at: int, instr: Gather) -> _Step | None:
+    def _gather(self, at: int, instr: Gather) -> _Step:
         gathers, index = self._gathers, instr.index
-        # A weight that is read where it lies at rest is neither fetched nor let go of.
-        return None if self.program.gathers[index].home else lambda env: gathers.start(index)
+        return lambda env: gathers.start(index)
 
     def _wait_gather(self, at: int, instr: WaitGather) -> _Step:
         gathers, index, outs = self._gathers, instr.index, instr.outs
@@ -156,14 +163,14 @@ class Session:
             return lambda env: _put(env, outs, views)
         return lambda env: _put(env, outs, gathers.wait(index))
 
-    def _release(self, at: int, instr: Release) -> _Step | None:
+    def _release(self, at: int, instr: Release) -> _Step:
         gathers, index, values = self._gathers, instr.index, instr.values
 
-        def release(env: list[Any]) -> None:
+        def release(env: list[object]) -> None:
             _drop(env, values)
             gathers.release(index)
 
-        return None if self.program.gathers[index].home else release
+        return release
 
     def _compute(self, at: int, instr: Compute) -> _Step:
         segment, ins, outs, free = self.segments[instr.segment], instr.ins, instr.outs, instr.free
@@ -268,14 +275,15 @@ class Session:
 
     # Running -----------------------------------------------------------------------------------------------
 
-    def run(self, inputs: list[Any]) -> list[Any]:
+    def run(self, inputs: list[object]) -> list[Any]:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
         if any(r.sharded_model.defers for r in self._reductions.owners.values()):
             quiet = frozenset(owner for owner, r in self._reductions.owners.items() if r.sharded_model.defers)
             return self._keeping(quiet).run(inputs)
-        return in_turn(self._devices, lambda: self._run(inputs), self._ended)
+        with ranged(self._title):
+            return in_turn(self._devices, lambda: self._run(inputs), self._ended)
 
-    def _run(self, inputs: list[Any]) -> list[Any]:
+    def _run(self, inputs: list[object]) -> list[Any]:
         env = inputs + self._empty
         inputs.clear()
         call = (
@@ -343,7 +351,7 @@ class Session:
         if self._talks:
             forsake(self.runtimes.values())
 
-    def _begin(self, env: Sequence[Any]) -> Need:
+    def _begin(self, env: Sequence[object]) -> Need:
         """What this call takes, with which all ranks begin."""
         with self._together():
             if any(r.pools.recorded() for r in self._devices):
@@ -384,13 +392,24 @@ class Session:
         for runtime in self.runtimes.values() if self._copies else ():
             runtime.aside.finish()
 
-    def _walk(self, env: list[Any]) -> None:
-        for step in self._code:
-            step(env)
+    def _walk(self, env: list[object]) -> None:
+        if profiled():
+            if not self._named:
+                self._named = [
+                    (i.name(self.program), moved.label if (moved := i.transfer(self.program)) else "")
+                    for i in self.program.instrs
+                    if not i.idle(self.program)
+                ]
+            for (what, starts), step in zip(self._named, self._code, strict=True):
+                with Range(what, starts):
+                    step(env)
+        else:
+            for step in self._code:
+                step(env)
         self._reductions.finish_sums(env)
 
 
-_STEPS: dict[type, Callable[[Session, int, Any], _Step | None]] = {
+_STEPS: dict[type, Callable[[Session, int, Any], _Step]] = {
     Fetch: Session._fetch,
     WaitFetch: Session._wait_fetch,
     Gather: Session._gather,
@@ -404,7 +423,7 @@ _STEPS: dict[type, Callable[[Session, int, Any], _Step | None]] = {
 }
 
 
-def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
+def _put(env: list[object], at: Sequence[int], values: Sequence[object]) -> None:
     """Store ``values`` at their numbers. A function of its own: no name of the walk's may keep a value alive that the
     Program has given up (the last one of a segment, say, for as long as the next segment runs)."""
     for i, value in zip(at, values, strict=True):
@@ -412,7 +431,7 @@ def _put(env: list[Any], at: Sequence[int], values: Sequence[Any]) -> None:
             env[i] = value
 
 
-def _drop(env: list[Any], values: Sequence[int]) -> None:
+def _drop(env: list[object], values: Sequence[int]) -> None:
     """Nothing reads these any more."""
     for i in values:
         env[i] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from dist.spawn import collect_seldom
 
+ROOT = Path(__file__).resolve().parents[1]
 # What one test of such a file makes serves the others: one worker runs them all, or each would make it again.
 SHARES = re.compile(r'^cases = Cases\(__name__|scope="module"', re.MULTILINE)
 
@@ -35,10 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Plans are those of a machine that was never calibrated, whatever was measured on this one."""
-    empty = tempfile.TemporaryDirectory()
-    config.add_cleanup(empty.cleanup)
-    os.environ["XDG_CACHE_HOME"] = empty.name
+    """Plans are those of the preset "laptop", whatever processor this machine has and was measured on it."""
+    cache = tempfile.TemporaryDirectory()
+    config.add_cleanup(cache.cleanup)
+    folder = Path(cache.name) / "zero_compiler"
+    folder.mkdir()
+    (folder / "plans").touch()  # no folder: what one test finds is not what another one does
+    shutil.copy(ROOT / "zero_compiler" / "presets" / "laptop.json", folder / "hardware.json")
+    os.environ["XDG_CACHE_HOME"] = cache.name
     # Else each rank compiles and loads a library to ask whether its compiler knows this processor's vectors.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -24,7 +24,7 @@ from zero_compiler.ir.facts import ParamRef
 from zero_compiler.ir.program import Program
 from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.params.shard import shard_over
-from zero_compiler.report.report import Frame
+from zero_compiler.report.frame import Frame
 from zero_compiler.runtime.reference import Rank, Reference
 from zero_compiler.tools.planning import planned_group
 

@@ -20,4 +20,6 @@ def machine(
         row["link"] = {"latency_us": latency_us, "bytes_per_us": bytes_per_us}
     spec["shared"] = [["compute", "device-device"]] if share else []
     spec["forward_python"] = spec["backward_python"] = {}
+    # One level of links, as of versions that knew no other.
+    spec["devices_per_host"] = spec["between_hosts"] = None
     return spec | {"name": "test"} | fields

@@ -7,7 +7,7 @@ site-packages only. ``install`` adds one import finder, at the end of ``sys.meta
 
     zero_compiler.passes       <checkout>/passes
     zero_compiler.runtime      <checkout>/runtime
-    zero_compiler.runtime._C, zero_compiler.storage._aio
+    zero_compiler.runtime._C, zero_compiler.storage._aio, zero_compiler._ranges
                                the installed ones, where none is built in the checkout
 
 In an installed package nothing is added. After a plain install, Python in the root of a checkout thus runs the
@@ -25,7 +25,7 @@ from types import ModuleType
 _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE.parent
 _BESIDE = ("zero_compiler.passes", "zero_compiler.runtime")
-_COMPILED = ("zero_compiler.runtime._C", "zero_compiler.storage._aio")
+_COMPILED = ("zero_compiler.runtime._C", "zero_compiler.storage._aio", "zero_compiler._ranges")
 
 
 class _TreeFinder(MetaPathFinder):

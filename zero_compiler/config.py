@@ -20,6 +20,7 @@ import torch
 
 from . import inductor_options
 from .errors import ConfigError
+from .quantised_blocks import DTYPES as _QUANTISED
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -30,7 +31,9 @@ _DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "float64": torch.float64,
 }
-TIERS = ("none", "host", "nvme")
+TIERS = ("none", "host", "nvme")  # nearest to the device first
+# Optimizers that can be reckoned with before there is one: how many fp32 values each keeps of a parameter.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd-momentum": 1, "sgd": 0}
 _COMPUTE = ("inductor", "aten")
 _KERNELS = ("auto", "torch")
 _TRANSPORTS = ("auto", "c10d", "shared")
@@ -43,6 +46,7 @@ PLACEMENT_FIELDS = frozenset(
     {
         "stage",
         "param_dtype",
+        "gather_dtype",
         "reduce_dtype",
         "offload_params",
         "offload_grads",
@@ -52,6 +56,7 @@ PLACEMENT_FIELDS = frozenset(
         "nvme_keep",
         "nvme_checksums",
         *REST_FIELDS,
+        "optimizer",
         "hardware",
         "transport",
     }
@@ -67,6 +72,9 @@ class Config:
             see docs/semantics.md), 3 does not keep gathered weights either (ZeRO, Rajbhandari et al. 2020, section 5).
         param_dtype: dtype in which weights are gathered and computed with; None keeps the parameter's own.
             Floating inputs of the root module are cast to it, as FSDP2's MixedPrecisionPolicy does.
+        gather_dtype: what weights travel in where that takes a step less time: "int8" or "float8_e4m3fn", in blocks
+            with a scale each, from which every rank makes the same full weight in ``param_dtype``
+            (docs/quantised-gathers.md). None: they travel as they are computed with.
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
             (``param_dtype`` if given).
         offload_params, offload_grads, offload_optimizer, offload_activations: tier at rest: "none" (the
@@ -80,6 +88,8 @@ class Config:
         nvme_dir: directory for files of the NVMe tier.
         nvme_keep: leave those files behind, under names of their own; else nothing is left when the process ends.
         nvme_checksums: compare what is read from those files with sums of what was written; another byte is an error.
+        optimizer: kind of optimizer whose states and update a plan reckons with as long as no ``zero.optimizer`` has
+            been made: "adamw", "adam", "adagrad", "rmsprop", "sgd-momentum" or "sgd". It makes none.
         transport: way between ranks: "c10d" is the process group; "shared" is memory that CPU ranks of one host
             share, with the process group between several hosts; "auto" takes "shared" where it is possible on every
             rank. ``zero.inspect`` says which, and why.
@@ -89,9 +99,11 @@ class Config:
         inductor: fields of ``torch._inductor.config`` by name, for what segments are compiled with; over ``mode``.
             Held as their JSON.
         kernels: "auto" gives large float32 products on CPU to oneDNN where calibration found it faster than torch's
-            BLAS; "torch" leaves every operator to the library that torch takes.
+            BLAS, or the kind of processor is known for it; "torch" leaves every operator to the library that torch
+            takes.
         hardware: description of the machine that plans are made for: a preset or a JSON file. None: what
-            ``zero-compiler calibrate`` found on this one, else the preset "laptop".
+            ``zero-compiler calibrate`` found on this one, else the preset "laptop", with products as fast as on rank
+            0's kind of processor where that is known.
         memory_budget_bytes: bytes of the compute device that one rank may use; what it covers is in
             docs/semantics.md. A plan that does not fit is an error before step 1; room that is left keeps
             gathered weights from forward to backward. None: no limit, and weights are released as ``stage`` says.
@@ -105,8 +117,12 @@ class Config:
             weight whose gathered bytes are more is gathered, used and reduced in tiles (docs/tiling.md). None: as
             many tokens at a time as it takes for the repeated reading of the weight not to count, and weights whole
             unless ``memory_budget_bytes`` asks for tiles.
+        plan_seconds: seconds after which the search for a plan within ``memory_budget_bytes`` ends: with the best that
+            was found, or with the first that fits. None: it ends after as much work as on any machine.
         partition_activations: of what forward saves alike on all tensor-parallel ranks each keeps one part, and
             backward gathers it (Pa of ZeRO-R, Rajbhandari et al. 2020, section 6.1). Needs a mesh with such ranks.
+        plan: JSON file of a plan whose decisions are held to (docs/editing-plans.md); given to ``zero.shard``, where
+            tensors rest is among them. None: all is decided anew.
 
     Raises:
         ConfigError: a value is out of range or not of its type.
@@ -114,6 +130,7 @@ class Config:
 
     stage: int = 3
     param_dtype: torch.dtype | None = None
+    gather_dtype: str | None = None
     reduce_dtype: torch.dtype | None = None
     offload_params: str | None = None
     offload_grads: str | None = None
@@ -125,6 +142,7 @@ class Config:
     device_rest_bytes: int | None = None
     host_rest_bytes: int | None = None
     nvme_rest_bytes: int | None = None
+    optimizer: str = "adamw"
     transport: str = "auto"
     compute: str = "inductor"
     mode: str | None = None
@@ -135,7 +153,9 @@ class Config:
     activation_budget_bytes: int | None = None
     bucket_bytes: int | None = None
     tile_bytes: int | None = None
+    plan_seconds: float | None = None
     partition_activations: bool = False
+    plan: str | None = None
 
     def __new__(cls, *args: object, **fields: object) -> Config:
         """Notes which fields the user gave. All of them at once is a copy: then those that are no default."""
@@ -146,6 +166,11 @@ class Config:
             given = {f.name for f in dataclasses.fields(cls) if fields.get(f.name, f) != f.default}
         self.__dict__["given"] = frozenset(given)
         return self
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer states that are reckoned with for each element of a parameter that has no optimizer."""
+        return 4 * OPTIMIZERS[self.optimizer]
 
     @property
     def _given(self) -> frozenset[str]:
@@ -167,6 +192,7 @@ class Config:
             raise ConfigError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
+        object.__setattr__(self, "gather_dtype", _quantised("gather_dtype", self.gather_dtype))
         for name in TIER_FIELDS:
             tier = getattr(self, name)
             if tier is None and name in PLACED_FIELDS:
@@ -179,7 +205,7 @@ class Config:
             raise ConfigError(
                 f'offload_params="nvme" needs stage=3, not {self.stage}: the other stages keep every weight gathered'
             )
-        for name in ("hardware", "nvme_dir"):
+        for name in ("hardware", "nvme_dir", "plan"):
             given = getattr(self, name)
             if isinstance(given, os.PathLike):
                 object.__setattr__(self, name, os.fspath(given))  # a plan is written as JSON
@@ -192,6 +218,11 @@ class Config:
                 )
         if self.nvme_rest_bytes is not None and self.nvme_dir is None:
             raise ConfigError("nvme_rest_bytes needs nvme_dir, the directory for the files")
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, which a plan reckons with until zero.optimizer "
+                f"makes one, not {self.optimizer!r}"
+            )
         if self.transport not in _TRANSPORTS:
             raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {self.transport!r}")
         if self.compute not in _COMPUTE:
@@ -209,11 +240,19 @@ class Config:
         for name in ("nvme_keep", "nvme_checksums", "partition_activations"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_amounts()
+
+    def _check_amounts(self) -> None:
         sizes = ("bucket_bytes", "memory_budget_bytes", "activation_budget_bytes", "tile_bytes", *REST_FIELDS)
         for name in sizes:
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
                 raise ConfigError(f"{name} must be a number of bytes >= 0 or None, not {size!r}")
+        seconds = self.plan_seconds
+        if seconds is not None and (
+            not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds >= 0
+        ):
+            raise ConfigError(f"plan_seconds must be a number of seconds >= 0 or None, not {seconds!r}")
 
     @staticmethod
     def make(base: Config | None = None, fields: Mapping[str, Any] | None = None) -> Config:
@@ -329,7 +368,9 @@ def _as_held(name: str, value: object) -> object:
     """A value as a configuration holds it."""
     if name in ("param_dtype", "reduce_dtype"):
         return _dtype(name, value)
-    if name in ("hardware", "nvme_dir") and isinstance(value, os.PathLike):
+    if name == "gather_dtype":
+        return _quantised(name, value)
+    if name in ("hardware", "nvme_dir", "plan") and isinstance(value, os.PathLike):
         value = os.fspath(value)
     return os.path.abspath(value) if name == "nvme_dir" and isinstance(value, str) else value
 
@@ -343,3 +384,14 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
     if value not in _DTYPES.values():
         raise ConfigError(f"{name} must be one of {', '.join(_DTYPES)}, or the torch.dtype, not {value!r}")
     return value
+
+
+def _quantised(name: str, value: object) -> str | None:
+    """The name of a dtype of 8 bits, also where the dtype itself is given."""
+    found = next((n for n, dtype in _QUANTISED.items() if value in (n, dtype)), None)
+    if value is not None and found is None:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(_QUANTISED)}, which weights travel in, or None, not {value!r}; "
+            "param_dtype is for what they are computed with"
+        )
+    return found

@@ -39,3 +39,12 @@ TRANSFORM_BEGINNINGS = frozenset(
     for name in ("_grad_increment_nesting", "_jvp_increment_nesting", "_vmap_increment_nesting")
     if hasattr(module, name)
 )
+
+
+def forget_instructions() -> None:
+    """Dynamo's instructions of the functions that it has followed last are dropped, where it keeps them in a cache."""
+    from torch._dynamo import bytecode_transformation
+
+    cached: Any = getattr(bytecode_transformation, "_cached_cleaned_instructions", None)
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()

@@ -9,6 +9,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "zero/engine.h"
+#include "zero/quantise.h"
 
 namespace zero {
 
@@ -116,11 +118,21 @@ struct Engine::Gather {
   explicit Gather(GatherSpec given) : spec(std::move(given)) {
     for (const GatherParam& param : spec.params) {
       total += param.chunk_numel;
+      packed += packed_bytes(param.chunk_numel, row_of(param));
     }
+  }
+
+  // Elements of a row of a parameter.
+  static int64_t row_of(const GatherParam& param) {
+    return std::max<int64_t>(1, product(param.sizes, 1));
+  }
+  bool quantised() const {
+    return spec.wire != c10::ScalarType::Undefined;
   }
 
   GatherSpec spec;
   int64_t total = 0;  // S
+  int64_t packed = 0;  // S of chunks that travel packed, in bytes
   int direct = -1;  // operation of Direct, where the slots are shared
   State state = State::kIdle;
 
@@ -129,6 +141,7 @@ struct Engine::Gather {
   Tensor staging_in;  // [S]
   Tensor staging_out;  // [W * S]
   std::vector<Tensor> in_slots;  // of staging_in, one a parameter
+  std::vector<Tensor> arrived;  // packed: of staging_out, rank after rank
   std::vector<Tensor> from_rows;  // [W, chunk] of staging_out
   std::vector<Tensor> to_rows;  // [W, chunk] of the slot
   std::vector<Tensor> slots;  // [W * chunk]
@@ -157,7 +170,8 @@ struct Engine::Gather {
     handle.reset();
     inputs.clear();
     results.clear();
-    for (auto* tensors : {&in_slots, &from_rows, &to_rows, &slots, &full}) {
+    for (auto* tensors :
+         {&in_slots, &arrived, &from_rows, &to_rows, &slots, &full}) {
       tensors->clear();
     }
     staging_in.reset();

@@ -6,6 +6,26 @@
 #include "engine_state.h"
 
 namespace zero {
+namespace {
+
+// Whether chunks can travel packed, as the spec says.
+Status check_quantised(const GatherSpec& spec, int world, bool shared) {
+  if (!can_quantise_to(spec.wire) || !can_quantise_from(spec.dtype)) {
+    return Status::error(
+        std::string("weights of ") + c10::toString(spec.dtype) +
+        " cannot travel in " + c10::toString(spec.wire));
+  }
+  if (world == 1 || shared) {
+    return Status::error("nothing is sent that could travel quantised");
+  }
+  if (spec.staging_offset < 0 || spec.staging_offset % 4 != 0) {
+    return Status::error(
+        "quantised weights need a staging area, at a multiple of four bytes");
+  }
+  return {};
+}
+
+}  // namespace
 
 Result<int> Engine::add_gather(GatherSpec spec) {
   const std::lock_guard lock(mutex_);
@@ -46,6 +66,12 @@ Result<int> Engine::add_gather(GatherSpec spec) {
         param.out_offset, param.out_offset + bytes_of(numel, spec.dtype));
   }
   const bool shared = shared_[static_cast<size_t>(spec.arena)];
+  const bool quantised = spec.wire != c10::ScalarType::Undefined;
+  if (quantised) {
+    if (auto fine = check_quantised(spec, world_, shared); !fine.ok()) {
+      return bad(fine.message());
+    }
+  }
   if (shared) {
     spec.staging_offset = -1;  // written and read in place
   }
@@ -54,17 +80,19 @@ Result<int> Engine::add_gather(GatherSpec spec) {
     return bad("several parameters need a staging area");
   }
   if (world_ > 1 && spec.staging_offset >= 0) {
+    const c10::ScalarType staged = quantised ? at::kByte : spec.dtype;
+    const int64_t each = quantised ? Gather(spec).packed : total;
     const int64_t numel =
-        spec.params.size() > 1 ? total * (world_ + 1) : total;
+        quantised || spec.params.size() > 1 ? each * (world_ + 1) : each;
     if (auto fits = staging_arena.value()->check(
-            spec.staging_offset, numel, spec.dtype);
+            spec.staging_offset, numel, staged);
         !fits.ok()) {
       return bad("staging: " + fits.message());
     }
     if (spec.staging_arena == spec.arena) {
       ranges.emplace_back(
           spec.staging_offset,
-          spec.staging_offset + bytes_of(numel, spec.dtype));
+          spec.staging_offset + bytes_of(numel, staged));
     }
   }
   std::sort(ranges.begin(), ranges.end());
@@ -102,6 +130,11 @@ Status Engine::build(Gather& gather) {
     gather.full.push_back(
         slot.value().narrow(0, 0, product(param.sizes)).view(param.sizes));
   }
+  if (gather.quantised()) {
+    ZERO_RETURN_IF_ERROR(build_quantised(gather, staging));
+    gather.built = true;
+    return {};
+  }
   if (world_ > 1 && spec.staging_offset >= 0) {
     auto in = slice(staging, spec.staging_offset, gather.total, spec.dtype);
     ZERO_RETURN_IF_ERROR(in.status());
@@ -136,6 +169,45 @@ Status Engine::build(Gather& gather) {
   }
 
   gather.built = true;
+  return {};
+}
+
+Status Engine::build_quantised(Gather& gather, Arena& staging) {
+  const int64_t at = gather.spec.staging_offset;
+  auto in = slice(staging, at, gather.packed, at::kByte);
+  ZERO_RETURN_IF_ERROR(in.status());
+  gather.staging_in = in.value();
+  auto out =
+      slice(staging, at + gather.packed, world_ * gather.packed, at::kByte);
+  ZERO_RETURN_IF_ERROR(out.status());
+  gather.staging_out = out.value();
+  int64_t offset = 0;
+  for (const GatherParam& param : gather.spec.params) {
+    const int64_t nbytes =
+        packed_bytes(param.chunk_numel, Gather::row_of(param));
+    gather.in_slots.push_back(gather.staging_in.narrow(0, offset, nbytes));
+    for (int k = 0; k < world_; ++k) {
+      gather.arrived.push_back(gather.staging_out.narrow(
+          0, k * gather.packed + offset, nbytes));
+    }
+    offset += nbytes;
+  }
+  return {};
+}
+
+// Every rank unpacks what every rank has packed, itself too: so all of them
+// have the same weight, to the bit.
+Status Engine::unpack(Gather& gather) {
+  size_t next = 0;
+  for (size_t i = 0; i < gather.slots.size(); ++i) {
+    const GatherParam& param = gather.spec.params[i];
+    const int64_t chunk = param.chunk_numel;
+    for (int k = 0; k < world_; ++k) {
+      ZERO_RETURN_IF_ERROR(unpack_rows(
+          gather.arrived[next++], Gather::row_of(param), gather.spec.wire,
+          gather.slots[i].narrow(0, k * chunk, chunk)));
+    }
+  }
   return {};
 }
 
@@ -217,7 +289,15 @@ Status Engine::start_collective(Gather& gather) {
   }
   Tensor in;
   Tensor out;
-  if (spec.params.size() == 1) {
+  if (gather.quantised()) {
+    in = gather.staging_in;
+    out = gather.staging_out;
+    for (size_t i = 0; i < gather.inputs.size(); ++i) {
+      ZERO_RETURN_IF_ERROR(pack_rows(
+          gather.inputs[i].view({-1}), Gather::row_of(spec.params[i]), spec.wire,
+          gather.in_slots[i]));
+    }
+  } else if (spec.params.size() == 1) {
     const Tensor shard = gather.inputs[0].view({-1});
     out = gather.slots[0];
     if (shard.scalar_type() == spec.dtype) {
@@ -248,6 +328,7 @@ Status Engine::start_collective(Gather& gather) {
   if (gather.total == 0) {
     return {};  // on every rank alike: nothing to send
   }
+  transport_->about(spec.label);
   StartResult started = transport_->start_all_gather(in, out);
   if (!started.ok()) {
     return poison("gather", spec.label, started.status().message());
@@ -299,6 +380,9 @@ Result<std::vector<Tensor>> Engine::gather_wait(int id) {
     }
   }
   const Status copied = guarded([&]() -> Status {
+    if (gather.quantised()) {
+      return unpack(gather);
+    }
     if (!gather.from_rows.empty() && world_ > 1) {
       if (!gather.staging_out.is_cpu()) {
         at::_foreach_copy_(

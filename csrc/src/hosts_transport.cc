@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <pthread.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -13,23 +14,28 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "zero/range.h"
 #include "zero/sum.h"
 
 namespace zero {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
+constexpr auto kLane = "device-device";  // as plans call it: the name of the thread
 
 // One collective: what is to be done, and how it ended.
 struct Job {
-  explicit Job(std::function<Status()> what) : run(std::move(what)) {}
+  Job(std::function<Status()> what, std::unique_ptr<const Carried> profiler)
+      : run(std::move(what)), carried(std::move(profiler)) {}
 
   std::function<Status()> run;  // holds its tensors
+  std::unique_ptr<const Carried> carried;  // null where no profiler runs
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
@@ -91,6 +97,7 @@ class Worker {
   }
 
   void loop() {
+    (void)::pthread_setname_np(::pthread_self(), kLane);
     Status failed;
     for (;;) {
       std::shared_ptr<Job> job;
@@ -113,6 +120,7 @@ class Worker {
       }
       auto run = std::move(job->run);
       run = nullptr;  // tensors go before the one who waits goes on
+      job->carried.reset();
       const std::lock_guard lock(job->mutex);
       job->status = failed;
       job->done = true;
@@ -193,6 +201,10 @@ class Worker {
 
   static Status carry_out(Job& job) {
     try {
+      std::optional<CarriedRange> range;
+      if (job.carried != nullptr) {
+        range.emplace(*job.carried);
+      }
       return job.run();
     } catch (const std::exception& error) {
       return Status::error(error.what());
@@ -331,6 +343,12 @@ class HostsTransport final : public Transport {
         [worker = worker_.get(), inout] { return worker->all_reduce(inout); });
   }
 
+  void about(const std::string& label) override {
+    if (profiled()) {
+      range_ = name_on(kLane, label);
+    }
+  }
+
   void give_up(const std::string& reason) override {
     worker_->give_up(reason);
   }
@@ -345,7 +363,7 @@ class HostsTransport final : public Transport {
 
  private:
   StartResult start(std::function<Status()> run) {
-    auto job = std::make_shared<Job>(std::move(run));
+    auto job = std::make_shared<Job>(std::move(run), Carried::make(range_));
     worker_->post(job);
     return StartResult(
         std::make_unique<JobHandle>(std::move(job), options_.interrupted));
@@ -354,6 +372,7 @@ class HostsTransport final : public Transport {
   const HostsOptions options_;
   const pid_t process_;
   const std::shared_ptr<Worker> worker_;
+  std::string range_;  // name of what is started next, while a profiler runs
   std::thread thread_;
 };
 

@@ -99,6 +99,7 @@ Status Engine::start_collective(Reduce& reduce) {
     if (reduce.total == 0) {
       return {};
     }
+    transport_->about(spec.label);
     StartResult started = transport_->start_all_reduce(out);
     if (!started.ok()) {
       return poison("reduce", spec.label, started.status().message());
@@ -161,6 +162,7 @@ Status Engine::start_collective(Reduce& reduce) {
     reduce.copied = true;
   }
 
+  transport_->about(spec.label);
   StartResult started = transport_->start_reduce_scatter(in, out);
   if (!started.ok()) {
     return poison("reduce", spec.label, started.status().message());

@@ -125,7 +125,7 @@ class ColumnSums:
 
     # Writing -----------------------------------------------------------------------------------------------
 
-    def _put(self, target: object, *args: fx.node.Argument, **kwargs: Any) -> fx.Node:
+    def _put(self, target: object, *args: fx.node.Argument, **kwargs: object) -> fx.Node:
         """A node; the one that is there already where it computes the same."""
         key = f"{target} {args} {kwargs}"
         if key not in self._made:

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from zero_compiler.cost.cost import REREAD, reread_us
 from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef, TileOutput, Tiling
 
 from ..base import Context
-from ..emitter import Emitter
+from ..emitter import Emitter, mapped
 
 aten = torch.ops.aten
 LEAST_ROWS = 16  # rows of a tile: with fewer, products are no faster than reading the weight
@@ -247,7 +246,7 @@ def one_tile(
         if inner.op == "output":
             outs = [env[n] for n in inner.args[0]]
         elif inner.op == "call_function":
-            args, kwargs = tree_map(
+            args, kwargs = mapped(
                 lambda a: env[a] if isinstance(a, fx.Node) else a, (inner.args, inner.kwargs)
             )
             if inner in alike:

@@ -7,7 +7,7 @@ result, sums over them, or looks some of them up.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -199,8 +199,10 @@ def _contiguous(val: torch.Tensor) -> bool:
     return True
 
 
-def looked_up(emit: Emitter, picks: fx.Node, plan: ParamPlan) -> Callable[[Tile], tuple[fx.Node, fx.Node]]:
-    """For each tile, the row of the tile that an index names, and whether it names one (else row 0).
+def looked_up(
+    emit: Emitter, picks: fx.Node, plan: ParamPlan, tiles: Sequence[Tile]
+) -> Callable[[Tile], tuple[fx.Node, fx.Node]]:
+    """For each of ``tiles``, the row of the tile that an index names, and whether it names one (else row 0).
 
     An index that is none of the weight's names a row behind the first tile's, or before its first: an error, as of the
     whole weight.
@@ -211,7 +213,7 @@ def looked_up(emit: Emitter, picks: fx.Node, plan: ParamPlan) -> Callable[[Tile]
     rank = emit(aten.div.Tensor_mode, picks, plan.chunk_rows, rounding_mode="floor")
     row = emit(aten.remainder.Scalar, picks, plan.chunk_rows)
     found = {}
-    for tile in plan.tiles:
+    for tile in tiles:
         above = emit(aten.ge.Scalar, row, tile.begin)
         inside = emit(aten.logical_and.default, above, emit(aten.lt.Scalar, row, tile.begin + tile.rows))
         place = emit(aten.add.Tensor, emit(aten.mul.Tensor, rank, tile.rows), row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,13 @@ class TileOperators:
 
     tile_bytes: int | None = None
     bytes_only: bool = False
+    some_tiles: bool = False
     name: str = "tile-operators"
 
     def run(self, graph: fx.Graph, ctx: Context) -> None:
         if not any(plan.tile_rows for plan in ctx.params.values()):
             return
-        how = TileContext(ctx.machine, self.tile_bytes, self.bytes_only)
+        how = TileContext(ctx.machine, self.tile_bytes, self.bytes_only, self.some_tiles)
         for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
             _separate_gradients(graph, node, ctx)
         for start in graph.find_nodes(op="call_function", target=ops.gather):
@@ -128,6 +129,8 @@ def _tile_weight(graph: fx.Graph, start: fx.Node, plan: ParamPlan, how: TileCont
 def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, how: TileContext) -> None:
     """Write what is done in tiles of tokens and of the weight; its gradient where it is reduced, if nothing else comes
     of that sweep, else where the sweep is."""
+    if not sweeps:
+        return
     reduction = next(
         (
             n
@@ -142,7 +145,7 @@ def _sweep(graph: fx.Graph, sweeps: list[Sweep], plan: ParamPlan, how: TileConte
             continue
         with graph.inserting_before(sweep.node):
             sweep.begin()
-            for tile in plan.tiles:
+            for tile in how.written(plan):
                 sweep.tile(tile)
             sweep.finish()
     if inside:
@@ -190,19 +193,20 @@ class _Loop:
         self.how, self.reader, self.start, self.plan, self.k = how, reader, start, plan, k
         self.graph = graph = start.graph
         self.emit = Emitter(graph, reader.node)
+        self.tiles = how.written(plan)
 
     def write(self) -> fx.Node:
         emit, reader, plan = self.emit, self.reader, self.plan
         self._cut()
-        given = {n: parts(emit, n, dim, plan) for n, dim in reader.slices.items()}
-        find = None if reader.picks is None else readers.looked_up(emit, reader.picks, plan)
+        given = {n: parts(emit, n, dim, plan, self.tiles) for n, dim in reader.slices.items()}
+        find = None if reader.picks is None else readers.looked_up(emit, reader.picks, plan, self.tiles)
         if find is not None:
             self._cut()
         result, places = self._result()
         for said in (facts.note(reader.node) or "").splitlines():
             facts.add_note(self.graph, said)
         facts.set_note(result, self._note(given))
-        for tile in plan.tiles:
+        for tile in self.tiles:
             env = {reader.operand: self._weight(tile)}
             env |= {n: part(emit, p[tile.index], reader.slices[n], plan, tile) for n, p in given.items()}
             if reader.laid is None:
@@ -226,17 +230,17 @@ class _Loop:
     def _cut(self) -> None:
         self.graph.call_function(ops.cut, ())
 
-    def _result(self) -> tuple[fx.Node, list[fx.Node]]:
+    def _result(self) -> tuple[fx.Node, Mapping[int, fx.Node]]:
         val, laid, plan = facts.value(self.reader.node), self.reader.laid, self.plan
         sizes, emit = list(val.shape), self.emit
         if laid is None:
             dtype = torch.float32 if val.dtype in _HALF else val.dtype
-            return emit(aten.full.default, sizes, 0, dtype=dtype, device=val.device), []
+            return emit(aten.full.default, sizes, 0, dtype=dtype, device=val.device), {}
         if self.reader.picks is not None:
-            return emit(aten.full.default, sizes, 0, dtype=val.dtype, device=val.device), []
+            return emit(aten.full.default, sizes, 0, dtype=val.dtype, device=val.device), {}
         sizes[laid] = plan.world * plan.chunk_rows
         result = emit(aten.empty.memory_format, sizes, dtype=val.dtype, device=val.device)
-        return result, parts(emit, result, laid, plan)
+        return result, parts(emit, result, laid, plan, self.tiles)
 
     def _final(self, result: fx.Node) -> fx.Node:
         val, reader, emit = facts.value(self.reader.node), self.reader, self.emit
@@ -270,7 +274,7 @@ class _Loop:
 
     def _note(self, given: Iterable[fx.Node]) -> str:
         """Beside the same operator on the whole weight: what is laid is copied, and every tile adds to a sum."""
-        tiles, result = len(self.plan.tiles), facts.bytes_of(facts.value(self.reader.node))
+        tiles, result = self.plan.tile_count, facts.bytes_of(facts.value(self.reader.node))
         again = 2 * result * (1 if self.reader.laid is not None else tiles - 1)
         again += 2 * sum(facts.bytes_of(facts.value(n)) for n in given) * (self.plan.world > 1)
         what = f"{dump.target_text(self.reader.call)} with {self.plan.ref.name}"
@@ -303,8 +307,9 @@ def _tile_gradient(
         graph.call_function(ops.cut, ())
         for sweep in sweeps:
             sweep.begin()
-        make = slicer(emit, form, plan, born)
-        for tile in plan.tiles:
+        tiles = how.written(plan)
+        make = slicer(emit, form, plan, born, tiles)
+        for tile in tiles:
             graph.call_function(ops.cut, ())
             for sweep in sweeps:
                 born |= sweep.tile(tile)

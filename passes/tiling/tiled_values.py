@@ -7,7 +7,7 @@ A value that exists is split (:func:`parts`); a gradient is not made whole where
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,8 +30,11 @@ _MASKED_PUT = aten._unsafe_masked_index_put_accumulate.default
 _ABOVE = _FREE | row_propagation._SAME | readers._CASTS
 
 
-def parts(emit: Emitter, node: fx.Node, dim: int, plan: ParamPlan) -> list[fx.Node]:
-    """Views of ``node``, one a tile: the weight's rows along ``dim`` as two dimensions, ranks and rows of the tile.
+def parts(
+    emit: Emitter, node: fx.Node, dim: int, plan: ParamPlan, tiles: Sequence[Tile]
+) -> dict[int, fx.Node]:
+    """Views of ``node``, one for each of the ``tiles`` that are written out, by the number of the tile: the weight's
+    rows along ``dim`` as two dimensions, ranks and rows of the tile.
 
     Padded with zeros where ranks do not divide the rows.
     """
@@ -41,12 +44,12 @@ def parts(emit: Emitter, node: fx.Node, dim: int, plan: ParamPlan) -> list[fx.No
         node = emit(aten.constant_pad_nd.default, node, [*[0, 0] * (len(size) - 1 - dim), 0, missing], 0)
     node = emit(aten.view.default, node, [*size[:dim], plan.world, plan.chunk_rows, *size[dim + 1 :]])
     split = emit(aten.split.Tensor, node, plan.tile_rows, dim + 1)
-    out = [emit(operator.getitem, split, tile.index) for tile in plan.tiles]
+    out = {tile.index: emit(operator.getitem, split, tile.index) for tile in tiles}
     if not of_weights:
         return out
     # A segment makes views of weights by itself, each at another place: then no two segments are equal.
-    copies = [emit(aten.clone.default, p, memory_format=torch.contiguous_format) for p in out]
-    return [facts.set_stays(copy) for copy in copies]
+    copies = {k: emit(aten.clone.default, p, memory_format=torch.contiguous_format) for k, p in out.items()}
+    return {k: facts.set_stays(copy) for k, copy in copies.items()}
 
 
 def part(emit: Emitter, given: fx.Node, dim: int, plan: ParamPlan, tile: Tile) -> fx.Node:
@@ -94,8 +97,10 @@ class Sliced:
         for _, f in self.given:
             yield from f.specials()
 
-    def prepare(self, emit: Emitter, plan: ParamPlan) -> Callable[[Tile, Mapping[fx.Node, fx.Node]], fx.Node]:
-        return _SPECIAL[self.node.target](self.node, emit, plan)
+    def prepare(
+        self, emit: Emitter, plan: ParamPlan, tiles: Sequence[Tile]
+    ) -> Callable[[Tile, Mapping[fx.Node, fx.Node]], fx.Node]:
+        return _SPECIAL[self.node.target](self.node, emit, plan, tiles)
 
 
 def gradient(grad: fx.Node) -> Sliced:
@@ -185,7 +190,7 @@ def _factors(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     return [(a, 0), (b, 0)] if dim == 0 else [(a, 1)] if dim == 1 else [(b, 2)]
 
 
-def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argument:
+def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan, tiles: Sequence[Tile]) -> fx.node.Argument:
     """What is not of the tile is added to a row behind the others, which nobody keeps."""
     val = facts.value(node)
     lists = next((a for a in node.args if isinstance(a, (list, tuple))), None)  # of what adds rows to zeros
@@ -193,9 +198,9 @@ def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argu
     if lists is not None:  # which may count from the end
         rows = emit(aten.add.Tensor, picks, plan.shape[0])
         picks = emit(aten.where.self, emit(aten.lt.Scalar, picks, 0), rows, picks)
-    find = readers.looked_up(emit, picks, plan)
+    find = readers.looked_up(emit, picks, plan, tiles)
     found = {}
-    for tile in plan.tiles:
+    for tile in tiles:
         place, inside = find(tile)
         if lists is None:
             inside = emit(aten.logical_and.default, inside, emit(aten.ne.Scalar, picks, node.args[3]))
@@ -214,10 +219,10 @@ def _of_embedding(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argu
     return make
 
 
-def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Argument:
+def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan, tiles: Sequence[Tile]) -> fx.node.Argument:
     call = node.args[0]
     grad, given, weight = call.args[:3]
-    pieces = parts(emit, grad, 1, plan)
+    pieces = parts(emit, grad, 1, plan, tiles)
     val = facts.value(weight)
 
     def make(tile: Tile, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -229,7 +234,7 @@ def _of_convolution(node: fx.Node, emit: Emitter, plan: ParamPlan) -> fx.node.Ar
     return make
 
 
-_SPECIAL: dict[fx.node.Target, Callable[[fx.Node, Emitter, ParamPlan], fx.node.Argument]] = {
+_SPECIAL: dict[fx.node.Target, Callable[[fx.Node, Emitter, ParamPlan, Sequence[Tile]], fx.node.Argument]] = {
     aten.embedding_dense_backward.default: _of_embedding,
     **dict.fromkeys((*_PUTS, _MASKED_PUT), _of_embedding),
     operator.getitem: _of_convolution,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from zero_compiler.cost.cost import reread_us
@@ -20,22 +19,31 @@ from . import readers
 from .expand_tiles import MEMORY, limit_text
 from .tiled_values import Sliced, part, parts
 
+MOST_ALIKE = 3  # tiles of a weight of which all are written out in any case
+
 
 class TileContext(NamedTuple):
     """What whoever writes tiles of a weight knows beside its plan: the machine, most bytes of a tile if the user says
-    so, and whether bytes alone are asked."""
+    so, whether bytes alone are asked, and whether of a weight's tiles that are alike not all are written out."""
 
     machine: HardwareSpec | None
     tile_bytes: int | None
     bytes_only: bool
+    some_tiles: bool = False
+
+    def written(self, plan: ParamPlan) -> list[Tile]:
+        """The tiles of a weight that are written out: all, or the first two and the last. Those between hold what the
+        second one does, while the one behind it is on its way."""
+        if not self.some_tiles or plan.tile_count <= MOST_ALIKE:
+            return plan.tiles
+        return [plan.tile(index) for index in (0, 1, plan.tile_count - 1)]
 
 
 def gathered(emit: Emitter, old: fx.Node, plan: ParamPlan, tile: Tile, name: str) -> fx.Node:
     """A tile of the weight that ``old`` gathers whole."""
     shape = (plan.world * tile.rows, *plan.shape[1:])
     sizes, dims = ops.flat_sizes([shape])
-    with emit.fake():
-        val = torch.empty(shape, dtype=plan.gather_dtype, device=old.args[4])
+    val = facts.fake_empty(emit.graph, shape, plan.gather_dtype, old.args[4])
     start = emit.node(ops.gather, ([plan.ref.name], sizes, dims, plan.gather_dtype, old.args[4]), {}, [val])
     return waited(emit, start, plan.ref, tile, name, [val])
 
@@ -81,7 +89,7 @@ def note(what: str, kind: str, plan: ParamPlan, how: TileContext, again: int) ->
         kind: of the transfers, one a tile in place of one for the whole.
         again: bytes that are read or written once more.
     """
-    tile = plan.tiles[0]
+    tile = plan.tile(0)
     row = plan.world * (plan.numel // plan.shape[0]) * plan.gather_dtype.itemsize
     why = MEMORY if how.tile_bytes is None else limit_text(how.tile_bytes)
     more, time = f"{tile.of - 1} more transfer{'s' if tile.of != 2 else ''}", ""
@@ -96,15 +104,15 @@ def note(what: str, kind: str, plan: ParamPlan, how: TileContext, again: int) ->
 
 
 def slicer(
-    emit: Emitter, form: Sliced, plan: ParamPlan, born: Mapping[fx.Node, fx.Node]
+    emit: Emitter, form: Sliced, plan: ParamPlan, born: Mapping[fx.Node, fx.Node], tiles: Sequence[Tile]
 ) -> Callable[[Tile], fx.Node]:
-    """Writes what all tiles share, and gives what writes one tile of a gradient.
+    """Writes what all ``tiles`` share, and gives what writes one tile of a gradient.
 
     Args:
         born: of what a loop makes a tile of at a time, the present one.
     """
-    leaves = {leaf: parts(emit, leaf.node, leaf.dim, plan) for leaf in form.leaves()}
-    prepared = {f: f.prepare(emit, plan) for f in form.specials()}
+    leaves = {leaf: parts(emit, leaf.node, leaf.dim, plan, tiles) for leaf in form.leaves()}
+    prepared = {f: f.prepare(emit, plan, tiles) for f in form.specials()}
 
     def make(tile: Tile) -> fx.Node:
         done: dict[Sliced, fx.Node] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -245,7 +244,7 @@ class _Moved:
             self._forms[key] = self._form(node, sizes, depth)
         return self._forms[key]
 
-    def _form(self, node: fx.Node, sizes: list[Any], depth: int) -> fx.Node:
+    def _form(self, node: fx.Node, sizes: list[object], depth: int) -> fx.Node:
         mine = row_propagation.shape(node)
         if len(mine) == len(sizes) and all(map(row_propagation.same, mine, sizes)):
             return node

@@ -60,18 +60,19 @@ class Sweep:
         self._cut()
         weights = {r.operand for r in self.found}
         self.tokens: dict[int, list[fx.Node]] = {}
-        self.sliced: dict[int, tuple[int, list[fx.Node]]] = {}  # along a dimension
+        self.sliced: dict[int, tuple[int, Mapping[int, fx.Node]]] = {}  # along a dimension
         for i, (n, row, column) in enumerate(
             zip(self.given, tiling.inputs, self.columns.inputs, strict=True)
         ):
             if n in weights:
                 continue
             if column is not None:
-                self.sliced[i] = column, parts(emit, n, column, plan)
+                self.sliced[i] = column, parts(emit, n, column, plan, self.how.written(plan))
             else:
                 self.tokens[i] = token_tiles(emit, n, row, tiling, self.written)
         self.results: dict[int, fx.Node] = {}
-        self.places: dict[int, list[fx.Node]] = {}
+        # By number of the tile of the weight, or of that of tokens.
+        self.places: dict[int, Mapping[int, fx.Node]] = {}
         for i, (kind, how) in enumerate(zip(tiling.outputs, self.columns.outputs, strict=True)):
             if i in self.got and i not in self.reduced:
                 self._result(i, kind, how)
@@ -83,10 +84,10 @@ class Sweep:
             sizes = list(val.shape)
             sizes[how] = self.plan.world * self.plan.chunk_rows
             result = emit(aten.empty.memory_format, sizes, dtype=val.dtype, device=val.device)
-            self.places[i] = parts(emit, result, how, self.plan)
+            self.places[i] = parts(emit, result, how, self.plan, self.how.written(self.plan))
         else:
             result = self._full(list(val.shape), 0 if how == "sum" else float("-inf"), val)
-            self.places[i] = token_tiles(emit, result, kind.rows, self.tiling, self.written)
+            self.places[i] = dict(enumerate(token_tiles(emit, result, kind.rows, self.tiling, self.written)))
         self.results[i] = result
 
     def _full(self, sizes: list[object], fill: float, like: torch.Tensor) -> fx.Node:
@@ -192,7 +193,7 @@ class Sweep:
         """Every tile of the weight reads all tokens, every tile of tokens reads the weight."""
         plan, tiling = self.plan, self.tiling
         tokens = [n for i, n in enumerate(self.given) if tiling.inputs[i] is not None]
-        again = (len(plan.tiles) - 1) * sum(facts.bytes_of(facts.value(n)) for n in tokens)
+        again = (plan.tile_count - 1) * sum(facts.bytes_of(facts.value(n)) for n in tokens)
         again += (tiling.tiles - 1) * plan.gather_bytes
         what = f"{tiling.what}, {tiling.tile} tokens at a time"
         return note(what, "all_gather", plan, self.how, again)

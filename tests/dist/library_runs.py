@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from dist.cases import refused
 from torch.distributed.tensor import DTensor
+
+from zero_compiler.errors import ShardError
 
 
 def as_rank() -> None:
@@ -28,6 +32,23 @@ def shared_folder() -> Iterator[Path]:
     assert made[0] is not None
     yield Path(made[0])
     dist.barrier()
+
+
+def one_rank_alone(
+    call: str, save: Callable[[], object], model: Callable[[], object], end_s: float = 40.0
+) -> list[str]:
+    """What is wrong with a ``call`` of a library that rank 0 makes alone, while the other waits in a barrier: it ends in
+    time, with a sentence, and the other's next call of the model with that reason. Then ranks meet again."""
+    begun = time.monotonic()
+    if dist.get_rank() == 0:
+        errors = refused(save, ShardError, call, "not all ranks have come to it")
+        dist.barrier()
+    else:
+        dist.barrier()
+        errors = refused(model, ShardError, f"rank 0 of 2 could not go on behind {call}")
+    model()
+    taken = time.monotonic() - begun
+    return errors + ([f"{call}: {taken:.0f} s"] if taken > end_s else [])
 
 
 def number(value: Any) -> float:

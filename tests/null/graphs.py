@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_map
 
 from zero_compiler.emit.emit import emit
@@ -27,6 +29,7 @@ from zero_compiler.passes import (
     phase_passes,
     run_passes,
 )
+from zero_compiler.quantised_blocks import round_trip
 from zero_compiler.runtime.reference import Rank, Reference
 
 aten = torch.ops.aten
@@ -39,6 +42,7 @@ class Build:
     Args:
         params: full shape of each managed parameter; a scalar ``()`` is held whole by every rank.
         tile_rows: of those that are gathered in tiles, rows of a rank's chunk in a tile.
+        wire: of those that travel in 8 bits, the dtype that they travel in.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Build:
         *,
         gather_dtype=None,
         tile_rows: Mapping[str, int] | None = None,
+        wire: Mapping[str, torch.dtype] | None = None,
         **params: tuple[int, ...],
     ) -> None:
         self.world = world
@@ -64,6 +69,7 @@ class Build:
             self.plans[ref] = ParamPlan(
                 ref, shape, torch.float32, dtype, dtype, sharded, world, stage, tile_rows=rows
             )
+            self.plans[ref] = replace(self.plans[ref], wire=(wire or {}).get(name))
             node = self.graph.placeholder(f"{name}_shard")
             facts.set_value(node, self._fake(self.layout(ref).local_shape(0)))
             self.shards[ref.name] = node
@@ -143,8 +149,10 @@ class Build:
             elif node.op == "output":
                 results = [[None if n is None else env[n] for n in node.args[0]] for env in envs]
             elif node.target is ops.unshard:
+                weight, wire = full[node.args[4]], self.plans[ParamRef(OWNER, node.args[4])].wire
                 for env in envs:
-                    env[node] = full[node.args[4]].to(node.args[2])
+                    whole = weight if wire is None else round_trip(weight, wire, node.args[2])
+                    env[node] = whole.to(node.args[2])
             elif node.target is ops.reduce_grad:
                 plan = self.plans[ParamRef(OWNER, node.args[4])]
                 layout = self.layout(plan.ref)
@@ -164,7 +172,8 @@ class Build:
 
     def program(self, graph: fx.Graph, phase: str) -> tuple[Program, Any]:
         kept: dict[str, dict[str, int]] = {OWNER: {}}
-        emitted = emit(fx.GraphModule(torch.nn.Module(), graph), self.plans, phase, kept)
+        # As what is lowered is: no code is written for the whole of it.
+        emitted = emit(_LazyGraphModule(torch.nn.Module(), graph), self.plans, phase, kept)
         return emitted.program, emitted
 
     def by_reference(self, graph: fx.Graph, phase: str) -> list[list[Any]]:

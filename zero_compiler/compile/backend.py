@@ -6,7 +6,8 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch._dynamo.exc import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import inductor_options
+from .. import inductor_options, passes
+from ..cost.cost import CostModel
 from ..emit.no_sync_program import accumulating
 from ..emit.segments import SegmentCompiler
-from ..errors import ZeroError
+from ..errors import VerifyError, ZeroError
 from ..ir import ops
 from ..ir.program import Program
 from ..memory.verify import verify_accumulating
@@ -35,15 +37,19 @@ from ..plan import dynamic_shape_memory, tiling
 from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
-from ..report.report import Frame
+from ..report.frame import Frame
 from ..runtime.autograd_bridge import LocalRows
 from ..sharded import parameter_errors
 from ..sharded.managed_parameters import check_not_replaced
+from ..storage.resident_memory import Footprint
 from ..tensors.full_weight import FULL, AsParameter
+from . import garbage, stored_plans
+from .budget_check import check_budget, lend_gradients
 from .budget_search import Fitting
 from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
 from .frame_state import FrameState
 from .loader import EngineLoader, Loader
+from .parameter_guards import KnownParameters, drop_guards
 from .phase_lowering import Lowering
 from .segment_codegen import compile_segments
 from .single_backward import once_differentiable
@@ -111,7 +117,7 @@ def _raiser(error: ZeroError, broken: Broken) -> Callable[..., object]:
     kind, args, told = type(error), error.args, vars(error)
 
     @torch._dynamo.disable(reason="a frame that did not compile")
-    def call(*_: Any) -> Callable[..., object]:
+    def call(*_: object) -> Callable[..., object]:
         broken.end_call()
         again = kind(*args)
         again.__dict__.update(told)
@@ -146,7 +152,11 @@ def compile_with(
     with contextlib.nullcontext() if measured is None else measured.compiles():
         compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
     if captured.shards or captured.weights or captured.writes:
-        compiled = _entry(compiled, captured, frame)
+        sources = [getattr(p, "_dynamo_source", None) for p in gm.graph.find_nodes(op="placeholder")]
+        drop_guards(sources[s.arg] for s in captured.shards)
+        params = [example_inputs[s.arg] for s in captured.shards]
+        known = KnownParameters(params, [s.ref for s in captured.shards])
+        compiled = _entry(compiled, captured, frame, known, measured)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     return ddp_fallback.watched(compiled, example_inputs)
 
@@ -165,29 +175,65 @@ def compile_frame(
     gm: fx.GraphModule, example_inputs: Sequence[object], options: object, loader: Loader
 ) -> tuple[Callable[..., object], Captured, Frame]:
     """Compile a frame: its callable on local rows, how it was captured (see `capture.py`), and its plan."""
+    with garbage.older_objects_set_aside(len(gm.graph.nodes)) as collect:
+        return _compile_frame(gm, example_inputs, options, loader, collect)
+
+
+def _compile_frame(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    options: object,
+    loader: Loader,
+    collect: Callable[[], None],
+) -> tuple[Callable[..., object], Captured, Frame]:
     captured, inputs = lower_parameters(gm, example_inputs)
-    compiler = _FrameCompiler(captured, options, loader)
+    compiler = _FrameCompiler(captured, options, loader, collect)
+    state = compiler.state
     # The backward is compiled with the forward: its plan is known before step 1.
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+    whole = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with compiler.as_given(), stored_plans.holding(state), whole:
         compiled = aot_autograd(
-            fw_compiler=compiler.forward,
-            bw_compiler=compiler.backward,
-            inference_compiler=compiler.inference,
-            partition_fn=compiler.partition,
+            fw_compiler=_lent(compiler.forward),
+            bw_compiler=_lent(compiler.backward),
+            inference_compiler=_lent(compiler.inference),
+            partition_fn=_lent(compiler.partition),
             decompositions=compiler.decompositions(),
             keep_inference_input_mutations=True,
         )(captured.gm, inputs)
-    compiler.fitting.check_budget()
-    compiler.fitting.lend_gradients()
-    compiler.state.report()
-    return once_differentiable(compiled), captured, compiler.state.frame
+        check_budget(state)
+    lend_gradients(state)
+    state.report()
+    stored_plans.keep(state)
+    compiler.forget()
+    return once_differentiable(compiled), captured, state.frame
 
 
-def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Callable[..., object]:
+def _lent(method: Callable[..., object]) -> Callable[..., Any]:
+    """``method`` of an object that is not kept alive by it.
+
+    AOTAutograd keeps its compilers for as long as what they made. This one would keep the graphs of all that was tried.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: object, **kwargs: object) -> Any:
+        found = weak()
+        assert found is not None, "a frame is compiled once, with its backward"
+        return found(*args, **kwargs)
+
+    return call
+
+
+def _entry(
+    compiled: Callable[..., Any],
+    captured: Captured,
+    frame: Frame,
+    known: KnownParameters,
+    measured: Footprint | None,
+) -> Callable[..., object]:
     """Give ``compiled`` the local rows of the parameters that Dynamo passes."""
     shards, keep = captured.shards, captured.keep
-    names = [s.ref.name for s in shards]
-    owners = [s.ref.owner for s in shards]
+    writes, refs = captured.writes, [s.ref for s in shards]  # and not `captured`, which has a graph
+    owners = list(dict.fromkeys(ref.owner for ref in refs))
     shard_args = [s.arg for s in shards]
     # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
     sources: list[tuple[bool, int]] = []
@@ -198,10 +244,13 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Callable[..., object]:
-        for write in captured.writes:
+        if measured is not None:
+            measured.settle()
+        for write in writes:
             sharded_model = ops.owner_of(write.owner)
             write.run(args, sharded_model.params[write.name].layout, sharded_model.group.rank)
         params = [args[i] for i in shard_args]
+        known.check(params)
         scope = ops.owner_of(owners[0]).scope if owners else None
         if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
             scope.compiled_reads.update(map(id, params))
@@ -209,7 +258,7 @@ def _entry(compiled: Callable[..., Any], captured: Captured, frame: Frame) -> Ca
         if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}
-            rows = LocalRows.apply(names, [models[key] for key in owners], frame, *params)
+            rows = LocalRows.apply(refs, models, frame, *params)
         else:
             rows = [p._local_tensor for p in params]
         outputs = compiled(*[rows[k] if shard else args[k] for shard, k in sources])
@@ -239,12 +288,24 @@ def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) ->
 class _FrameCompiler:
     """Compiles the phases of one frame; AOTAutograd calls its methods."""
 
-    def __init__(self, captured: Captured, options: Any, loader: Loader) -> None:
+    def __init__(self, captured: Captured, options: Any, loader: Loader, collect: Callable[[], None]) -> None:
         self.captured = captured
+        self.collect_garbage = collect
         self.state = state = FrameState(captured, options, loader)
         self.lowering = Lowering(state)
         self.segments = self._segment_compiler()
         self.fitting = Fitting(state, self.lowering, self.segments)
+        # AOTAutograd keeps the graph of backward and the values of its inputs with what it compiles, to compile them
+        # later, which they are by now.
+        self._backward: fx.GraphModule | None = None
+        self._inputs: list[object] = []
+
+    def forget(self) -> None:
+        """The frame is compiled: graphs that are kept with it are emptied."""
+        for gm in (self.captured.gm, self._backward):
+            if gm is not None:
+                garbage.empty(gm)
+        self._inputs.clear()
 
     def _segment_compiler(self) -> SegmentCompiler:
         state, config = self.state, self.state.config
@@ -267,22 +328,45 @@ class _FrameCompiler:
             return {op: rule for op, rule in table.items() if op not in tiling.WHOLE}
         return table
 
+    @contextlib.contextmanager
+    def as_given(self) -> Iterator[None]:
+        """Where a plan file was edited, what the verifier refuses follows from that."""
+        try:
+            yield
+        except VerifyError as error:
+            if self.state.given is None:
+                raise
+            raise self.state.given.plan.refuse(f"what follows from it cannot be run: {error}") from error
+
     def partition(
-        self, gm: fx.GraphModule, inputs: Any, **kwargs: Any
+        self, gm: fx.GraphModule, inputs: Any, **kwargs: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Rewrite the joint graph and partition it into forward and backward."""
-        check_outputs(self.captured.gm)
+        if self._backward is None:
+            check_outputs(self.captured.gm)
+            garbage.empty(self.captured.gm)  # it is traced
         check_gradients(gm.graph, self.captured.differentiated)
         if self.state.fused:
             _inductor_joint_passes(gm, inputs)
+        # What backward makes again is no part of it: it is not known yet.
+        self.state.frame.flops, self.state.frame.products_us = CostModel(self.state.machine).products(
+            gm.graph
+        )
+        self.state.frame.blas_us = passes.blas_us(gm.graph, self.state.machine)
+        self.collect_garbage()  # of tracing
         graphs = self.fitting.partition(gm, inputs, **kwargs)
+        self.lowering.choose_precision(graphs)  # of both phases of a step together
+        self.collect_garbage()  # of the search
+        self._backward = graphs["backward"]  # of higher-order operators within come before it
         return graphs["forward"], graphs["backward"]
 
-    def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
         return self._phase(gm, "forward")
 
-    def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
         _nothing_donated()
+        if isinstance(inputs, list):
+            self._inputs = inputs
         return self._phase(gm, "backward")
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
@@ -294,6 +378,8 @@ class _FrameCompiler:
     def _phase(self, gm: fx.GraphModule, phase: str) -> Callable[..., object]:
         state = self.state
         emitted = self.lowering.phase(gm, phase).emitted
+        if state.given is not None:
+            state.given.check_distances(emitted.program, state.choice)
         state.frame.planned_sizes.update(dynamic_shape_memory.planned_sizes(emitted.graph))
         emitted, fns = compile_segments(emitted, self.segments, phase, state)
         program = emitted.program
@@ -304,6 +390,8 @@ class _FrameCompiler:
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)
+        del emitted
+        self.collect_garbage()
         return _boxed(state.loader.load(program, fns, state.frame))
 
     def _accumulating(self, program: Program) -> None:
@@ -344,7 +432,7 @@ def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[object]) -> None
 
 def _boxed(fn: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(fn)
-    def run(args: list[Any]) -> object:
+    def run(args: list[object]) -> object:
         return fn(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

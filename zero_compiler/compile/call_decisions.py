@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..emit.no_sync_program import accumulating
 from ..ir.program import Need, Program
@@ -11,7 +10,7 @@ from ..memory.arena_extents import Ends, ends_by_owner
 from ..memory.verify import verify_accumulating
 from ..plan import call_admission
 from ..plan.cross_frame_memory import beside_now, frames_of, related, saved_before
-from ..report.report import Frame
+from ..report.frame import Frame
 from ..runtime.model import ModelRuntime
 from ..sharded.sharded_model import ShardedModel
 
@@ -43,7 +42,7 @@ class CallDecisions:
         verify_accumulating(program, self._program, owners, worlds)
         return program
 
-    def need(self, program: Program, values: Sequence[Any], talks: bool) -> Need:
+    def need(self, program: Program, values: Sequence[object], talks: bool) -> Need:
         """What a call takes at its sizes and beside gradients that are kept, on a rank whose peers hear of it."""
         program = beside_now(program, self._frame)
         if self._first is None or (not talks and self._first.sharded_model.group.everyone.world > 1):

@@ -487,12 +487,11 @@ def _lower_one(gm: fx.GraphModule, node: fx.Node, example: Any) -> tuple[fx.Node
 def _fake_local(mode: Any, param: Any, ref: ParamRef) -> torch.Tensor:
     """The rows as the graph sees them: on the device that computes, wherever they rest."""
     local = param._local_tensor
-    if isinstance(local, FakeTensor):
-        return local.detach().requires_grad_(param.requires_grad)
     with torch.no_grad():
-        fake = mode.from_tensor(local.detach(), static_shapes=True)
+        planned = isinstance(local, FakeTensor)
+        fake = local.detach() if planned else mode.from_tensor(local.detach(), static_shapes=True)
         device = ops.owner_of(ref.owner).tiers.computes_on(ref.name, local)
         if device != fake.device:
-            with mode:
+            with fake.fake_mode:
                 fake = torch.empty_like(fake, device=device)
     return fake.requires_grad_(param.requires_grad and local.dtype.is_floating_point)

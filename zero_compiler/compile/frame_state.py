@@ -8,6 +8,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -15,20 +16,26 @@ from torch import fx
 from .. import passes
 from ..config import PLACEMENT_FIELDS, Config
 from ..cost import hardware
-from ..cost.cost import bucket_bytes, smaller_buckets
+from ..cost.cost import bucket_bytes, launch_bytes, smaller_buckets
 from ..cost.hardware import HardwareSpec
 from ..emit.transfer_allocation import kept_bytes
 from ..errors import ConfigError
 from ..ir import ops
+from ..ir.decisions import SavedValues
 from ..ir.facts import ParamRef
 from ..ir.program import Program
 from ..passes import Context, ParamPlan, PassOptions, Trace
 from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
 from ..ranks.group import speaking
-from ..report.report import Frame, Memory
+from ..report.decisions import part_prefixes
+from ..report.frame import Frame
+from ..report.memory import Memory
+from ..sharded.gather_wire import wire_of
 from ..sharded.sharded_model import ShardedModel
 from .capture import Captured, ShardInput
+from .found_decisions import FrameIdentity, Partitioned, found_decisions, identity_of
+from .given_decisions import GivenDecisions, given_decisions
 from .loader import Loader
 from .plan_choice import PlanChoice
 
@@ -51,9 +58,17 @@ class FrameState:
         # Weak: Dynamo keeps a frame, and what compiled it, for as long as the code of the model's class lives.
         self._owners = [(p.key, weakref.ref(p)) for p in speaking(owners.values())]
         self.config = self._config(options)
+        # Units are those of the segments that will run, also where these are not made now.
+        self._will_fuse = self.config.compute == "inductor"
         if loader.compute is not None:
             self.config = dataclasses.replace(self.config, compute=loader.compute)
         loader.prepare(list(self.sharded_models.values()), self.relatives)
+        self.given = given_decisions(self.config, loader, list(self.sharded_models.values()), self.relatives)
+        self.reads: tuple[ParamRef, ...] = ()  # as forward reads weights, once its joint graph is known
+        self.identity: FrameIdentity | None = None  # once its joint graph is known, or that of its inference
+        self.partitioned = Partitioned(SavedValues(), {})
+        # The file of a plan of this frame that another start may find, or has found.
+        self.stored_at: Path | None = None
         self.captured = captured
         nbytes, why = self._bucket_bytes()
         self.tiers: tuple[str, ...] = (
@@ -68,7 +83,9 @@ class FrameState:
         )
         self.params = {s.ref: self._plan(s) for s in captured.shards}
         self.trace = Trace()
-        self.frame = Frame(self.index, self.config, self.params, self.trace, code=captured.code)
+        # Of a plan that was given the report has the decisions, wherever its file lies.
+        shown = self.config if self.config.plan is None else dataclasses.replace(self.config, plan=None)
+        self.frame = Frame(self.index, shown, self.params, self.trace, code=captured.code)
         budgets = self.config.memory_budget_bytes, self.config.activation_budget_bytes
         if self.first is not None and any(b is not None for b in budgets):
             self.frame.sized = Sized()
@@ -105,8 +122,79 @@ class FrameState:
     def report(self) -> None:
         """The frame is compiled: from here on its model shows it."""
         if self.first is not None:
+            if self.identity is not None:
+                each = any(p.agreed.reduces_each for p in self.sharded_models.values())
+                self.frame.decisions = found_decisions(
+                    self.identity, self.choice, self.partitioned, self.frame, self.unit_name, each
+                )
             self.first.frames.append(self.frame)
             self.first.scope.changes += 1
+
+    def begin(self, graph: fx.Graph, kind: str) -> None:
+        """Note which frame this is and how it reads weights, and take from a plan file what that says of it.
+
+        Args:
+            graph: as it was captured.
+
+        Raises:
+            ConfigError: the file is about other frames.
+        """
+        self.reads = passes.forward_reads(graph)
+        if self.first is None:
+            return
+        prefixes = part_prefixes(self.relatives)
+        weights = [f"{prefixes[s.ref.owner]}{s.ref.name}" for s in self.captured.shards]
+        self.identity = identity_of(self.captured.code, weights, kind, graph)
+        if self.given is not None:
+            self._look_up(kind)
+
+    def hold_to(self, stored: GivenDecisions) -> None:
+        """Hold to the plan that an earlier start has found of this very graph; what all of the model's ranks agreed on
+        then is agreed on already."""
+        assert self.identity is not None
+        self.given = stored
+        self.plan_again()
+        self._look_up(self.identity.kind)
+
+    def _look_up(self, kind: str) -> None:
+        """Take what the plan that is given says of this frame."""
+        assert self.given is not None
+        assert self.identity is not None
+        self.given.look_up(self.identity)
+        self.given.check_gathered(self.params)
+        given = self.given.frame
+        if given is None:
+            return
+        self.set_bucket_bytes(given.bucket_bytes, given.bucket_why)
+        self.choice = dataclasses.replace(
+            self.choice,
+            recompute=given.recompute,
+            tile_mlp=given.tile_mlp,
+            mlp_bytes=given.mlp_tile_bytes,
+            tile_heads=given.tile_heads,
+        )
+        if not self.given.exact:
+            self.given.hold_kept(self.params, kind)
+            self.plan_again()
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a plan file has decided all of this very graph: nothing is searched for."""
+        return self.given is not None and self.given.exact
+
+    def given_distances(self, phase: str) -> dict[str, int] | None:
+        """How far ahead gathers start, by unit, where a plan file says so."""
+        return None if self.given is None else self.given.distances(phase, list(self.choice.units.values()))
+
+    def settled(self, key: str) -> str | None:
+        """What a plan file, or an earlier compilation, has decided for all ranks; None: nothing."""
+        given = None if self.given is None else self.given.said(key.partition("/")[0])
+        return self.first.agreed.decided.get(key) if given is None else given
+
+    def unit_name(self, unit: str) -> str:
+        """A unit as plan files name it."""
+        owner, _, name = unit.partition(":")
+        return f"{part_prefixes(self.relatives)[owner]}{name}"
 
     @property
     def fused(self) -> bool:
@@ -123,6 +211,14 @@ class FrameState:
         if self.world == 1:
             return nbytes, "nothing moves between ranks"
         return nbytes, "eight times latency times bandwidth between ranks"
+
+    def _join_bytes(self, bucket_bytes: int) -> int:
+        """Within how many bytes repeated blocks share a unit. On several ranks none do, since what a unit gathers is in
+        memory at once, and none under a budget of it. Nor where operators are not fused: the host starts each of them
+        anyway."""
+        if not self._will_fuse or self.world > 1 or self.config.memory_budget_bytes is not None:
+            return 0
+        return max(bucket_bytes, launch_bytes(self.machine))
 
     def smaller_buckets(self) -> list[int]:
         """Sizes that a memory budget may choose instead, falling."""
@@ -173,6 +269,7 @@ class FrameState:
             path=path,
             grad_path=grad_path[::-1],
             copies=sharded_model.group.copies,
+            wire=wire_of(sharded_model, shard.ref.name),
             tile_rows=tiling.tile_rows(
                 info.layout,
                 info.gather_dtype,
@@ -184,7 +281,7 @@ class FrameState:
 
     def _tile_bytes(self, sharded_model: ShardedModel, ref: ParamRef) -> int | None:
         """What is gathered of a weight at a time: as the user says, else as is tried, or was made for a budget."""
-        if self.config.tile_bytes is not None:
+        if self.config.tile_bytes is not None and self.given is None:
             return self.config.tile_bytes
         return self.choice.tile_bytes.get(ref, sharded_model.agreed.tile_bytes.get(ref.name))
 
@@ -206,15 +303,17 @@ class FrameState:
         """The facts of the graph of a phase, or of the joint graph ("joint")."""
         back, choice = phase == "backward", self.choice
         gathered, reduced = (choice.backward_params, choice.reduced) if back else (None, None)
-        return Context(self.params, phase, choice.units, gathered, reduced, self.machine, self.fused)
+        reads = self.reads if back else ()
+        return Context(self.params, phase, choice.units, reads, gathered, reduced, self.machine, self.fused)
 
     def options(self, phase: str) -> PassOptions:
         """What is chosen of these passes."""
         choice = self.choice
+        distances = choice.prefetch[phase].distances if phase in choice.prefetch else {}
         return PassOptions(
             choice.bucket_bytes,
             self.config.tile_bytes,
-            choice.prefetch[phase].distances if phase in choice.prefetch else {},
+            {unit: distance for unit, distance in distances.items() if distance > 1},
             self.fused and self.config.kernels == "auto",
             choice.recompute,
             tile_mlp=choice.tile_mlp,
@@ -222,6 +321,7 @@ class FrameState:
             tile_heads=choice.tile_heads,
             away=choice.away,
             tiers=self.tiers,
+            named=choice.named,
             budgeted=(self.config.activation_budget_bytes, self.config.memory_budget_bytes) != (None, None),
         )
 
@@ -231,7 +331,8 @@ class FrameState:
         self._assign_units()
 
     def _assign_units(self) -> None:
-        units = passes.assign_units(list(self.choice.order), self.params, self.choice.bucket_bytes)
+        nbytes = self.choice.bucket_bytes
+        units = passes.assign_units(list(self.choice.order), self.params, nbytes, self._join_bytes(nbytes))
         self.choice = dataclasses.replace(self.choice, units=units)
 
     def plan_again(self) -> None:
@@ -276,8 +377,9 @@ class FrameState:
 
     def peak(self, programs: Sequence[Program]) -> int:
         """Of that, what a budget has to allow."""
-        memory = self.memory(programs)
-        if self.accumulates:
+        every, accumulates = [*programs, *self.waiting], self.accumulates
+        memory = budget.memory_of(self.relatives, every, self.kept_bytes(), accumulates)
+        if accumulates:
             return max(memory.peak, memory.accumulating_peak)
         return memory.peak + memory.gradients if self.reduces_each else memory.peak
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from ..errors import ShardError
 from ..ir.program import Program
-from ..ranks.agreement import decide, show
+from ..ranks.agreement import decide, post_text, show
 from ..ranks.failing import ended_calls
-from ..report.report import Frame
+from ..report.frame import Frame
 from ..runtime.model import ModelRuntime
 from ..runtime.pools import joined
 from ..runtime.session import Session
@@ -45,6 +45,9 @@ class Loader(Protocol):
         """What all ranks of the model hold to from now on, given what this rank would choose: within a budget, which
         leaves this rank ``room_bytes``, it is the choice of the rank with the least."""
 
+    def tell_plan(self, sharded_model: ShardedModel, text: str, asks: bool) -> list[str]:
+        """Let all ranks of the model know which plan file this one holds to; theirs, in order, if it ``asks``."""
+
     def show(self, sharded_model: ShardedModel, text: str) -> list[str]:
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
 
@@ -77,23 +80,35 @@ class EngineLoader:
         return {key: runtime.kept_offsets for key, runtime in self.runtimes.items()}
 
     def tightest(self, sharded_model: ShardedModel, key: str, room_bytes: int, text: str) -> str:
-        group = sharded_model.group.everyone
-        if group.one_rank:
-            return text
-        # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
-        asked = f"{key}/{sharded_model.agreed.attempt}.{ended_calls(group)}"
-        texts = show(group, asked, f"{room_bytes}\n{text}", _PLANNING)
-        said = [t.partition("\n") for t in texts]
+        said = [t.partition("\n") for t in self.of_all(sharded_model, key, f"{room_bytes}\n{text}")]
         return min(said, key=lambda s: int(s[0]))[2]  # of several the first rank's
 
+    def of_all(self, sharded_model: ShardedModel, key: str, text: str) -> list[str]:
+        """Texts of all ranks of the model, in order, given this rank's."""
+        group = sharded_model.group.everyone
+        if group.one_rank:
+            return [text]
+        # Either all ranks come to know the texts of all, or the call ends before on all: another attempt asks anew.
+        return show(group, f"{key}/{sharded_model.agreed.attempt}.{ended_calls(group)}", text, _PLANNING)
+
     def decide(self, sharded_model: ShardedModel, key: str, text: str, room_bytes: int | None = None) -> str:
-        asked = f"prefetch/{sharded_model.identity.serial}/{key}"
+        asked = f"decided/{sharded_model.identity.serial}/{key}"
         if room_bytes is None:
             text = decide(sharded_model.group, f"{asked}/{sharded_model.agreed.attempt}", text, _PLANNING)
         else:
             text = self.tightest(sharded_model, asked, room_bytes, text)
-        sharded_model.agreed.distances[key] = text
+        sharded_model.agreed.decided[key] = text
         return text
+
+    def tell_plan(self, sharded_model: ShardedModel, text: str, asks: bool) -> list[str]:
+        group = sharded_model.group.everyone
+        if group.one_rank:
+            return []
+        key = f"plan/{sharded_model.identity.serial}/{sharded_model.agreed.attempt}.{ended_calls(group)}"
+        if asks:
+            return show(group, key, text, _PLANNING)
+        post_text(group, key, text)
+        return []
 
     def show(self, sharded_model: ShardedModel, text: str) -> list[str]:
         if text not in sharded_model.agreed.shown:  # a rank that compiles again, alone, need not ask
@@ -110,7 +125,7 @@ class EngineLoader:
         self, program: Program, segments: Sequence[object], frame: Frame
     ) -> Callable[[list[object]], list[object]]:
         decisions = CallDecisions(program, self.runtimes, self.first, frame)
-        return Session(program, segments, self.runtimes, self.first, decisions).run
+        return Session(program, segments, self.runtimes, self.first, decisions, frame.index).run
 
 
 class PlanLoader:
@@ -137,6 +152,9 @@ class PlanLoader:
 
     def tightest(self, sharded_model: ShardedModel, key: str, room_bytes: int, text: str) -> str:
         return text
+
+    def tell_plan(self, sharded_model: ShardedModel, text: str, asks: bool) -> list[str]:
+        return []
 
     def show(self, sharded_model: ShardedModel, text: str) -> list[str]:
         return [text]

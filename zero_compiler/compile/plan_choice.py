@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..cost.prefetch import PrefetchChoice
 from ..ir.facts import ParamRef
+from ..passes.base import NamedValues
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class PlanChoice:
         backward_params, reduced: weights that backward gathers, and those whose gradients it reduces; None: not known.
         tile_bytes, kept: what is tried of weights whose tiles and whose stay all ranks have yet to agree on.
         prefetch: how far ahead gathers start, by phase.
+        named: what forward hands to backward, where a plan file has been edited to say so.
     """
 
     bucket_bytes: int
@@ -37,3 +39,4 @@ class PlanChoice:
     tile_bytes: Mapping[ParamRef, int | None] = field(default_factory=dict)
     kept: Mapping[ParamRef, bool] = field(default_factory=dict)
     prefetch: Mapping[str, PrefetchChoice] = field(default_factory=dict)
+    named: NamedValues | None = None

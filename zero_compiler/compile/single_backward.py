@@ -16,7 +16,7 @@ from ..sharded import parameter_errors
 from ..tensors import transforms
 
 
-def once_differentiable(compiled: Callable[..., object]) -> Callable[..., Any]:
+def once_differentiable(compiled: Callable[..., object]) -> Callable[..., object]:
     """``compiled``, a frame that AOTAutograd has made, which says what it cannot do when it is asked for it."""
 
     def call(*args: object) -> object:
@@ -55,7 +55,7 @@ def _before(given: Any) -> None:
         torch._C._current_autograd_node().register_hook(_after)
 
 
-def _after(made: Any, given: Any) -> None:
+def _after(made: Any, given: object) -> None:
     for grad in made:
         if grad is not None and grad.grad_fn is not None:
             grad.grad_fn.register_prehook(_refuse)

@@ -125,11 +125,11 @@ def _wrap_init(cls: Any, options: Options) -> None:
         call = original
     else:
         # What comes next is decided by the class of the instance, as it would be without this __init__.
-        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        def call(self: object, *args: object, **kwargs: object) -> None:
             super(cls, self).__init__(*args, **kwargs)
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: object, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
         construction = current()
         if construction is not None and any(m is self for m in construction.making):
             call(self, *args, **kwargs)  # reached by super().__init__() from a subclass
@@ -144,7 +144,7 @@ def _wrap_subclasses(cls: Any, options: Options) -> None:
     """A subclass's ``__init__`` goes on after that of ``cls`` has returned: it is the outermost."""
     own = cls.__dict__.get("__init_subclass__")
 
-    def __init_subclass__(sub: Any, **kwargs: Any) -> None:
+    def __init_subclass__(sub: object, **kwargs: object) -> None:
         if own is None:
             super(cls, sub).__init_subclass__(**kwargs)
         else:

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 from ..config import Config
-from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..errors import ShardError
 from ..layout import Layout, layout_of
 from ..params.held import at_rest
@@ -42,7 +41,7 @@ from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
 from ..sharded import blocking_transfers
 from ..sharded.model_identity import made_together
-from ..sharded.sharded_model import ShardedModel
+from ..sharded.sharded_model import ShardedModel, agree_on_processor
 from ..storage import heap
 from ..storage.stores import Nvme
 from ..tensors.whole_parameters import describe_whole, stays_whole
@@ -98,7 +97,7 @@ class Placement:
         if apart and full.requires_grad:
             if "none" in (config.offload_grads, config.offload_optimizer):
                 return "none"
-            nbytes = 2 * nbytes + layout.chunk_numel * ASSUMED_STATE_BYTES
+            nbytes = 2 * nbytes + layout.chunk_numel * config.state_bytes
         room = {"none": config.device_rest_bytes, "host": (config.host_rest_bytes or 0) if apart else 0}
         for tier, limit in room.items():
             if self._held[tier] + nbytes <= limit:
@@ -183,7 +182,8 @@ class Construction:
             _numbers[ranks] += 1
         if placement.config.nvme_dir is not None:
             self._apart.enter_context(heap.apart())  # full values are made one after the other, and dropped
-        self._log += [f"{k} = {v}" for k, v in sorted(placement.config.to_dict().items()) if k != "nvme_dir"]
+        own = ("nvme_dir", "plan")  # each rank may have its own
+        self._log += [f"{k} = {v}" for k, v in sorted(placement.config.to_dict().items()) if k not in own]
 
     def stop(self) -> None:
         """Leave no trace: neither hooks nor mode nor marks on tensors."""
@@ -380,6 +380,7 @@ class Construction:
                 ),
             ]
             self._agree(group, said)
+        agree_on_processor(sharded_model)
         params = {name: param for name, (param, _) in targets.items()}
         sharded_model.tiers.place(
             sharded_model.params,
@@ -387,7 +388,7 @@ class Construction:
             sharded_model.hardware,
             {name: self._fixed_tier(sharded_model, param) for name, param in params.items()},
         )
-        sharded_model.storage.choose_transport(sharded_model.hardware)
+        sharded_model.hardware = sharded_model.storage.choose_transport(sharded_model.hardware)
         sharded_model.storage.adopt_files(placement.nvme)
         sharded_model.storage.make_room(params, {name for name, param in params.items() if _is_filed(param)})
         for name, (param, places) in targets.items():
@@ -511,7 +512,7 @@ class Building:
         if self._root is not None:
             construction.making.append(self._root)
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, kind: object, value: Any, traceback: object) -> None:
         construction, placement = self._construction, self._placement
         if construction is None or placement is None:
             return

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..ir import facts, ops
+from ..ranks.mesh import TENSOR
 from .hardware import HardwareSpec, Link
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
@@ -84,7 +85,7 @@ _COLLECTIVES: dict[object, str] = {
 # Launches of one kernel that a call of `zero.onednn_linear` takes more: 12 us beside 2, for a product of 8 rows.
 _ONEDNN_LAUNCHES = 5
 # How much faster it must be in calibration, which two runs of may tell apart by as much.
-_ONEDNN_GAIN = 1.1
+ONEDNN_GAIN = 1.1
 
 # Transfers shorter than this many latencies share a bucket: latency is then at most an eighth of the time.
 _LATENCIES = 8
@@ -100,6 +101,14 @@ def bucket_bytes(spec: HardwareSpec, world: int, shared: bool = False) -> int:
         return 1 << 20
     link = spec.collective("reduce_scatter" if shared else "all_gather", world, shared)
     return int(_LATENCIES * link.latency_us * link.bytes_per_us)
+
+
+def launch_bytes(spec: HardwareSpec) -> int:
+    """Bytes that memory reads in the time of eight launches of kernels.
+
+    Weights of fewer bytes are used up faster than the host can start what uses the next ones.
+    """
+    return int(_LATENCIES * spec.kernel_us * spec.memory_bytes_per_us)
 
 
 def smaller_buckets(spec: HardwareSpec, world: int, shared: bool = False) -> list[int]:
@@ -183,6 +192,14 @@ class CostModel:
         )
         return expr(_FLOPS[packet](*args, **kwargs, out_val=_shaped(facts.value(node))))
 
+    def products(self, graph: fx.Graph) -> tuple[float, float]:
+        """Floating-point operations of the matrix-like operators of a graph, and what they take at full rate."""
+        known = hints(graph)
+        return (
+            math.fsum(at_hints(self.flops(n), known) for n in graph.nodes),
+            math.fsum(at_hints(self._arithmetic_us(n), known) for n in graph.nodes),
+        )
+
     def moved_bytes(self, node: fx.Node) -> Amount:
         """Bytes that the operator reads and writes when it runs by itself; 0 for a view."""
         if facts.aliased_inputs(node) and not _mutates(node):
@@ -206,14 +223,17 @@ class CostModel:
         packet = getattr(node.target, "overloadpacket", None)
         return packet in _FLOPS or packet in _COLLECTIVES
 
-    def region_us(self, graph: fx.Graph, fused: bool) -> Amount:
+    def region_us(self, body: Sequence[fx.Node], outs: Sequence[fx.Node], fused: bool) -> Amount:
         """Time of a compute segment.
 
         With ``fused`` its element-wise parts cost one pass over what enters and leaves them, or their vector
         instructions where those take longer: matrix products and their operands count by themselves, and of
         the rest only what crosses between the two, or the border of the segment.
+
+        Args:
+            body: the nodes of the segment, in order. ``outs``: those whose values it gives.
         """
-        nodes = [n for n in graph.nodes if facts.is_compute(n)]
+        nodes = [n for n in body if facts.is_compute(n)]
         if not fused:
             return sum(self.node_us(n) for n in nodes)
         # In the order of the graph, that sums are equal on all ranks.
@@ -222,7 +242,9 @@ class CostModel:
         if not light:
             return total
         inside = set(light)
-        moved: Amount = sum(_written_bytes(n) for n in light if any(u not in inside for u in n.users))
+        beside = set(body) - inside
+        leaves = {n for n in light if any(u in beside for u in n.users)} | inside.intersection(outs)
+        moved: Amount = sum(_written_bytes(n) for n in light if n in leaves)
         entering: dict[fx.Node, Amount] = {}
         for n in light:
             for i in n.all_input_nodes:
@@ -275,7 +297,7 @@ class CostModel:
             return None
         name: fx.node.Argument = node.args[-1]
         world = _resolve_process_group(name).size()
-        return self.spec.collective(kind, world) if world > 1 else None
+        return self.spec.collective(kind, world, over=TENSOR) if world > 1 else None
 
     def onednn_pays(self, node: fx.Node, known: Mapping[object, int]) -> bool:
         """Whether oneDNN is clearly faster than torch's BLAS at a product in float32, launches included.
@@ -287,7 +309,7 @@ class CostModel:
         onednn = self.spec.onednn_flops_per_us.get("float32", blas)
         count, copies = at_hints(self.flops(node), known), at_hints(self._copies_us(node), known)
         launches = _ONEDNN_LAUNCHES * self.spec.kernel_us
-        return _ONEDNN_GAIN * (count / onednn + copies + launches) < count / blas + copies
+        return ONEDNN_GAIN * (count / onednn + copies + launches) < count / blas + copies
 
 
 def tensor_bytes(val: object) -> Amount:
@@ -344,5 +366,6 @@ def _written_bytes(node: fx.Node) -> Amount:
 
 def _longer(a: Amount, b: Amount) -> Amount:
     if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
-        return sympy.Max(a, b)
+        # Left as it is until sizes are known: to compare two expressions of symbols takes sympy milliseconds.
+        return sympy.Max(a, b, evaluate=False)
     return max(a, b)

@@ -6,15 +6,13 @@ so the same spec gives the same plan on every rank and in every run.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import os
-import reprlib
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -24,13 +22,15 @@ import sympy  # type: ignore[import-untyped]
 
 from ..errors import ConfigError
 from ..ir.transfers import LANES
-from ..open_files import of_open_files
+from ..json_fields import as_list, check_fields, read_json, shown
+from . import processors
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 TRANSPORTS = ("c10d", "shared")
 # Of a device's bytes, one part in so many is left free where its description does not say how many: 5.4 GB of 85.9 GB.
 # A CUDA context takes about 0.5 GB, buffers of NCCL 0.3 to 2 GB, and an allocator of blocks leaves some 3% unused.
 RESERVE_PARTS = 16
+_UNCALIBRATED = "laptop"  # the preset
 _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured
 
 
@@ -42,26 +42,21 @@ def _check_number(name: str, value: Any, least: int | None = None, finite: bool 
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     if not number or not (value > 0 if least is None else value >= least):
         wanted = "> 0" if least is None else f">= {least}"
-        raise ConfigError(f"hardware spec: {name} must be a number {wanted}, not {_shown(value)}")
+        raise ConfigError(f"hardware spec: {name} must be a number {wanted}, not {shown(value)}")
     largest = sys.float_info.max if finite or least is not None or isinstance(value, int) else math.inf
     if value > largest:
-        raise ConfigError(f"hardware spec: {name} must be a finite number, not {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    """A value of a file in a sentence, which may be long or nested deeply."""
-    return reprlib.repr(value)
+        raise ConfigError(f"hardware spec: {name} must be a finite number, not {shown(value)}")
 
 
 def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"hardware spec: {name} must be one of {', '.join(known)}, not {_shown(value)}")
+        raise ConfigError(f"hardware spec: {name} must be one of {', '.join(known)}, not {shown(value)}")
 
 
 def _check_rates(name: str, rates: object) -> None:
     if not isinstance(rates, dict) or _BASE_DTYPE not in rates:
         raise ConfigError(
-            f"hardware spec: {name} must give a rate for {_BASE_DTYPE!r}, and may for other dtypes, not {_shown(rates)}"
+            f"hardware spec: {name} must give a rate for {_BASE_DTYPE!r}, and may for other dtypes, not {shown(rates)}"
         )
     for dtype, rate in rates.items():
         _check_number(f"{name}[{dtype!r}]", rate)
@@ -107,6 +102,38 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """What the devices of a host reach those of other hosts over: the second level of a network, above the links
+    within a host. All rates are of bytes that are sent while as many are received.
+
+    Args:
+        latency_us: of a message between devices of two hosts, from the call that sends it to the one that has it.
+        bytes_per_us: of one device while no other one of its host sends.
+        host_bytes_per_us: of all devices of one host together, over all adapters that the host has.
+        ring: whether collectives pass bytes on from device to device, as NCCL's do, so that each crosses to a host
+            once. Else each rank sends to every other one itself, as CPU ranks do over gloo, and bytes cross to a host
+            once for each rank there. (What ranks share memory for inside a host crosses once in any case.)
+
+    Raises:
+        ConfigError: a number that no link can have.
+    """
+
+    latency_us: float
+    bytes_per_us: float
+    host_bytes_per_us: float
+    ring: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("latency_us of a link between hosts", self.latency_us, 0)
+        for name in ("bytes_per_us", "host_bytes_per_us"):
+            _check_number(f"{name} of a link between hosts", getattr(self, name))
+        if not isinstance(self.ring, bool):
+            raise ConfigError(
+                f"hardware spec: ring of a link between hosts must be true or false, not {shown(self.ring)}"
+            )
+
+
+@dataclass(frozen=True)
 class PythonTime:
     """What Python, autograd and torch's guards take around a Program: ``call_us`` and ``param_us`` a parameter."""
 
@@ -141,13 +168,17 @@ class HardwareSpec:
             while they compute, and in files of versions that did not measure it. Libraries for CPUs first copy operands
             into the order in which they read them (Goto and van de Geijn, "Anatomy of high-performance matrix
             multiplication", 2008): each byte is read, written and read again, and it is 1 to 3.
-        collectives: measured kinds, transports and world sizes; others are extrapolated.
+        collectives: within one host: measured kinds, transports and world sizes; others are extrapolated.
         host_device, nvme_read, nvme_write: links of one rank.
         shared: groups of lanes that share a core or a disk and so do not overlap.
         checksum_bytes_per_us: bytes that the host sums up for ``nvme_checksums``. Calibrated; where it was not, what
             was seen in training steps on one core of a server with AVX-512 that others used too (8 to 12 GB/s).
         forward_python, backward_python: time of the host around a forward by its parameters, and around a backward by
             their gradients; 0 in files of versions that did not measure it.
+        devices_per_host: how many ranks a plan puts on one host. None, as in files of versions that knew of one level
+            only: any number of ranks is taken to be on one host.
+        between_hosts: what hosts are connected by. None: not known, and collectives take the time that they would take
+            within one host. See `placed_hardware.py`.
 
     Raises:
         ConfigError: a number that no machine can have.
@@ -177,6 +208,8 @@ class HardwareSpec:
     backward_python: PythonTime = PythonTime()
     nvme_bytes: int | None = None
     device_reserve_bytes: int | None = None
+    devices_per_host: int | None = None
+    between_hosts: HostLink | None = None
 
     def __post_init__(self) -> None:
         _check_rates("matmul_flops_per_us", self.matmul_flops_per_us)
@@ -200,17 +233,26 @@ class HardwareSpec:
                 )
         for name in ("name", "source", "date"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"hardware spec: {name} must be a text, not {_shown(getattr(self, name))}")
+                raise ConfigError(f"hardware spec: {name} must be a text, not {shown(getattr(self, name))}")
         for name in ("kernel_us", "matmul_traffic"):
             _check_number(name, getattr(self, name), 0)
         for lane in (lane for group in self.shared for lane in group):
             _check_one_of("a lane in `shared`", lane, LANES)
+        if self.devices_per_host is not None:
+            _check_number("devices_per_host", self.devices_per_host, 1)
+            if not isinstance(self.devices_per_host, int):
+                raise ConfigError(
+                    f"hardware spec: devices_per_host must be a whole number, not {shown(self.devices_per_host)}"
+                )
+        elif self.between_hosts is not None:
+            raise ConfigError("hardware spec: between_hosts needs devices_per_host, which is missing")
 
-    def collective(self, kind: str, world: Any, shared: bool = False) -> Link:
-        """Link of a collective over the process group, or over memory that ranks share.
+    def collective(self, kind: str, world: Any, shared: bool = False, over: str = "shard") -> Link:
+        """Link of a collective over the process group, or over memory that ranks share, with all ranks on one host.
 
         That of the nearest measured world size, its bandwidth scaled by the ring's share. ``world`` may be symbolic
-        (sympy): then that of the largest, and the numbers of the link are expressions.
+        (sympy): then that of the largest, and the numbers of the link are expressions. ``over`` names the ranks (the
+        role of a mesh dimension), which matters where they lie on several hosts (:class:`PlacedHardware`).
 
         A ring moves ``(world - 1) / world`` of the full bytes over each link, in ``world - 1`` steps (Patarasuk
         and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
@@ -257,7 +299,9 @@ class HardwareSpec:
         return (self.host_device, self.host_device) if tier == "host" else (self.nvme_read, self.nvme_write)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields of a file."""
+        names = {f.name for f in fields(HardwareSpec)}
+        return {name: value for name, value in asdict(self).items() if name in names}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
@@ -285,35 +329,26 @@ class HardwareSpec:
             data[name] = _made(name, Link, data[name])
         for name in ("forward_python", "backward_python"):
             data[name] = _made(name, PythonTime, data.get(name, {}))
+        if data.get("between_hosts") is not None:
+            data["between_hosts"] = _made("between_hosts", HostLink, data["between_hosts"])
         shared = _list("shared", data.get("shared", ()))
         data["shared"] = tuple(tuple(_list("a group in `shared`", group)) for group in shared)
         return HardwareSpec(**data)
 
 
 def _list(what: str, data: object) -> Sequence[Any]:
-    if not isinstance(data, (list, tuple)):
-        raise ConfigError(f"hardware spec: {what} must be a list, not {_shown(data)}")
-    return data
+    return as_list("hardware spec", what, data)
 
 
-def _check_fields(what: str, kind: Any, data: Any) -> None:
+def _check_fields(what: str, kind: Any, data: object) -> None:
     """``data`` has the fields of the class ``kind``.
 
     Raises:
         ConfigError: it is no dictionary, or a field is missing or unknown.
     """
-    if not isinstance(data, dict):
-        raise ConfigError(f"hardware spec: {what} must be an object of fields, not {_shown(data)}")
     known = {f.name: f for f in fields(kind)}
-    of = "" if what == "it" else f" of {what}"
-    for name in data:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"hardware spec: there is no field {_shown(name)}{of}{hint}")
-    for name, known_as in known.items():
-        if name not in data and known_as.default is MISSING and known_as.default_factory is MISSING:
-            raise ConfigError(f"hardware spec: {name!r}{of} is missing")
+    needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    check_fields("hardware spec", what, data, known, needed)
 
 
 def _made(what: str, kind: Any, data: Any) -> object:
@@ -338,17 +373,20 @@ def cache_path() -> Path:
     return Path(base) / "zero_compiler" / "hardware.json"
 
 
-def load(name: str | None = None) -> HardwareSpec:
-    """A preset, a file, or (None) this machine's calibration, else the preset ``laptop``.
+def load(name: str | None = None, processor: str | None = None) -> HardwareSpec:
+    """A preset, a file, or (None) this machine's calibration, else the preset ``laptop`` with what is known of the kind
+    of its processor.
+
+    Args:
+        processor: that kind, by its name in `processors.py`, where ranks have agreed on one; None: this machine's.
 
     Raises:
         ConfigError: no such preset or file, or one that describes no machine.
     """
+    if is_assumed(name):
+        return uncalibrated(processors.here() if processor is None else processor)
     if name is None:
-        path = cache_path()
-        if path.is_file():
-            return _read(path, "run `zero-compiler calibrate` again, or remove it")
-        name = "laptop"
+        return _read(cache_path(), "run `zero-compiler calibrate` again, or remove it")
     folder = resources.files("zero_compiler") / "presets"
     preset = folder / f"{name}.json"
     if preset.is_file():
@@ -358,15 +396,23 @@ def load(name: str | None = None) -> HardwareSpec:
     raise ConfigError(f"hardware {name!r} is neither a file nor a preset; presets: {', '.join(presets())}")
 
 
+def is_assumed(name: str | None) -> bool:
+    """Whether nobody has said what machine plans are made for: it was not named, and this one was not calibrated."""
+    return name is None and not cache_path().is_file()
+
+
+def uncalibrated(processor: str) -> HardwareSpec:
+    """What stands for a machine that nobody has calibrated or named: two CPU cores, of this kind where it is known."""
+    spec, kind = load(_UNCALIBRATED), processors.named(processor)
+    if kind is None:
+        return spec
+    return replace(
+        spec,
+        name=f"{spec.name} with cores of {kind.name}",
+        source=f"matrix products, memory and launches: {kind.name}, {kind.measured}; all else: {spec.source}",
+        **kind.rates(),  # type: ignore[arg-type]
+    )
+
+
 def _read(path: Traversable, what_to_do: str) -> HardwareSpec:
-    try:
-        return HardwareSpec.from_dict(json.loads(path.read_text()))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; {what_to_do}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: cannot be read as JSON: it is nested too deeply; {what_to_do}") from None
-    except OSError as error:
-        what_to_do = of_open_files(error.errno) or what_to_do
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {what_to_do}") from None
-    except ValueError as error:  # no text, or no JSON
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}; {what_to_do}") from None
+    return read_json(path, HardwareSpec.from_dict, what_to_do)

@@ -39,6 +39,7 @@ class LaneSimulator:
         self.slowed: dict[str, float] = {}
         self.queues: dict[str, deque[Task]] = {}
         self.spans: list[Span] = []
+        self.noted: list[Span] = []  # of the host, where it does more than one thing for an instruction
 
     def start(self, lane: str, label: str, us: float, nbytes: int) -> Task | None:
         if us == 0:
@@ -63,6 +64,10 @@ class LaneSimulator:
             self._add_slowed(step * (1 - rates[COMPUTE]))
             self._advance(step, rates)
         self.spans.append(Span(lane, begin, self.now, label, alone_us=us))
+
+    def note(self, label: str, begin_us: float) -> None:
+        """The host has done what is called ``label`` from ``begin_us`` until now."""
+        self.noted.append(Span(COMPUTE, begin_us, self.now, label))
 
     def wait(self, task: Task | None) -> None:
         if task is None:

@@ -23,7 +23,7 @@ import torch
 
 from ..ir.instructions import Instruction, Step, Transfer
 from ..ir.program import Program, last_reads
-from ..ir.transfers import KeepDesc, ReduceDesc
+from ..ir.transfers import KeepDesc, ReduceDesc, copy_of, file_of, gradient_of, start_of, wait_for
 from ..storage.double_buffer import BUFFERS, Turns
 from ..storage.writeback_buffers import write_buffers
 from .hardware import HardwareSpec
@@ -85,6 +85,7 @@ def simulate(
     python_us = 0.0 if params is None else _python_us(program, spec, params)
     if program.phase != "backward":
         execution.lanes.python(python_us)
+    begin = execution.lanes.now
     reached = execution.run()
     if program.phase == "backward":
         execution.lanes.python(python_us)
@@ -93,7 +94,15 @@ def simulate(
     total_us = max(lanes.now, python_us)
     exposed_us = python_us if share_cores(spec) else total_us - lanes.now
     return Timeline(
-        total_us, lanes.stalled, lanes.spans, reached, lanes.slowed, exposed_us, execution.away_us()
+        total_us,
+        lanes.stalled,
+        lanes.spans,
+        reached,
+        lanes.slowed,
+        exposed_us,
+        execution.away_us(),
+        begin,
+        lanes.noted,
     )
 
 
@@ -144,11 +153,11 @@ class _Execution:
 
     def _perform(self, at: int, instr: Instruction) -> None:
         program = self._program
-        if (work := instr.work(program)) is not None:
-            self.lanes.compute(work.label, work_us(work, self._spec))
         if (ended := instr.ends(program)) is not None:
             self.lanes.wait(self._tasks[ended])
             self._summed(ended, self._files.check(self._tasks[ended]))
+        if (work := instr.work(program)) is not None:
+            self.lanes.compute(work.label, work_us(work, self._spec))
         if (transfer := instr.transfer(program)) is not None:
             self._start(transfer)
         if instr.effects.completes:
@@ -238,9 +247,10 @@ class _FileWork:
         if not results:
             return
         sim, writing, (size, count) = self._sim, self._writing[r.owner], self._buffers[r.owner]
-        link, label = self._spec.nvme_write, f"file of the {r.label}"
+        link = self._spec.nvme_write
         first = True
         for name, nbytes in results:
+            begin, label = sim.now, file_of(gradient_of(name))
             direct = name in r.direct and nbytes <= size * count
             copied = not r.copied and not direct
             for at in range(0, nbytes, size):
@@ -248,7 +258,9 @@ class _FileWork:
                 while len(writing) >= count or (writing and writing[0].done):
                     sim.wait(writing.popleft())
                 if copied:  # what comes from a device is copied on its host, while the device computes
-                    sim.compute(f"buffer of the {r.label}", 2 * part / self._spec.memory_bytes_per_us)
+                    sim.compute(
+                        f"buffer of the {gradient_of(name)}", 2 * part / self._spec.memory_bytes_per_us
+                    )
                 self.sum_up(label, part)
                 # The requests of one landing are in the engine's queue together: it begins but once.
                 us = link.us(part) if first else part / link.bytes_per_us
@@ -256,6 +268,7 @@ class _FileWork:
                 if task is not None:
                     writing.append(task)
                 first = False
+            sim.note(start_of(label), begin)
 
     def _results(self, r: ReduceDesc) -> list[tuple[str, int]]:
         """Bytes of this rank's part of each result of a reduction, but for those that an update takes at once."""
@@ -315,7 +328,10 @@ class _Moving:
         return self.task is None or self.task.done
 
     def wait(self) -> None:
-        self.sim.wait(self.task)
+        if self.task is not None:
+            begin = self.sim.now
+            self.sim.wait(self.task)
+            self.sim.note(wait_for(self.task.label), begin)
 
 
 class _SimulatedStream(Turns[UpdateTurn, _Moving]):
@@ -330,13 +346,13 @@ class _SimulatedStream(Turns[UpdateTurn, _Moving]):
 
     def _read(self, job: UpdateTurn) -> None:
         self._free -= job.buffered
-        read = self._move(READ, f"file of the {job.label}", job.read_bytes)
+        read = self._move(READ, file_of(job.label), job.read_bytes)
         self._reading.append(_Moving(self._sim, job, read))
 
     def _compute(self, turn: _Moving) -> None:
         job, files = turn.turn, self._files
         files.check(turn.task)
-        copy, file = f"copy of the {job.label}", f"file of the {job.label}"
+        copy, file = copy_of(job.label), file_of(job.label)
         self._sim.wait(self._move(HOST, copy, job.copied_bytes))
         self._sim.compute(job.label, job.us)
         self._sim.wait(self._move(HOST, copy, job.copied_bytes))
@@ -349,5 +365,7 @@ class _SimulatedStream(Turns[UpdateTurn, _Moving]):
     def _move(self, lane: str, label: str, nbytes: int) -> Task | None:
         if not nbytes:
             return None
+        if lane != HOST:
+            self._sim.note(start_of(label), self._sim.now)
         read, write = self._spec.links("host" if lane == HOST else "nvme")
         return self._sim.start(lane, label, (write if lane == WRITE else read).us(nbytes), nbytes)

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..config import Config
+from ..config import TIERS, Config
 from ..errors import ConfigError, MemoryBudgetError
 from ..layout import Layout
 from .assign import Option, assign
@@ -29,10 +29,6 @@ TRANSFERS = {"params": (3, 1), "grads": (1, 1), "optimizer": (1, 1)}
 COPIES = {"params": (2, 0), "grads": (0, 1), "optimizer": (0, 0)}
 COPIES_HOME = {"params": (0, 0), "grads": (0, 0), "optimizer": (1, 1)}
 WORDS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"}
-# Nearest first.
-TIERS = ("none", "host", "nvme")
-# What an optimizer is taken to keep before there is one: two fp32 values a parameter, as Adam does.
-ASSUMED_STATE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -102,18 +98,25 @@ class Given:
     tier: str | None = None
 
 
-def tiers_of(config: Config, apart: bool, params: Mapping[str, Given], spec: HardwareSpec) -> Placed:
+def tiers_of(
+    config: Config,
+    apart: bool,
+    params: Mapping[str, Given],
+    spec: HardwareSpec,
+    wanted: Mapping[tuple[str, str], str] | None = None,
+) -> Placed:
     """Where shards, gradients and states of a model rest on every rank: as ``config`` says, the rest as it fits.
 
     Args:
         apart: the memory of the compute device is another than the host's.
         params: by name.
+        wanted: the tier of each by kind and name, where a plan file has decided it.
 
     Raises:
-        ConfigError: a budget for a tier that this device does not have.
+        ConfigError: a budget for a tier that this device does not have, or a tensor cannot rest where it is wanted.
         MemoryBudgetError: the model does not fit the budgets.
     """
-    placed = _placed(config, apart, params, spec)
+    placed = _placed(config, apart, params, spec, wanted)
     later = {
         (kind, name): tier
         for name, given in params.items()
@@ -133,11 +136,18 @@ def _once_trained(config: Config, apart: bool, given: Given, tier: str) -> dict[
     return next((o for o in options if _may_rest_so({"params": tier, **o})), dict.fromkeys(able, tier))
 
 
-def _placed(config: Config, apart: bool, params: Mapping[str, Given], spec: HardwareSpec) -> Placed:
+def _placed(
+    config: Config,
+    apart: bool,
+    params: Mapping[str, Given],
+    spec: HardwareSpec,
+    wanted: Mapping[tuple[str, str], str] | None,
+) -> Placed:
     items = [item for name, given in params.items() for item in _of(config, apart, name, given)]
+    left = items if wanted is None else [_resting_as(item, wanted) for item in items]
     if config.device_rest_bytes is None:
         return Placed(
-            {(t.kind, t.name): tier for i in items for t, tier in zip(i.tensors, i.options[0], strict=True)}
+            {(t.kind, t.name): tier for i in left for t, tier in zip(i.tensors, i.options[0], strict=True)}
         )
     if config.host_rest_bytes is not None and not apart:
         raise ConfigError(
@@ -150,7 +160,25 @@ def _placed(config: Config, apart: bool, params: Mapping[str, Given], spec: Hard
         room["host"] = config.host_rest_bytes
     if config.nvme_dir is not None:
         room["nvme"] = config.nvme_rest_bytes
-    return place(items, room, spec)
+    return place(items, room, spec, left)
+
+
+def _resting_as(item: Together, wanted: Mapping[tuple[str, str], str]) -> Together:
+    """The same with one option, which is what a plan file says."""
+    tiers = tuple(wanted[t.kind, t.name] for t in item.tensors)
+    if tiers in item.options:
+        return replace(item, options=(tiers,))
+    said, can = (
+        " or ".join(
+            " and ".join(f"{WORDS[t.kind]} on {tier!r}" for t, tier in zip(item.tensors, o, strict=True))
+            for o in options
+        )
+        for options in ((tiers,), item.options)
+    )
+    raise ConfigError(
+        f"{item.tensors[0].name!r} has {said} there; with the options that were given it can have {can}: edit its "
+        "rests, or the options of zero.shard"
+    )
 
 
 def _of(config: Config, apart: bool, name: str, given: Given) -> Iterable[Together]:
@@ -158,7 +186,7 @@ def _of(config: Config, apart: bool, name: str, given: Given) -> Iterable[Togeth
     layout = given.layout
     sizes = {"params": layout.bytes_local()}
     if given.trainable:
-        sizes |= {"grads": layout.bytes_local(), "optimizer": layout.chunk_numel * ASSUMED_STATE_BYTES}
+        sizes |= {"grads": layout.bytes_local(), "optimizer": layout.chunk_numel * config.state_bytes}
     tensors = tuple(Resting(kind, name, nbytes) for kind, nbytes in sizes.items())
     able = {kind: _able(config, apart, kind, given) for kind in sizes}
     if not apart:
@@ -224,21 +252,28 @@ def cost_us(
     return us
 
 
-def place(items: Sequence[Together], room_bytes: Mapping[str, int | None], spec: HardwareSpec) -> Placed:
+def place(
+    items: Sequence[Together],
+    room_bytes: Mapping[str, int | None],
+    spec: HardwareSpec,
+    left: Sequence[Together] | None = None,
+) -> Placed:
     """Give every tensor a tier.
 
     Args:
         room_bytes: what may rest on each tier that there is; None: no limit.
+        left: the same items with the options that are left of theirs; None: all of them.
 
     Raises:
         MemoryBudgetError: they do not fit; by how much, and what would help.
     """
-    options = [tuple(item.option(tiers, spec) for tiers in item.options) for item in items]
+    left = items if left is None else left
+    options = [tuple(item.option(tiers, spec) for tiers in item.options) for item in left]
     rooms = [room_bytes.get(tier, 0) for tier in TIERS]
     chosen = assign(options, rooms)
     if chosen is None:
-        raise _too_much(items, options, room_bytes)
-    found = [(item, item.options[k]) for item, k in zip(items, chosen, strict=True)]
+        raise _too_much(left, options, room_bytes)
+    found = [(item, of.options[k]) for item, of, k in zip(items, left, chosen, strict=True)]
     tiers = {(t.kind, t.name): tier for item, to in found for t, tier in zip(item.tensors, to, strict=True)}
     return Placed(tiers, tuple(_why(found, spec, "nvme" in room_bytes)))
 

@@ -48,7 +48,9 @@ class Timeline:
     compute take longer, where both share cores. Without transfers the step would be shorter by the sum of both.
     ``reached_us`` is when the host was done with each instruction of the Program. ``python_us`` is by how much the step
     takes longer for what Python does around it. ``away_us`` is, of each tensor that waits on another tier, by name, how
-    much longer the step takes for its transfers, and for what the host sums up of them.
+    much longer the step takes for its transfers, and for what the host sums up of them. ``begin_us`` is when the host
+    begins with the first instruction, and ``noted`` are parts of what it does: updates that run meanwhile, and
+    gradients that go to files.
     """
 
     total_us: float
@@ -58,6 +60,8 @@ class Timeline:
     slowed: dict[str, float] = field(default_factory=dict)
     python_us: float = 0.0
     away_us: dict[str, float] = field(default_factory=dict)
+    begin_us: float = 0.0
+    noted: list[Span] = field(default_factory=list)
 
     @property
     def stalled_us(self) -> float:

@@ -6,6 +6,7 @@ import torch
 
 from ..ir.instructions import Transfer, Work
 from ..ir.program import Program
+from ..ranks.mesh import REPLICATE
 from .hardware import HardwareSpec
 
 
@@ -25,7 +26,7 @@ def transfers(
         if world == 1 or g.home or (g.kept and program.phase == "backward"):
             gathers.append((0.0, 0))
             continue
-        nbytes = sum(g.chunk_numels) * world * getattr(torch, g.dtype).itemsize
+        nbytes = world * g.sent_bytes
         gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))
     for r in program.reduces:
         kind = "all_reduce" if r.replicated else "reduce_scatter"
@@ -36,7 +37,7 @@ def transfers(
             us = spec.collective(kind, world, r.shared).us(nbytes)
         if r.copies > 1:
             # As if one went right behind the other; between replicas there is no shared memory.
-            us, nbytes = us + spec.collective("all_reduce", r.copies).us(part), nbytes + part
+            us, nbytes = us + spec.collective("all_reduce", r.copies, over=REPLICATE).us(part), nbytes + part
         reduces.append((us, nbytes))
     return gathers, reduces
 

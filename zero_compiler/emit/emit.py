@@ -83,7 +83,7 @@ def emit(
         len(instrs),
         emission.fetches,
     )
-    storages, lies_in = storages_of(graph, numbers, phase)
+    storages, lies_in = storages_of(graph, numbers, phase, roots=emission.roots)
     program = Program(
         phase=phase,
         num_inputs=emission.num_inputs,
@@ -109,7 +109,7 @@ def emit(
     if not trial:
         worlds = {ref.owner: plan.world for ref, plan in params.items()}
         verify_program(program, worlds, kept_bytes=kept_ends(kept_offsets))
-    live, inside = live_bytes(program, graph, numbers, segments)
+    live, inside = live_bytes(program, graph, numbers, segments, roots=emission.roots)
     return Emitted(replace(program, live=live, inside=inside), segments, graph, numbers)
 
 
@@ -144,7 +144,7 @@ class _Emission:
         self._leaving: list[tuple[WaitReduce, set[fx.Node]]] = []
         (output,) = graph.find_nodes(op="output")
         self._returned = set(output.all_input_nodes)
-        self._roots = facts.alias_roots(graph)
+        self.roots = facts.alias_roots(graph)
         self._step_of = {n: i for i, s in enumerate(self._steps) if isinstance(s, list) for n in s}
         self._symbols = segmentation.symbols_given(graph)
 
@@ -179,15 +179,15 @@ class _Emission:
             self._add(waited)
 
     def _compute(self, i: int, step: list[fx.Node]) -> None:
-        seg, ins, outs = segmentation.segment(
-            self._gm, step, i, self._step_of, self._roots, self._returned, self._symbols
+        seg = segmentation.segment(
+            self._gm, step, i, self._step_of, self.roots, self._returned, self._symbols
         )
-        if not outs and not any(segmentation.impure(n) for n in step):
+        if not seg.outs and not any(segmentation.impure(n) for n in step):
             return
         self.segments.append(seg)
         self.modules.append(_modules(step))
-        values = tuple(map(self.number, ins)), tuple(map(self.number, outs))
-        self._add(Compute(len(self.segments) - 1, *values, ()), ins)
+        values = tuple(map(self.number, seg.ins)), tuple(map(self.number, seg.outs))
+        self._add(Compute(len(self.segments) - 1, *values, ()), seg.ins)
 
     def _gather(self, step: fx.Node) -> None:
         index = self._index_of[step] = len(self.gathers)
@@ -230,7 +230,7 @@ class _Emission:
 
     def _offload_or_restore(self, step: fx.Node) -> None:
         index = self._index_of[step] = len(self.offloads)
-        source: Any = step.args[0]
+        source: object = step.args[0]
         where: Any = step.args[2]
         value = facts.value(source if step.target is ops.offload else _back(step))
         self.offloads.append(OffloadSpan(facts.away(step), where, value, self._now))
@@ -258,14 +258,14 @@ class _Emission:
         index = self._index_of_source(step)
         if not self.offloads[index].away.staged:
             self.offloads[index].end = self._now
-        source: Any = step.args[0]
+        source: object = step.args[0]
         self._add(Discard(index, (self.number(source),)))
 
     def _cut(self, step: fx.Node) -> None:
         """A border between two segments is no instruction."""
 
     def _index_of_source(self, step: fx.Node) -> int:
-        source: Any = step.args[0]
+        source: object = step.args[0]
         return self._index_of[source]
 
 
@@ -332,7 +332,5 @@ def _with_frees(
             free.setdefault(i, []).append(value)
     out: list[Instruction] = []
     for i, instr in enumerate(instrs):
-        if hasattr(instr, "free"):
-            instr = replace(instr, free=tuple(free.get(i, ())))
-        out.append(instr)
+        out.append(replace(instr, free=tuple(free[i])) if i in free and hasattr(instr, "free") else instr)
     return out

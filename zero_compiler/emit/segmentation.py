@@ -1,4 +1,4 @@
-"""A scheduled graph split at its transfers: runs of compute nodes, each as a graph of its own."""
+"""A scheduled graph split at its transfers: runs of compute nodes, each with what it takes and gives."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def segment(
     roots: dict[fx.Node, frozenset[fx.Node]],
     returned: set[fx.Node],
     given: Mapping[fx.node.Argument, fx.Node],
-) -> tuple[SegmentGraph, list[fx.Node], list[fx.Node]]:
-    """Run number ``index`` of ``gm``'s compute nodes as a graph, with the nodes that it takes and those it gives.
+) -> SegmentGraph:
+    """Run number ``index`` of ``gm``'s compute nodes, with the nodes that it takes and those it gives.
 
     Args:
         step_of: run of each compute node.
@@ -82,7 +82,7 @@ def segment(
         for used in node.all_input_nodes:
             need(used)
     symbols: set[object] = set()
-    for node in (*nodes, *ins, *pulled):
+    for node in (*nodes, *ins, *pulled) if given else ():
         symbols |= facts.symbols_of(facts.value(node))
     known = {v.node.expr for n in ins if isinstance(v := facts.value(n), torch.SymInt)}
     for node in sorted(given[s] for s in symbols - known if s in given):
@@ -101,22 +101,7 @@ def segment(
             )
         )
     ]
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(ins):
-        env[node] = graph.placeholder(f"in_{i}")
-        _copy_meta(node, env[node])
-    for node in (*pulled, *nodes):
-        env[node] = graph.node_copy(node, lambda n: env[n])
-    out_node = graph.output(tuple(env[n] for n in outs))
-    out_node.meta["val"] = tuple(facts.value(n) for n in outs)
-    return SegmentGraph(gm, graph, [facts.value(n) for n in ins]), list(ins), outs
-
-
-def _copy_meta(src: fx.Node, dst: fx.Node) -> None:
-    for key in ("val", "tensor_meta"):
-        if key in src.meta:
-            dst.meta[key] = src.meta[key]
+    return SegmentGraph(gm, list(ins), [*pulled, *nodes], outs)
 
 
 def symbols_given(graph: fx.Graph) -> dict[object, fx.Node]:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import operator
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from ..ir import dump, facts
 from ..memory import generated_code
 from ..memory.segment_graph import SegmentGraph
+from ..ranges import profiled
 
 log = logging.getLogger("zero_compiler")
 
@@ -62,24 +64,26 @@ def structure(seg: SegmentGraph) -> str:
     """Text that is equal for segments that one artifact serves."""
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
-    roots = facts.alias_roots(seg.graph)
+    ins = dict.fromkeys(seg.ins)
+    roots = {n: frozenset((n,)) for n in seg.ins}
+    facts.extend_alias_roots(roots, seg.body)
     # Where an input begins in its storage is of no account, unless an operator counts from there.
-    absolute = any(n.target is torch.ops.aten.as_strided.default for n in seg.graph.nodes)
+    absolute = any(n.target is torch.ops.aten.as_strided.default for n in seg.body)
     begins = {
         n: 0 if absolute else facts.value(n).storage_offset()
-        for n in seg.graph.nodes
+        for n in seg.ins
         if isinstance(facts.value(n), torch.Tensor) and facts.value(n).layout is torch.strided
     }
 
     def begin(node: fx.Node) -> object:
-        return next((begins[r] for r in roots[node] if r.op == "placeholder" and r in begins), 0)
+        return next((begins[r] for r in roots[node] if r in begins), 0)
 
     def ref(a: fx.node.Argument) -> Any:
         return names[a] if isinstance(a, fx.Node) else _constant(a)
 
-    for i, node in enumerate(seg.graph.nodes):
+    for i, node in enumerate((*seg.ins, *seg.body)):
         names[node] = f"%{i}"
-        if node.op == "placeholder":
+        if node in ins:
             lines.append(f"in {_meta(facts.value(node), begin(node))}")
         elif node.op == "get_attr":
             lines.append(f"const {id(_attribute(seg.root, node.target))}")
@@ -87,6 +91,7 @@ def structure(seg: SegmentGraph) -> str:
             args = tree_map(ref, (node.args, node.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
             shares = sorted(names[r] for r in roots[node])
             lines.append(f"{dump.target_text(node)} {args} {_meta(facts.value(node), begin(node))} {shares}")
+    lines.append(f"out {[names[n] for n in seg.outs]} {_meta([facts.value(n) for n in seg.outs])}")
     return "\n".join(lines)
 
 
@@ -144,9 +149,9 @@ class SegmentCompiler:
         done = self._done.get((key, is_inference, fuse))
         if done is None:
             self.compiled += 1
-            constants = seg.graph.find_nodes(op="get_attr")
+            constants = [n for n in seg.body if n.op == "get_attr"]
             self._constants += [_attribute(seg.root, n.target) for n in constants]
-            fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.graph.nodes)
+            fuses = fuse and self.compute == "inductor" and any(_fusible(n) for n in seg.body)
             if fuses:
                 done = _inductor(seg, is_inference, is_backward, self._patches)
             else:
@@ -179,7 +184,7 @@ def alike_one_by_one(seg: SegmentGraph) -> bool:
     Its random numbers come of a seed, so that backward may draw them again; eager kernels of the same operators do not
     read it. And what a higher-order operator holds is not known from its graph.
     """
-    targets = [n.target for n in seg.graph.nodes if n.op == "call_function"]
+    targets = [n.target for n in seg.body if n.op == "call_function"]
     return not any(
         isinstance(t, torch._ops.HigherOrderOperator) or str(t).startswith("prims.inductor_") for t in targets
     )
@@ -193,7 +198,7 @@ def _as_promised(run: SegmentFn, seg: SegmentGraph) -> SegmentFn:
         for n in output.args[0]
     ]
 
-    def call(args: list[Any]) -> Sequence[object]:
+    def call(args: list[object]) -> Sequence[object]:
         return [
             out
             if stride is None or out.stride() == stride
@@ -204,12 +209,19 @@ def _as_promised(run: SegmentFn, seg: SegmentGraph) -> SegmentFn:
     return call
 
 
+def _first_name(node: fx.Node) -> str:
+    """Of an attribute, as it stands in the module of the graph."""
+    return str(node.target).partition(".")[0]
+
+
 def _aten(seg: SegmentGraph) -> SegmentFn:
     gm = seg.gm
     boxed = getattr(fx.graph, "_BoxedCodeGen", None)
     gm.graph.set_codegen(fx.graph.CodeGen() if boxed is None else boxed())
     gm.recompile()
-    forward: Any = gm.forward
+    # The code with the constants that it reads: the module has the graph too, with a value for each node.
+    held = {name: getattr(gm, name) for name in map(_first_name, gm.graph.find_nodes(op="get_attr"))}
+    forward: Any = types.MethodType(type(gm).forward, types.SimpleNamespace(**held))
     if boxed is not None:
         return forward  # takes the list and drops each input after its last use
 
@@ -245,9 +257,26 @@ def _inductor(
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
     # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for others, and
     # so is this.
-    return Artifact(
-        _key(seg), compiled, generated_code.read(getattr(compiled, "source_code", ""), seg.graph, seg.inputs)
-    )
+    generated = generated_code.read(getattr(compiled, "source_code", ""), seg.graph, seg.inputs)
+    return Artifact(_key(seg), _called_directly(compiled), generated)
+
+
+def _called_directly(compiled: Any) -> SegmentFn:
+    """What Inductor made, without what it does around a call: it records the first one for its caches, and names each
+    in profiles. Around a small segment that takes as long as the segment."""
+    if getattr(compiled, "current_callable", None) is None:
+        return compiled
+    direct: SegmentFn | None = None
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        nonlocal direct
+        if direct is not None and not profiled():
+            return direct(args)
+        out = compiled(args)
+        direct = compiled.current_callable
+        return out
+
+    return call
 
 
 @functools.cache

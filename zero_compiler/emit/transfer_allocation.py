@@ -18,6 +18,7 @@ from ..ir.facts import Away, ParamRef, Tile
 from ..ir.transfers import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from ..memory.arena import Slot, check, pack
 from ..passes.base import ParamPlan
+from ..quantised_blocks import packed_bytes
 from .prefetch_hops import Fetches
 
 # Gather buffers and staging of this rank; buffers that ranks share, and staging that peers read; pinned memory on the
@@ -209,6 +210,12 @@ def _need_for_weights(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle,
 
 def _need_for_gather_staging(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle) -> None:
     first = bundle.first
+    if first.wire is not None:
+        sent = sum(
+            packed_bytes(c, math.prod(s[1:])) for c, s in zip(bundle.chunks, bundle.shapes, strict=True)
+        )
+        pools.need("transient", ("gather_staging", k, 0), sent * (first.world + 1), g.start, g.ready)
+        return
     several, cast = len(bundle.plans) > 1, first.gather_dtype != first.dtype
     if bundle.home or first.shared or not (several or cast):
         return
@@ -256,6 +263,7 @@ def _gather_desc(
         ),
         rest_dtype=_dtype_text(first.dtype),
         tile=_part(bundle.node, first),
+        wire="" if first.wire is None else _dtype_text(first.wire),
     )
 
 

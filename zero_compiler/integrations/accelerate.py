@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..config import Config
 from ..errors import ConfigError, IntegrationError
 from . import overrides
-from .prepared import follow, ranks, shard_and_compile, streamed, tell
+from .prepared import come_together, follow, ranks, shard_and_compile, streamed, tell
 
 log = logging.getLogger("zero_compiler")
 
@@ -152,7 +152,7 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         return model
 
     def _prepare_optimizer(
-        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, beside: tuple[Any, ...]
+        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, beside: tuple[object, ...]
     ) -> torch.optim.Optimizer:
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return accelerator._prepare_one(optimizer, first_pass=True)
@@ -192,7 +192,7 @@ def _compile_options(accelerator: Accelerator) -> dict[str, Any]:
     plugin = accelerator.state.dynamo_plugin
     if plugin is None or plugin.backend == DynamoBackend.NO:
         return {}
-    return {name: value for name in ("dynamic", "fullgraph") if (value := getattr(plugin, name, None))}
+    return {name: value for name, value in plugin.to_kwargs().items() if name != "backend"}
 
 
 def _refuse_other_parallelism(accelerator: Accelerator) -> None:
@@ -209,7 +209,7 @@ def _refuse_other_parallelism(accelerator: Accelerator) -> None:
 
 def _state_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(
-        self: Any, mixed_precision: Any = None, cpu: bool = False, *args: object, **kwargs: object
+        self: object, mixed_precision: object = None, cpu: bool = False, *args: object, **kwargs: object
     ) -> None:
         given = kwargs.get("fsdp_plugin")
         plugin = given if isinstance(given, ZeroPlugin) else None
@@ -249,8 +249,8 @@ def _keep_plugin(state: AcceleratorState, plugin: ZeroPlugin) -> None:
     state.fsdp_plugin = plugin
 
 
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(self: Accelerator, *args: Any, device_placement: Any = None) -> Any:
+def _prepare(original: Callable[..., object]) -> Callable[..., Any]:
+    def prepare(self: Accelerator, *args: object, device_placement: object = None) -> Any:
         plugin = plugin_of(self)
         if plugin is None:
             return original(self, *args, device_placement=device_placement)
@@ -260,7 +260,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def _prepare_model(original: Callable[..., object]) -> Callable[..., Any]:
     def prepare_model(
         self: Accelerator,
         model: nn.Module,
@@ -275,7 +275,7 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_model
 
 
-def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+def _clip_grad_norm(original: Callable[..., object]) -> Callable[..., Any]:
     def clip_grad_norm_(self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         if plugin_of(self) is None:
             return original(self, parameters, max_norm, norm_type)
@@ -296,13 +296,24 @@ def _clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_value_
 
 
-def _with_pairs(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_pairs(original: Callable[..., object]) -> Callable[..., Any]:
     def called(self: Accelerator, *args: object, **kwargs: object) -> Any:
         if plugin_of(self) is not None:
             self._models = _paired(self._models, self._optimizers)
+            come_together(self._models[:1], f"Accelerator.{original.__name__}()")
         return original(self, *args, **kwargs)
 
     return called
+
+
+def _get_state_dict(original: Callable[..., object]) -> Callable[..., Any]:
+    def get_state_dict(self: Accelerator, model: nn.Module, unwrap: bool = True) -> Any:
+        if plugin_of(self) is not None:
+            also = " (as Accelerator.save_model() and Trainer.save_model() do)"
+            come_together([model], "Accelerator.get_state_dict()", also)
+        return original(self, model, unwrap)
+
+    return get_state_dict
 
 
 def _paired(models: list[nn.Module], optimizers: list[Any]) -> list[nn.Module]:
@@ -328,6 +339,7 @@ _REPLACED = {
     "accelerate.accelerator.Accelerator.prepare_model": _prepare_model,
     "accelerate.accelerator.Accelerator.clip_grad_norm_": _clip_grad_norm,
     "accelerate.accelerator.Accelerator.clip_grad_value_": _clip_grad_value,
+    "accelerate.accelerator.Accelerator.get_state_dict": _get_state_dict,
     "accelerate.accelerator.Accelerator.save_state": _with_pairs,
     "accelerate.accelerator.Accelerator.load_state": _with_pairs,
 }

@@ -103,8 +103,8 @@ class Launch:
 
             return init
 
-        def make_args(original: Callable[..., Any]) -> Callable[..., Any]:
-            def build(self: Any, **kwargs: Any) -> Any:
+        def make_args(original: Callable[..., object]) -> Callable[..., Any]:
+            def build(self: Any, **kwargs: object) -> Any:
                 bound: Any = original.__get__(self)
                 return (
                     bound(**kwargs)
@@ -168,7 +168,7 @@ class Launch:
         return make
 
 
-def _refuse_plugins(given: dict[str, Any], ours: type) -> None:
+def _refuse_plugins(given: dict[str, object], ours: type) -> None:
     for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
         if given.get(name) is not None and not isinstance(given[name], ours):
             raise IntegrationError(
@@ -183,7 +183,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, hooks: dict[str, Callable[[], None]]) -> None:
         self.hooks = dict(hooks)
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
         hook = self.hooks.pop(name, None)
         if hook is None:
             return None

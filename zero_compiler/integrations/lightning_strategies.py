@@ -17,16 +17,17 @@ import torch
 from torch import nn
 
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, IntegrationError
 from ..params.contexts import no_sync
 from ..params.modules import call_as_forward, is_root, sharded_models_of
-from . import prepared
+from . import overrides, prepared
 
 log = logging.getLogger("zero_compiler")
 
 DIRECTORY = "ZERO_NVME_DIR"  # the variable that says where the files of zero_stage_3_nvme lie
 _PRECISION = {
     "32-true": None,
+    "64-true": None,
     "bf16-true": None,  # the weights are of this type themselves
     "16-true": None,
     "bf16-mixed": torch.bfloat16,
@@ -107,11 +108,22 @@ class _StepsAsForwards:
         return call_as_forward(self.lightning_module, _step(lightnings_own), *args, **kwargs)
 
 
+class _SavesTogether:
+    """All ranks come to what collects the weights for a checkpoint. It stands before Lightning's own strategy."""
+
+    model: Any
+
+    def lightning_module_state_dict(self) -> Any:
+        prepared.come_together([self.model], "Trainer.save_checkpoint()")
+        lightnings_own: Any = super()
+        return lightnings_own.lightning_module_state_dict()
+
+
 # Long: a class of Lightning's, of which there may be two, with one method for each of its seams.
 def _trainer_strategy(base: Any, pl: str) -> Any:
     fitting = importlib.import_module(f"{pl}.trainer.states").TrainerFn.FITTING
 
-    class ZeroStrategy(_StepsAsForwards, base):
+    class ZeroStrategy(_StepsAsForwards, _SavesTogether, base):
         """Trains a LightningModule sharded; no ``configure_model`` is asked for.
 
         Args:
@@ -155,10 +167,11 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
             shard_module(model, self.config, self.precision_plugin.precision, self.root_device, "Trainer")
             self.barrier()
             if trainer.state.fn == fitting:
+                _refuse_copies(trainer.callbacks)
                 self.setup_optimizers(trainer)
             self.setup_precision_plugin()
 
-        def setup_optimizers(self, trainer: Any) -> None:
+        def setup_optimizers(self, trainer: object) -> None:
             super().setup_optimizers(trainer)
             made = []
             for optimizer in self.optimizers:
@@ -179,7 +192,7 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
                 yield
 
         @classmethod
-        def register_strategies(cls, strategy_registry: Any) -> None:
+        def register_strategies(cls, strategy_registry: object) -> None:
             _register(strategy_registry, cls)
 
     ZeroStrategy.__module__ = __name__
@@ -240,6 +253,15 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             prepared.follow(optimizer)
             return prepared.streamed(optimizer, self.config)
 
+        def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            prepared.come_together(state.values(), "Fabric.save()")
+            super().save_checkpoint(path, state, *args, **kwargs)
+
+        def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+            loaded = state.values() if isinstance(state, dict) else [state]
+            prepared.come_together(loaded, "Fabric.load()")
+            return super().load_checkpoint(path, state, *args, **kwargs)
+
         def _shard(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
             shard_module(
                 module, self.config, self.precision.precision, self.root_device, "Fabric", optimizers
@@ -247,7 +269,7 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             return module
 
         @classmethod
-        def register_strategies(cls, strategy_registry: Any) -> None:
+        def register_strategies(cls, strategy_registry: object) -> None:
             _register(strategy_registry, cls)
 
     ZeroFabricStrategy.__module__ = __name__
@@ -273,7 +295,45 @@ def shard_module(
     prepared.tell(who, made)
 
 
-def _step(method: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_copies(callbacks: list[Any]) -> None:
+    """
+    Raises:
+        IntegrationError: a callback has copied the whole model, and would average rows into that copy.
+    """
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if names & {"StochasticWeightAveraging", "WeightAveraging"}:
+            raise IntegrationError(
+                f"{type(callback).__name__} copies the whole model before zero shards it, and averages into that copy: "
+                "leave it out, and keep a torch.optim.swa_utils.AveragedModel that is made in on_fit_start, when the "
+                "model is sharded"
+            )
+
+
+def _precision(ours: Any) -> Callable[..., Any]:
+    """Which precision a run has. Lightning knows our strategies as its own for FSDP2, and refuses what zero takes."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def check(self: Any) -> Any:
+            held = self.strategy, self._strategy_flag
+            if not isinstance(held[0], ours):
+                return original(self)
+            # What was asked for, as a Trainer and as Fabric keep it.
+            asked = vars(self).get("_precision_flag") or vars(self).get("_precision_input")
+            if asked is not None:
+                _with_precision(self.strategy.config, asked)
+            self.strategy = self._strategy_flag = None
+            try:
+                return original(self)
+            finally:
+                self.strategy, self._strategy_flag = held
+
+        return check
+
+    return make
+
+
+def _step(method: Callable[..., object]) -> Callable[..., Any]:
     return lambda module, *args, **kwargs: method(*args, **kwargs)
 
 
@@ -291,7 +351,7 @@ def _say_if_nothing_compiled(module: nn.Module) -> None:
 
 
 def _register(registry: Any, strategy: Any) -> None:
-    def in_files(**kwargs: Any) -> Any:
+    def in_files(**kwargs: object) -> Any:
         folder = os.environ.get(DIRECTORY)
         if not folder:
             raise ConfigError(
@@ -326,6 +386,10 @@ def register(package: str) -> None:
     if package in made:
         return
     made[package] = trainer, fabric = _strategies(package)
+    for name, module, connector in overrides.CONNECTORS:
+        if name.partition(".")[0] == package:
+            ours = fabric if connector == "_Connector" else trainer
+            overrides.replace(f"{name}.{module}.{connector}._check_and_init_precision", _precision(ours))
     if trainer is not None:
         name = "lightning.pytorch" if package == "lightning" else package
         _register(importlib.import_module(f"{name}.strategies").StrategyRegistry, trainer)

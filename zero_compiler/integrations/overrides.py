@@ -102,6 +102,14 @@ OVERRIDES = tuple(
             "accelerate",
             ">=1.15,<1.16",
             "accelerate.accelerator",
+            "Accelerator.get_state_dict",
+            ("model", "unwrap"),
+            "one rank alone waits in it for the timeout of the process group",
+        ),
+        (
+            "accelerate",
+            ">=1.15,<1.16",
+            "accelerate.accelerator",
             "Accelerator.save_state",
             ("output_dir",),
             "it pairs models and optimizers by their position",
@@ -153,6 +161,17 @@ OVERRIDES = tuple(
             "Trainer.save_model",
             ("output_dir", "_internal_call"),
             "under zero-compiler run: it writes nothing beside sharded checkpoints",
+        ),
+        *(
+            (
+                package.partition(".")[0],
+                ">=2.6,<2.7",
+                f"{package}.{module}",
+                f"{connector}._check_and_init_precision",
+                (),
+                "it takes zero's strategies for those of FSDP2, and refuses a precision that zero has",
+            )
+            for package, module, connector in CONNECTORS
         ),
         *(
             (

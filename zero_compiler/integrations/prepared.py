@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,16 +14,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..config import Config
-from ..errors import IntegrationError
+from ..config import PLACED_FIELDS, Config
+from ..errors import IntegrationError, TransferError
 from ..optim.optimizer import StreamedOptimizer
 from ..optim.optimizer import optimizer as zero_optimizer
-from ..params.modules import is_root, sharded_models_of
+from ..params.modules import is_root, sharded_models_of, state_of
+from ..params.refusals import refuse
 from ..params.shard import shard
+from ..ranks.attendance import all_come
+from ..ranks.call_handshake import begin
+from ..ranks.group import group_of, group_timeout_s
 
 log = logging.getLogger("zero_compiler")
 
-_TIERS = ("offload_params", "offload_grads", "offload_optimizer")
+_DROPPED = "_zero_dropped"  # of an optimizer that is to make its first states again
 _sharded: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # the parameter that stands in the place of each old one
@@ -33,10 +37,10 @@ def shard_and_compile(
     model: nn.Module,
     config: Config,
     *,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
+    optimizers: Collection[torch.optim.Optimizer] = (),
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
-    compile_options: dict[str, Any] | None = None,
+    compile_options: dict[str, object] | None = None,
 ) -> nn.Module:
     """Shard a model in place and let its calls be compiled by zero; ``optimizers`` go on with its new parameters.
 
@@ -56,7 +60,7 @@ def shard_and_compile(
         for group in optimizer.param_groups:
             for index, param in enumerate(group["params"]):
                 if id(param) in names:
-                    _check_fresh(optimizer, param, names[id(param)])
+                    _drop_fresh(optimizer, param, names[id(param)])
                     places.append((group["params"], index, names[id(param)]))
                     # The whole parameter is freed when it is cut, and not when the last one was.
                     group["params"][index] = None
@@ -65,6 +69,8 @@ def shard_and_compile(
     after = dict(model.named_parameters(remove_duplicate=False))
     for params, index, name in places:
         params[index] = after[name]
+    for optimizer in optimizers:
+        _make_again(optimizer)
     for name, ref in before.items():
         if (old := ref()) is not None and old is not after[name]:
             _sharded[old] = weakref.ref(after[name])
@@ -83,8 +89,9 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             ref = _sharded.get(param)
             new = None if ref is None else ref()
             if new is not None:
-                _check_fresh(optimizer, param, "a parameter")
+                _drop_fresh(optimizer, param, "a parameter")
                 group["params"][index] = new
+    _make_again(optimizer)
 
 
 def streamed(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.Optimizer:
@@ -92,25 +99,78 @@ def streamed(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.Op
     the same class over the same groups."""
     if isinstance(optimizer, StreamedOptimizer) or not moves(config):
         return optimizer
-    cls = type(optimizer)
-    taken = inspect.signature(cls.__init__).parameters
-    kw = {k: v for k, v in optimizer.defaults.items() if k in taken}
-    return zero_optimizer(cls, optimizer.param_groups, **kw)
+    return zero_optimizer(type(optimizer), optimizer.param_groups, **_arguments(optimizer))
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By name, those with which an optimizer can be made again."""
+    taken = inspect.signature(type(optimizer).__init__).parameters
+    return {k: v for k, v in optimizer.defaults.items() if k in taken}
 
 
 def moves(config: Config) -> bool:
     """Whether anything that a step of an optimizer reads or writes may rest elsewhere than on the compute device."""
     return config.device_rest_bytes is not None or any(
-        getattr(config, name) not in (None, "none") for name in _TIERS
+        getattr(config, name) not in (None, "none") for name in PLACED_FIELDS
     )
 
 
-def _check_fresh(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str) -> None:
-    if optimizer.state.get(param):
+def _drop_fresh(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str) -> None:
+    """States of a whole parameter that is about to be cut are dropped where no step has been made, as those that
+    Adagrad makes at its construction: :func:`_make_again` makes them of the rows."""
+    state = optimizer.state.get(param)
+    if not state:
+        return
+    if "step" not in state or float(state["step"]) != 0:
         raise IntegrationError(
             f"the {type(optimizer).__name__} has states of the whole {name} already, and zero cuts that one: load "
             "states of an optimizer, and step it, after its model was prepared"
         )
+    del optimizer.state[param]
+    optimizer.__dict__[_DROPPED] = True
+
+
+def _make_again(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.__dict__.pop(_DROPPED, False):
+        made = type(optimizer)([dict(group) for group in optimizer.param_groups], **_arguments(optimizer))
+        for param, state in made.state.items():
+            if param not in optimizer.state:
+                optimizer.state[param] = state
+
+
+def come_together(objects: Iterable[object], call: str, also: str = "") -> None:
+    """A ``call`` of a library begins that reads the rows of all ranks of the models among these objects.
+
+    Args:
+        also: which other calls make it, for the message.
+
+    Raises:
+        ShardError: not all ranks have come. This one alone would wait until the process group gives up.
+        TransferError: the same, of ranks that have ended.
+        ZeroError: another rank has failed, or is in another call.
+    """
+    for model in objects:
+        if not isinstance(model, nn.Module):
+            continue
+        sharded = sharded_models_of(model)
+        group = group_of(sharded)
+        if group is None or all(m.opened for m in sharded):  # inside zero.gathered each rank has all of it
+            continue
+        reason = _ALL.format(also=also)
+        try:
+            # A rank may compute or upload alone for long before: only the process group's timeout says that it is late.
+            came = all_come(group, call, group_timeout_s(group))
+        except TransferError as error:  # of a rank that has ended, maybe rightly
+            raise TransferError(f"{error}; {reason}") from error
+        if not came:
+            refuse(next(m for m in model.modules() if state_of(m) is not None), call, reason)
+        begin(group, call)
+
+
+_ALL = (
+    "it reads the rows of all ranks, and not all ranks have come to it; let all of them call it{also}, with no "
+    "condition on the rank around it: where one file is written, the first rank alone writes it"
+)
 
 
 def ranks() -> int:

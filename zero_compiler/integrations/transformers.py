@@ -31,7 +31,7 @@ class ZeroMixin:
     def __init__(self, *args: Any, zero: Config | None = None, **kwargs: Any) -> None:
         init_trainer(super().__init__, self, Config.make(zero), args, kwargs)
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
         above: Any = super()
         return accelerator_args(above._build_accelerator_args, self, **kwargs)
 
@@ -41,7 +41,11 @@ class ZeroMixin:
 
 
 def init_trainer(
-    original: Callable[..., None], trainer: Any, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Callable[..., None],
+    trainer: Any,
+    config: Config,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> None:
     """A trainer's ``__init__``. ``optimizers`` are given to it afterwards: it refuses them beside FSDP, since it does
     not know that the plugin lets an optimizer follow its parameters."""
@@ -64,7 +68,7 @@ def init_trainer(
         plugin.schedulers.append(optimizers[1])
 
 
-def prepare_reference(original: Callable[..., Any]) -> Callable[..., Any]:
+def prepare_reference(original: Callable[..., object]) -> Callable[..., Any]:
     """TRL's ``prepare_fsdp`` of a reference model, which is not trained."""
 
     def prepare_fsdp(model: Any, accelerator: Any) -> Any:
@@ -77,17 +81,26 @@ def prepare_reference(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_fsdp
 
 
-def accelerator_args(original: Callable[..., dict[str, Any]], trainer: Any, **kwargs: Any) -> dict[str, Any]:
+def accelerator_args(
+    original: Callable[..., dict[str, object]], trainer: Any, **kwargs: object
+) -> dict[str, Any]:
     """What a trainer makes its Accelerator of.
 
     Raises:
-        IntegrationError: the arguments ask for FSDP or DeepSpeed.
+        IntegrationError: the arguments ask for FSDP or DeepSpeed, or for weights of another dtype in evaluations.
     """
     args = trainer.args
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
             raise IntegrationError(
                 f"TrainingArguments({name}=...) and zero shard the same model: leave out {name}"
+            )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise IntegrationError(
+                f"TrainingArguments({name}=True) casts the model itself for an evaluation, and zero's sharded weights "
+                f"keep the dtype that the optimizer has: leave out {name}; {name[:4]}=True computes in it, in "
+                "evaluations too"
             )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise IntegrationError("ACCELERATE_USE_DEEPSPEED=true and zero shard the same model: unset it")

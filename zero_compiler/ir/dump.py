@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -36,6 +38,31 @@ def target_text(node: fx.Node) -> str:
         name = f"{target.namespace}.{target._schema.name.split('::')[1]}"
         return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
     return getattr(target, "__name__", str(target))
+
+
+def outline(graph: fx.Graph) -> str:
+    """Names, operators, operands and types of a graph with markers: what is equal on ranks whose shards have different
+    numbers of rows, and in every process."""
+    marked = graph.find_nodes(op="call_function", target=ops.unshard)
+    shards = {n.args[0] for n in marked}
+    lines = []
+    for node in graph.nodes:
+        if node in shards:
+            lines.append(f"{node.name} = rows")
+        elif node.target in (ops.unshard, ops.reduce_grad):
+            lines.append(f"{node.name} = {target_text(node)} {node.args[0]} {node.args[2]} {node.args[4]}")
+        elif node.op == "output":
+            lines.append(f"return {node.args}")
+        else:
+            lines.append(
+                f"{node.name} = {node.op} {target_text(node)} {node.args} {node.kwargs} {type_text(facts.value(node))}"
+            )
+    return without_addresses("\n".join(lines))
+
+
+def without_addresses(text: str) -> str:
+    """A text in which objects have been written by their default form, which names where each lies."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def live_bytes(graph: fx.Graph) -> list[tuple[int, int]]:

@@ -387,56 +387,81 @@ def depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs that the node writes to, by the operator's schema."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    if schema is None or not schema.is_mutable:
-        return []
-    out: list[fx.Node] = []
-    for i, arg in enumerate(schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
-            out.extend(n for n in leaves(given) if isinstance(n, fx.Node))
-    return out
-
-
-def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs whose storage the node's result may share, by the operator's schema."""
     if node.op != "call_function":
         return []
-    if node.target is operator.getitem:
-        return [node.args[0]] if not is_element(node) else []
-    if node.target is torch.ops._c10d_functional.wait_tensor.default:
-        return [node.args[0]]  # the result is the tensor that it waits for, and its schema does not say so
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return list(node.all_input_nodes)  # a higher-order operator may return anything that it was given
     out: list[fx.Node] = []
-    for i, name in _aliased_arguments(node.target):
+    for i, name in _written_arguments(node.target):
         given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         out.extend(n for n in leaves(given) if isinstance(n, fx.Node))
     return out
 
 
 @functools.cache
-def _aliased_arguments(target: fx.node.Target) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments whose storage an operator's result may share, or that it writes to.
+def _written_arguments(target: fx.node.Target) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operator writes to."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    arguments = enumerate(schema.arguments)
+    return tuple(
+        (i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose storage the node's result may share, by the operator's schema."""
+    if node.op != "call_function":
+        return []
+    target = node.target
+    if target is operator.getitem:
+        return [node.args[0]] if not is_element(node) else []
+    arguments = _aliased_arguments(target)
+    if arguments is None:
+        return list(node.all_input_nodes)  # a higher-order operator may return anything that it was given
+    args, out = node.args, list[fx.Node]()
+    for i, name in arguments:
+        given = args[i] if i < len(args) else node.kwargs.get(name)
+        if isinstance(given, fx.Node):
+            out.append(given)
+        else:
+            out.extend(n for n in leaves(given) if isinstance(n, fx.Node))
+    return out
+
+
+@functools.cache
+def _aliased_arguments(target: fx.node.Target) -> tuple[tuple[int, str], ...] | None:
+    """Places and names of the arguments whose storage an operator's result may share, or that it writes to; None: it
+    has no schema that would say so.
 
     reshape and its kin alias only sometimes, and say so with no annotation: they are composite and do not stand in
     lowered graphs. `contiguous`-like no-ops do not stand there either.
     """
-    arguments = enumerate(target._schema.arguments)
+    if target is torch.ops._c10d_functional.wait_tensor.default:
+        return ((0, "tensor"),)  # the result is the tensor that it waits for, and its schema does not say so
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    arguments = enumerate(schema.arguments)
     return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None)
 
 
 def alias_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """For every node, the nodes whose storage its result may share (itself where it allocates)."""
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        shared = aliased_inputs(node)
-        if shared and node.op == "call_function":
-            roots[node] = frozenset().union(*(roots[s] for s in shared))
-        else:
-            roots[node] = frozenset((node,))
+    extend_alias_roots(roots, graph.nodes)
     return roots
+
+
+def extend_alias_roots(roots: dict[fx.Node, frozenset[fx.Node]], nodes: Iterable[fx.Node]) -> None:
+    """The same of ``nodes``, in the order of their graph, which read one another and what has ``roots`` already."""
+    for node in nodes:
+        shared = aliased_inputs(node)
+        if not shared:
+            roots[node] = frozenset((node,))
+        elif len(shared) == 1:
+            roots[node] = roots[shared[0]]
+        else:
+            roots[node] = frozenset().union(*(roots[s] for s in shared))
 
 
 class Sizes:
@@ -455,8 +480,12 @@ class Sizes:
 
 
 def leaves(val: object) -> Iterable[object]:
-    """What a value or an argument consists of: most often itself alone, which is told without a walk."""
-    return tree_leaves(val) if isinstance(val, (tuple, list, dict)) else (val,)
+    """What a value or an argument consists of: most often itself alone, which is told without a walk, or a list."""
+    if not isinstance(val, (tuple, list, dict)):
+        return (val,)
+    if isinstance(val, dict) or any(isinstance(item, (tuple, list, dict)) for item in val):
+        return tree_leaves(val)
+    return val
 
 
 def bytes_of(val: object, sizes: Sizes | None = None) -> int:
@@ -553,15 +582,47 @@ def symbols_of(val: object) -> set[sympy.Symbol]:
     """Free symbols in the sizes and strides of a fake value."""
     out: set[sympy.Symbol] = set()
     for leaf in leaves(val):
-        if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(leaf, torch.Tensor):
+            if leaf._has_symbolic_sizes_strides:
+                out |= set(free_symbols(leaf))
+        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             out |= set(free_symbols(leaf))
     return out
+
+
+# Results of operators on fake values, by operator and layout of what it is given.
+Results = dict[object, object]
+
+
+def share_results(graph: fx.Graph, results: Results) -> None:
+    """Let nodes that are written into a graph take values from ``results``, which grows: equal operators on operands of
+    one layout then share a fake value. It tells bytes and layouts, and no more whose storage it is."""
+    graph._zero_results = results
+
+
+def shared_results(graph: fx.Graph) -> Results | None:
+    """What was given to :func:`share_results`; None: every node has a value of its own."""
+    return getattr(graph, "_zero_results", None)
 
 
 def fake_empty(
     graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A fake contiguous tensor in the fake mode of the graph; on meta where the graph has none."""
+    """A fake contiguous tensor in the fake mode of the graph; on meta where the graph has none. Where results are
+    shared, it is the same for all of one layout."""
+    known = shared_results(graph)
+    layout = "empty", shape, dtype, device
+    if known is None:
+        return _fake_empty(graph, shape, dtype, device)
+    if layout not in known:
+        known[layout] = _fake_empty(graph, shape, dtype, device)
+    made: Any = known[layout]
+    return made
+
+
+def _fake_empty(
+    graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     mode = getattr(graph, "_zero_fake_mode", None)
     if mode is None:
         mode = torch._guards.detect_fake_mode([value(n) for n in graph.nodes])
@@ -577,8 +638,35 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
 
     Code is written for it when it runs: a copy that only bytes are asked of does without.
     """
-    graph = fx.Graph()
+    graph = _Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
+        args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+        env[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        env[node].meta.update(node.meta)
     return _LazyGraphModule(gm, graph)
+
+
+_SET_ARGS, _SET_KWARGS = vars(fx.Node)["args"].__set__, vars(fx.Node)["kwargs"].__set__
+
+
+class _Graph(fx.Graph):
+    """A graph that makes nodes in two thirds of the time: torch looks through the arguments of each for symbolic sizes,
+    to warn of them, unless they are set afterwards (by the property itself: on its way there a node would be taken out
+    of the graph's table of nodes and put back)."""
+
+    def create_node(
+        self,
+        op: str,
+        target: fx.node.Target,
+        args: tuple[fx.node.Argument, ...] | None = None,
+        kwargs: dict[str, fx.node.Argument] | None = None,
+        name: str | None = None,
+        type_expr: Any | None = None,
+    ) -> fx.Node:
+        node = super().create_node(op, target, None, None, name, type_expr)
+        if args:
+            _SET_ARGS(node, args)
+        if kwargs:
+            _SET_KWARGS(node, kwargs)
+        return node

@@ -24,12 +24,19 @@ from .transfers import (
     KeepDesc,
     OffloadDesc,
     ReduceDesc,
+    copy_of,
+    file_of,
+    start_of,
     tile_text,
+    wait_for,
 )
 
 
 class Tables(Protocol):
     """Where a Program describes what its instructions name by index."""
+
+    @property
+    def phase(self) -> str: ...
 
     @property
     def gathers(self) -> Sequence[GatherDesc]: ...
@@ -122,7 +129,7 @@ class Effects(NamedTuple):
 class Instruction:
     """What every instruction says of itself, given the Program's tables; here: that it does nothing.
 
-    An instruction first waits for the step that it ends, if any, and then starts another one.
+    An instruction first waits for the step that it ends, if any, then computes, and then starts another one.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -177,8 +184,23 @@ class Instruction:
         return None if step is None else Transfer(step, self.effects.out, *self.moves(of, step.number))
 
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
-        """Of a step that is started: the tier, the bytes and the label that a :class:`Transfer` has."""
+        """Of a step that is started or waited for: the tier, the bytes and the label that a :class:`Transfer` has."""
         raise NotImplementedError
+
+    def idle(self, of: Tables) -> bool:
+        """Whether the runtime has nothing to do here."""
+        return False
+
+    def name(self, of: Tables) -> str:
+        """What the thread that runs the Program does here, as traces name it: that of a plan and those of torch's
+        profiler."""
+        if (transfer := self.transfer(of)) is not None:
+            return start_of(transfer.label)
+        if (step := self.ends(of)) is not None:
+            return wait_for(self.moves(of, step.number)[2])
+        if (work := self.work(of)) is not None:
+            return work.label
+        return f"release of {getattr(of, self.table)[self.index].what}"
 
     def work(self, of: Tables) -> Work | None:
         """What the compute device does meanwhile."""
@@ -224,8 +246,21 @@ class Compute(Instruction):
         return f": {of.modules[self.segment]}" if self.segment < len(of.modules) else ""
 
 
+class _OfGather(Instruction):
+    def _packs(self, of: Tables) -> bool:
+        """Whether chunks travel packed. A kept weight is there when backward asks for it."""
+        g = of.gathers[self.index]
+        return bool(g.wire) and not (g.kept and of.phase == "backward")
+
+    def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
+        g = of.gathers[self.index]
+        if number == len(g.hops):
+            return "", 0, g.label
+        return g.hops[number].tier, g.chunk_bytes, g.hops[number].of(g.label)
+
+
 @dataclass(frozen=True)
-class Fetch(Instruction):
+class Fetch(_OfGather):
     """Start hop ``hop`` of this rank's chunks of gather ``index``: to read them from files, or to copy them to the
     device."""
 
@@ -241,10 +276,6 @@ class Fetch(Instruction):
     def starts(self, of: Tables) -> Step:
         return Step(self.table, self.index, self.hop)
 
-    def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
-        g = of.gathers[self.index]
-        return g.hops[number].tier, g.chunk_bytes, f"{g.hops[number].what} of the {g.label}"
-
     def text(self, of: Tables) -> str:
         g = of.gathers[self.index]
         to = ", to the device" if g.hops[self.hop].pool == "device" else ""
@@ -252,7 +283,7 @@ class Fetch(Instruction):
 
 
 @dataclass(frozen=True)
-class WaitFetch(Instruction):
+class WaitFetch(_OfGather):
     """Wait until hop ``hop`` of the chunks of gather ``index`` is done."""
 
     index: int
@@ -270,7 +301,7 @@ class WaitFetch(Instruction):
 
 
 @dataclass(frozen=True)
-class Gather(Instruction):
+class Gather(_OfGather):
     """Start gather ``index``."""
 
     index: int
@@ -283,8 +314,13 @@ class Gather(Instruction):
     def needs(self, of: Tables) -> str:
         return "fetched" if of.gathers[self.index].hops else "idle"
 
-    def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
-        return "", 0, of.gathers[self.index].label
+    def idle(self, of: Tables) -> bool:
+        return of.gathers[self.index].home  # it is read where it lies at rest
+
+    def work(self, of: Tables) -> Work | None:
+        """This rank's chunks are packed."""
+        g = of.gathers[self.index]
+        return Work(start_of(g.label), memory_bytes=g.packing_bytes) if self._packs(of) else None
 
     def collective(self, of: Tables) -> str:
         g = of.gathers[self.index]
@@ -293,12 +329,12 @@ class Gather(Instruction):
             where += " in place"
         elif g.shared:  # every rank writes into the same slots
             where += f" at bytes {', '.join(map(str, g.offsets))}"
-        what = f"{', '.join(g.names)}{tile_text(g.tile)} {g.dtype}"
+        what = f"{', '.join(g.names)}{tile_text(g.tile)} {g.dtype}{f' as {g.wire}' if g.wire else ''}"
         return f"gather {what} {sum(g.chunk_numels)} elements a rank{where}"
 
 
 @dataclass(frozen=True)
-class WaitGather(Instruction):
+class WaitGather(_OfGather):
     """Wait for gather ``index``; ``outs`` are its weights (-1: not read)."""
 
     index: int
@@ -309,9 +345,14 @@ class WaitGather(Instruction):
         "gathers", "started", "ready", ends=-1, words="wait            {d.what}"
     )
 
+    def work(self, of: Tables) -> Work | None:
+        """Chunks of all ranks are unpacked."""
+        g = of.gathers[self.index]
+        return Work(wait_for(g.label), memory_bytes=g.unpacking_bytes) if self._packs(of) else None
+
 
 @dataclass(frozen=True)
-class Release(Instruction):
+class Release(_OfGather):
     """The weights of gather ``index`` are dead: their slots may be used again."""
 
     index: int
@@ -320,9 +361,18 @@ class Release(Instruction):
 
     effects: ClassVar[Effects] = Effects("gathers", "ready", "released", words="release         {d.what}")
 
+    def idle(self, of: Tables) -> bool:
+        return of.gathers[self.index].home
+
+
+class _OfReduce(Instruction):
+    def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
+        r = of.reduces[self.index]
+        return ("host", r.result_bytes, copy_of(r.label)) if number else ("", 0, r.label)
+
 
 @dataclass(frozen=True)
-class Reduce(Instruction):
+class Reduce(_OfReduce):
     """Start reduction ``index`` of the gradients ``ins``."""
 
     index: int
@@ -334,9 +384,6 @@ class Reduce(Instruction):
         "reduces", "idle", "started", starts=0, words="{d.how:<15} {d.shaped}"
     )
 
-    def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
-        return "", 0, of.reduces[self.index].label
-
     def lends(self, of: Tables) -> bool:
         return of.reduces[self.index].read_in_place
 
@@ -347,7 +394,7 @@ class Reduce(Instruction):
 
 
 @dataclass(frozen=True)
-class Store(Instruction):
+class Store(_OfReduce):
     """Wait for reduction ``index``, and start to copy its result to the host of the accelerator."""
 
     index: int
@@ -367,13 +414,9 @@ class Store(Instruction):
         copied = of.reduces[self.index].copied
         return "" if copied else f"reduction {self.index} rests where it is, and is not to be copied"
 
-    def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
-        r = of.reduces[self.index]
-        return "host", r.result_bytes, f"copy of the {r.label}"
-
 
 @dataclass(frozen=True)
-class WaitReduce(Instruction):
+class WaitReduce(_OfReduce):
     """Wait for reduction ``index``, or for the copy of its result; ``outs`` are this rank's rows of the mean gradients,
     where they rest."""
 
@@ -411,7 +454,7 @@ class _OfOffload(Instruction):
     def moves(self, of: Tables, number: int) -> tuple[str, int, str]:
         o = of.offloads[self.index]
         tier = o.tiers[number if self.effects.out else -1 - number]
-        return tier, o.nbytes, f"{_what(tier)} of the {o.label}"
+        return tier, o.nbytes, copy_of(o.label) if tier == "host" else file_of(o.label)
 
 
 class _SentOn(_OfOffload):

@@ -119,6 +119,10 @@ class Program:
         """The phase, and which of its two Programs this is."""
         return f"{self.phase} under zero.no_sync" if self.keeps else self.phase
 
+    def title_in(self, frame: int) -> str:
+        """The same with the number of its frame, as traces name a run of it."""
+        return f"frame {frame}, {self.title}"
+
     @property
     def beside_bytes(self) -> int:
         """Bytes that others hold while this Program runs, as far as they come from the same step."""
@@ -199,7 +203,7 @@ class Program:
         return instr.text(self)
 
 
-def _desc(data: dict[str, Any]) -> dict[str, Any]:
+def _desc(data: dict[str, object]) -> dict[str, Any]:
     out = _tuples(data)
     if out.get("tile") is not None:
         out["tile"] = Part(**out["tile"])
@@ -208,7 +212,7 @@ def _desc(data: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     if isinstance(value, dict):
         return {k: _tuples(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -216,7 +220,7 @@ def _tuples(value: Any) -> Any:
     return value
 
 
-def outputs_of(program: Program, value: Callable[[int], Any]) -> list[Any]:
+def outputs_of(program: Program, value: Callable[[int], object]) -> list[Any]:
     """What a Program returns when it has run.
 
     Args:

@@ -53,6 +53,7 @@ def verify(
         VerifyError: naming the node and the fact that it breaks.
     """
     at = LEVELS.index(level)
+    _in_order(graph)
     if reduced is not None:
         _none_lost(graph, reduced)
     if at == LEVELS.index("merged"):
@@ -124,6 +125,21 @@ def _fail(node: fx.Node | None, fact: str) -> NoReturn:
     raise VerifyError(f"{where}: {fact}")
 
 
+def _in_order(graph: fx.Graph) -> None:
+    """Every value stands before its readers, in this graph, under a name of its own. As ``fx.Graph.lint``, which takes
+    a multiple of the time for what else it checks: the manager calls that once, when all passes have run."""
+    seen: set[fx.Node] = set()
+    names: set[str] = set()
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            if used not in seen:
+                _fail(node, f"reads %{used.name}, which does not stand before it")
+        seen.add(node)
+        names.add(node.name)
+    if len(names) < len(seen):
+        _fail(None, "two nodes have one name")
+
+
 def _one_marker_each(graph: fx.Graph) -> None:
     for target, what in ((ops.unshard, "gathered"), (ops.reduce_grad, "reduced")):
         nodes = list(graph.find_nodes(op="call_function", target=target))
@@ -159,9 +175,7 @@ def _no_markers(graph: fx.Graph) -> None:
 
 
 def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Planned]) -> None:
-    for node in graph.nodes:
-        if node.target not in (ops.gather, ops.reduce):
-            continue
+    for node in _transfers(graph):
         refs, vals = facts.params(node), facts.value(node)
         shapes = ops.unflat_sizes(node.args[1], node.args[2])
         if not len(refs) == len(vals) == len(shapes):
@@ -178,6 +192,11 @@ def _transfers_match_plan(graph: fx.Graph, params: Mapping[ParamRef, Planned]) -
                 )
             if not plan.sharded:
                 _fail(node, f"gathers {ref.name}, which every rank holds whole")
+
+
+def _transfers(graph: fx.Graph) -> list[fx.Node]:
+    targets = (ops.gather, ops.reduce)
+    return [n for target in targets for n in graph.find_nodes(op="call_function", target=target)]
 
 
 def _reduction_matches_plan(node: fx.Node, params: Mapping[ParamRef, Planned]) -> None:
@@ -211,18 +230,16 @@ def dumped(val: object) -> str:
 
 
 def _waited_once(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.target in (ops.gather, ops.reduce):
-            users = list(node.users)
-            if len(users) != 1 or users[0].target is not ops.wait:
-                _fail(
-                    node,
-                    f"a transfer has exactly one wait and no other reader, found {[u.name for u in users]}",
-                )
-        if node.target is ops.wait:
-            for user in node.users:
-                if not facts.is_element(user):
-                    _fail(user, "reads a wait as a whole")
+    for node in _transfers(graph):
+        users = list(node.users)
+        if len(users) != 1 or users[0].target is not ops.wait:
+            _fail(
+                node, f"a transfer has exactly one wait and no other reader, found {[u.name for u in users]}"
+            )
+    for node in graph.find_nodes(op="call_function", target=ops.wait):
+        for user in node.users:
+            if not facts.is_element(user):
+                _fail(user, "reads a wait as a whole")
 
 
 def _one_reduction_each(graph: fx.Graph) -> None:

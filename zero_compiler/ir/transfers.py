@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from ..quantised_blocks import moved_bytes, packed_bytes
 
 # Compute, collectives between ranks, reads and writes of files, copies between an accelerator and its host.
 LANES = COMPUTE, LINK, READ, WRITE, HOST = (
@@ -46,6 +49,10 @@ class Hop:
         """What is waited for, in words."""
         return "file" if self.tier == "nvme" else "copy"
 
+    def of(self, label: str) -> str:
+        """The name of this step of the way of what is called ``label``."""
+        return file_of(label) if self.tier == "nvme" else copy_of(label)
+
 
 @dataclass(frozen=True)
 class GatherDesc:
@@ -63,6 +70,9 @@ class GatherDesc:
 
     With ``tile`` only a part of one weight is gathered (see :class:`Part`): ``shapes`` and ``chunk_numels`` are those
     of the part.
+
+    ``wire``: the dtype of 8 bits that chunks travel in, by its name (see `quantised_blocks.py`); "" where they travel
+    as they are computed with. The start packs this rank's chunks, and the wait unpacks those of all.
     """
 
     owner: str
@@ -79,11 +89,43 @@ class GatherDesc:
     hops: tuple[Hop, ...] = ()
     rest_dtype: str = ""
     tile: Part | None = None
+    wire: str = ""
 
     @property
     def steps(self) -> int:
         """On their lanes: the hops of the chunks, and the collective."""
         return len(self.hops) + 1
+
+    @property
+    def row_numels(self) -> tuple[int, ...]:
+        """Elements of a row of each weight."""
+        return tuple(math.prod(shape[1:]) for shape in self.shapes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of this rank's chunks on their way between ranks."""
+        if not self.wire:
+            return sum(self.chunk_numels) * getattr(torch, self.dtype).itemsize
+        return sum(map(packed_bytes, self.chunk_numels, self.row_numels))
+
+    def staging_bytes(self, world: int) -> int:
+        """Beside the full weights, from the start to the wait: what this rank sends; and where that is taken apart
+        again, what comes from all ranks."""
+        if self.staging < 0:
+            return 0
+        return self.sent_bytes * (world + 1 if self.wire or len(self.names) > 1 else 1)
+
+    @property
+    def packing_bytes(self) -> int:
+        """Of memory, that packing this rank's chunks takes the time of."""
+        rest = getattr(torch, self.rest_dtype or self.dtype).itemsize
+        return moved_bytes(sum(self.chunk_numels), rest) if self.wire else 0
+
+    @property
+    def unpacking_bytes(self) -> int:
+        """The same of unpacking those of all ranks."""
+        numel = sum(map(math.prod, self.shapes))
+        return moved_bytes(numel, getattr(torch, self.dtype).itemsize) if self.wire else 0
 
     @property
     def begin(self) -> int:
@@ -105,7 +147,7 @@ class GatherDesc:
 
     @property
     def shaped(self) -> str:
-        return _shaped(self)
+        return _shaped(self) + (f" as {self.wire}" if self.wire else "")
 
     @property
     def label(self) -> str:
@@ -278,6 +320,10 @@ class OffloadDesc:
         return f"{self.dtype}{list(self.shape)}"
 
     @property
+    def what(self) -> str:
+        return self.label
+
+    @property
     def label(self) -> str:
         return f"activation {self.name}{' of ' if self.module else ''}{self.module}"
 
@@ -287,6 +333,39 @@ def _shaped(desc: GatherDesc | ReduceDesc | KeepDesc) -> str:
     pairs = [f"{n} {desc.dtype}{list(s)}" for n, s in zip(desc.names, desc.shapes, strict=True)]
     more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
     return ", ".join(pairs[:3]) + more + tile_text(desc.tile)
+
+
+# What the runtime does, as traces name it: that of a plan and those of torch's profiler, behind the name of the lane.
+
+
+def file_of(label: str) -> str:
+    """Of what is read from a file, or written to one."""
+    return f"file of the {label}"
+
+
+def copy_of(label: str) -> str:
+    """Of a copy between an accelerator and its host."""
+    return f"copy of the {label}"
+
+
+def start_of(label: str) -> str:
+    """Of what the thread that runs a Program does to start the transfer ``label``."""
+    return f"start of the {label}"
+
+
+def wait_for(label: str) -> str:
+    """Of a wait for the transfer ``label``."""
+    return f"wait for the {label}"
+
+
+def gradient_of(name: str) -> str:
+    """Of this rank's rows of a gradient."""
+    return f"gradient of {name}"
+
+
+def update_of(names: Iterable[str]) -> str:
+    """Of what an optimizer updates at once."""
+    return f"update of {few(tuple(dict.fromkeys(names)))}"
 
 
 def few(names: tuple[str, ...]) -> str:

@@ -10,7 +10,11 @@ from ..ir import facts
 
 
 def storages_of(
-    graph: fx.Graph, numbers: Mapping[fx.Node, int], phase: str, sizes: facts.Sizes | None = None
+    graph: fx.Graph,
+    numbers: Mapping[fx.Node, int],
+    phase: str,
+    sizes: facts.Sizes | None = None,
+    roots: Mapping[fx.Node, frozenset[fx.Node]] | None = None,
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """Bytes of each storage that forward saved for this Program or that its segments make; and for each value those in
     which it may lie.
@@ -20,8 +24,9 @@ def storages_of(
     Args:
         numbers: value of each node.
         sizes: at which symbolic ones are counted; None: as the capture saw them.
+        roots: of the graph, see :func:`facts.alias_roots`, where they are known.
     """
-    roots = facts.alias_roots(graph)
+    roots = facts.alias_roots(graph) if roots is None else roots
     first, saved = facts.saved_storages(graph, sizes) if phase == "backward" else ({}, {})
     index: dict[fx.Node, int] = {}
     nbytes: list[int] = []

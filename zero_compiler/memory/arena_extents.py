@@ -37,8 +37,7 @@ def ends_by_owner(program: Program) -> dict[str, Ends]:
             else:
                 at.transient = max(at.transient, end)
         if g.staging >= 0:
-            several = world + 1 if len(g.names) > 1 else 1
-            at.transient = max(at.transient, g.staging + arena_aligned(sum(g.chunk_numels) * several * item))
+            at.transient = max(at.transient, g.staging + arena_aligned(g.staging_bytes(world)))
     for r in program.reduces:
         item, at = getattr(torch, r.dtype).itemsize, ends[r.owner]
         if r.shared:

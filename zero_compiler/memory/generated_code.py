@@ -41,7 +41,7 @@ class _New:
     stride: CodeType
     itemsize: int
 
-    def nbytes(self, numbers: Mapping[str, Any]) -> int:
+    def nbytes(self, numbers: Mapping[str, object]) -> int:
         return _extent(_numbers(self.size, numbers), _numbers(self.stride, numbers)) * self.itemsize
 
 

@@ -28,6 +28,7 @@ def live_bytes(
     numbers: Mapping[fx.Node, int],
     segments: Sequence[SegmentGraph],
     sizes: facts.Sizes | None = None,
+    roots: Mapping[fx.Node, frozenset[fx.Node]] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Bytes live after each instruction, or inside it where that is more: the arena, values that the Program
     made, what forward saved for backward, and segments' internals.
@@ -37,8 +38,10 @@ def live_bytes(
 
     Args:
         sizes: at which symbolic ones are counted; None: as the capture saw them.
+        roots: of the graph, see :func:`facts.alias_roots`, where they are known.
     """
-    count = _LiveBytes(program, graph, numbers, segments, sizes)
+    roots = facts.alias_roots(graph) if roots is None else roots
+    count = _LiveBytes(program, graph, numbers, segments, sizes, roots)
     rows = [count.step(instr) for instr in program.instrs]
     return rows, count.beyond
 
@@ -56,11 +59,12 @@ class _LiveBytes:
         numbers: Mapping[fx.Node, int],
         segments: Sequence[SegmentGraph],
         sizes: facts.Sizes | None,
+        roots: Mapping[fx.Node, frozenset[fx.Node]],
     ) -> None:
         self._program, self._segments, self._sizes = program, segments, sizes
         self.beyond: list[int] = []
         self._node_of = {i: n for n, i in numbers.items()}
-        self._roots = facts.alias_roots(graph)
+        self._roots = roots
         self._made: dict[fx.Node, int] = {}  # bytes of each storage that is live
         self._holders: dict[fx.Node, set[int]] = {}  # values that hold each
         # Values that live until a step has read them: gradients until their reduction ends, and tensors on their way to
@@ -230,6 +234,9 @@ def waiting_of(program: Program) -> list[int]:
     size (``passing_`` in csrc/include/zero/engine.h). So at each moment they take, of each owner, what those took that
     were there at once at some moment before, and no more.
     """
+    passing = [_passing_storage(program, r) for r in program.reduces]
+    if not any(passing):
+        return [0] * len(program.instrs)
     now: Counter[str] = Counter()
     most: Counter[str] = Counter()
     summing: Counter[str] = Counter()  # until the next reduction is waited for
@@ -239,8 +246,8 @@ def waiting_of(program: Program) -> list[int]:
         gone: Counter[str] = Counter()
         if (of := reducing(program, instr)) is not None:
             r = of.desc
-            nbytes = _passing_storage(program, r)
-            if of.ends:
+            nbytes = passing[instr.index]
+            if of.ends and summing:
                 now -= summing
                 held -= summing.total()
                 summing.clear()
@@ -254,8 +261,9 @@ def waiting_of(program: Program) -> list[int]:
             if of.completes:
                 (summing if of.ends and r.copies > 1 else gone)[r.owner] += nbytes
         rows.append(taken - held)
-        now -= gone
-        held -= gone.total()
+        if gone:
+            now -= gone
+            held -= gone.total()
     return rows
 
 

@@ -23,39 +23,40 @@ def peak_inside(seg: SegmentGraph, dying: Sequence[bool], sizes: facts.Sizes | N
         sizes: for symbols; None: as the capture saw them.
     """
     if seg.generated is None:
-        return _unfused(seg.graph, dying, sizes)
+        return _unfused(seg, dying, sizes)
     own = workspaces(seg.graph, sizes)
     most = seg.generated.most(seg.inputs, dying, sizes, own)
     if seg.generated.operators <= own.keys():
         return most
-    return max(most, _unfused(seg.graph, dying, sizes))
+    return max(most, _unfused(seg, dying, sizes))
 
 
-def _unfused(graph: fx.Graph, dying: Sequence[bool], sizes: facts.Sizes | None) -> int:
+def _unfused(seg: SegmentGraph, dying: Sequence[bool], sizes: facts.Sizes | None) -> int:
     """The same where operators run one by one, in the order of the graph."""
-    roots = facts.alias_roots(graph)
+    roots = {n: frozenset((n,)) for n in seg.ins}
+    facts.extend_alias_roots(roots, seg.body)
     size: dict[fx.Node, int] = {}
-    last: dict[fx.Node, int] = {}
-    order = list(graph.nodes)
-    gone = iter(dying)
-    for i, node in enumerate(order):
-        if node.op == "placeholder":
-            if next(gone):
-                size[node] = facts.bytes_of(facts.value(node), sizes)
-        elif facts.is_compute(node) and roots[node] == frozenset((node,)):
+    last: dict[fx.Node, int] = dict.fromkeys(seg.ins, -1)  # where each storage is read last
+    live = 0
+    for node, gone in zip(seg.ins, dying, strict=True):
+        if gone:
+            size[node] = facts.bytes_of(facts.value(node), sizes)
+            live += size[node]
+    for i, node in enumerate(seg.body):
+        if facts.is_compute(node) and node in roots[node]:
             size[node] = facts.bytes_of(facts.value(node), sizes)
         for used in (node, *node.all_input_nodes):
-            for r in roots.get(used, ()):
+            for r in roots[used]:
                 last[r] = i
+    for node in seg.outs:
+        last.update(dict.fromkeys(roots[node], len(seg.body)))
     ends: dict[int, int] = {}
     for r, i in last.items():
         ends[i] = ends.get(i, 0) + size.get(r, 0)
-    live = sum(n for node, n in size.items() if node.op == "placeholder")
     peak = live
-    for i, node in enumerate(order):
-        if node.op != "placeholder":
-            live += size.get(node, 0)
+    live -= ends.get(-1, 0)
+    for i, node in enumerate(seg.body):
+        live += size.get(node, 0)
         peak = max(peak, live + one_by_one(node, sizes))
-        if node.op != "output":
-            live -= ends.get(i, 0)
+        live -= ends.get(i, 0)
     return peak

@@ -10,12 +10,12 @@ import torch
 
 from ..ir.instructions import reducing
 from ..ir.program import Program
-from ..ir.transfers import GatherDesc, ReduceDesc
+from ..ir.transfers import ReduceDesc
 
 
 def scratch_bytes(program: Program, sharded_models: Sequence[Any]) -> dict[str, int]:
     """Bytes on one rank, at most, of each model's transport, by the model's key; the same on every rank."""
-    between = {p.key: p for p in sharded_models if p.storage.transport.hosts is not None}
+    between = {p.key: p for p in sharded_models if p.storage.transport.between > 1}
     exchanged = {
         p.key: p
         for p in sharded_models
@@ -31,12 +31,12 @@ def _between_hosts(program: Program, sharded_models: Mapping[str, Any]) -> dict[
     summed: Counter[str] = Counter()
     for g in program.gathers:
         if g.owner in sharded_models:
-            hosts = sharded_models[g.owner].storage.transport.hosts.hosts
-            laid[g.owner] = max(laid[g.owner], hosts * _chunk_bytes(g))
+            hosts = sharded_models[g.owner].storage.transport.between
+            laid[g.owner] = max(laid[g.owner], hosts * g.sent_bytes)
     for r in program.reduces:
         if r.owner in sharded_models:
             sharded_model, chunk = sharded_models[r.owner], _chunk_bytes(r)
-            world, hosts = sharded_model.group.world, sharded_model.storage.transport.hosts.hosts
+            world, hosts = sharded_model.group.world, sharded_model.storage.transport.between
             laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
             summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
     return {key: laid[key] + summed[key] for key in sharded_models}
@@ -60,5 +60,5 @@ def _exchanged(program: Program, sharded_models: Mapping[str, Any]) -> dict[str,
     return most
 
 
-def _chunk_bytes(moved: GatherDesc | ReduceDesc) -> int:
+def _chunk_bytes(moved: ReduceDesc) -> int:
     return sum(moved.chunk_numels) * getattr(torch, moved.dtype).itemsize

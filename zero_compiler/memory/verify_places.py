@@ -135,7 +135,14 @@ class _Places:
             return
         item, label = _itemsize(g.dtype), f"staging of the {g.label}"
         span = self._at[Gather, k], self._at[WaitGather, k]
-        if len(g.names) > 1:
+        if g.wire:
+            # A byte a number, and four for every 256 of a row, from here and from every rank.
+            nbytes = 0
+            for shape, numel in zip(g.shapes, g.chunk_numels, strict=True):
+                row = math.prod(shape[1:])
+                nbytes += -(-numel // 4) * 4 + numel // row * -(-row // 256) * 4
+            self._use(label, g.staging, nbytes * (self._worlds[g.owner] + 1), *span)
+        elif len(g.names) > 1:
             nbytes = sum(g.chunk_numels) * (self._worlds[g.owner] + 1) * item
             self._use(label, g.staging, nbytes, *span)
         elif g.staging >= 0:

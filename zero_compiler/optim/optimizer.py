@@ -28,6 +28,7 @@ from ..ranks.failure_broadcast import tell
 from ..ranks.group import Group, group_of
 from ..ranks.peer_connections import working
 from ..sharded.grads import AppliedGrad, check_reduced, used_up
+from ..sharded.managed_parameters import sized_as_local
 from ..sharded.sharded_model import ShardedModel
 from ..storage.double_buffer import BUFFERS
 from ..storage.stores import FileStore, region_of
@@ -79,7 +80,7 @@ def optimizer(
 
 
 def _made(
-    cls: type[Optimizer], given: object, overlap: bool, max_grad_norm: float | None, kw: dict[str, Any]
+    cls: type[Optimizer], given: object, overlap: bool, max_grad_norm: float | None, kw: dict[str, object]
 ) -> StreamedOptimizer:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
@@ -173,7 +174,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     def __repr__(self) -> str:
         return f"zero.optimizer of {super().__repr__().replace(type(self).__name__, self.cls.__name__, 1)}"
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         raise OptimizerError(
             "zero.optimizer cannot be copied or pickled, since its states may lie in files; save its state_dict()"
         )
@@ -674,7 +675,7 @@ def batches_of(entries: list[Entry], few: bool, limit_bytes: int) -> Iterable[li
     nbytes = 0
     for entry in entries:
         for piece in pieces_of(entry, limit_bytes):
-            more = max(piece.nbytes, local_of(entry.param).nbytes if few else 0)
+            more = max(piece.nbytes, sized_as_local(entry.param).nbytes if few else 0)
             apart = not piece.last and batch and batch[-1].entry is not entry
             if batch and (apart or nbytes + more > limit_bytes):
                 yield batch

@@ -1,31 +1,30 @@
 """What the optimizer's step adds to a plan: the turns that it takes, and when they run.
 
-Where a ``zero.optimizer`` has been made these are its own units. Where not, and something that an update needs rests
-off the device, they are those that Adam would have: the plan says that it assumes so. A plain torch optimizer over
-what lies on the device is eager code, and no part of a plan.
+Where a ``zero.optimizer`` has been made these are its own units. Where not, they are those that an optimizer of the
+kind that ``Config.optimizer`` names would have, and the plan says that it assumes so: in a plan for another machine
+always; in that of a model that is trained here where something that an update needs rests off the device. A plain torch
+optimizer over what lies on the device is eager code, which ``zero.inspect`` leaves out of its Programs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch.distributed.tensor import DTensor
 
 from ..cost.hardware import HardwareSpec
 from ..cost.simulate import UpdateTurn, simulate
-from ..cost.tier_placement import ASSUMED_STATE_BYTES
 from ..cost.timeline import Timeline
 from ..ir.program import Program
-from ..ir.transfers import few
-from ..report.report import Frame, Update
-from ..sharded.managed_parameters import local_of
+from ..report.frame import Frame, Update
+from ..sharded.managed_parameters import sized_as_local
 from ..sharded.sharded_model import ShardedModel
 from .optimizer import batches_of, tier_of, unit_bytes
-from .updates import Entry, Piece
+from .updates import Entry, Piece, label_of
 
-_STATE_BYTES = (4,) * (ASSUMED_STATE_BYTES // 4)  # of an element of each state, before there is an optimizer
+_STATE_ITEM_BYTES = 4  # of an element of a state that is assumed
 
 # A spec has the speed of a copy. A CPU reads memory before it writes to it, so that a copy moves half as much again as
 # is read and written; an update writes where it has read. (AdamW of 168 million parameters took 79 ms of 120 planned.)
@@ -33,10 +32,14 @@ _IN_PLACE = 1.5
 
 
 def stepped(
-    sharded_models: Sequence[ShardedModel], frames: Sequence[Frame]
+    sharded_models: Sequence[ShardedModel], frames: Sequence[Frame], always: bool = False
 ) -> tuple[list[Frame], Update | None]:
-    """The frames with the updates that run while their backward does, and the update that follows."""
-    early, late, what = _turns(sharded_models, _tiled(frames))
+    """The frames with the updates that run while their backward does, and the update that follows.
+
+    Args:
+        always: also where everything that an optimizer of no ``zero.optimizer`` needs lies on the device.
+    """
+    early, late, what = _turns(sharded_models, _tiled(frames), always)
     if not early and not late:
         return list(frames), None
     reduced = [_reduced(f) for f in frames]
@@ -83,7 +86,7 @@ def _timeline(
 
 
 def _turns(
-    sharded_models: Sequence[ShardedModel], tiled: Collection[tuple[str, str]]
+    sharded_models: Sequence[ShardedModel], tiled: Collection[tuple[str, str]], always: bool
 ) -> tuple[list[UpdateTurn], list[UpdateTurn], str]:
     """Turns that run as soon as gradients are final, those that run in ``step()``, and what they are known from."""
     keys = {
@@ -111,17 +114,25 @@ def _turns(
         for name in sharded_model.params
         if name not in sharded_model.optimizers and id(param := sharded_model.find(name)) in keys
     ]
+    config = sharded_models[0].config
+    state_bytes = [_STATE_ITEM_BYTES] * (config.state_bytes // _STATE_ITEM_BYTES)
     assumed = [
         turn
         for batch in batches_of(entries, True, unit_bytes(sharded_models))
-        if (turn := _turn(batch, keys, _STATE_BYTES, False, tiled, spec)) is not None
+        if (turn := _turn(batch, keys, state_bytes, False, tiled, spec)) is not None
     ]
     away = any(
         sharded_model.tiers.on_host(name) for sharded_model in sharded_models for name in sharded_model.params
     )
-    if away or any(t.buffered or t.copied_bytes for t in assumed):
+    elsewhere = away or any(t.buffered or t.copied_bytes for t in assumed)
+    if elsewhere or (always and assumed):
         late += assumed
-        told["assumed: Adam of zero.optimizer, two fp32 states a parameter, overlap=False"] = None
+        by = (
+            f"{config.optimizer} of zero.optimizer, overlap=False"
+            if elsewhere
+            else f"{config.optimizer}, fused"
+        )
+        told[f"assumed: {by}; {len(state_bytes)} fp32 states a parameter"] = None
     return early, late, "; ".join(told)
 
 
@@ -133,12 +144,13 @@ def _assumed(sharded_model: ShardedModel, name: str, param: DTensor) -> Entry:
         kind: item for kind in ("params", "grads") if sharded_model.tiers.placed.tier(kind, name) == "nvme"
     }
     if tier != "none":
-        streamed |= {f"state {k}": n for k, n in enumerate(_STATE_BYTES)}
+        count = sharded_model.config.state_bytes // _STATE_ITEM_BYTES
+        streamed |= {f"state {k}": _STATE_ITEM_BYTES for k in range(count)}
     return Entry(param, name, tier, {}, streamed)
 
 
 def _turn(
-    pieces: Iterable[Piece],
+    pieces: Sequence[Piece],
     keys: dict[int, tuple[ShardedModel, str]],
     state_bytes: Sequence[int],
     early: bool,
@@ -155,8 +167,7 @@ def _turn(
             continue  # of no sharded model, or frozen
         sharded_model, name = keys[id(entry.param)]
         names[sharded_model.key, name] = None
-        local = local_of(entry.param)
-        numel, item = piece.rows(local).numel(), local.element_size()
+        numel, item = piece.numel, sized_as_local(entry.param).element_size()
         states = sum(state_bytes)
         param = item * (sharded_model.tiers.placed.tier("params", name) == "nvme")
         by_file = sharded_model.tiers.goes_by_file(name, early, (sharded_model.key, name) in tiled)
@@ -174,9 +185,14 @@ def _turn(
         us += numel * (3 * item + 2 * states) / _memory(spec, sharded_model, name)
     if not names:
         return None
-    label = f"update of {few(tuple(name for _, name in names))}"
     return UpdateTurn(
-        label, frozenset(names), us + spec.kernel_us, int(read), int(written), int(copied), frozenset(filed)
+        label_of(pieces),
+        frozenset(names),
+        us + spec.kernel_us,
+        int(read),
+        int(written),
+        int(copied),
+        frozenset(filed),
     )
 
 

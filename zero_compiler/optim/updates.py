@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +22,9 @@ from torch.optim import Optimizer
 
 from ..alignment import BLOCK_BYTES, block_aligned
 from ..errors import OptimizerError
+from ..ir.transfers import update_of
 from ..sharded import grads
-from ..sharded.managed_parameters import local_of
+from ..sharded.managed_parameters import local_of, sized_as_local
 from ..storage import heap
 from ..storage.stores import FileSpan, Region, region_of, watch
 from ..storage.streaming import Job
@@ -142,18 +144,22 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """What passes through a buffer, at most."""
-        numel = self.rows(local_of(self.entry.param)).numel()
-        return sum(block_aligned(numel * item) for item in self.entry.streamed.values())
+        return sum(block_aligned(self.numel * item) for item in self.entry.streamed.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of these rows on this rank."""
+        return self.rows(sized_as_local(self.entry.param)).numel()
 
 
 def whole_blocks(piece: Piece, dtype: torch.dtype) -> bool:
     """Whether pieces like this first one of a parameter begin at whole blocks in a file of ``dtype``."""
-    return piece.whole or piece.rows(local_of(piece.entry.param)).numel() * dtype.itemsize % BLOCK_BYTES == 0
+    return piece.whole or piece.numel * dtype.itemsize % BLOCK_BYTES == 0
 
 
 def pieces_of(entry: Entry, limit_bytes: int) -> Iterator[Piece]:
     """``entry`` in pieces of about ``limit_bytes`` of what is streamed. Pieces of a file begin at whole blocks."""
-    local = local_of(entry.param)
+    local = sized_as_local(entry.param)
     rows = local.shape[0] if local.dim() else 0
     items = list(entry.streamed.values())
     if rows < 2 or not items or local.numel() == 0:
@@ -168,6 +174,11 @@ def pieces_of(entry: Entry, limit_bytes: int) -> Iterator[Piece]:
         return
     for start in range(0, rows, count):
         yield Piece(entry, start, min(start + count, rows), start + count >= rows)
+
+
+def label_of(pieces: Iterable[Piece]) -> str:
+    """What the update of ``pieces`` at once is called."""
+    return update_of(p.entry.name for p in pieces)
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,11 @@ class Unit:
     @property
     def params(self) -> list[torch.Tensor]:
         return [p.entry.param for p in self.pieces]
+
+    @cached_property
+    def label(self) -> str:
+        """What it is called, in plans and profiles."""
+        return label_of(self.pieces)
 
     def found(self, state: Mapping[Any, dict[str, Any]]) -> list[tuple[Piece, str, torch.dtype]]:
         """States without a place, which the class did not keep when it was tried: an option of the group that changed
@@ -279,7 +295,11 @@ class Unit:
             for p, param, grad, states in zip(active, params, given, tensors, strict=True)
         ]
         return Job(
-            layout.end, layout.reads, layout.writes, lambda b: self._run(parts, b, state, done, factor, begin)
+            layout.end,
+            layout.reads,
+            layout.writes,
+            lambda b: self._run(parts, b, state, done, factor, begin),
+            self.label,
         )
 
     def _states(self, piece: Piece, state: Mapping[str, object], layout: _Buffer) -> dict[str, _Operand]:
@@ -380,7 +400,7 @@ class Unit:
     def _keep_states(
         self,
         part: _PartOfPiece,
-        made: dict[str, Any],
+        made: dict[str, object],
         buffer: torch.Tensor | None,
         state: Mapping[Any, dict[str, Any]],
         done: Done,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import RankMismatchError, ShardError, ZeroError
+from ..ranges import ranged
 from ..ranks.failing import is_known, mark_known
 from ..ranks.failure_broadcast import cannot_begin, fail, failure_of, together
 from ..ranks.group import Group, group_of
@@ -143,9 +144,10 @@ def _open(sharded_model: ShardedModel, opened: list[_Opened]) -> None:
         # What was tied after zero.shard stays tied.
         whole = next((o.whole for o in opened if o.original is param), None)
         if whole is None:
-            full = blocking_transfers.gather(
-                sharded_model.group, info.layout, param._local_tensor, info.layout.dtype
-            )
+            with ranged(f"zero.gathered: gather of {name}"):
+                full = blocking_transfers.gather(
+                    sharded_model.group, info.layout, param._local_tensor, info.layout.dtype
+                )
             if sharded_model.group.world == 1 or not info.layout.sharded:
                 full = full.clone()  # nothing that is written inside reaches the shard by itself
             whole = nn.Parameter(full if info.part is None else info.part.of(full), requires_grad=False)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..ranges import ranged
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.sharded_model import ShardedModel
 from ..tensors import transforms
@@ -27,7 +28,8 @@ class Unshard(torch.autograd.Function):
         ctx.sharded_model, ctx.name, ctx.param, ctx.version = sharded_model, name, param, param._version
         param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
         ctx.call = grads.opened(sharded_model, (name,))
-        return full_parameter(_whole(sharded_model, name, param._local_tensor))
+        dtype = sharded_model.params[name].gather_dtype
+        return full_parameter(sharded_model.gather_now(name, param._local_tensor, dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
@@ -111,14 +113,19 @@ class Average(torch.autograd.Function):
 
 
 def _whole(sharded_model: ShardedModel, name: str, local: torch.Tensor) -> torch.Tensor:
+    """All rows of what is sharded as a parameter is, and is not its weight: as they are."""
     info = sharded_model.params[name]
-    sharded_model.meet(f"eager gather of {name}")
-    return blocking_transfers.gather(sharded_model.group, info.layout, local, info.gather_dtype)
+    what = f"eager gather of {name}"
+    with ranged(what):
+        sharded_model.meet(what)
+        return blocking_transfers.gather(sharded_model.group, info.layout, local, info.gather_dtype)
 
 
 def _averaged(sharded_model: ShardedModel, name: str, full: torch.Tensor, param: DTensor) -> torch.Tensor:
     info = sharded_model.params[name]
-    sharded_model.meet(f"eager reduction of the gradient of {name}")
-    return blocking_transfers.reduce(sharded_model.group, info.layout, full, info.reduce_dtype).to(
-        param._local_tensor.device
-    )
+    what = f"eager reduction of the gradient of {name}"
+    with ranged(what):
+        sharded_model.meet(what)
+        return blocking_transfers.reduce(sharded_model.group, info.layout, full, info.reduce_dtype).to(
+            param._local_tensor.device
+        )

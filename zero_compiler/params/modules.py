@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import GradientError, ShardError, ZeroError
 from ..ranks.group import Group
 from ..sharded import grads, parameter_errors
+from ..sharded.gather_wire import wire_of
 from ..sharded.sharded_model import ShardedModel
 from ..sharded.write_detector import Copies, may_write, own_code_may_write
 from ..tensors import transforms
@@ -299,7 +300,7 @@ def _set_requires_gradient_sync(
         sharded_model.sync = bool(requires_gradient_sync)
 
 
-def check_accumulates(states: Iterable[Any], what: str) -> None:
+def check_accumulates(states: Iterable[object], what: str) -> None:
     """
     Raises:
         GradientError: an optimizer uses up the gradients that ``what`` is to accumulate.
@@ -412,7 +413,7 @@ def _compile(self: Any, *args: object, **kwargs: Any) -> None:
     self._compiled_call_impl = torch.compile(self._zero_entered, *args, **kwargs)
 
 
-def _entered(self: Any, *args: object, **kwargs: Any) -> object:
+def _entered(self: Any, *args: object, **kwargs: object) -> object:
     """``_call_impl`` of a module for itself compiled."""
     state = self._zero
     scope = state.sharded_model.scope
@@ -472,7 +473,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     return out
 
 
-def call_as_forward(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_as_forward(module: nn.Module, fn: Callable[..., object], *args: object, **kwargs: object) -> Any:
     """``fn(module, ...)`` with full weights, as if it were the forward of a sharded module; modules that are compiled
     in place run compiled within it."""
     state = state_of(module)
@@ -581,7 +582,8 @@ def read_eager(param: DTensor, name: str, sharded_model: ShardedModel) -> Any:
             full = eager.read(param, sharded_model, name)
             if scope.copies is not None:
                 local = full._local_tensor if isinstance(full, DTensor) else full
-                scope.copies.add(info, param, local, sharded_model.group.rank, sharded_model.writes)
+                rank, wire = sharded_model.group.rank, wire_of(sharded_model, name)
+                scope.copies.add(info, param, local, rank, sharded_model.writes, wire)
             if scope.calls:
                 remember(scope.read, param, full)
         return full

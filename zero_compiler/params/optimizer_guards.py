@@ -174,7 +174,9 @@ class _WholeNorms(DTensor):
     """A DTensor whose norms are summed over the ranks at once, as those of what is computed from it.
 
     Adafactor squares a norm in place, and reads others with ``.item()``. DTensor refuses the first where the sum is
-    still in parts, and gives each rank its own part for the second (torch 2.13).
+    still in parts, and gives each rank its own part for the second (torch 2.13). That of transformers makes its states
+    as plain tensors, ``torch.zeros(shape).to(grad)``: here these become whole on every rank, as all that it computes of
+    rows and columns together is.
     """
 
     __slots__: list[str] = []
@@ -185,6 +187,10 @@ class _WholeNorms(DTensor):
     ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
+            like = args[1] if func is torch.Tensor.to and len(args) > 1 else None
+            if isinstance(like, DTensor) and not isinstance(args[0], DTensor):
+                mesh = like.device_mesh
+                out = DTensor.from_local(out, mesh, [Replicate()] * mesh.ndim, run_check=False)
             if type(out) is DTensor:
                 if getattr(func, "__name__", "") == "norm" and any(p.is_partial() for p in out.placements):
                     out = out.redistribute(placements=[Replicate()] * len(out.placements))
@@ -192,8 +198,16 @@ class _WholeNorms(DTensor):
             return out
 
 
+def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's, or that of transformers."""
+    return isinstance(optimizer, torch.optim.Adafactor) or any(
+        cls.__name__ == "Adafactor" and cls.__module__ == "transformers.optimization"
+        for cls in type(optimizer).__mro__
+    )
+
+
 def _adafactor_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    if isinstance(optimizer, torch.optim.Adafactor):
+    if _is_adafactor(optimizer):
         for group in optimizer.param_groups:
             for param in (p for p in group["params"] if hasattr(p, MANAGED)):
                 for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):

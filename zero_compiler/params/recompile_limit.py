@@ -87,7 +87,7 @@ def _call(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 
 
 def compiled_again(
-    module: Any, call: Any, args: Any, kwargs: Any, outermost: Callable[[], types.FunctionType]
+    module: Any, call: object, args: Any, kwargs: Any, outermost: Callable[[], types.FunctionType]
 ) -> Any:
     """Make a call past Dynamo's limit, compiled once more.
 

@@ -78,7 +78,7 @@ def refusing(base: type) -> dict[str, Any]:
 
 def _refused_method(name: str, method: Callable[..., object], reason: str) -> Callable[..., object]:
     @functools.wraps(method)
-    def call(self: Any, *args: object, **kwargs: Any) -> object:
+    def call(self: Any, *args: object, **kwargs: object) -> object:
         if self._zero.sharded_model.opened or _changes_nothing(self, name, args, kwargs):
             return method(self, *args, **kwargs)
         if name not in together or not together[name](self, method, args, kwargs):
@@ -109,7 +109,7 @@ class _RefusedAttribute:
         self.name = name
         self.refuse_it = refuse_it
 
-    def __get__(self, module: Any, owner: type | None = None) -> Any:
+    def __get__(self, module: object, owner: type | None = None) -> Any:
         if module is None:
             return self
         # The integration with a library may have put it there. Dynamo compiles no module as a whole that it takes for
@@ -233,11 +233,11 @@ _HOOKS = (
 _said_late: set[str] = set()
 
 
-def _hook_registration(name: str) -> Callable[..., Any]:
+def _hook_registration(name: str) -> Callable[..., object]:
     register: Any = getattr(nn.Module, name)
 
     @functools.wraps(register)
-    def call(self: Any, hook: Any, *args: object, **kwargs: Any) -> object:
+    def call(self: Any, hook: object, *args: object, **kwargs: object) -> object:
         _check_hook(hook)
         if "forward" in name and code_may_write(hook):  # as the code of the module may
             self._zero.sharded_model.writes = True

@@ -22,7 +22,6 @@ from . import refusals
 from .modules import sharded_models_of
 from .save import give_to_first, of_transformers, write_together
 
-_TOGETHER_S = 60.0  # within which all ranks come to the call; where they do not, one was to save alone
 # Arguments with any value: which rank writes, and how it reaches a hub that it sends nothing to, changes nothing here.
 _PASSED_OVER = {"is_main_process", "token", "save_peft_format", "save_original_format"}
 # Those that change what is written, with the values that they may have.
@@ -57,7 +56,7 @@ def _given(module: Any, method: Callable[..., object], args: Any, kwargs: Any) -
     return given
 
 
-def _expected(given: dict[str, Any]) -> bool:
+def _expected(given: dict[str, object]) -> bool:
     return all(
         name in _PASSED_OVER or any(value == e for e in _EXPECTED.get(name, ()))
         for name, value in given.items()
@@ -66,7 +65,7 @@ def _expected(given: dict[str, Any]) -> bool:
 
 def _all_come(module: Any) -> bool:
     group = group_of(sharded_models_of(module))
-    return group is None or all_come(group, "save_pretrained()", _TOGETHER_S)
+    return group is None or all_come(group, "save_pretrained()")
 
 
 def _save_model(module: Any, given: dict[str, Any]) -> bool:
@@ -82,7 +81,7 @@ def _save_model(module: Any, given: dict[str, Any]) -> bool:
 # Adapters ----------------------------------------------------------------------------------------------------------
 
 
-def _of_peft(module: Any) -> bool:
+def _of_peft(module: object) -> bool:
     return any(
         cls.__name__ == "PeftModel" and cls.__module__.partition(".")[0] == "peft"
         for cls in type(module).__mro__
@@ -112,7 +111,7 @@ def _save_adapters(module: Any, method: Callable[..., object], given: dict[str, 
 
 
 def _saved_by_peft(
-    module: Any, selected_adapters: list[str] | None = None, save_embedding_layers: Any = "auto"
+    module: Any, selected_adapters: list[str] | None = None, save_embedding_layers: object = "auto"
 ) -> list[str] | None:
     """Names of the tensors that PEFT takes of a model's ``state_dict()``; None where it would compute with them."""
     peft: Any = sys.modules["peft"]  # which made the model

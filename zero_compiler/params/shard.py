@@ -29,7 +29,7 @@ from ..ranks.mesh import make_group, ranks_of
 from ..ranks.tensor_parallel import TensorPart, part_of, tensor_mesh_of
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.managed_parameters import ParamInfo, Places, local_of
-from ..sharded.sharded_model import ShardedModel
+from ..sharded.sharded_model import ShardedModel, agree_on_processor
 from ..storage import heap
 from ..tensors.foreach import MANAGED
 from ..tensors.whole_parameters import describe_whole, stays_whole
@@ -114,8 +114,9 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     params = {name: param for name, (param, _) in targets.items()}
     said = "\n".join([sharded_model.protocol.describe(), *given(params), *describe_whole(model)])
     agree(group, f"shard/{sharded_model.identity.title()}", "the model given to zero.shard", said)
+    agree_on_processor(sharded_model)
     sharded_model.tiers.place(sharded_model.params, params, sharded_model.hardware)
-    sharded_model.storage.choose_transport(sharded_model.hardware)
+    sharded_model.hardware = sharded_model.storage.choose_transport(sharded_model.hardware)
     sharded_model.storage.make_room(params)
     with (
         heap.apart()

@@ -47,7 +47,7 @@ class ShardedStateDict(OrderedDict[str, Any]):
         made.__dict__.update(self.__dict__)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStateDict:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedStateDict:
         made = memo[id(self)] = type(self)()
         for name, value in self.items():
             made[name] = copy.deepcopy(value, memo)
@@ -63,11 +63,11 @@ def _is_part(value: object) -> bool:
     )
 
 
-def state_dict_of(base: type[nn.Module]) -> Callable[..., Any]:
+def state_dict_of(base: type[nn.Module]) -> Callable[..., object]:
     """``state_dict`` of a sharded module whose class was ``base``; what a module of the model adds to the dictionary of
     its parent is left as it is."""
 
-    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self: nn.Module, *args: object, **kwargs: Any) -> Any:
         found = base.state_dict(self, *args, **kwargs)
         given = bool(args) or kwargs.get("destination") is not None
         if given or type(found) is not OrderedDict or not any(map(_is_part, found.values())):

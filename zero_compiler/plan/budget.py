@@ -17,7 +17,7 @@ from torch import fx
 
 from ..alignment import arena_aligned
 from ..cost.assign import Option, assign
-from ..cost.tier_placement import ASSUMED_STATE_BYTES, TRANSFERS
+from ..cost.tier_placement import TRANSFERS
 from ..emit.no_sync_program import most_accumulating
 from ..errors import MemoryBudgetError
 from ..ir import facts
@@ -27,7 +27,7 @@ from ..memory.arena_extents import ends_by_owner
 from ..memory.live import most
 from ..memory.transport_workspace import scratch_bytes
 from ..passes.base import ParamPlan
-from ..report.report import Memory
+from ..report.memory import Memory
 from ..sharded.sharded_model import ShardedModel
 from .least_memory import least_bytes
 
@@ -144,10 +144,21 @@ def _pool_bytes(
     return device.total() + (arenas if moves else 0), host.total()
 
 
-def memory_of(sharded_models: Sequence[ShardedModel], programs: Sequence[Program], kept_bytes: int) -> Memory:
-    """Predicted bytes of one rank: what is at rest, and the largest of ``programs``."""
+# Long: every field of what is told is counted here, by name.
+def memory_of(
+    sharded_models: Sequence[ShardedModel],
+    programs: Sequence[Program],
+    kept_bytes: int,
+    accumulates: bool = True,
+) -> Memory:
+    """Predicted bytes of one rank: what is at rest, and the largest of ``programs``.
+
+    Args:
+        accumulates: False: what steps under ``zero.no_sync`` take is not asked for, and left out.
+    """
     rest = {kind: Counter[str]() for kind in TRANSFERS}
     assumed = waiting = 0
+    kinds: dict[str, None] = {}
     for sharded_model in sharded_models:
         for name, info in sharded_model.params.items():
             local = info.layout.bytes_local()
@@ -161,14 +172,16 @@ def memory_of(sharded_models: Sequence[ShardedModel], programs: Sequence[Program
                 if known is not None:
                     states, tier = known.held(sharded_model.key, name)
                 else:
-                    states = info.layout.chunk_numel * ASSUMED_STATE_BYTES
+                    states = info.layout.chunk_numel * sharded_model.config.state_bytes
                     tier = tier_of("optimizer")
                     assumed += states
+                    kinds[sharded_model.config.optimizer] = None
                 rest["optimizer"][tier] += states
     gradients = rest["grads"]["none"]
     files, apart = (sum(tiers[tier] for tiers in rest.values()) for tier in ("nvme", "host"))
     largest = max(0, max((most(p, gradients) for p in programs), default=0) - gradients)
-    accumulating = max((most_accumulating(p, gradients, waiting) for p in programs), default=waiting)
+    counted = programs if accumulates else ()
+    accumulating = max((most_accumulating(p, gradients, waiting) for p in counted), default=waiting)
     # One rank gathers nothing: its weights are views of the shards, unless they are cast.
     moves = any(p.group.world > 1 or p.config.param_dtype is not None for p in sharded_models)
     arena, host = _pool_bytes(sharded_models, programs, moves)
@@ -199,6 +212,7 @@ def memory_of(sharded_models: Sequence[ShardedModel], programs: Sequence[Program
         accumulating,
         apart,
         elsewhere=any(p.group.device.type != "cpu" for p in sharded_models),
+        assumed_optimizer=", ".join(kinds),
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..emit.no_sync_program import most_accumulating
 from ..ir.program import Need, Program
 from ..memory.live import idle_bytes, most
-from ..report.report import Memory
+from ..report.memory import Memory
 from ..sharded.grads import PendingGrad
 from ..sharded.sharded_model import ShardedModel
 from .budget import memory_of

@@ -13,7 +13,7 @@ from typing import Any
 from ..ir import ops
 from ..ir.facts import ParamRef
 from ..ir.program import Program
-from ..report.report import Frame
+from ..report.frame import Frame
 from ..sharded.sharded_model import ShardedModel
 
 

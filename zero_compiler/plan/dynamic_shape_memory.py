@@ -103,7 +103,7 @@ class Sized:
     def call(
         self,
         phase: str,
-        inputs: Sequence[Any],
+        inputs: Sequence[object],
         before_bytes: int,
         planned: PlannedMemory,
         programs: Mapping[str, Program],

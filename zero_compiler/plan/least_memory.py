@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..ir import facts
-from ..report.report import Memory
+from ..report.memory import Memory
 
 _aten = torch.ops.aten
 # Attention is known by its name: torch has one operator for each kernel of each device.

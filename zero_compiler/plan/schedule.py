@@ -28,7 +28,7 @@ from ..ranks.agreement import digest
 
 # Without a memory budget gather buffers in flight may take the bytes of this many of the largest unit: one more
 # than at distance 1.
-_LARGEST_UNITS = 2
+LARGEST_UNITS = 2
 # Offsets are packed anew for every choice, so its bytes are known only afterwards. So often a smaller room is tried.
 _TRIES = 4
 
@@ -73,7 +73,11 @@ class Look:
     phase: Phase
 
     def of(self, chosen: Mapping[str, int]) -> list[int]:
-        return [min(chosen.get(u, 1), i + 1) for i, u in enumerate(self.units)]
+        """Distances as gathers start: at the top at most, and none behind one that is used later."""
+        begins = [max(0, i + 1 - chosen.get(u, 1)) for i, u in enumerate(self.units)]
+        for i in range(len(begins) - 2, -1, -1):
+            begins[i] = min(begins[i], begins[i + 1])
+        return [i + 1 - begin for i, begin in enumerate(begins)]
 
     def explained(self, chosen: Mapping[str, int], room: str) -> str:
         """What the choice is worth, in words."""
@@ -113,7 +117,7 @@ def look(program: Program, spec: HardwareSpec, world: int) -> Look:
         of = reducing(program, instr)
         if at in ends:
             between.append([])
-        elif (work := instr.work(program)) is not None:
+        if (work := instr.work(program)) is not None:
             between[-1].append(("compute", work_us(work, spec)))
         elif of is not None and (of.starts or of.ends) and reduce_costs[instr.index][0]:
             between[-1].append(("start" if of.starts else "wait", instr.index))
@@ -122,10 +126,7 @@ def look(program: Program, spec: HardwareSpec, world: int) -> Look:
 
 def _bytes_in_flight(g: GatherDesc, world: int) -> int:
     """Bytes of this rank that a gather needs from its start to its wait, beside those of kept weights."""
-    item = getattr(torch, g.dtype).itemsize
-    staging = 0
-    if g.staging >= 0:
-        staging = sum(g.chunk_numels) * item * (world + 1 if len(g.names) > 1 else 1)
+    item, staging = getattr(torch, g.dtype).itemsize, g.staging_bytes(world)
     if g.kept or g.home:
         return staging
     buffers = sum(arena_aligned(n * world * item) for n in g.chunk_numels)
@@ -166,7 +167,7 @@ def room_text(seen: Look, spare_bytes: int | None) -> str:
 def _room(seen: Look, spare_bytes: int | None) -> tuple[int, str]:
     largest = max(seen.phase.nbytes, default=0)
     if spare_bytes is None:
-        return _LARGEST_UNITS * largest, "two of the largest unit"
+        return LARGEST_UNITS * largest, "two of the largest unit"
     return largest + spare_bytes, "the largest unit and what the memory budget leaves"
 
 
@@ -192,7 +193,7 @@ def hop_distances(
         return None
     phase = hop_phase(program, stage, spec, world, checksums)
     largest = max(phase.nbytes, default=0)
-    return distances(phase, largest if budgeted else _LARGEST_UNITS * largest)
+    return distances(phase, largest if budgeted else LARGEST_UNITS * largest)
 
 
 def hop_phase(program: Program, stage: int, spec: HardwareSpec, world: int, checksums: bool = False) -> Phase:

@@ -1,4 +1,7 @@
-"""What ranks agree on through the process group's store, before any collective that could hang."""
+"""What ranks agree on through the process group's store, before any collective that could hang.
+
+The order of collectives is compared in the headers of calls instead: `call_handshake.py`.
+"""
 
 from __future__ import annotations
 

@@ -10,16 +10,19 @@ import time
 
 from ..errors import TransferError
 from .failing import begun, noticed
-from .group import Group, in_store, store_of
+from .group import Group, group_timeout_s, in_store, store_of
 from .peer_connections import of
 from .peer_waits import Wait
 
 _LOOK_S = 0.02
+TOGETHER_S = 300.0  # long enough for a rank that writes or uploads alone before it comes
 
 
-def all_come(group: Group, what: str, within_s: float) -> bool:
-    """Whether all ranks enter ``what``, each within ``within_s`` of the first. False on a rank that has waited for
-    longer, or that a peer waits for in another call: that rank then tells the others what has become of its call.
+def all_come(group: Group, what: str, within_s: float | None = None) -> bool:
+    """Whether all ranks enter ``what``, each within ``within_s`` of the first (by default ``TOGETHER_S``, or the
+    timeout of the process group where that is less). False on a
+    rank that has waited for longer, or that a peer waits for in another call or in a collective of the user's: that
+    rank then tells the others what has become of its call.
 
     Raises:
         TransferError: a rank is gone.
@@ -27,6 +30,7 @@ def all_come(group: Group, what: str, within_s: float) -> bool:
     group = group.everyone
     if group.one_rank:
         return True
+    within_s = min(TOGETHER_S, group_timeout_s(group)) if within_s is None else within_s
     of(group)  # ranks that wait for each other are connected
     store, call = store_of(group), f"came/{begun(group)}"
     names = [in_store(group, f"{call}/{rank}") for rank in range(group.world)]

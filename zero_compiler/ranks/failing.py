@@ -99,7 +99,7 @@ def warn_others(group: Group, failure: Failure) -> None:
 
 
 def noticed(group: Group) -> ZeroError | None:
-    """The error of another rank that has failed and is gone since, where it could still say so."""
+    """The error that another rank, still there or gone, has posted (:func:`warn_others`); None: none has."""
     group = group.everyone
     with contextlib.suppress(RuntimeError):  # the store is gone as well
         store, name = store_of(group, SOON_S), notice(group)

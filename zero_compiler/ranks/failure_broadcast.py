@@ -1,7 +1,9 @@
 """A rank failed, and says so to the others: those that wait for it in a call, and those that come to their next one.
 
-All ways of saying that are here. How a failure is written down, and where ranks look for one, is in `failing.py`; the
-headers that carry it are those of `call_handshake.py`.
+Ways of saying that in calls are here; while ranks agree through the store, `give_up` and `raise_together` of
+`agreement.py` say it. A rank in the middle of a call learns of it in `runtime/peer_watchdog.py`. How a failure is
+written down, and where ranks look for one, is in `failing.py`; the headers that carry it are those of
+`call_handshake.py`.
 """
 
 from __future__ import annotations

@@ -19,13 +19,18 @@ import logging
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
 
 from .group import Group, in_store, is_registered, store_of
 from .peer_links import BEAT_S, PeerLink, PeerThread, host_name, own_addresses
@@ -40,6 +45,9 @@ _ATTEMPTS = 6
 _REASON_CHARACTERS = 300
 
 
+_MAIN = threading.main_thread().ident
+
+
 # What this process does ------------------------------------------------------------------------------------------
 
 
@@ -50,8 +58,10 @@ class _Doing:
         self.text = "before its first call"
         self.works = False  # inside such a call, and not waiting for another rank there
         self.awaits: _Awaits | None = None  # what others must do before this process goes on
+        self.thread = _MAIN  # which makes the calls of this package
 
     def say(self, text: str, works: bool) -> None:
+        self.thread = threading.get_ident()
         if (text, works) != (self.text, self.works):
             self.text, self.works = text, works
             _watch.tell_all()
@@ -59,15 +69,18 @@ class _Doing:
 
 class _Awaits(NamedTuple):
     """What a process waits for, in the call ``what``: that all ranks of the process group ``of`` enter the header of
-    this ``number``; or that this ``rank`` of the job lays the text of the name ``of`` into the store."""
+    this ``number``, or, where it is a ``collective`` of the user's, that one; or that this ``rank`` of the job lays the
+    text of the name ``of`` into the store."""
 
     what: str
     of: Any
     number: int = 0
     rank: int | None = None
+    collective: bool = False
 
     def told(self) -> list[Any]:
-        return [self.what, self.of if self.rank is not None else _name(self.of), self.number, self.rank]
+        of = self.of if self.rank is not None else _name(self.of)
+        return [self.what, of, self.number, self.rank, self.collective]
 
 
 def _name(pg: dist.ProcessGroup) -> str:
@@ -146,8 +159,65 @@ def _waits_for_this(awaits: _Awaits, store: Any) -> bool:
     """Whether a peer waits for what this rank has not done yet."""
     if awaits.rank is not None:
         return awaits.rank == dist.get_rank() and not store.check([awaits.of])
-    entered = (n for pg, n in list(_headers.items()) if _name(pg) == awaits.of)
+    if awaits.collective:
+        groups: list[Any] = list(_known)
+        entered = (_collectives(pg) for pg in groups if _name(pg) == awaits.of)
+    else:
+        entered = (n for pg, n in list(_headers.items()) if _name(pg) == awaits.of)
     return bool(awaits.of) and next(entered, 0) < awaits.number
+
+
+_OF_TORCH = frozenset({dist.distributed_c10d.__file__, dist.c10d_logger.__file__, collectives.__file__})
+# In these one rank may wait that another one has long left: they go from one rank or to one.
+_ONE_SIDED = frozenset(
+    "send recv isend irecv batch_isend_irecv send_object_list recv_object_list broadcast broadcast_object_list reduce "
+    "gather gather_object scatter scatter_object_list".split()
+)
+
+
+def _collectives(pg: Any) -> int:
+    """How many collectives this rank has entered over a process group; 0 where its backend does not count them."""
+    try:
+        return int(pg._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
+def _collective(pg: Any) -> str | None:
+    """The function of ``torch.distributed`` over ``pg`` in which this process waits: its main thread, or the one that
+    has made the last call of this package."""
+    frames = sys._current_frames()
+    try:
+        found = [_collective_of(frames.get(thread or 0), pg) for thread in (_doing.thread, _MAIN)]
+    finally:
+        # This function's own frame is among them: the circle would keep what all threads have on their stacks.
+        frames.clear()
+    return next((name for name in found if name is not None), None)
+
+
+def _collective_of(frame: types.FrameType | None, pg: Any) -> str | None:
+    while frame is not None and frame.f_code.co_filename == torch._ops.__file__:
+        frame = frame.f_back
+    names, outermost = [], None
+    while frame is not None and frame.f_code.co_filename in _OF_TORCH:
+        if frame.f_code.co_name != "wrapper":
+            names.append(frame.f_code.co_name)
+            outermost = frame
+        frame = frame.f_back
+    if (
+        outermost is None
+        or _ONE_SIDED.intersection(names)
+        or not _is_over(outermost.f_locals.get("group"), pg)
+    ):
+        return None
+    return names[-1]
+
+
+def _is_over(group: Any, pg: Any) -> bool:
+    """Whether a function of ``torch.distributed`` that was given this ``group`` speaks to the ranks of ``pg``."""
+    if group is None:
+        return pg is dist.group.WORLD
+    return group is pg or (isinstance(group, str) and group == getattr(pg, "group_name", None))
 
 
 def in_a_call() -> None:
@@ -175,7 +245,7 @@ class _Peer:
     gone: str | None = None
     awaits: _Awaits | None = None
 
-    def update(self, text: Any, works: Any, awaits: Any) -> None:
+    def update(self, text: object, works: object, awaits: Any) -> None:
         self.text, self.works = str(text), bool(works)
         self.awaits = None if awaits is None else _Awaits(*awaits)
 
@@ -199,6 +269,8 @@ class Peers:
         self._token = ""
         self._changed: set[int] = set()  # ranks of which the others are to be told
         self._told: list[object] | None = None  # what this rank waits for, as the others know it
+        self._within: tuple[str | None, int] = None, 0  # the collective in which it was at the last beat
+        self._blocked: list[object] | None = None  # the one that it has not left since, as told
         self._tried, self._next_try = 0, 0.0
         self._next_beat = 0.0
         self._beat_s = BEAT_S * max(1.0, self.world / _RANKS_A_BEAT)
@@ -422,6 +494,7 @@ class Peers:
         if pg is None or not is_registered(pg):
             self._leave()
             return False
+        self._look_for_collective(pg)
         own, message = self._own(), {}
         news, self._told = own[2] != self._told, own[2]
         if self.rank == 0:
@@ -440,9 +513,17 @@ class Peers:
         for link in list(self._links.values()):
             link.send(message)
 
+    def _look_for_collective(self, pg: Any) -> None:
+        """Whether this rank waits in a collective of the user's, and has since the last beat."""
+        within, before = (_collective(pg), _collectives(pg)), self._within
+        self._within, self._blocked = within, None
+        if within == before and within[0] is not None:
+            awaits = _Awaits(f"torch.distributed.{within[0]}()", pg, within[1], collective=True)
+            self._blocked = awaits.told()
+
     def _own(self) -> list[Any]:
         awaits = _doing.awaits
-        return [_doing.text, _doing.works, None if awaits is None else awaits.told()]
+        return [_doing.text, _doing.works, self._blocked if awaits is None else awaits.told()]
 
     def _message(self) -> dict[str, Any]:
         return dict(zip(("text", "works", "awaits"), self._own(), strict=True))

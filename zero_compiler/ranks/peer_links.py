@@ -41,24 +41,26 @@ class PeerLink:
         """The messages that have come.
 
         Raises:
-            EOFError: and no more will.
+            EOFError: and no more will. The messages that came before the connection ended are returned first, also
+                where it was reset: the last of them may say why.
         """
+        end: EOFError | None = None
         try:
             while data := self.socket.recv(1 << 16):
                 self._in += data
                 if len(self._in) > _MOST_BYTES:
                     raise EOFError("no message of ours is so long")
-            ended = True
+            end = EOFError()
         except BlockingIOError:
-            ended = False
+            pass
         except (ConnectionResetError, BrokenPipeError):
-            raise EOFError from None
+            end = EOFError()
         except OSError as error:
-            raise EOFError(error.strerror or str(error)) from None
+            end = EOFError(error.strerror or str(error))
         *lines, rest = self._in.split(b"\n")
         self._in = bytearray(rest)
-        if ended and not lines:
-            raise EOFError
+        if end is not None and not lines:
+            raise end
         try:
             return [message for line in lines if isinstance(message := json.loads(line), dict)]
         except ValueError:

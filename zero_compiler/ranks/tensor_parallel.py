@@ -66,8 +66,9 @@ def part_of(name: str, param: torch.Tensor, group: Group) -> TensorPart | None:
             else f"the tensor-parallel dimension is {group.tensor.mesh}"
         )
         raise ShardError(
-            f"parameter {name} is a DTensor over {param.device_mesh} already, and {expected}; pass the mesh of both "
-            'dimensions, with the name "tp" for the one given to parallelize_module'
+            f"parameter {name} is a DTensor over {param.device_mesh} already, and {expected}: leave out "
+            "fully_shard (or what else distributes it over all ranks), or, after parallelize_module, pass the mesh of "
+            'both dimensions, with the name "tp" for the one given to parallelize_module'
         )
     (placement,) = param.placements
     if placement.is_partial():

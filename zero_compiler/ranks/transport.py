@@ -100,12 +100,11 @@ class Hosts:
     Args:
         segment: memory of the ranks of this host; nothing lies at rest in it.
         across: process group of the ranks with the same place, one a host. Nobody else holds it.
-        hosts: how many.
         pg: the model's process group, with which ``across`` ends.
     """
 
-    def __init__(self, segment: Segment, across: object, hosts: int, pg: dist.ProcessGroup) -> None:
-        self.segment, self.hosts = segment, hosts
+    def __init__(self, segment: Segment, across: object, pg: dist.ProcessGroup) -> None:
+        self.segment = segment
         self._across = held = [across]
         self._until = weakref.ref(pg, lambda _: held.clear())
 
@@ -117,12 +116,14 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Transport:
-    """What was chosen ("shared", "shared+c10d", "c10d" or "local"), why, and what it works with."""
+    """What was chosen ("shared", "shared+c10d", "c10d" or "local"), why, and what it works with; ``between``: of
+    "shared+c10d", how many hosts."""
 
     name: str
     reason: str
     segment: Segment | None = None
     hosts: Hosts | None = None
+    between: int = 1
 
     @property
     def shared(self) -> bool:
@@ -140,7 +141,12 @@ def home_bytes(layout: Layout) -> int:
 
 
 def choose(
-    group: Group, asked: str, key: str, layouts: Iterable[Layout], unplanned: str | None = None
+    group: Group,
+    asked: str,
+    key: str,
+    layouts: Iterable[Layout],
+    unplanned: str | None = None,
+    per_host: int | None = None,
 ) -> Transport:
     """The transport of one sharded model. Collective: every rank chooses the same, through the store.
 
@@ -149,6 +155,7 @@ def choose(
         key: names the model in the store.
         layouts: those of its parameters.
         unplanned: why no plan can be made for "shared", in words; between several hosts c10d is planned for.
+        per_host: of ranks that are only planned for, how many lie on a host; None: not known.
 
     Raises:
         ShardError: on every rank, when "shared" was asked for and cannot be.
@@ -157,7 +164,10 @@ def choose(
         return LOCAL
     if group.link is None:  # ranks that are planned for, and do not run
         if asked == "auto":
-            return Transport("c10d", "planned for ranks on any hosts")
+            where = "any hosts" if per_host is None else hosts_text(group.mesh.size(), per_host)
+            return Transport("c10d", f"planned for ranks on {where}")
+        if asked == "shared" and per_host is not None and group.world > per_host:
+            return _planned_between(group.world, per_host)
         return Transport(asked, "asked for")
     if asked == "c10d":
         return Transport("c10d", "asked for")
@@ -174,6 +184,29 @@ def choose(
     if _UNWATCHED in problem and group.everyone.rank == 0:
         _say_slower(problem)
     return Transport("c10d", f"no shared memory: {problem}")
+
+
+def hosts_text(ranks: int, per_host: int) -> str:
+    """On how many hosts so many ranks lie, in words."""
+    hosts = -(-ranks // per_host)
+    return "one host" if hosts == 1 else f"{hosts:,} hosts, {per_host} on each"
+
+
+def rank_hosts(group: Group, key: str) -> dict[int, int] | None:
+    """On which host each rank of the mesh is, by its number in the job; None where a rank cannot tell. Collective.
+
+    Args:
+        key: as for :func:`choose`.
+    """
+    everyone = group.everyone
+    try:
+        host = _host()
+    except OSError:
+        host = ""  # peers wait to hear
+    post_text(everyone, f"{key}/where", json.dumps([dist.get_rank(), host]))
+    found = [json.loads(text) for text in read_texts(everyone, f"{key}/where", _CHOOSING).values()]
+    names = {name: at for at, name in enumerate(dict.fromkeys(name for _, name in found))}
+    return None if "" in names else {rank: names[name] for rank, name in found}
 
 
 @functools.cache
@@ -228,7 +261,22 @@ def _set_up_together(group: Group, key: str, nbytes: int, unplanned: str | None)
     with answered(group, _CHOOSING):
         across = store_of(group).ask(lambda store: _gloo(store, name, host, hosts, timeout_s))
     reason = f"{hosts} hosts with {len(inside)} CPU ranks each"
-    return Transport("shared+c10d", reason, hosts=Hosts(segment, across, hosts, group.pg))
+    return Transport("shared+c10d", reason, hosts=Hosts(segment, across, group.pg), between=hosts)
+
+
+def _planned_between(world: int, per_host: int) -> Transport:
+    """What ranks would take that are asked to share memory, and are only planned for.
+
+    Raises:
+        ShardError: they could not.
+    """
+    if per_host == 1 or world % per_host:
+        raise ShardError(
+            f'transport="shared" is not possible for {world} ranks with {per_host} on a host, as the hardware file '
+            'says: several hosts must have equally many, and more than one; use "auto" or "c10d"'
+        )
+    hosts = world // per_host
+    return Transport("shared+c10d", f"{hosts} hosts with {per_host} CPU ranks each", between=hosts)
 
 
 def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dist.ProcessGroup:

@@ -3,218 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
-import weakref
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..config import Config
-from ..cost.prefetch import PrefetchChoice
-from ..cost.tier_placement import ASSUMED_STATE_BYTES
+from ..config import OPTIMIZERS
 from ..cost.timeline import Timeline, duration
-from ..ir.facts import ParamRef
+from ..ir.decisions import PlanDecisions
 from ..ir.program import Program
-from ..passes.base import ParamPlan
-from ..storage.resident_memory import Footprint
-from . import picture
+from . import picture, trace
+from .compare_traces import Comparison, compare_traces
+from .frame import Frame, Update
+from .memory import Memory
+from .step import MicroBatches, StepTime, step_of
 from .verdict import Verdict
 
-# What a process takes beyond its plan and what it had, of which nobody asks the system in advance. Measured by
-# `benchmarks/resident.py`: threads, buffers of libraries and the objects of a running loop; in the heap holes, of what
-# comes and goes there; tables of the system's own.
-_RUNNING_BYTES = 24 << 20
-_HOLES = 4  # one part in so many of what Programs add
-_TABLES = 256
-# What compiling leaves, where it was not measured: Dynamo's, AOTAutograd's and Inductor's objects.
-_COMPILED_BYTES = 64 << 20
-
-
-class PendingForward:
-    """A forward of a frame whose backward is still due."""
-
-
-@dataclass
-class Frame:
-    """One captured frame: its programs by phase, and the time of the passes."""
-
-    index: int
-    config: Config
-    params: Mapping[ParamRef, ParamPlan]
-    trace: Any
-    programs: dict[str, Program] = field(default_factory=dict)
-    timelines: dict[str, Timeline] = field(default_factory=dict)
-    choices: dict[str, PrefetchChoice] = field(default_factory=dict)
-    kept_bytes: int = 0
-    remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
-    offloaded: list[Any] = field(default_factory=list)  # facts.Away: what waits on another tier
-    held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
-    bucket_bytes: int = 0  # of full tensors; smaller transfers share a collective
-    bucket_why: str = ""
-    plans_tried: int = 0  # for a memory budget: how often a phase was lowered on trial
-    accumulating: tuple[Program, Timeline] | None = None  # of the backward under zero.no_sync
-    accumulation: str = ""  # of a library's micro-batches: how often gradients are sent, and why
-    code: str = ""  # what Dynamo compiled, as in Captured
-    saved_bytes: int = 0  # what forward hands to backward
-    sized: Any = None  # under a budget: its Programs at sizes of later calls, as `Sized`
-    planned_sizes: dict[str, int] = field(default_factory=dict)  # those that may change, as they were planned
-    behind: set[str] = field(
-        default_factory=set
-    )  # code that has run after its forward and before its backward
-    calls: weakref.WeakSet[PendingForward] = field(
-        default_factory=weakref.WeakSet
-    )  # whose backward is still due
-
-    @property
-    def saved_now(self) -> int:
-        """What its last forward has handed to backward, at the sizes that it had."""
-        now = None if self.sized is None else self.sized.saved_now
-        return self.saved_bytes if now is None else int(now)
-
-    def opened(self) -> PendingForward:
-        """Note a forward; what is returned lives until its backward has run."""
-        call = PendingForward()
-        self.calls.add(call)
-        return call
-
-    def add(self, program: Program, kept_bytes: int, timeline: Timeline, choice: PrefetchChoice) -> None:
-        self.programs[program.phase] = program
-        self.timelines[program.phase] = timeline
-        self.choices[program.phase] = choice
-        self.kept_bytes = max(self.kept_bytes, kept_bytes)
-        if {o.name for o in self.offloaded} & timeline.away_us.keys():
-            # What the planner reckoned with stands on the times of operators alone: here is what the Programs say.
-            paid = [t.away_us for t in self.timelines.values()]
-            self.offloaded = [
-                replace(o, us=math.fsum(us.get(o.name, 0.0) for us in paid)) for o in self.offloaded
-            ]
-
-    def every_program(self) -> list[Program]:
-        """Those of its phases, and that of the backward under ``zero.no_sync``."""
-        return [*self.programs.values(), *([self.accumulating[0]] if self.accumulating else [])]
-
-    def every_timeline(self) -> dict[str, Timeline]:
-        """Theirs, by title."""
-        more = {self.accumulating[0].title: self.accumulating[1]} if self.accumulating else {}
-        return {**self.timelines, **more}
-
-    def accumulating_lines(self) -> list[str]:
-        """That one in short: it differs from the backward in its reductions alone."""
-        if self.accumulating is None:
-            return []
-        program, timeline = self.accumulating
-        count = len({(k.owner, name) for k in program.keeps for name in k.names})
-        return [
-            "",
-            f"frame {self.index}, {program.title}: {len(program.instrs)} instructions on the same segments, "
-            f"{count} gradients kept in {program.waiting_bytes:,} bytes instead of reduced, "
-            f"arena {program.buffer_bytes:,} bytes, peak {max(program.live, default=0):,} bytes",
-            timeline.lines()[0],
-        ]
-
-
-@dataclass(frozen=True)
-class Update:
-    """The optimizer's step: ``early`` turns of it run while backward does and are in its timeline; ``late`` ones follow
-    in ``timeline``. ``what`` says which optimizer, and whether it was assumed."""
-
-    what: str
-    early: int
-    late: int
-    timeline: Timeline
-
-    def lines(self) -> list[str]:
-        """For the report."""
-        when = [
-            f"{n} {where}"
-            for n, where in ((self.early, "while backward runs"), (self.late, "behind it"))
-            if n
-        ]
-        lines = self.timeline.lines() if self.late else []
-        return [f"update: {self.early + self.late} turns, {', '.join(when)} ({self.what})", *lines]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain JSON values."""
-        return {
-            "what": self.what,
-            "early": self.early,
-            "late": self.late,
-            "timeline": self.timeline.to_dict(),
-        }
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Predicted bytes of one rank on the compute device.
-
-    ``parameters``, ``gradients``, ``optimizer``, ``kept`` (gathered weights that stay: stages 1 and 2, and of stage 3
-    those for which a memory budget has room) and ``arena`` (gather buffers and staging) lie there between steps;
-    ``programs`` is what a Program holds beyond all of that when it holds most. Gradients make room for activations:
-    they count from when they are reduced until the next forward, which finds them dropped (``zero_grad()``). ``host``
-    are the buffers on the host through which files are read and written; they count where the CPU is the compute
-    device. ``files`` are bytes at rest in files, which do not count. ``assumed`` are the bytes of optimizer states,
-    wherever they rest, that no ``zero.optimizer`` has told. ``waiting`` are the full gradients that a step under
-    ``zero.no_sync`` keeps from one backward to the next, in ``reduce_dtype``; ``accumulating`` is what such a step
-    holds when it holds most, in place of ``gradients`` and ``programs``. ``apart`` are bytes in the memory of an
-    accelerator's host, which do not count: what rests there, and the buffers of files. ``elsewhere``: the memory of the
-    compute device is not the process's. ``footprint``: what the process has beside all of this, where it was measured.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    kept: int
-    arena: int
-    programs: int
-    host: int = 0
-    files: int = 0
-    assumed: int = 0
-    waiting: int = 0
-    accumulating: int = 0
-    apart: int = 0
-    elsewhere: bool = False
-    footprint: Footprint | None = field(default=None, compare=False)
-
-    @property
-    def at_rest(self) -> int:
-        """After ``optimizer.step()``, before ``zero_grad()``."""
-        return self.parameters + self.gradients + self.optimizer + self.kept + self.arena + self.host
-
-    @property
-    def peak(self) -> int:
-        """Of a step that begins without gradients. One that adds to gradients holds ``gradients`` once more."""
-        return self.at_rest + self.programs
-
-    @property
-    def accumulating_peak(self) -> int:
-        """Of a step that begins without gradients, and whose backwards but the last run under ``zero.no_sync``."""
-        return self.at_rest - self.gradients + self.accumulating
-
-    @property
-    def planned(self) -> int:
-        """Of the plan, what is in the memory of the process."""
-        return self.apart if self.elsewhere else self.peak
-
-    @property
-    def overhead(self) -> int:
-        """What a process takes beside, derived: see `_RUNNING_BYTES`, `_HOLES` and `_TABLES`."""
-        holes = 0 if self.elsewhere else self.programs // _HOLES
-        return _RUNNING_BYTES + holes + self.planned // _TABLES
-
-    @property
-    def compiled(self) -> int:
-        """What compiling leaves in the process: measured, or assumed where nothing was compiled."""
-        return self.footprint.compiled if self.footprint and self.footprint.frames else _COMPILED_BYTES
-
-    @property
-    def resident(self) -> int:
-        """Expected resident memory of the process, as a container counts it, without pages of files, which the system
-        takes back. Where ``footprint`` is None, without what the process has beside the plan."""
-        had, compiling = (self.footprint.had, self.footprint.compiling) if self.footprint else (0, 0)
-        steps = self.planned + self.overhead
-        # Nothing has been gathered or computed when a model is compiled.
-        compiles = (0 if self.elsewhere else self.parameters) + compiling + _RUNNING_BYTES
-        return had + self.compiled + max(steps, compiles)
+_NUMBER = re.compile(r"\.\d+\.")  # of a layer, in the name of a parameter
+_MANY_NOTES = 4
 
 
 @dataclass(frozen=True)
@@ -233,15 +39,32 @@ class Report:
     placement: tuple[str, ...] = ()
     copies: int = 1  # ranks that hold the same rows as this one, itself included
     tensor_ranks: int = 1  # over which tensor parallelism has placed parameters
+    hosts: int | None = None  # on which the ranks lie; None: the hardware file says nothing of several hosts
+    hosts_of_shards: int | None = None  # on which those lie that hold parts of the same parameters
     update: Update | None = None  # where a plan knows of one
+    given: MicroBatches = field(default_factory=MicroBatches)  # to one rank in a step
+    hardware: str = ""  # name of the machine that the plan is made for
+    calibration: str = ""  # what calibration would bring, where that can be known
+    helps: tuple[str, ...] = ()  # what would shorten the step, where that was planned
     verdict: Verdict | None = None  # whether it fits the hardware that it was made for
     model: str = ""  # what was planned, where the command line has made it
+    decisions: PlanDecisions | None = None  # apart from what follows from them; None: nothing is planned
+
+    @property
+    def step(self) -> StepTime:
+        """Predicted: forward and backward of all frames for every micro-batch, and the update."""
+        update = None if self.update is None else self.update.timeline
+        return step_of(self.frames, update, self.given, self.world * self.copies, self.hardware)
 
     @property
     def step_us(self) -> float:
-        """Predicted time of a step: forward and backward of all frames, and the update."""
-        phases = [t.total_us for f in self.frames for p, t in f.timelines.items() if p in picture.STEP]
-        return math.fsum([*phases, *([self.update.timeline.total_us] if self.update is not None else [])])
+        """Predicted time of a step."""
+        return self.step.us
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted, of a step with all of its micro-batches."""
+        return self.memory.peak_of(self.given)
 
     # Long: one line for each field of the JSON.
     def to_dict(self) -> dict[str, object]:
@@ -249,10 +72,13 @@ class Report:
         return {
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
             "model": self.model,
+            "decisions": None if self.decisions is None else self.decisions.to_dict(),
             "rank": self.rank,
             "world": self.world,
             "copies": self.copies,
             "tensor_ranks": self.tensor_ranks,
+            "hosts": self.hosts,
+            "hosts_of_shards": self.hosts_of_shards,
             "stage": self.stage,
             "planned_only": self.planned_only,
             "transport": self.transport,
@@ -263,7 +89,7 @@ class Report:
                 "gradients_bytes": self.memory.gradients,
                 "optimizer_bytes": self.memory.optimizer,
                 "optimizer_assumed_bytes": self.memory.assumed,
-                "optimizer_assumed_bytes_per_element": ASSUMED_STATE_BYTES,
+                "optimizer_assumed": self.memory.assumed_optimizer,
                 "kept_bytes": self.memory.kept,
                 "arena_bytes": self.memory.arena,
                 "host_bytes": self.memory.host,
@@ -302,6 +128,8 @@ class Report:
                     "bucket_why": f.bucket_why,
                     **({"accumulation": f.accumulation} if f.accumulation else {}),
                     **({"plans_tried": f.plans_tried} if f.plans_tried else {}),
+                    **({"search_ended": f.search_ended} if f.search_ended else {}),
+                    **({"stored": f.stored} if f.stored else {}),
                     "held_bytes": f.held_bytes,
                     "offloaded": [asdict(o) for o in f.offloaded],
                     "remade": [asdict(r) for r in f.remade],
@@ -310,6 +138,9 @@ class Report:
                 for f in self.frames
             ],
             "update": None if self.update is None else self.update.to_dict(),
+            "step": self.step.to_dict(),
+            "what_helps": list(self.helps),
+            **({"calibration": self.calibration} if self.calibration else {}),
             "step_us": self.step_us,
         }
 
@@ -320,15 +151,32 @@ class Report:
     def save_trace(self, path: str) -> None:
         """The predicted timelines in Chrome's trace format: open it in Perfetto or ``chrome://tracing``."""
         with open(path, "w") as f:
-            json.dump(picture.trace(self.frames, self._late()), f)
+            json.dump(self._trace(), f)
+
+    def compare(self, trace: object) -> Comparison:
+        """Predicted beside measured, for each instruction and lane, largest difference first: print what is returned.
+
+        Args:
+            trace: path of a Chrome trace that ``torch.profiler`` exported (.json or .json.gz) after compiled steps of
+                this model in this process; or the profiler, once it has ended, where it has not exported it: it can do
+                so once.
+
+        Raises:
+            ConfigError: it is no such trace, or no Program of this model ran while it was recorded.
+        """
+        return compare_traces(self._trace(), trace)
 
     def save_html(self, path: str) -> None:
-        """The plan as one page: the lanes of every phase as a picture, live bytes below, and the text of the plan.
+        """The plan as one page: memory over the step by what it is, the buffers of every arena, the lanes, and the text
+        of the plan.
 
         The page needs nothing from elsewhere.
         """
-        with open(path, "w") as f:
-            f.write(picture.page(self.frames, self.summary(), self._late()))
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(picture.page(self))
+
+    def _trace(self) -> dict[str, Any]:
+        return trace.trace(self.frames, self._late())
 
     def _late(self) -> Timeline | None:
         return self.update.timeline if self.update is not None and self.update.late else None
@@ -344,6 +192,16 @@ class Report:
             for b in sorted(budgets)
         ]
 
+    def _hosts(self) -> list[str]:
+        """On how many hosts the ranks are whose transfers were timed."""
+        if self.hosts is None:
+            return []
+        ranks = self.world * self.copies * self.tensor_ranks
+        if self.hosts == 1:
+            return [f"hosts: one, for all {ranks:,} ranks"]
+        over = f"every parameter is partitioned over {self.hosts_of_shards:,} of them"
+        return [f"hosts: {self.hosts:,} for {ranks:,} ranks; {over}"]
+
     def summary(self) -> str:
         """The text without the instructions of the Programs."""
         return self._text(instructions=False)
@@ -358,12 +216,13 @@ class Report:
             + (f", {self.copies} replicas" if self.copies > 1 else "")
             + (f", {self.tensor_ranks} tensor-parallel ranks" if self.tensor_ranks > 1 else ""),
             f"transport between ranks: {self.transport} ({self.transport_reason})",
+            *self._hosts(),
             *(f"at rest: {line}" for line in self.placement),
             "",
             "bytes of this rank on the compute device",
             f"  parameters at rest        {m.parameters:>16,}",
             f"  gradients                 {m.gradients:>16,}",
-            f"  optimizer states          {m.optimizer:>16,}   {_known(m.assumed)}",
+            f"  optimizer states          {m.optimizer:>16,}   {_known(m)}",
             f"  weights kept gathered     {m.kept:>16,}",
             f"  arena for transfers       {m.arena:>16,}",
             *([f"  buffers to read and write files {m.host:>10,}"] if m.host else []),
@@ -387,42 +246,89 @@ class Report:
                 "not compiled yet: call the model, or pass example_inputs=(...) to plan without running",
             ]
         for frame in self.frames:
-            for phase, program in frame.programs.items():
-                peak = max(program.live, default=0)
-                lines += [
-                    "",
-                    f"frame {frame.index}, {phase}: {len(program.instrs)} instructions, "
-                    f"{len(program.structures)} segments of {len(program.segments)} structures, "
-                    f"arena {program.buffer_bytes:,} bytes, peak {peak:,} bytes",
-                    *_beside(program),
-                    *frame.timelines[phase].lines(),
-                    frame.choices[phase].text(),
-                    *([program.text()] if instructions else []),
-                ]
-                lines += [f"note: {n}" for n in program.notes]
-                if phase == "backward":
-                    lines += frame.accumulating_lines()
-            if frame.planned_sizes:
-                sizes = ", ".join(f"{name} = {n:,}" for name, n in frame.planned_sizes.items())
-                lines.append(f"bytes are counted at {sizes}; these may change from call to call")
-            lines.append(
-                f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}"
-            )
-            if frame.accumulation:
-                lines.append(f"accumulation: {frame.accumulation}")
-            if frame.plans_tried:
-                lines.append(f"phases were lowered {frame.plans_tried} times on trial for the memory budget")
-            if "backward" in frame.programs:
-                lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
-            for tier, what in (("host", "waits on the host"), ("nvme", "waits in files")):
-                lines += activation_lines(what, [o for o in frame.offloaded if o.tier == tier])
-            lines += activation_lines("is made again in backward", frame.remade)
-            lines.append(f"passes took {frame.trace.seconds:.3f} s")
+            lines += _frame(frame, instructions)
         if self.update is not None:
             lines += ["", *self.update.lines()]
-            if self.frames:
-                lines.append(f"predicted step: {self.step_us / 1e3:.2f} ms with its update")
+        if self.update is not None and self.frames:
+            lines += self.step.lines()
+        if self.calibration:
+            lines += ["", self.calibration]
+        if self.helps:
+            lines += ["what would help, each of them planned:", *(f"  {line}" for line in self.helps)]
         return "\n".join(lines)
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    """Notes of a Program; of many that differ in the number of the layer alone the first, and how many there are."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        alike.setdefault(_NUMBER.sub(".", note.split(": ", 1)[-1]), []).append(note)
+    lines = []
+    for same in alike.values():
+        shown = same if len(same) < _MANY_NOTES else same[:1]
+        lines += [f"note: {note}" for note in shown]
+        lines += [f"note: the same of {len(same) - 1:,} other layers"] if len(shown) < len(same) else []
+    return lines
+
+
+def _frame(frame: Frame, instructions: bool) -> list[str]:
+    lines: list[str] = []
+    for phase, program in frame.programs.items():
+        peak = max(program.live, default=0)
+        lines += [
+            "",
+            f"frame {frame.index}, {phase}: {len(program.instrs)} instructions, "
+            f"{len(program.structures)} segments of {len(program.segments)} structures, "
+            f"arena {program.buffer_bytes:,} bytes, peak {peak:,} bytes",
+            *_beside(program),
+            *frame.timelines[phase].lines(),
+            frame.choices[phase].text(),
+            *([program.text()] if instructions else []),
+        ]
+        lines += _notes(program.notes)
+        if phase == "backward":
+            lines += frame.accumulating_lines()
+    if frame.planned_sizes:
+        sizes = ", ".join(f"{name} = {n:,}" for name, n in frame.planned_sizes.items())
+        lines.append(f"bytes are counted at {sizes}; these may change from call to call")
+    lines.append(f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}")
+    lines += _quantised(frame)
+    if frame.accumulation:
+        lines.append(f"accumulation: {frame.accumulation}")
+    if frame.stored:
+        lines.append(f"what was decided is what an earlier start has found ({frame.stored})")
+    if frame.plans_tried:
+        ended = f"; no more were tried: {frame.search_ended}" if frame.search_ended else ""
+        lines.append(f"phases were lowered {frame.plans_tried} times on trial for the memory budget{ended}")
+    if "backward" in frame.programs:
+        lines.append(f"most activations that backward holds: {frame.held_bytes:,} bytes")
+    for tier, what in (("host", "waits on the host"), ("nvme", "waits in files")):
+        lines += activation_lines(what, [o for o in frame.offloaded if o.tier == tier])
+    lines += activation_lines("is made again in backward", frame.remade)
+    lines.append(f"passes took {frame.trace.seconds:.3f} s")
+    return lines
+
+
+def _quantised(frame: Frame) -> list[str]:
+    """How many weights travel in 8 bits, and what that saves, where it was asked for."""
+    asked = frame.config.gather_dtype
+    if asked is None:
+        return []
+    count = sum(plan.wire is not None for plan in frame.params.values())
+    if not count:
+        return [f"no weight travels in {asked}: nothing is sent, or no step would take less time for it"]
+    moved = [
+        g
+        for phase, program in frame.programs.items()
+        for g in program.gathers
+        if g.wire and not (g.kept and phase == "backward")
+    ]
+    sent, whole = (sum(g.sent_bytes for g in some) for some in (moved, [replace(g, wire="") for g in moved]))
+    return [
+        f"{count} of {len(frame.params)} weights travel in {asked}: {sent:,} bytes of this rank's rows instead of "
+        f"{whole:,}, in all gathers together; the others are vectors, or a step would "
+        "take no less time for them"
+    ]
 
 
 def _beside(program: Program) -> list[str]:
@@ -461,10 +367,13 @@ def _resident(m: Memory) -> list[str]:
     return lines
 
 
-def _known(assumed: int) -> str:
-    if assumed:
-        return f"{assumed:,} assumed, here or in files: two fp32 values a parameter"
-    return "as its zero.optimizer keeps them"
+def _known(m: Memory) -> str:
+    if not m.assumed_optimizer:
+        return "as its zero.optimizer keeps them"
+    values = [
+        f"{kind}, {OPTIMIZERS[kind]} fp32 values a parameter" for kind in m.assumed_optimizer.split(", ")
+    ]
+    return f"{m.assumed:,} assumed, here or in files: {'; '.join(values)}"
 
 
 _SHOWN = 12  # kinds of tensors that are not held, in the text; all of them are in the JSON

@@ -75,14 +75,14 @@ class Verdict:
     Args:
         hardware: name of the machine, as its description has it.
         tiers: the device first; others only where the plan takes bytes of them.
-        assumed: nobody has said which machine: it was not calibrated, and no other one was named.
+        assumed: why this machine was taken where nobody has said which; "": somebody has.
         planned: Programs are known; else ``tiers`` have what rests between steps alone.
         change: what would fit where this does not, or why nothing is named; "": nobody has looked.
     """
 
     hardware: str
     tiers: tuple[TierUse, ...]
-    assumed: bool = False
+    assumed: str = ""
     planned: bool = True
     change: str = ""
 
@@ -104,11 +104,7 @@ class Verdict:
             what = f"not planned yet; at rest on {self.hardware}"
         # Of a plan that does not fit, what is too much comes first.
         uses = sorted(self.tiers, key=lambda use: use.fits is not False)
-        aside = (
-            " (taken because no hardware was named and this machine was not calibrated)"
-            if self.assumed
-            else ""
-        )
+        aside = f" (taken because no hardware was named and {self.assumed})" if self.assumed else ""
         change = f"; {self.change}" if self.change else ""
         return f"{what}{aside}: {', '.join(use.text() for use in uses)}{change}"
 
@@ -117,7 +113,7 @@ class Verdict:
         return {
             "fits": self.fits,
             "hardware": self.hardware,
-            "assumed": self.assumed,
+            "assumed": bool(self.assumed),
             "planned": self.planned,
             "tiers": [use.to_dict() for use in self.tiers],
             "change": self.change,
@@ -126,7 +122,7 @@ class Verdict:
 
 
 def verdict_of(
-    spec: HardwareSpec, needed_bytes: Mapping[str, int], *, assumed: bool = False, planned: bool = True
+    spec: HardwareSpec, needed_bytes: Mapping[str, int], *, assumed: str = "", planned: bool = True
 ) -> Verdict:
     """The verdict on a plan whose ranks take so many bytes of each tier ("device", "host", "nvme") of ``spec``."""
     available = {"device": spec.memory_bytes, "host": spec.host_memory_bytes, "nvme": spec.nvme_bytes}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..layout import Layout
+from ..quantised_blocks import pack, unpack
 from ..ranks.failing import noticed
 from ..ranks.group import Group, first_rank
 from ..ranks.peer_waits import answered
@@ -33,17 +34,33 @@ def flat_chunk(layout: Layout, local: torch.Tensor) -> torch.Tensor:
     return chunk
 
 
-def gather(group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The full weight in ``dtype`` on the compute device, newly allocated where there is more than one rank."""
+def gather(
+    group: Group, layout: Layout, local: torch.Tensor, dtype: torch.dtype, wire: torch.dtype | None = None
+) -> torch.Tensor:
+    """The full weight in ``dtype`` on the compute device, newly allocated where there is more than one rank.
+
+    Args:
+        wire: of 8 bits, that it travels in (see `quantised_blocks.py`); None: in ``dtype``.
+    """
     device = local.device if local.is_meta else group.device
     if not layout.sharded or group.world == 1:
         full = local.detach().to(device, dtype)
         return full.view(layout.shape) if layout.sharded else full
-    chunk = flat_chunk(layout, local).to(device, dtype)
-    out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=chunk.device)
+    out = torch.empty(group.world * layout.chunk_numel, dtype=dtype, device=device)
+    if wire is None:
+        _all_gather(group, out, flat_chunk(layout, local).to(device, dtype))
+    else:
+        packed = pack(flat_chunk(layout, local).to(device), layout.row_numel, wire)
+        arrived = packed.new_empty(group.world * packed.numel())
+        _all_gather(group, arrived, packed)
+        for rows, of in zip(out.chunk(group.world), arrived.chunk(group.world), strict=True):
+            unpack(of, layout.chunk_numel, layout.row_numel, wire, rows)
+    return out[: layout.numel].view(layout.shape)
+
+
+def _all_gather(group: Group, out: torch.Tensor, chunk: torch.Tensor) -> None:
     with answered(group, "gather of a weight"):
         all_gather_flat(out, chunk, group=group.pg)
-    return out[: layout.numel].view(layout.shape)
 
 
 def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch.dtype) -> torch.Tensor:

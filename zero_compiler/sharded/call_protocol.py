@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from ..config import Config
 from ..cost.hardware import HardwareSpec
 from ..errors import CaptureError, TransferError
+from ..ir.plan_file import digest_at
 from ..ranks.call_handshake import meet, short_digest
 from ..ranks.group import Group
 from .managed_parameters import ParamInfo
@@ -38,9 +39,14 @@ class CallProtocol:
         self._config = config
         self._hardware = hardware
         self._params = params
+        self._plan = digest_at(config.plan)  # as it is now: the file may be edited while a model trains
         self._digests: dict[tuple[str, str], bytes] = {}
         self.only_planned = False
         self.broken: str | None = None
+
+    def plan_for(self, hardware: HardwareSpec) -> None:
+        """What plans are made for from here on, the same on all ranks; before the first call."""
+        self._hardware = hardware
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_digests": {}}  # a copy of the model has a title of its own
@@ -85,9 +91,11 @@ class CallProtocol:
 
     def describe(self) -> str:
         """What ranks must agree on: parameters, layout, configuration; one line each."""
-        config = {k: v for k, v in self._config.to_dict().items() if k != "nvme_dir"}
+        config = {k: v for k, v in self._config.to_dict().items() if k not in ("nvme_dir", "plan")}
         if self._config.nvme_dir is not None:
             config["nvme_dir"] = "given"  # each rank may have its own
+        if self._plan:
+            config["plan"] = f"a file with decisions {self._plan}"
         spec, group = self._hardware, self._group
         config["hardware"] = f"{spec.name}, {spec.date}, {spec.digest()}"
         dims = " x ".join(f"{role} {n}" for role, n in zip(group.roles, group.mesh.shape, strict=True))

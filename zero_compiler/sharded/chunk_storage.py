@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from ..config import Config
 from ..cost.hardware import HardwareSpec
+from ..cost.placed_hardware import placed
 from ..errors import ConfigError, ShardError, StorageError
 from ..layout import Layout
 from ..ranks.agreement import digest, raise_together
 from ..ranks.group import Group
-from ..ranks.transport import Transport, choose
+from ..ranks.transport import Transport, choose, rank_hosts
 from ..storage.stores import Nvme
 from . import blocking_transfers
 from .files import Files, PlannedWrites
@@ -50,8 +51,12 @@ class ChunkStorage:
         self._nvme: Nvme | None = None  # made when first needed
         self._refused: ShardError | StorageError | None = None  # room for a parameter, while it is sharded
 
-    def choose_transport(self, spec: HardwareSpec) -> None:
-        """Choose the transport, with the other ranks; the parameters are known, and not installed yet."""
+    def choose_transport(self, spec: HardwareSpec) -> HardwareSpec:
+        """Choose the transport, with the other ranks; the parameters are known, and not installed yet.
+
+        Returns:
+            ``spec`` with these ranks on the hosts on which they are.
+        """
         # What rests on another tier is brought into buffers: there is nothing at rest that peers could read.
         layouts = [i.layout for i in self._params.values() if not self._tiers.path("params", i.name)]
         unplanned = (
@@ -59,7 +64,16 @@ class ChunkStorage:
         )
         # Models of other ranks may have the same group of ranks along one dimension of a mesh.
         key = f"transport/{digest(str(shared_by(self._group))).hex()[:16]}/{self._identity.title()}"
-        self.transport = choose(self._group, self._config.transport, key, layouts, unplanned)
+        per_host = None if spec.between_hosts is None else spec.devices_per_host
+        self.transport = choose(self._group, self._config.transport, key, layouts, unplanned, per_host)
+        if spec.between_hosts is None:
+            return spec
+        where = None
+        if not self._group.one_rank:
+            where = rank_hosts(self._group, key)
+            if where is None:
+                return spec
+        return placed(spec, self._group, where, once=self.transport.between > 1)
 
     def make_room(self, params: Mapping[str, torch.Tensor], there: Collection[str] = ()) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.

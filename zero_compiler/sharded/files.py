@@ -11,7 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..alignment import block_aligned
+from ..ir.transfers import file_of, gradient_of, start_of
 from ..layout import Layout
+from ..ranges import ranged
 from ..storage.stores import FileStore, Nvme, Region, watch
 from ..storage.writeback_buffers import Landing, write_buffers
 from . import grads
@@ -219,7 +221,9 @@ class GradientFiles:
 
     def _write(self, name: str, local: torch.Tensor, begin: int = 0) -> None:
         """Start to write to the file of ``name``, from byte ``begin`` on."""
-        self.landing().write(self._regions[name], local, begin)
+        file = file_of(gradient_of(name))
+        with ranged(start_of(file), file):
+            self.landing().write(self._regions[name], local, begin)
 
     def has(self, name: str) -> bool:
         """Whether a gradient has landed in this backward, and is not complete."""

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import GradientError, ShardError
 from ..ir.transfers import Part
 from ..layout import Layout, tiled_rows
+from ..ranges import ranged
 from ..ranks.group import Group
 from . import blocking_transfers
 
@@ -72,7 +73,7 @@ class PendingGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+        cls, func: object, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         first = args[0] if args else None
         if isinstance(first, PendingGrad):
@@ -127,7 +128,7 @@ class AppliedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+        cls, func: object, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
             return args[0]
@@ -252,17 +253,23 @@ def _taker(sharded_model: _Trained, name: str, param: DTensor) -> Sink | None:
     return sink
 
 
-def handed_on(param: DTensor, local: torch.Tensor | None, runs: bool) -> DTensor | None:
-    """What autograd is to add to ``.grad``, of this rank's reduced rows; None where there is nothing left to add.
+def handed_on(
+    params: Sequence[DTensor], given: Sequence[torch.Tensor | None], runs: Sequence[bool]
+) -> list[DTensor | None]:
+    """What autograd is to add to each ``.grad``, of this rank's reduced rows; None where there is nothing left to add.
 
     Args:
         runs: whether the backward comes to where autograd adds to ``.grad``.
     """
-    if local is None:
-        return None
-    # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
-    direct = runs and param.requires_grad and not hooked(param)
-    return None if direct and _added(param, local) else as_dtensor(param, local)
+    out: list[DTensor | None] = []
+    for param, local, run in zip(params, given, runs, strict=True):
+        if local is None:
+            out.append(None)
+            continue
+        # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
+        direct = run and param.requires_grad and not hooked(param)
+        out.append(None if direct and _added(param, local) else as_dtensor(param, local))
+    return out
 
 
 def check_unhooked(param: DTensor, name: str) -> None:
@@ -348,8 +355,10 @@ HOOKS = "_zero_hooks"  # of a parameter: ids of hooks that are not the user's
 
 def hooked(param: torch.Tensor, ours: Collection[int] = ()) -> bool:
     """Whether the user has hooks on the parameter that are to see its gradient; ``ours`` are the ids of our own."""
-    other = param.__dict__.get(HOOKS, ())
     both = (param._backward_hooks, param._post_accumulate_grad_hooks)
+    if both == (None, None):  # as nearly all, of which each is asked in every backward
+        return False
+    other = param.__dict__.get(HOOKS, ())
     return any(k not in ours and k not in other for hooks in both if hooks for k in hooks)
 
 
@@ -406,11 +415,13 @@ def flush_at_end(sharded_model: _Trained) -> None:
             param = sharded_model.find(name)
             grad = getattr(param, "grad", None)
             if isinstance(grad, PendingGrad):
-                sharded_model.meet(f"eager reduction of the gradient of {name}")
-                param.grad = grad.base
-                rows = blocking_transfers.reduce(
-                    sharded_model.group, info.layout, grad.full, info.reduce_dtype
-                )
+                what = f"eager reduction of the gradient of {name}"
+                with ranged(what):
+                    sharded_model.meet(what)
+                    param.grad = grad.base
+                    rows = blocking_transfers.reduce(
+                        sharded_model.group, info.layout, grad.full, info.reduce_dtype
+                    )
                 publish(param, rows.to(param._local_tensor.device))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)

@@ -69,7 +69,12 @@ def check_not_replaced(places: Mapping[str, Places], plain: set[int]) -> None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a tensor, without autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return sized_as_local(tensor).detach()
+
+
+def sized_as_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The same to be asked for sizes: no tensor is made, which takes a while where there are only fake ones."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def in_file(tensor: torch.Tensor) -> bool:
@@ -80,4 +85,4 @@ def in_file(tensor: torch.Tensor) -> bool:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the rows of ``tensor`` have no values, since only a plan is made."""
-    return isinstance(local_of(tensor), FakeTensor)
+    return isinstance(sized_as_local(tensor), FakeTensor)

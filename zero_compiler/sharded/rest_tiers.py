@@ -11,6 +11,8 @@ from ..config import TIER_FIELDS, Config
 from ..cost.hardware import HardwareSpec
 from ..cost.tier_placement import Given, Placed, tiers_of
 from ..errors import ConfigError
+from ..ir.decisions import dtype_name
+from ..ir.plan_file import load
 from ..ranks.group import Group
 from .managed_parameters import ParamInfo
 
@@ -63,7 +65,22 @@ class RestTiers:
             name: Given(info.layout, params[name].requires_grad, (fixed or {}).get(name))
             for name, info in infos.items()
         }
-        self.placed = tiers_of(self._config, self.apart, given, spec)
+        self.placed = self._placed(given, infos, spec)
+
+    def _placed(
+        self, given: Mapping[str, Given], infos: Mapping[str, ParamInfo], spec: HardwareSpec
+    ) -> Placed:
+        if self._config.plan is None:
+            return tiers_of(self._config, self.apart, given, spec)
+        plan = load(self._config.plan)
+        plan.check_weights(
+            {name: (info.shape, dtype_name(info.layout.dtype)) for name, info in infos.items()}
+        )
+        wanted = {(kind, name): tier for name in infos for kind, tier in plan.weight(name).rests.items()}
+        try:
+            return tiers_of(self._config, self.apart, given, spec, wanted)
+        except ConfigError as error:
+            raise plan.refuse(str(error)) from None
 
     @property
     def apart(self) -> bool:

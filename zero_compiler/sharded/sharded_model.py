@@ -12,20 +12,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config import Config
-from ..cost import hardware
+from ..cost import hardware, processors
 from ..cost.hardware import HardwareSpec
+from ..cost.placed_hardware import over_c10d
 from ..errors import ShardError
 from ..ir import ops
+from ..ranges import ranged
+from ..ranks.agreement import decide
 from ..ranks.group import Group
 from ..ranks.transport import COPIED, LOCAL, Transport
 from ..storage import heap
 from ..storage.resident_memory import Footprint
 from ..storage.stores import watch
-from ..tensors.full_weight import Read
+from ..tensors.full_weight import FULL, Read
 from . import blocking_transfers, grads, parameter_errors
 from .agreed_choices import AgreedChoices
 from .call_protocol import CallProtocol
 from .chunk_storage import ChunkStorage
+from .gather_wire import wire_of
 from .gradient_storage import GradientStorage
 from .managed_parameters import ParamInfo, Places, find, local_of, standing
 from .model_identity import ModelIdentity
@@ -64,7 +68,7 @@ class Scope:
 
     def __init__(self) -> None:
         self.compile: Callable[[object], Callable[..., object]] | None = None
-        self.again: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
+        self.again: WeakKeyDictionary[nn.Module, Callable[..., object]] = WeakKeyDictionary()
         self.entered: CompiledOnce | None = None
         self.begun: tuple[CompiledOnce | None, object] = None, None
         self.eager = False
@@ -143,7 +147,7 @@ class ShardedModel:
 
     def __init__(self, group: Group, config: Config, scope: Scope | None = None) -> None:
         identity = ModelIdentity(group)  # first: what fails on one rank below has not kept it from counting
-        tiers, spec = RestTiers(group, config), hardware.load(config.hardware)
+        tiers, spec = RestTiers(group, config), hardware.load(config.hardware, processor="")
         params: dict[str, ParamInfo] = {}
         made = _Copied(
             identity=identity,
@@ -225,6 +229,7 @@ class ShardedModel:
 
     def __setstate__(self, state: _Copied) -> None:
         self._begin(state, COPIED if state["group"].world > 1 else LOCAL)
+        self.hardware = over_c10d(self.hardware)
 
     def belong(self, scope: Scope) -> None:
         """Be a part of the model that ``scope`` is of, and of no other."""
@@ -270,6 +275,12 @@ class ShardedModel:
             ShardError: it was deleted or replaced, in one of the places to which it was tied maybe, or is whole for the
                 time of a ``zero.gathered``.
         """
+        places = self.places[name]
+        if len(places) == 1:  # as nearly all, of which each is asked for in every call: so without a function
+            module, attribute = places[0]
+            found = module._parameters.get(attribute)
+            if isinstance(found, DTensor) and FULL not in found.__dict__:
+                return found
         module, attribute = self.place_of(name)
         return module._parameters[attribute]
 
@@ -295,8 +306,12 @@ class ShardedModel:
 
     # Eager meaning of the markers (ops.Owner).
     def gather_now(self, name: str, shard_: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        self.meet(f"eager gather of {name}")
-        return blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype)
+        """The full weight, as compiled code has it."""
+        wire = wire_of(self, name)
+        what = f"eager gather of {name}" + ("" if wire is None else f" as {self.config.gather_dtype}")
+        with ranged(what):
+            self.meet(what)
+            return blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype, wire)
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         if self.defers:
@@ -304,9 +319,27 @@ class ShardedModel:
                 'zero.no_sync needs backend="zero" or no compile; another backend runs this graph'
             )
         info = self.params[name]
-        self.meet(f"eager reduction of the gradient of {name}")
-        return blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype)
+        what = f"eager reduction of the gradient of {name}"
+        with ranged(what):
+            self.meet(what)
+            return blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype)
 
     def meet(self, operation: str, details: str = "") -> None:
         """Before an eager collective of this model, see :meth:`CallProtocol.meet`."""
         self.protocol.meet(operation, details, self.scope.told)
+
+
+def agree_on_processor(model: ShardedModel) -> None:
+    """Plan for the kind of processor that rank 0 has, where no machine was named or calibrated. Collective, once
+    ranks have agreed on all that :meth:`CallProtocol.describe` says.
+
+    Raises:
+        TransferError: rank 0 is gone, or did not answer within the process group's timeout.
+    """
+    if model.hardware != hardware.uncalibrated(""):
+        return
+    mine = processors.here() if hardware.is_assumed(model.config.hardware) else ""
+    key = f"processor/{model.identity.title()}"
+    kind = decide(model.group, key, mine, "the kind of processor that plans are made for")
+    model.hardware = hardware.uncalibrated(kind)
+    model.protocol.plan_for(model.hardware)

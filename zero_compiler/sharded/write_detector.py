@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardError
 from ..layout import Layout
+from ..quantised_blocks import round_trip
 from ..tensors import transforms
 from ..tensors.row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_rows
 from . import parameter_errors
@@ -78,11 +79,11 @@ def code_may_write(code: object, names: frozenset[str] = frozenset()) -> bool:
     return False
 
 
-def _of_torch(code: Any) -> bool:
+def _of_torch(code: object) -> bool:
     return (getattr(code, "__module__", None) or "").partition(".")[0] == "torch"
 
 
-def _functions(code: Any, names: frozenset[str]) -> Iterator[types.FunctionType]:
+def _functions(code: object, names: frozenset[str]) -> Iterator[types.FunctionType]:
     """The functions that a member of a class, an attribute or a hook consists of; of a class or an object, those of
     ``names``."""
     if isinstance(code, types.FunctionType):
@@ -145,21 +146,25 @@ class Copies:
         self._given: dict[int, _GivenCopy] = {}  # by id of the copy, which lives until it is compared
         self._changed: list[tuple[str, torch.Tensor]] = []
 
-    def add(self, info: Any, param: Any, full: torch.Tensor, rank: int, heard: bool) -> None:
+    def add(
+        self, info: Any, param: Any, full: torch.Tensor, rank: int, heard: bool, wire: torch.dtype | None
+    ) -> None:
         """The forward is given ``full`` as the weight of ``param``, on ``rank``.
 
         Args:
             heard: elementwise writes to it are done to the shard, see :func:`may_write`.
+            wire: of 8 bits, that it has travelled in; None: it was cast alone.
         """
         if full.is_meta or isinstance(full, FakeTensor):
             return
         if info.part is None:
-            self._given[id(full)] = _GivenCopy(info.name, param, param._version, info.layout, rank)
+            self._given[id(full)] = _GivenCopy(info.name, param, param._version, info.layout, rank, wire)
         if full.is_inference():
             return
         # Where it is the parameter itself, what is written to it stays, but for another tensor in its place.
         itself = full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata
-        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself, full.grad_fn)
+        exact = wire is None and param.dtype == full.dtype
+        copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself, exact, full.grad_fn)
         copy.count(full)
         if heard and info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
             full.__class__ = _heard(full.__class__)
@@ -207,6 +212,7 @@ class _GivenCopy:
     version: int
     layout: Layout
     rank: int
+    wire: torch.dtype | None
 
     def changed(self, full: torch.Tensor) -> torch.Tensor | None:
         """Whether this rank's rows of ``full`` are other than those of the shard, as a tensor: on an accelerator nobody
@@ -222,7 +228,11 @@ class _GivenCopy:
             rows = full.detach()
             if layout.sharded:
                 rows = rows[layout.start(self.rank) : layout.start(self.rank) + layout.rows(self.rank)]
-            at_rest = local.detach().to(full.device, full.dtype)
+            at_rest = local.detach().to(full.device)
+            if self.wire is None:
+                at_rest = at_rest.to(full.dtype)
+            else:
+                at_rest = round_trip(at_rest, self.wire, full.dtype)
             return _bits(rows).ne(_bits(at_rest)).any()
 
 
@@ -234,8 +244,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Copy:
-    """One copy: of which parameter, how that lies, and the node of autograd that made the copy, which knows of which
-    version of the parameter it is."""
+    """One copy: of which parameter, how that lies, whether it has the precision of that (``exact``), and the node of
+    autograd that made the copy, which knows of which version of the parameter it is."""
 
     name: str
     param: DTensor
@@ -243,6 +253,7 @@ class _Copy:
     rank: int
     copies: weakref.ref[Copies]
     itself: bool
+    exact: bool
     made_by: Any
     counted: _CountedCopy | None = None
 
@@ -306,7 +317,7 @@ def _heard(base: type) -> type:
         if copy is not None and value.shape != self.shape:
             raise ShardError(parameter_errors.written(copy.name))
         data.__set__(self, value)
-        if copy is not None and copy.param.dtype == value.dtype:  # else see `_writing`
+        if copy is not None and copy.exact and copy.param.dtype == value.dtype:  # else see `_writing`
             copy.write("copy_", (value,), {})
             copy.count(self)
 
@@ -330,11 +341,11 @@ def _writing(base: type, name: str) -> Callable[..., object]:
 
     @torch._dynamo.disable(reason="a weight is written to between compiled frames")
     @functools.wraps(method)
-    def call(self: torch.Tensor, *args: object, **kwargs: Any) -> Callable[..., object]:
+    def call(self: torch.Tensor, *args: object, **kwargs: object) -> Callable[..., object]:
         copy = self.__dict__.get(_NOTE)
         # Of what autograd is to follow, plain PyTorch would refuse it: such a write is counted, and refused.
         # What is copied from a tensor has the precision of the copy, which may be less than the shard's.
-        rounded = name == "copy_" and copy is not None and copy.param.dtype != self.dtype
+        rounded = name == "copy_" and copy is not None and not copy.exact
         if copy is None or copy.itself or rounded or (self.requires_grad and torch.is_grad_enabled()):
             return method(self, *args, **kwargs)
         copy.write(name, args, kwargs)  # first: an operand may be the copy itself

@@ -25,7 +25,15 @@ class Engine:
     def open(self, path: bytes, nbytes: int, create: bool, direct: bool, label: str, name: str) -> File: ...
     def close_file(self, file: File) -> None: ...
     def submit(
-        self, request: object, write: bool, file: File, address: int, size: int, offset: int, label: str
+        self,
+        request: object,
+        write: bool,
+        file: File,
+        address: int,
+        size: int,
+        offset: int,
+        label: str,
+        held: object,
     ) -> None: ...
     def settle(self) -> None: ...
     def sync(self, file: File) -> None: ...

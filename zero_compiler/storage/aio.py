@@ -34,7 +34,9 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, StorageError
+from ..ir.transfers import READ, WRITE
 from ..open_files import of_open_files
+from ..ranges import Lanes
 from . import _aio
 
 __all__ = ["ALIGN", "Engine", "File", "Request", "StorageError", "buffer", "live_bytes", "uring_refusal"]
@@ -141,6 +143,7 @@ class Request:
         self._engine = engine
         self._core: _aio.Request  # set as the request begins, by the core itself
         self._memory = memory  # kept until the request is done, whatever the caller does
+        self._row: Any = None  # of a profile, in which it is under way
         self.file = file
         self.offset = offset
         self.nbytes = nbytes
@@ -162,6 +165,8 @@ class Request:
         if not self._core.wait(timeout):
             return False
         self._memory = None
+        if self._row is not None:
+            self._row.settle()  # the profile may end at any time from here on
         self._engine._forget_done()
         failure = self._core.failure()
         if failure is not None:
@@ -223,6 +228,7 @@ class Engine:
                 raise StorageError(f"{error}; {what_to_do}", errno=error.errno) from None
             raise ConfigError(str(error)) from None
         self._live: deque[Request] = deque()
+        self._lanes = Lanes()
         self._registered: list[tuple[int, int, object]] = []
         self._warned = False
         self._closer = weakref.finalize(self, self._core.close)
@@ -339,11 +345,12 @@ class Engine:
         address, nbytes, keep = _memory(memory, into=not write)
         label = label or file.label
         request = Request(self, file, keep, offset, nbytes, label)
+        held, request._row = self._lanes.begin(WRITE if write else READ, label) or (None, None)
         try:
             # Before it begins: Ctrl-C may come between any two lines, and memory that moves must be held by someone.
             self._live.append(request)
             with _about(file.path, label):
-                self._core.submit(request, write, file._core, address, nbytes, offset, label)
+                self._core.submit(request, write, file._core, address, nbytes, offset, label, held)
         except BaseException:
             if not hasattr(request, "_core"):
                 with contextlib.suppress(IndexError, ValueError):

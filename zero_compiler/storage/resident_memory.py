@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from . import heap
 
 _EVERY_S = 0.1
+_MUCH = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Footprint:
     frames: int = 0
     own: int = 0  # of all that it had then, shards included, what it did not share
 
+    def __post_init__(self) -> None:
+        # Of a frame whose first call has not begun: own bytes before it, and what was counted since.
+        self._counted: tuple[int, int] | None = None
+
     @classmethod
     def beside(cls, shards: int) -> Footprint | None:
         """Now, of a model whose shards take so many bytes of memory; None where the system does not say."""
@@ -72,12 +78,28 @@ class Footprint:
         finally:
             most = watch.end()
             heap.give_back()
-            after = Resident.now()
-            left = max(0, after.own - before)
+            left = self._left_since(before)
+            self._counted = before, left
             self.compiled += left
             self.compiling = max(self.compiling, most - before - left)
-            self.pages = max(self.pages, after.files)
             self.frames += 1
+
+    def settle(self) -> None:
+        """Count again what the newest frame has left, now that its first call begins and the compiler of Python's code
+        is done with it too. Where that is much, what nobody refers to any more is collected before."""
+        if self._counted is None:
+            return
+        before, counted = self._counted
+        self._counted = None
+        if counted > _MUCH:
+            gc.collect()  # graphs are full of cycles
+        heap.give_back()
+        self.compiled += self._left_since(before) - counted
+
+    def _left_since(self, before: int) -> int:
+        now = Resident.now()
+        self.pages = max(self.pages, now.files)
+        return max(0, now.own - before)
 
 
 class _FootprintWatch:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..ir.transfers import file_of, start_of, wait_for
+from ..ranges import ranged
 from .aio import buffer
 from .double_buffer import Turns
 from .interruptible_io import Guarded, Requests
@@ -18,19 +20,27 @@ from .stores import FileSpan, merged
 class Job:
     """One turn of a buffer: ``reads`` fill it, ``run`` gets it, ``writes`` take it back to the files.
 
-    ``nbytes`` is what it needs of a buffer. A job that needs none runs as soon as it is its turn.
+    ``nbytes`` is what it needs of a buffer. A job that needs none runs as soon as it is its turn. ``label``: what it
+    is, for profiles.
     """
 
     nbytes: int
     reads: Sequence[FileSpan]
     writes: Sequence[FileSpan]
     run: Callable[[torch.Tensor | None], None]
+    label: str = "job"
 
 
 @dataclass
 class _StreamedTurn(Requests):
     job: Job | None  # None: it has run, and what it holds is gone
     buffer: torch.Tensor | None
+    label: str
+
+    def wait(self) -> None:
+        if self.requests:
+            with ranged(wait_for(file_of(self.label))):
+                super().wait()
 
 
 class Stream(Guarded, Turns[Job, _StreamedTurn]):
@@ -61,19 +71,26 @@ class Stream(Guarded, Turns[Job, _StreamedTurn]):
         return not job.nbytes or bool(self._free)
 
     def _read(self, job: Job) -> None:
-        turn = _StreamedTurn(job, self._free.popleft() if job.nbytes else None)
+        turn = _StreamedTurn(job, self._free.popleft() if job.nbytes else None, job.label)
         self._reading.append(turn)
-        for s in merged(job.reads):
-            assert turn.buffer is not None
-            turn.requests.append(s.store.read(s, turn.buffer))
+        if job.reads:
+            self._move(turn, job.reads, write=False)
 
     def _compute(self, turn: _StreamedTurn) -> None:
         assert turn.job is not None
-        turn.job.run(turn.buffer)
-        writes, turn.job = merged(turn.job.writes), None
-        for s in writes:
-            assert turn.buffer is not None
-            turn.requests.append(s.store.write(s, turn.buffer))
+        with ranged(turn.label):
+            turn.job.run(turn.buffer)
+        writes, turn.job = turn.job.writes, None
+        if writes:
+            self._move(turn, writes, write=True)
+
+    def _move(self, turn: _StreamedTurn, spans: Sequence[FileSpan], write: bool) -> None:
+        assert turn.buffer is not None
+        file = file_of(turn.label)
+        with ranged(start_of(file), file):
+            for s in merged(spans):
+                move = s.store.write if write else s.store.read
+                turn.requests.append(move(s, turn.buffer))
 
     def _give_back(self, turn: _StreamedTurn) -> None:
         if turn.buffer is not None:

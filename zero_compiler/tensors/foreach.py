@@ -30,7 +30,7 @@ def count_writes() -> None:
 
 
 def counted(
-    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+    cls: type, op: object, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
 ) -> object:
     """What autograd would have done; then DTensor's rule."""
     count_as_written(args[0])

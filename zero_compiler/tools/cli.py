@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import shlex
 import sys
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from .. import torch_versions
 from ..cost import hardware
+from ..cost.cost import ONEDNN_GAIN
 from ..errors import ConfigError, MemoryBudgetError, ZeroError
 from .flags import with_config
 from .kept_files import kept_files
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 console = Console(soft_wrap=True)
 DOES_NOT_FIT = 3  # exit status of a plan that is more than the hardware, or a budget, has
+NO_ANSWER = 1  # exit status of a search that was ended before anything was known
 MODEL_HELP = (
     "module:function that returns (model, example_inputs), with arguments where it takes some, 'my:make(layers=4)'; "
     "or a transformers configuration: config.json, a folder with one, or 'LlamaConfig(hidden_size=4096)'"
@@ -93,7 +96,7 @@ def doctor(
     row("accelerator", str(accelerator) if accelerator is not None else "none: compute runs on the CPU")
     try:
         spec = hardware.load()
-        preset = "" if hardware.cache_path().is_file() else " (preset)"
+        preset = " (preset)" if hardware.is_assumed(None) else ""
         row("hardware", f"{spec.name} of {spec.date}{preset}")
     except ConfigError as error:
         row("hardware", str(error), False)
@@ -132,6 +135,19 @@ def _has(backend: str) -> bool:
     return dist.is_available() and dist.is_backend_available(backend)
 
 
+# Options that several commands have.
+_Sequence = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MOST_TOKENS, help="tokens of a row; default: 2,048, or as many as the model has positions"
+    ),
+]
+_Device = Annotated[
+    str, typer.Option(help="kind of device that computes: cpu or cuda, which need not be here")
+]
+
+
+# Long: one argument for each option.
 @app.command()
 @with_config
 def plan(
@@ -145,15 +161,17 @@ def plan(
             help="rows of tokens a rank, for a model that comes without inputs; default: 1",
         ),
     ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_TOKENS,
-            help="tokens of a row; default: 2,048, or as many as the model has positions",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="kind of device that computes, as torch names it")] = "cpu",
+    sequence: _Sequence = None,
+    device: _Device = "cpu",
+    replicas: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="of the model, each on its part of the ranks")
+    ] = 1,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="calls of the model in a step, each with --batch rows")
+    ] = 1,
+    what_helps: Annotated[
+        bool, typer.Option("--what-helps", help="also plan what would shorten the step; Ctrl-C ends that")
+    ] = False,
     brief: Annotated[bool, typer.Option(help="bytes and times only, no instructions")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write all of the plan here")] = None,
     html: Annotated[Path | None, typer.Option(help="also draw it: a page that needs nothing else")] = None,
@@ -170,13 +188,17 @@ def plan(
     """
     from .fitting_plan import Asked, fitting_report
     from .model_source import model_source
+    from .what_helps import with_help
 
     for option, path in (("--json", json_path), ("--html", html), ("--trace", trace)):
         _check_folder(option, path)
     with _progress() as say:
         say(f"building {model}")
         source = model_source(model, batch, sequence)
-        made = fitting_report(Asked(source, world, device, fields, source.batch), say)
+        asked = Asked(source, world, device, fields, source.batch, replicas, gradient_accumulation_steps)
+        made = fitting_report(asked, say)
+        if what_helps:
+            made = with_help(asked, made, say)
     console.print(made.summary() if brief else str(made), highlight=False, markup=False)
     for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
         if path is not None:
@@ -184,6 +206,101 @@ def plan(
             console.print(f"written: {path}")
     if made.verdict is not None and made.verdict.fits is False:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+@app.command()
+def explain(
+    output: Annotated[Path, typer.Option(help="the page; it needs nothing else")] = Path("iteration.html"),
+) -> None:
+    """Explain one iteration: a page on which two small models train on two ranks, step by step, at every stage and with
+    files: which bytes lie where, what moves, and what is freed."""
+    from .explain import page, stories
+
+    _check_folder("--output", output)
+    with _progress() as say:
+        made = page(stories(say))
+    output.write_text(made, encoding="utf-8")
+    console.print(f"written: {output}", highlight=False, markup=False)
+
+
+@app.command()
+def figures(
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="figures to make, by name; default: all of them")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="also write them here, as a page")] = None,
+) -> None:
+    """Plan anew what the papers on ZeRO and ZeRO-Infinity report, and show each number beside theirs, with the
+    deviation and its reason. Nothing is run and nothing is allocated.
+
+    Takes some minutes; each figure is shown when it is done, and Ctrl-C ends it. Names: states, volume, largest, nodes,
+    placement, wide-layer, throughput, scaling, overlap.
+    """
+    from .figures import catalogue, page
+
+    _check_folder("--markdown", markdown)
+    catalogue.check(only or ())
+    done = []
+    with _progress() as say:
+        try:
+            for figure in catalogue.made(only or (), say):
+                done.append(figure)
+                console.print(figure.markdown(), "\n", highlight=False, markup=False)
+        except KeyboardInterrupt:
+            console.print("interrupted: the figures that follow were not made")
+            raise typer.Exit(NO_ANSWER) from None
+    if markdown is not None:
+        markdown.write_text(page.page(done), encoding="utf-8")
+        console.print(f"written: {markdown}", highlight=False, markup=False)
+
+
+@app.command()
+@with_config
+def fit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"{MODEL_HELP}; of an argument that is ?, 'my:make(layers=?)', the largest that fits"
+        ),
+    ],
+    world: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="number of ranks; default: as few as do")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_TOKENS, help="rows of tokens a rank; default: as many as suit best"),
+    ] = None,
+    sequence: _Sequence = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_TOKENS, help="rows of a step on all ranks, in as many micro-batches as that takes"
+        ),
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="at least so many, each on its part of the ranks")
+    ] = 1,
+    device: _Device = "cpu",
+    seconds: Annotated[
+        float, typer.Option(min=1, help="to look for an answer: then the best so far is shown")
+    ] = 60,
+    **fields: object,
+) -> None:
+    """Say what to set so that a model trains on a machine, and how fast that is: stage, replicas, what rests where,
+    what is made again, rows of a rank. Nothing is run and nothing of it is allocated.
+
+    Shows the settings than which none is both faster and smaller, and the best of them as lines to paste. Ctrl-C shows
+    the best so far. Exit status: 0 where something fits, 3 where nothing does, 2 where what is asked is wrong, 1 where
+    the time was over before anything was known.
+    """
+    from .fit.question import Question, answer
+
+    asked = Question(model, fields, world, batch, sequence, device, replicas, global_batch, seconds)
+    with _progress() as say:
+        found = answer(asked, say)
+    console.print(found.text(), highlight=False, markup=False)
+    if not found.fits:
+        raise typer.Exit(DOES_NOT_FIT if found.known else NO_ANSWER)
 
 
 @app.command()
@@ -203,19 +320,57 @@ def calibrate(
         Path | None, typer.Option(help="write here instead of this machine's cache file")
     ] = None,
 ) -> None:
-    """Measure this machine once; later compiles plan with the result."""
-    from .calibrate import calibrate as measure
+    """Measure this machine once; later compiles plan with the result.
 
-    with console.status("measuring") as status:
-        spec = measure(world or [2], str(directory) if directory else None, status.update, threads)
+    Started by torchrun, it measures the hosts on which the ranks are and what is between them: rank 0 measures its
+    host, then all ranks together. Rank 0 writes --output; without it the first rank of each host keeps the result in
+    that host's cache file.
+    """
+    from .calibration.calibrate import calibrate as measure
+    from .calibration.measure_hosts import job, started_together, together
+
+    where = str(directory) if directory else None
+    with _progress() as say:
+        if started_together():
+            with job() as of:
+                worlds = world or [len(of.hosts[0])]
+                spec = together(
+                    of, lambda: measure(worlds, where, say, threads), say if of.rank == 0 else _silent
+                )
+                keeps = of.rank == 0 or (output is None and of.place == 0)
+                shows = of.rank == 0
+        else:
+            spec, keeps, shows = measure(world or [2], where, say, threads), True, True
     path = output or hardware.cache_path()
+    if keeps:
+        _keep(spec, path)
+    if shows:
+        _show(spec, directory is not None)
+        console.print(f"kept in {path}")
+
+
+def _silent(line: str) -> None:
+    """Of the ranks but the first: one tells how far calibration is."""
+
+
+def _keep(spec: hardware.HardwareSpec, path: Path) -> None:
+    """Write a hardware file, whole or not at all: hosts may have their caches in one folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(spec.to_json() + "\n")
+    made = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
+    made.write_text(spec.to_json() + "\n")
+    made.replace(path)
+
+
+# Long: one line for each number.
+def _show(spec: hardware.HardwareSpec, files: bool) -> None:
+    """What calibration has found."""
     table = Table(box=None, show_header=False)
     for dtype, rate in spec.matmul_flops_per_us.items():
         table.add_row(f"matrix product, {dtype}", f"{rate / 1e3:,.1f} GFLOP/s")
     for dtype, rate in spec.onednn_flops_per_us.items():
         table.add_row(f"matrix product, {dtype}, by oneDNN", f"{rate / 1e3:,.1f} GFLOP/s")
+        faster = rate > ONEDNN_GAIN * spec.matmul_flops_per_us[dtype]
+        table.add_row(f"large products, {dtype}, go to", "oneDNN" if faster else "torch's BLAS")
     table.add_row("memory traffic of a product", f"{spec.matmul_traffic:.1f} times beside arithmetic")
     table.add_row("memory", f"{spec.memory_bytes_per_us / 1e3:,.1f} GB/s")
     table.add_row("sums in cache", f"{spec.vector_per_us / 1e3:,.2f} G elements/s")
@@ -234,12 +389,20 @@ def calibrate(
             f"{c.kind}, {c.world} ranks, {c.transport}",
             f"{c.link.latency_us:,.0f} us + {c.link.bytes_per_us / 1e3:,.2f} GB/s",
         )
+    if (between := spec.between_hosts) is not None:
+        table.add_row(
+            f"between hosts of {spec.devices_per_host}, one rank",
+            f"{between.latency_us:,.0f} us + {between.bytes_per_us / 1e3:,.3f} GB/s",
+        )
+        table.add_row(
+            f"between hosts of {spec.devices_per_host}, all ranks",
+            f"{between.host_bytes_per_us / 1e3:,.3f} GB/s a host",
+        )
     table.add_row("host to device", f"{spec.host_device.bytes_per_us / 1e3:,.1f} GB/s")
-    if directory:
+    if files:
         table.add_row("file read", f"{spec.nvme_read.bytes_per_us / 1e3:,.2f} GB/s")
         table.add_row("file write", f"{spec.nvme_write.bytes_per_us / 1e3:,.2f} GB/s")
     console.print(table)
-    console.print(f"kept in {path}")
 
 
 @app.command("io-bench")
@@ -322,6 +485,29 @@ def export(
             checkpoint, out, key=key, max_file_bytes=max_file_bytes, config=config, progress=status.update
         )
     console.print(f"{count} tensors written to {out}", highlight=False, markup=False)
+
+
+@app.command()
+def compare(
+    a: Annotated[
+        Path,
+        typer.Argument(help="JSON file of a plan (`plan --json`, save_json), or its trace (`plan --trace`)"),
+    ],
+    b: Annotated[
+        Path, typer.Argument(help="that of another plan; or the trace that torch.profiler exported")
+    ],
+    rows: Annotated[int, typer.Option(min=1, help="most rows to print, of traces")] = 40,
+) -> None:
+    """Lay two plans side by side, and say what differs and which decision makes it differ; or the trace of a plan and
+    that of a profile: predicted beside measured for each instruction and lane, largest difference first."""
+    from ..report.compare_traces import compare_traces, is_trace
+    from . import compare_plans
+
+    if is_trace(a) or is_trace(b):
+        console.print(compare_traces(a, b).text(rows), highlight=False, markup=False)
+        return
+    for line in compare_plans.compare(compare_plans.read(str(a)), compare_plans.read(str(b))):
+        console.print(line, highlight=False, markup=False)
 
 
 def _check_folder(option: str, path: Path | None) -> None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from ..cost import hardware
 from ..cost.hardware import HardwareSpec
 from ..errors import MemoryBudgetError, ZeroError
-from ..report.report import Memory, Report
+from ..ir import plan_file
+from ..report.memory import Memory
+from ..report.report import Report
 from ..report.verdict import Verdict, verdict_of
-from . import planning
+from . import absent_device, planning
 from .limits import MOST_RANKS
 from .model_source import ModelSource
 from .planning import Say
@@ -30,6 +32,8 @@ class Asked:
         world: ranks. ``device``: kind of device that computes.
         fields: of :class:`~zero_compiler.Config`; those that were given.
         batch: rows of the inputs, where the source makes them.
+        replicas: of the model, which share the ranks.
+        micro_batches: of a step.
     """
 
     source: ModelSource
@@ -37,6 +41,8 @@ class Asked:
     device: str
     fields: Mapping[str, object]
     batch: int | None = None
+    replicas: int = 1
+    micro_batches: int = 1
 
     @property
     def machine(self) -> HardwareSpec:
@@ -52,10 +58,6 @@ class Asked:
         given = self.fields.get("memory_budget_bytes")
         return None if given is None else int(str(given))
 
-    def cuts_unasked(self, report: Report) -> bool:
-        """Whether a plan of this has weights in tiles, and neither a budget nor ``tile_bytes`` was given."""
-        return self.budget_bytes is None and self.fields.get("tile_bytes") is None and _cuts(report)
-
     def report(self, budget_bytes: int | None, say: Say) -> Report:
         """Its plan within so many bytes of the device, or without a limit.
 
@@ -64,27 +66,48 @@ class Asked:
         """
         fields = {k: v for k, v in self.fields.items() if k != "memory_budget_bytes"}
         if budget_bytes is not None:
+            if self.micro_batches > 1:
+                # What a call may take, beside the gradients of those before it.
+                budget_bytes = max(0, budget_bytes - self.rest().gradients)
             fields["memory_budget_bytes"] = budget_bytes
-        inputs = self.source.inputs(self.batch)
-        report = planning.report(self.source.model, inputs, self.world, self.device, say=say, **fields)
+        report = planning.report(
+            self.source.model,
+            self.source.inputs(self.batch),
+            self.world,
+            self.device,
+            replicas=self.replicas,
+            micro_batches=self.micro_batches,
+            say=say,
+            **fields,
+        )
         return replace(report, model=self.source.about)
 
     def rest(self) -> Memory:
         """What rests between steps."""
-        return planning.rest(self.source.model, self.world, self.device, **self.fields)
+        return planning.rest(
+            self.source.model, self.world, self.device, replicas=self.replicas, **self.fields
+        )
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is asked otherwise: fields of Config, the number of ranks, or rows of a batch."""
+    """What is asked otherwise: fields of Config, the number of ranks, rows of a batch, replicas, or micro-batches."""
 
     fields: Mapping[str, object] = field(default_factory=dict)
     world: int | None = None
     batch: int | None = None
+    replicas: int | None = None
+    micro_batches: int | None = None
 
     def flags(self) -> str:
         """As it is given on the command line."""
-        given = {"world": self.world, "batch": self.batch, **self.fields}
+        given = {
+            "world": self.world,
+            "batch": self.batch,
+            "replicas": self.replicas,
+            "gradient_accumulation_steps": self.micro_batches,
+            **self.fields,
+        }
         return " ".join(f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None)
 
     def of(self, asked: Asked) -> Asked:
@@ -92,56 +115,92 @@ class Change:
         fields = {**asked.fields, **self.fields}
         if fields.get("nvme_dir") == _DIRECTORY:
             fields["nvme_dir"] = tempfile.gettempdir()  # that there is one: nothing is written to it
-        return replace(asked, fields=fields, world=self.world or asked.world, batch=self.batch or asked.batch)
+        return replace(
+            asked,
+            fields=fields,
+            world=self.world or asked.world,
+            batch=self.batch or asked.batch,
+            replicas=self.replicas or asked.replicas,
+            micro_batches=self.micro_batches or asked.micro_batches,
+        )
 
 
 _DIRECTORY = "DIR"  # for the user to name
 
 
 def fitting_report(asked: Asked, say: Say) -> Report:
+    """The plan of what is asked, with the verdict on it; see :func:`_fitting`.
+
+    A device that is not here, of which no hardware was named, is that of a preset.
+    """
+    device = absent_device.plannable(asked.device)
+    if asked.fields.get("hardware") is not None or not absent_device.is_absent(device):
+        return _fitting(asked, say)
+    preset = absent_device.PRESET
+    report = _fitting(replace(asked, fields={**asked.fields, "hardware": preset}), say)
+    assert report.verdict is not None  # of every report that is planned
+    assumed = replace(report.verdict, assumed=f"there is no {device.type} device here")
+    return replace(report, verdict=assumed)
+
+
+def _fitting(asked: Asked, say: Say) -> Report:
     """The plan of what is asked within ``memory_budget_bytes``, by default what the hardware has less its reserve.
 
-    Weights are cut into tiles where a budget or ``tile_bytes`` was given, and not by default: each tile is one more
-    transfer. Where there is no plan, or Ctrl-C ends the search for one, the one without a budget; its verdict has the
-    least that was found, and the least change that fits.
+    Where there is no plan within that default, or Ctrl-C ends the search for one, the one without a budget; its verdict
+    has the least that was found, and the least change that fits.
 
     Raises:
         MemoryBudgetError: there is no plan within a budget that was given.
         ZeroError: what is asked cannot be planned.
     """
+    if asked.fields.get("plan") is not None:
+        return _as_decided(asked, say)
     if asked.budget_bytes is not None or asked.machine.plannable_bytes is None:
-        return _with_change(asked, asked.report(asked.budget_bytes, say), None, say)
-    within, least, change = None, None, ""
+        return _with_change(asked, asked.report(asked.budget_bytes, say), say)
+    least, change = None, ""
     try:
-        within = asked.report(asked.machine.plannable_bytes, say)
-        if not asked.cuts_unasked(within):
-            return _with_change(asked, within, None, say)
+        return _with_change(asked, asked.report(asked.machine.plannable_bytes, say), say)
     except MemoryBudgetError as refused:
         least = refused.peak_bytes
     except KeyboardInterrupt:
         change = "interrupted before a plan was found that fits"
-    say("planning without a budget: no plan with whole weights was found that fits the device")
+    say("planning without a budget: no plan was found that fits the device")
     report = asked.report(None, say)
     verdict = report.verdict
     assert verdict is not None  # of every report that is planned
     if verdict.fits is False:
         verdict = verdict if least is None else _with_least(verdict, least)
         report = replace(report, verdict=replace(verdict, change=change))
-    return report if change else _with_change(asked, report, within, say)
+    return report if change else _with_change(asked, report, say)
 
 
-def _with_change(asked: Asked, report: Report, within: Report | None, say: Say) -> Report:
-    """A report; where its plan does not fit, with the least change that does, or why none is named.
+def _as_decided(asked: Asked, say: Say) -> Report:
+    """The plan that a file has decided, within the budget that it was made within unless another one was given; where
+    it does not fit, with the least change of what would be planned without the file.
 
-    Args:
-        within: see :func:`_least_change`.
+    Raises:
+        MemoryBudgetError: it does not fit a budget that was given.
+        ZeroError: it cannot be planned so.
     """
+    without = replace(asked, fields={k: v for k, v in asked.fields.items() if k != "plan"})
+    made_within = plan_file.load(str(asked.fields["plan"])).decisions.made_for.memory_budget_bytes
+    if asked.budget_bytes is not None:
+        return _with_change(without, asked.report(asked.budget_bytes, say), say)
+    try:
+        report = asked.report(made_within, say)
+    except MemoryBudgetError:  # since it was edited
+        report = asked.report(None, say)
+    return _with_change(without, report, say)
+
+
+def _with_change(asked: Asked, report: Report, say: Say) -> Report:
+    """A report; where its plan does not fit, with the least change that does, or why none is named."""
     verdict = report.verdict
     assert verdict is not None
     if verdict.fits is not False:
         return report
     try:
-        change = _least_change(asked, within, say)
+        change = _least_change(asked, say)
     except KeyboardInterrupt:
         change = "interrupted before a change was found that fits"
     return replace(report, verdict=replace(verdict, change=change))
@@ -154,31 +213,26 @@ def _with_least(verdict: Verdict, least_bytes: int) -> Verdict:
     return replace(verdict, tiers=(device, *others))
 
 
-def _least_change(asked: Asked, within: Report | None, say: Say) -> str:
-    """In words: of changes, the smallest first, the first whose plan fits.
-
-    Args:
-        within: the plan within what the device has, where that has weights in tiles that nobody asked for.
-    """
+def _least_change(asked: Asked, say: Say) -> str:
+    """In words: of changes, the smallest first, the first whose plan fits."""
     spec, tried = asked.machine, 0
     room = spec.plannable_bytes
     if room is not None and asked.budget_bytes is not None:
         room = min(room, asked.budget_bytes)
     for change in _changes(asked, _rest_fits(asked, spec)):
-        budgeted = "memory_budget_bytes" in change.fields
         then = change.of(asked)
-        if (budgeted and within is None and asked.budget_bytes is None) or not _rest_fits(then, spec):
+        if not _rest_fits(then, spec):
             continue
         if tried == MOST_PLANS:
             return f"no change was found that fits, of {tried} that were planned"
         say(f"looking for the least change that fits: {change.flags()}")
         found: Report | None = None
         try:
-            found = within if budgeted and within is not None else then.report(room, say)
+            found = then.report(room, say)
         except ZeroError:  # it does not fit, or not together with what else is asked
             pass
         tried += 1
-        if found is None or found.verdict is None or found.verdict.fits is False or then.cuts_unasked(found):
+        if found is None or found.verdict is None or found.verdict.fits is False:
             continue
         uses = [use.text() for use in found.verdict.tiers]
         tiles = ["weights in tiles"] if _cuts(found) else []
@@ -211,7 +265,7 @@ def _changes(asked: Asked, rest_fits: bool) -> Iterator[Change]:
     if asked.world > 1:
         yield from (Change({"stage": stage}) for stage in (2, 3) if stage > asked.stage)
     room = asked.machine.plannable_bytes
-    if room is not None and (asked.budget_bytes is None or asked.budget_bytes > room):
+    if room is not None and asked.budget_bytes is not None and asked.budget_bytes > room:
         yield Change({"memory_budget_bytes": room})
     tiers = ["nvme"] if asked.device == "cpu" else ["host", "nvme"]
     directory: dict[str, object] = (

@@ -48,7 +48,7 @@ def _flags() -> list[inspect.Parameter]:
 
 def _parsed(kind: object) -> object:
     """What a word on the command line is read as; a dtype is given by name."""
-    for plain in (bool, int):
+    for plain in (bool, int, float):
         if kind in (plain, plain | None):
             return plain | None
     return str | None

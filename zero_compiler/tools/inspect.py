@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,18 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cost import hardware
+from ..cost import hardware, processors
+from ..cost.placed_hardware import PlacedHardware
 from ..cost.tier_placement import TRANSFERS
 from ..errors import CaptureError, ShardError, ZeroError
 from ..optim.optimizer_cost import stepped
 from ..params.modules import sharded_models_of
 from ..plan.budget import memory_of
+from ..ranks.mesh import SHARD
 from ..ranks.peer_connections import working
-from ..report.report import Frame, Memory, Report
+from ..report.decisions import decisions_of
+from ..report.frame import Frame
+from ..report.memory import Memory
+from ..report.report import Report
+from ..report.step import MicroBatches
 from ..report.verdict import Verdict, verdict_of
 from ..sharded.call_protocol import NOTHING_CAPTURED
 from ..sharded.sharded_model import ShardedModel
 from ..storage.resident_memory import Footprint
+from .calibration_advice import advice
 
 UNKNOWN = "this machine (`zero-compiler calibrate` measures it)"
 
@@ -82,15 +90,19 @@ def report_of(
     planned_only: bool,
     footprint: Footprint | None = None,
     here: bool = False,
+    given: MicroBatches | None = None,
 ) -> Report:
     """The report of one sharded model from its frames.
 
     Args:
+        given: to one rank in a step of a plan without ranks, which is planned with its update; None: not known.
         footprint: of the process that runs it; None: another one will, or it was not measured.
         here: this machine runs it, and not one that a plan is made for.
     """
     first = sharded_models[0]
-    frames, update = stepped(sharded_models, frames)
+    spec = first.hardware
+    frames, update = stepped(sharded_models, frames, always=given is not None)
+    given = given or MicroBatches()
     programs = [p for f in frames for p in f.programs.values()]
     memory = memory_of(sharded_models, programs, max((f.kept_bytes for f in frames), default=0))
     return Report(
@@ -106,19 +118,26 @@ def report_of(
         placement=tuple(line for p in sharded_models for line in p.tiers.placed.why),
         copies=first.group.copies,
         tensor_ranks=first.group.tensor.world if first.group.tensor is not None else 1,
+        hosts=spec.hosts if isinstance(spec, PlacedHardware) else None,
+        hosts_of_shards=spec.spreads[SHARD].hosts if isinstance(spec, PlacedHardware) else None,
         update=update,
-        verdict=_verdict(first, memory, bool(frames), here),
+        verdict=_verdict(first, memory, memory.peak_of(given), bool(frames), here),
+        decisions=decisions_of(sharded_models, frames),
+        given=given,
+        hardware=first.hardware.name,
+        calibration=advice(first, frames, planned_only, processors.here()) if here else "",
     )
 
 
-def _verdict(first: ShardedModel, memory: Memory, planned: bool, here: bool) -> Verdict:
+def _verdict(first: ShardedModel, memory: Memory, peak_bytes: int, planned: bool, here: bool) -> Verdict:
     """Whether a plan with so much memory fits the machine that it was made for."""
-    assumed = first.config.hardware is None and not hardware.cache_path().is_file()
+    assumed = hardware.is_assumed(first.config.hardware)
     spec = first.hardware
     if assumed and here:  # the numbers of a preset say nothing of its memory
         spec = replace(spec, name=UNKNOWN, memory_bytes=None, host_memory_bytes=None, nvme_bytes=None)
-    needed = {"device": memory.peak, "host": memory.apart, "nvme": memory.files}
-    return verdict_of(spec, needed, assumed=assumed and not here, planned=planned)
+    needed = {"device": peak_bytes, "host": memory.apart, "nvme": memory.files}
+    why = "this machine was not calibrated" if assumed and not here else ""
+    return verdict_of(spec, needed, assumed=why, planned=planned)
 
 
 def _rows(sharded_model: ShardedModel) -> list[dict[str, Any]]:
@@ -143,7 +162,7 @@ def _plan(model: nn.Module, example_inputs: object, sharded_models: Sequence[Sha
     for sharded_model in sharded_models:
         sharded_model.group.check_still_valid()
     known = {id(p): len(p.frames) for p in sharded_models}
-    decided = [(p, dict(p.agreed.kept), dict(p.agreed.tile_bytes)) for p in sharded_models]
+    decided = [(p, copy.deepcopy(vars(p.agreed))) for p in sharded_models]
     loader = PlanLoader(sharded_models)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> object:
@@ -167,9 +186,9 @@ def _plan(model: nn.Module, example_inputs: object, sharded_models: Sequence[Sha
         if not isinstance(error.inner_exception, _FrameIsPlanned):
             raise
     finally:
-        for sharded_model, kept, tile_bytes in decided:  # it was only looked at
+        for sharded_model, agreed in decided:  # it was only looked at
             sharded_model.protocol.only_planned = False
-            sharded_model.agreed.kept, sharded_model.agreed.tile_bytes = kept, tile_bytes
+            vars(sharded_model.agreed).update(agreed)
     frames: list[Frame] = []
     for sharded_model in sharded_models:
         frames += sharded_model.frames[known[id(sharded_model)] :]

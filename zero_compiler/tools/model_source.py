@@ -117,7 +117,7 @@ def _call(text: str) -> tuple[str, list[object], dict[str, object]]:
     return name, values[:count], dict(zip(names, values[count:], strict=True))
 
 
-def _of_config(config: Any, batch: int | None, sequence: int | None) -> ModelSource:
+def _of_config(config: object, batch: int | None, sequence: int | None) -> ModelSource:
     return _of_tokens(
         _run(type(config).__name__, lambda: transformers_models.model_of(config)), batch, sequence
     )
@@ -239,4 +239,7 @@ def _run(what: str, make: Callable[[], object], module: str = "") -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: {last_line(error)}") from None
+        said = last_line(error)
+        asks_a_gpu = "CUDA" in said or "NVIDIA" in said
+        do = "; make it without a device: --device says for which one it is planned" if asks_a_gpu else ""
+        raise ConfigError(f"{what}: {said}{do}") from None

@@ -30,13 +30,18 @@ def run(argv: list[str]) -> int:
 
     Raises:
         ConfigError: a field of the configuration.
-        IntegrationError: the environment asks accelerate for another way of training.
+        IntegrationError: the environment asks accelerate for another way of training, or there is no such script.
     """
     args = parser().parse_args(argv)
     config = _config_of(args)
     _refuse_environment()
     if args.no_python:
         raise IntegrationError("zero-compiler run starts Python scripts: leave out --no-python")
+    if not args.module and not os.path.isfile(args.training_script):
+        raise IntegrationError(
+            f"there is no file {args.training_script!r}, which stands where the script is expected: behind all flags "
+            "of zero-compiler run, and before the script's own"
+        )
     os.environ[CONFIG] = json.dumps({n: v for n, v in config.to_dict().items() if n in config._given})
     if not torch.accelerator.is_available():
         os.environ.setdefault(

@@ -146,7 +146,7 @@ def model_of(config: Any) -> nn.Module:
     return model.train()
 
 
-def _class_of(library: Any, config: Any) -> Any:
+def _class_of(library: Any, config: object) -> Any:
     for named in getattr(config, "architectures", None) or ():
         kind = getattr(library, named, None)
         if isinstance(kind, type) and issubclass(kind, library.PreTrainedModel):

@@ -62,6 +62,9 @@ struct GatherSpec {
   // S the sum of chunk_numel. One parameter: [S] input, used only for a cast.
   int64_t staging_offset = -1;
   int staging_arena = -1;  // -1: that of the slots
+  // Where it is defined, chunks travel in it, packed (quantise.h): staging then
+  // has S bytes and W * S bytes, with S the sum of their packed_bytes().
+  c10::ScalarType wire = c10::ScalarType::Undefined;
 };
 
 struct ReduceParam {
@@ -206,6 +209,8 @@ class Engine {
       int64_t numel,
       c10::ScalarType dtype);
   Status build(Gather& gather);
+  Status build_quantised(Gather& gather, Arena& staging);
+  Status unpack(Gather& gather);
   Status build(Reduce& reduce);
   Status start_local(Gather& gather);
   Status start_collective(Gather& gather);

@@ -114,6 +114,9 @@ class Transport {
   // inout[i] = sum over ranks of inout[i].
   virtual StartResult start_all_reduce(const at::Tensor& inout) = 0;
 
+  // What the next start_* is of, in a profile of a thread of the transport's own.
+  virtual void about(const std::string& /*label*/) {}
+
   // Null where ranks cannot read each other's memory. Lives as long as the
   // transport.
   virtual PeerMemory* peers() {

@@ -134,13 +134,29 @@ Status Engine::close_file(const FilePtr& file) {
 }
 
 Result<RequestPtr> Engine::read(
-    FilePtr file, void* data, int64_t size, int64_t offset, std::string label) {
+    FilePtr file,
+    void* data,
+    int64_t size,
+    int64_t offset,
+    std::string label,
+    std::shared_ptr<void> held) {
   return submit(
-      false, std::move(file), static_cast<char*>(data), size, offset, std::move(label));
+      false,
+      std::move(file),
+      static_cast<char*>(data),
+      size,
+      offset,
+      std::move(label),
+      std::move(held));
 }
 
 Result<RequestPtr> Engine::write(
-    FilePtr file, const void* data, int64_t size, int64_t offset, std::string label) {
+    FilePtr file,
+    const void* data,
+    int64_t size,
+    int64_t offset,
+    std::string label,
+    std::shared_ptr<void> held) {
   // A write only reads the memory; a Transfer serves both ways.
   return submit(
       true,
@@ -148,11 +164,18 @@ Result<RequestPtr> Engine::write(
       static_cast<char*>(const_cast<void*>(data)),
       size,
       offset,
-      std::move(label));
+      std::move(label),
+      std::move(held));
 }
 
 Result<RequestPtr> Engine::submit(
-    bool write, FilePtr file, char* data, int64_t size, int64_t offset, std::string label) {
+    bool write,
+    FilePtr file,
+    char* data,
+    int64_t size,
+    int64_t offset,
+    std::string label,
+    std::shared_ptr<void> held) {
   ZERO_RETURN_IF_ERROR(usable());
   if (label.empty()) {
     label = file->options_.label;
@@ -178,6 +201,7 @@ Result<RequestPtr> Engine::submit(
   }
   auto request = std::make_shared<Request>(
       shared_, file, write, data, size, offset, std::move(label));
+  request->held_ = std::move(held);
   request->begin_ns_ = now_ns();
   ++file->pending_[write ? 1 : 0];
   if (size == 0) {
@@ -356,6 +380,7 @@ void Engine::finish_if_done(const RequestPtr& request) {
   ++(request->write_ ? counters_.writes : counters_.reads);
   --request->file_->pending_[request->write_ ? 1 : 0];
   request->end_ns_ = now_ns();
+  request->held_.reset();
   request->done_.store(true, std::memory_order_release);
   shared_->changed.notify_all();
 }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist.cases import Cases
-from dist.library_runs import as_rank, differences, number, shared_folder, weights
+from dist.library_runs import as_rank, differences, number, one_rank_alone, shared_folder, weights
 from dist.loops import counters
 from dist.spawn import run_ranks
 from torch import nn
@@ -178,6 +178,40 @@ def save_model_writes_what_a_plain_model_loads(rank: int) -> list[str]:
     errors += differences("get_state_dict", held, made["weights"], 0.0) if rank == 0 else []
     if acc.unwrap_model(model) is not model or type(acc.unwrap_model(model)).__name__ != "Sequential":
         errors.append(f"unwrap_model returns {type(acc.unwrap_model(model))}")
+    return errors
+
+
+@cases.add
+def what_one_rank_saves_alone_is_refused(rank: int) -> list[str]:
+    """Instead of waiting for the timeout of the process group."""
+    acc, errors = zero_accelerator(), []
+    model = acc.prepare(net())
+    for call, save in (
+        ("Accelerator.get_state_dict()", lambda: acc.save_model(model, "nowhere")),
+        ("Accelerator.save_state()", lambda: acc.save_state("nowhere")),
+    ):
+        errors += one_rank_alone(call, save, lambda: model(torch.zeros(2, 8)))
+    return errors + (["a folder was made"] if os.path.exists("nowhere") else [])
+
+
+@cases.add
+def an_optimizer_whose_states_are_there_from_the_beginning(rank: int) -> list[str]:
+    """Adagrad makes them at its construction, of whole parameters."""
+
+    def run(acc: Any, apart: bool) -> dict[str, Any]:
+        model, batches = net(), loader()
+        opt = torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.2, eps=1e-4)
+        if apart:
+            model, batches = acc.prepare(model, batches)
+            opt = acc.prepare(opt)
+        else:
+            model, opt, batches = acc.prepare(model, opt, batches)
+        return train(acc, model, opt, batches)
+
+    plain = run(accelerator(), False)
+    errors = []
+    for apart in (False, True):
+        errors += differences(f"apart={apart}", run(zero_accelerator(), apart), plain, CLOSE)
     return errors
 
 
@@ -364,11 +398,19 @@ def what_cannot_be_is_refused(rank: int) -> list[str]:
         acc.prepare(one, two, torch.optim.SGD([*one.parameters(), *two.parameters()]))
         acc.save_state("/nowhere")
 
+    def compiled_by_another_mode() -> None:
+        """What the plugin for Dynamo says of compiling reaches zero, which has another reason to refuse it here."""
+        from accelerate.utils import TorchDynamoPlugin
+
+        plugin = TorchDynamoPlugin(backend="inductor", mode="max-autotune-no-cudagraphs")
+        zero_accelerator(dynamo_plugin=plugin).prepare(net())(torch.randn(2, 8))
+
     wrong = [
         (lambda: zero_accelerator(fields={"param_dtype": "fp16"}, mixed_precision="bf16"), "two dtypes"),
         (lambda: stepped(zero_accelerator()), "has states of the whole"),
         (lambda: zero_accelerator().prepare(torch.compile(net())), "was compiled by torch.compile before"),
         (lambda: one_optimizer_of_two(zero_accelerator()), "one optimizer for one model"),
+        (compiled_by_another_mode, "mode is for what Inductor compiles"),
     ]
     errors = []
     for call, said in wrong:

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist.cases import Cases
-from dist.library_runs import as_rank, differences, shared_folder, weights
+from dist.cases import Cases, refused
+from dist.library_runs import as_rank, differences, one_rank_alone, shared_folder, weights
 from torch import nn
 
-from zero_compiler.errors import ConfigError
+from zero_compiler.errors import ConfigError, IntegrationError
 from zero_compiler.optim.optimizer import StreamedOptimizer
 from zero_compiler.params.modules import is_root, sharded_models_of
 
@@ -28,7 +28,7 @@ missing = pytest.mark.skipif(
 )
 pytestmark = [pytest.mark.dist, pytest.mark.slow, missing]
 
-cases = Cases(__name__)
+cases = Cases(__name__, spawns=2)
 CLOSE = 1e-6
 CLOSE_BF16 = 3e-2
 
@@ -186,6 +186,108 @@ def bf16_mixed(rank: int) -> list[str]:
 
 
 @cases.add
+def other_precisions(rank: int) -> list[str]:
+    """Of weights, and on the CPU Lightning makes "16-mixed" "bf16-mixed"."""
+    errors = []
+    for precision, dtype, close in (
+        ("64-true", torch.float64, CLOSE),
+        ("bf16-true", torch.bfloat16, CLOSE_BF16),
+        ("16-mixed", torch.float32, CLOSE_BF16),
+    ):
+        _, _, plain = fitted("ddp", precision=precision)
+        _, model, ours = fitted(zero_strategy(), precision=precision)
+        errors += differences(precision, ours, plain, close)
+        found = {p.dtype for p in model.parameters()}
+        errors += [] if found == {dtype} else [f"{precision}: weights of {found}"]
+    for strategy in ("zero", zero_strategy()):
+        asked = refused(
+            lambda s=strategy: fitted(s, precision="transformer-engine"),
+            ConfigError,
+            "zero trains with precision",
+        )
+        errors += asked
+    return errors
+
+
+def gan(pl: Any) -> Any:
+    """Two optimizers that the step itself calls, one part of the model at a time, as Lightning documents it."""
+
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.generator = nn.Sequential(nn.Linear(8, 17), nn.GELU(), nn.Linear(17, 3))
+            self.discriminator = nn.Sequential(nn.Linear(3, 13), nn.LeakyReLU(0.2), nn.Linear(13, 1))
+            self.scale = nn.Parameter(torch.ones(3))
+            self.losses: list[float] = []
+
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
+            return self.generator(z) * self.scale
+
+        def says(self, x: torch.Tensor, wanted: float) -> torch.Tensor:
+            said = self.discriminator(x)
+            return F.binary_cross_entropy_with_logits(said, torch.full_like(said, wanted))
+
+        def updated(self, opt: Any, loss: torch.Tensor) -> None:
+            self.manual_backward(loss)
+            self.clip_gradients(opt, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            opt.step()
+            opt.zero_grad()
+            self.untoggle_optimizer(opt)
+            self.losses.append(loss.item())
+
+        def training_step(self, batch: Any, index: int) -> None:
+            of_generator, of_discriminator = self.optimizers()
+            self.toggle_optimizer(of_generator)
+            self.updated(of_generator, self.says(self(batch[0]), 1.0))
+            self.toggle_optimizer(of_discriminator)
+            made = self(batch[0]).detach()
+            self.updated(of_discriminator, (self.says(batch[1], 1.0) + self.says(made, 0.0)) / 2)
+
+        def configure_optimizers(self) -> Any:
+            parts = [*self.generator.parameters(), self.scale], list(self.discriminator.parameters())
+            return [torch.optim.Adam(part, lr=1e-2, eps=1e-4) for part in parts], []
+
+    return Gan()
+
+
+@cases.add
+def manual_optimization_with_two_optimizers(rank: int) -> list[str]:
+    import lightning.pytorch as pl
+
+    def run(strategy: Any, epochs: int = 1, go_on: Any = None, save: Any = None) -> dict[str, Any]:
+        with shared_folder() as folder:
+            model, t = gan(pl), trainer(pl, strategy, folder, max_epochs=epochs)
+            t.fit(model, loader(), ckpt_path=go_on)
+            if save is not None:
+                t.save_checkpoint(save)
+            return {"losses": model.losses[-12:], "weights": weights(model)}
+
+    with shared_folder() as folder:
+        file = str(folder / "last.ckpt")
+        plain = run("ddp_find_unused_parameters_true")
+        errors = differences("two optimizers", run(zero_strategy(), save=file), plain, CLOSE)
+        dist.barrier()
+        whole = run(zero_strategy(), 2)
+        return errors + differences("resumed", run(zero_strategy(), 2, go_on=file), whole, 0.0)
+
+
+@cases.add
+def callbacks_that_copy_the_model_are_refused(rank: int) -> list[str]:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+    errors = []
+    for callback in (StochasticWeightAveraging(swa_lrs=1e-2), WeightAveraging()):
+        errors += refused(
+            lambda c=callback: fitted(zero_strategy(), callbacks=[c]),
+            IntegrationError,
+            f"{type(callback).__name__} copies the whole model before zero shards it",
+        )
+    return errors
+
+
+@cases.add
 def checkpoints_go_on_and_load_plainly(rank: int) -> list[str]:
     import lightning.pytorch as pl
 
@@ -209,6 +311,15 @@ def checkpoints_go_on_and_load_plainly(rank: int) -> list[str]:
                 found = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
                 errors += differences("plain file", dict(found), held, 0.0)
     return errors
+
+
+@cases.add
+def what_one_rank_saves_alone_is_refused(rank: int) -> list[str]:
+    """Instead of waiting for the timeout of the process group."""
+    t, model, _ = fitted(zero_strategy())
+    return one_rank_alone(
+        "Trainer.save_checkpoint()", lambda: t.save_checkpoint("nowhere"), lambda: model(torch.zeros(2, 8))
+    )
 
 
 @cases.add
@@ -289,6 +400,8 @@ def fabric_loops(rank: int) -> list[str]:
     import zero_compiler.integrations.lightning  # noqa: F401
     from zero_compiler.integrations.lightning import ZeroFabricStrategy
 
+    errors: list[str] = []
+
     def run(strategy: Any, apart: bool, **kwargs: Any) -> dict[str, Any]:
         as_elastic()
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **kwargs)
@@ -305,13 +418,21 @@ def fabric_loops(rank: int) -> list[str]:
         for step, (x, y) in enumerate(fabric.setup_dataloaders(loader())):
             waits = step % 2 == 0
             with fabric.no_backward_sync(model, enabled=waits):
-                loss = F.mse_loss(model(x), y)
+                loss = F.mse_loss(model(x).float(), y)
                 fabric.backward(loss)
             losses.append(loss.item())
             if not waits:
                 fabric.clip_gradients(model, opt, max_norm=0.5)
                 opt.step()
                 opt.zero_grad()
+        if apart:
+            errors.extend(
+                one_rank_alone(
+                    "Fabric.save()",
+                    lambda: fabric.save("nowhere", {"model": model}),
+                    lambda: model(torch.zeros(2, 8)),
+                )
+            )
         with shared_folder() as folder:
             held = weights(model.module)
             fabric.save(folder / "state", {"model": model, "opt": opt, "step": 3})
@@ -321,7 +442,9 @@ def fabric_loops(rank: int) -> list[str]:
         return {"losses": losses, "weights": held, "loaded": weights(model.module)}
 
     plain = run("ddp", False)
-    errors = differences("fabric", run("zero", False), plain, CLOSE)
+    errors += differences("fabric", run("zero", False), plain, CLOSE)
+    in_float64 = run("ddp", False, precision="64-true")
+    errors += differences("64-true", run("zero", False, precision="64-true"), in_float64, CLOSE)
     errors += differences("fabric apart", run(ZeroFabricStrategy(compute="aten"), True), plain, CLOSE)
     return errors
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.cases import Cases
+from dist.cases import Cases, refused
 from dist.library_runs import as_rank, differences, shared_folder, weights
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import IntegrationError
@@ -91,8 +93,12 @@ def told(t: Any) -> dict[str, list[float]]:
     }
 
 
-def both(tolerance: float = CLOSE, run: Any = None, **kwargs: Any) -> list[str]:
-    """The same training by DDP and by zero."""
+def both(tolerance: float = CLOSE, run: Any = None, of_weights: bool = True, **kwargs: Any) -> list[str]:
+    """The same training by DDP and by zero.
+
+    Args:
+        of_weights: they are compared too; not where an update divides noise by itself.
+    """
     found = []
     for ours in (False, True):
         with shared_folder() as folder:
@@ -102,7 +108,8 @@ def both(tolerance: float = CLOSE, run: Any = None, **kwargs: Any) -> list[str]:
                 **{k: v() for k, v in kwargs.items() if k != "args"},
             )
             extra = run(t) if run is not None else (t.train() and None)
-            found.append({"said": told(t), "weights": weights(t.model), "extra": extra or {}})
+            held = weights(t.model) if of_weights else {}
+            found.append({"said": told(t), "weights": held, "extra": extra or {}})
             if ours and not is_root(t.model):
                 return ["the model is not sharded"]
     return differences("zero", found[1], found[0], tolerance)
@@ -121,6 +128,70 @@ def accumulation_and_clipping(rank: int) -> list[str]:
 @cases.add_thorough
 def bf16(rank: int) -> list[str]:
     return both(CLOSE_BF16, args={"bf16": True})
+
+
+@cases.add
+def gradient_checkpointing(rank: int) -> list[str]:
+    return both(args={"gradient_checkpointing": True, "gradient_accumulation_steps": 2})
+
+
+@cases.add
+def arguments_that_change_a_step(rank: int) -> list[str]:
+    """What a step computes beside the model's own loss, and what is done around it."""
+
+    def run(t: Any) -> dict[str, Any]:
+        t.train()
+        return {"tokens": t.state.num_input_tokens_seen}
+
+    args = {
+        "label_smoothing_factor": 0.1, "max_grad_norm": 0, "optim": "adamw_torch_fused", "eval_on_start": True,
+        "include_num_input_tokens_seen": True, "torch_empty_cache_steps": 1, "neftune_noise_alpha": 5.0,
+    }  # fmt: skip
+    return both(args=args, run=run)
+
+
+@cases.add_thorough
+def torch_compile_is_what_zero_does_anyhow(rank: int) -> list[str]:
+    found = []
+    for ours in (False, True):
+        with shared_folder() as folder:
+            t = trainer(
+                ours, arguments(folder, torch_compile=ours), **({"zero": zero.Config()} if ours else {})
+            )
+            t.train()
+            found.append({"said": told(t), "weights": weights(t.model)})
+    return differences("compiled", found[1], found[0], CLOSE)
+
+
+@cases.add_thorough
+def fp16(rank: int) -> list[str]:
+    return both(CLOSE_BF16, args={"fp16": True})
+
+
+@cases.add_thorough
+def adafactor_and_adagrad(rank: int) -> list[str]:
+    """States that begin as plain tensors, and states that are there before the model is sharded."""
+    return [e for optim in ("adafactor", "adagrad") for e in both(of_weights=False, args={"optim": optim})]
+
+
+class Greedy(torch.nn.Module):
+    """A model that has no room for a batch of two, the second time that it sees one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = model(), 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels)
+        self.seen += len(input_ids) > 1
+        if self.seen == 2 and len(input_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return out
+
+
+@cases.add_thorough
+def a_batch_that_does_not_fit_is_halved(rank: int) -> list[str]:
+    return both(model=Greedy, args={"auto_find_batch_size": True, "max_steps": 3})
 
 
 @cases.add
@@ -355,6 +426,50 @@ def adapters_of_peft(rank: int) -> list[str]:
     return errors
 
 
+@cases.add
+def adapters_on_a_base_of_4_bits(rank: int) -> list[str]:
+    """QLoRA as its documentation has it: weights of 4 bits that stay on every rank as they are, an adapter that is
+    sharded."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return []  # the test is skipped
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+
+    def run(ours: bool, folder: Path) -> dict[str, Any]:
+        base = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=in_4_bits)
+        base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+        torch.manual_seed(3)
+        t = trainer(ours, arguments(folder), model=peft.get_peft_model(base, lora))
+        t.train()
+        packed = [p for p in t.model.parameters() if type(p).__name__ == "Params4bit"]
+        assert len(packed) == 14
+        assert not any(isinstance(p, DTensor) for p in packed)
+        t.save_model(str(folder / "saved"))
+        dist.barrier()
+        saved = load_file(folder / "saved" / "adapter_model.safetensors")
+        assert not (folder / "saved" / "model.safetensors").exists()
+        return {"said": told(t), "evaluated": t.evaluate()["eval_loss"], "saved": saved}
+
+    found = []
+    for ours in (False, True):
+        with shared_folder() as folder:
+            if rank == 0:
+                torch.manual_seed(0)
+                LlamaForCausalLM(config).save_pretrained(folder / "base")
+            dist.barrier()
+            found.append(run(ours, folder))
+    return differences("4 bits", found[1], found[0], CLOSE)
+
+
 def from_status(name: str) -> int:
     """Bytes that the kernel counts for this process: "RssAnon" now, which are no mapped file's, or "VmHWM", the most
     that it had in memory."""
@@ -408,16 +523,14 @@ def from_pretrained_leaves_the_file_where_it_is(rank: int) -> list[str]:
 def what_cannot_be_is_refused(rank: int) -> list[str]:
     errors = []
     with shared_folder() as folder:
-        for wrong in ({"fsdp": "full_shard"},):
-            try:
-                trainer(True, arguments(folder, **wrong))
-            except (IntegrationError, ValueError) as error:
-                errors += [] if "leave out fsdp" in str(error) else [str(error)]
-            else:
-                errors.append(f"{wrong}: nothing was raised")
+        for name, value in (("fsdp", "full_shard"), ("bf16_full_eval", True)):
+            args = arguments(folder, **{name: value})
+            errors += refused(lambda: trainer(True, args), IntegrationError, "zero", f"leave out {name}")
     return errors
 
 
 @pytest.mark.parametrize("name", cases.names)
 def test_trainer(name):
+    if name == "adapters_on_a_base_of_4_bits":
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, which no extra installs")
     cases.check(name)

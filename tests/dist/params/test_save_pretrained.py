@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, StorageError, ZeroError
-from zero_compiler.params import save_pretrained
+from zero_compiler.ranks import attendance
 from zero_compiler.storage.safetensors_folder import WeightsFolder
 
 pytestmark = pytest.mark.dist
@@ -82,7 +82,7 @@ def one_rank_alone(rank):
     x = torch.arange(8)[None]
     for where in ("call", "barrier", "save"):
         model(x)
-        with mock.patch.object(save_pretrained, "_TOGETHER_S", 60.0 if where == "call" else 0.5):
+        with mock.patch.object(attendance, "TOGETHER_S", 60.0 if where == "call" else 0.5):
             if rank == 0:
                 out += refused(lambda: model.save_pretrained("nowhere"), ShardError, SENTENCE)
                 if where == "barrier":
@@ -159,7 +159,7 @@ def adapters_of_peft(rank):
             out.append("weights of the base")
         out += unlike(PeftModel.from_pretrained(gpt2(), folder).state_dict(), wanted)
     if rank == 0:
-        with mock.patch.object(save_pretrained, "_TOGETHER_S", 0.3):
+        with mock.patch.object(attendance, "TOGETHER_S", 0.3):
             out += refused(lambda: model.save_pretrained("nowhere"), ShardError, SENTENCE)
     else:
         out += refused(

@@ -56,7 +56,7 @@ def _train(rank, hardware, rows_of):
         twin.errors,
         [sorted(d for d in c.distances.values()) for c in chosen],
         lines,
-        sharded_model.agreed.distances,
+        sharded_model.agreed.decided,
     )
 
 
@@ -138,7 +138,7 @@ def _alone(rank, world, hardware):
         told = zero.inspect(model, (torch.zeros(4, 32),))
         assert "ahead for head" in told.summary()
     (sharded_model,) = sharded_models_of(model)
-    return sharded_model.agreed.distances
+    return sharded_model.agreed.decided
 
 
 def test_a_lone_look_decides_nothing(hardware):

@@ -5,6 +5,7 @@ The hosts are two halves of this machine's ranks, told apart by what a rank says
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -15,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.spawn import run_ranks
+from machines import machine
 from models import Uneven
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
+from zero_compiler.cost.hardware import HardwareSpec
+from zero_compiler.cost.placed_hardware import Spread
 from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
@@ -159,3 +164,41 @@ def dropped(rank, world):
 
 def test_models_that_are_dropped_leave_no_file_open():
     assert run_ranks(dropped, 4, timeout=120.0) == [True] * 4
+
+
+def timed_by_level(rank, world, file):
+    """What each kind of model takes for its hosts, on a machine of which the file says what is between them."""
+    two_hosts(rank, world)
+    found = {}
+    for name, kind, mesh in (("all", "auto", None), ("c10d", "c10d", None), ("hybrid", "auto", (2, 2))):
+        mesh = mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        model, compiled = make(kind, hardware=file, mesh=mesh)
+        (sharded_model,) = sharded_models_of(model)
+        lines = str(zero.inspect(model)).splitlines()
+        said = next((line for line in lines if line.startswith("hosts: ")), None)
+        found[name] = said, sharded_model.hardware.spreads, sharded_model.hardware.once
+        copied = sharded_models_of(copy.deepcopy(model))[0]
+        assert (copied.hardware.spreads, copied.hardware.once) == (sharded_model.hardware.spreads, False)
+        loss_of(compiled, rank, 0).backward()  # what it takes for them, all ranks take
+    transport._host = _no_host if rank == 1 else transport._host
+    model, _ = make("c10d", hardware=file)
+    assert type(sharded_models_of(model)[0].hardware) is HardwareSpec
+    return found
+
+
+def _no_host():
+    raise OSError("no /proc")
+
+
+def test_transfers_are_timed_for_the_hosts_on_which_the_ranks_are(tmp_path):
+    between = {"latency_us": 50.0, "bytes_per_us": 100.0, "host_bytes_per_us": 100.0, "ring": False}
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(machine(devices_per_host=8, between_hosts=between)))
+    first, *others = run_ranks(timed_by_level, 4, str(file), timeout=120.0)
+    assert all(found == first for found in others)
+    over = "hosts: 2 for 4 ranks; every parameter is partitioned over {} of them"
+    assert first == {
+        "all": (over.format(2), {"shard": Spread(4, 2, 2)}, True),
+        "c10d": (over.format(2), {"shard": Spread(4, 2, 2)}, False),
+        "hybrid": (over.format(1), {"shard": Spread(2, 1, 2), "replicate": Spread(2, 2, 2)}, False),
+    }

@@ -63,10 +63,18 @@ def trained(name: str, rank: int, steps: int = 3, where: str = "", **fields: Any
 
 
 @cases.add
-def every_stage_over_both_transports(rank: int) -> list[str]:
+def stages_over_both_transports(rank: int) -> list[str]:
+    return at(rank, (1, "c10d"), (3, "shared"))  # stages 1 and 2 are one plan
+
+
+@cases.add_thorough
+def the_other_stages_and_transports(rank: int) -> list[str]:
+    return at(rank, (0, "shared"), (3, "c10d"))
+
+
+def at(rank: int, *combined: tuple[int, str]) -> list[str]:
     errors = []
-    # Stages 1 and 2 are one plan.
-    for stage, transport in ((0, "shared"), (1, "c10d"), (3, "c10d"), (3, "shared")):
+    for stage, transport in combined:
         where = f"stage {stage} over {transport}"
         errors += trained("odd", rank, where=where, stage=stage, transport=transport)
     return errors

@@ -29,7 +29,7 @@ from zero_compiler.ranks import agreement, call_handshake, peer_connections
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 SOON_S = 15.0
 # Names of ours that mean nothing to a reader, and numbers of processes.
-INTERNAL = re.compile(r"process \d+|pid|[0-9a-f]{8,}|prefetch/|zero/")
+INTERNAL = re.compile(r"process \d+|pid|[0-9a-f]{8,}|decided/|zero/")
 # There torch itself waits, and raises what its backend says.
 TORCHS_OWN = "in a checkpoint's save"
 QUICK = "in zero.shard"

@@ -39,10 +39,19 @@ cases = Cases(__name__, world=4, spawns=3, group_timeout=60.0)
 
 
 @cases.add
-def every_stage_over_both_transports(rank: int) -> list[str]:
-    errors = []
+def stages_over_both_transports(rank: int) -> list[str]:
     # Stages 1 and 2 are one plan, and other cases have stage 3 over shared memory.
-    for stage, transport in ((0, "c10d"), (2, "shared"), (3, "c10d")):
+    return at(rank, (0, "c10d"), (2, "shared"))
+
+
+@cases.add_thorough
+def stage_3_over_c10d(rank: int) -> list[str]:
+    return at(rank, (3, "c10d"))
+
+
+def at(rank: int, *combined: tuple[int, str]) -> list[str]:
+    errors = []
+    for stage, transport in combined:
         where = f"stage {stage} over {transport}"
         errors += trained(rank, where, 2, optimizer=SGD, stage=stage, transport=transport)
     return errors
@@ -69,7 +78,7 @@ def without_a_compiler(rank: int) -> list[str]:
     return trained(rank, "eager", stage=3, compiled=False)
 
 
-@cases.add
+@cases.add_thorough
 def the_data_dimension_alone_names_the_ranks(rank: int) -> list[str]:
     return trained(rank, "mesh['dp']", stage=3, mesh=mesh_of()["dp"])
 

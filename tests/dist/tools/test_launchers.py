@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 from dist.library_runs import differences
+from dist.two_hosts import can_have_hosts, ended, environment, started, torchrun, two_hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -57,76 +54,9 @@ os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLU
 """
 
 
-def environment(**more: str) -> dict[str, str]:
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in left_out} | {"OMP_NUM_THREADS": "1"} | more
-
-
-def ended(processes: list[subprocess.Popen[str]]) -> None:
-    """Wait for all of them, and show what they said where one failed."""
-    try:
-        said = [p.communicate(timeout=200)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert all(p.returncode == 0 for p in processes), "\n".join(said)
-
-
-def started(command: list[str], **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Commands that run another one on each of two hosts: network namespaces with a cable between them, in each of
-    which processes are numbered anew."""
-    names = [f"zero{os.getpid()}h{i}" for i in range(2)]
-
-    def ip(*args: str) -> None:
-        subprocess.run(["ip", *args], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            names[1],
-        )
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield [["ip", "netns", "exec", n, "unshare", "--pid", "--fork", "--mount-proc"] for n in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def can_have_hosts() -> bool:
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
-        return False
-    try:
-        with two_hosts() as hosts:
-            return subprocess.run([*hosts[0], "true"], capture_output=True).returncode == 0
-    except (OSError, subprocess.CalledProcessError):
-        return False
 
 
 def test_two_hosts_with_torchrun(tmp_path):
@@ -135,21 +65,17 @@ def test_two_hosts_with_torchrun(tmp_path):
         pytest.skip("needs root, ip and unshare: network namespaces")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT % "")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    alone = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     with two_hosts() as hosts:
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "t"]
         ended(
             [
                 started(
-                    [*host, *torchrun, "2", "--nnodes", "2", "--local-addr", f"10.77.0.{i + 1}", *rendezvous,
-                     "--rdzv-conf", f"is_host={i == 0}",  # names of these hosts say nothing of their addresses
-                     str(script), str(tmp_path / "two")],
-                    GLOO_SOCKET_IFNAME="eth0",
+                    [*host, *torchrun(i, 2), str(script), str(tmp_path / "two")], GLOO_SOCKET_IFNAME="eth0"
                 )
                 for i, host in enumerate(hosts)
             ]
-        )  # fmt: skip
-    ended([started([*torchrun, "4", "--standalone", str(script), str(tmp_path / "one")])])
+        )
+    ended([started([*alone, str(script), str(tmp_path / "one")])])
     two, one = (json.loads((tmp_path / name).read_text()) for name in ("two", "one"))
     assert two["world"] == one["world"] == 4
     assert "2 hosts" in two["said"], two["said"]
@@ -198,8 +124,8 @@ def test_workers_of_ray_train(tmp_path):
     script.write_text(RAY)
     ended([started([sys.executable, str(script), str(tmp_path / "ray"), str(tmp_path)])])
     script.write_text(SCRIPT % "")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended([started([*torchrun, str(script), str(tmp_path / "plain")])])
+    alone = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended([started([*alone, str(script), str(tmp_path / "plain")])])
     ray, plain = (json.loads((tmp_path / name).read_text()) for name in ("ray", "plain"))
     assert ray["world"] == 2
     assert not differences("ray", ray["losses"], plain["losses"], 1e-6)

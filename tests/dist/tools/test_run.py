@@ -281,6 +281,13 @@ def test_other_ways_of_training_in_the_environment_are_refused(monkeypatch):
         run(["script.py"])
 
 
+def test_a_script_that_is_not_there_is_said_before_ranks_start():
+    with pytest.raises(
+        IntegrationError, match="there is no file 'nowhere.py', which stands where the script is"
+    ):
+        run(["--stage", "3", "nowhere.py", "--its", "flags"])
+
+
 def test_fields_are_checked_before_ranks_start(tmp_path):
     with pytest.raises(ConfigError, match="stage must be 0, 1, 2 or 3, not 4"):
         run(["--stage", "4", "script.py"])

@@ -53,7 +53,7 @@ def accumulate(rank: int, make: Callable[..., nn.Module], quiet: int, stage: int
     return twin.errors
 
 
-@cases.add
+@cases.add_thorough
 def accumulation_with_a_reduction_each_time(rank: int) -> list[str]:
     # Each backward adds the mean of its own gradients, so the total is the mean of the sum.
     # Stages 1 and 2 are one plan.

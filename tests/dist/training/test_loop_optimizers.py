@@ -69,6 +69,20 @@ def adafactor(rank: int) -> list[str]:
 
 
 @cases.add
+def adafactor_of_transformers(rank: int) -> list[str]:
+    """Its states begin as plain tensors, and parts of them are means over the rows of all ranks."""
+    from transformers.optimization import Adafactor
+
+    errors = []
+    for fields in ({"lr": 1e-2, "relative_step": False}, {"scale_parameter": True}):
+        make = functools.partial(Adafactor, **{"eps": (1e-3, 1e-3), "scale_parameter": False, **fields})
+        twin = Twin(MLP(), sharded, make, where=str(fields))
+        twin.train(lambda m, i: loss_of(rank, i)(m), 4)
+        errors += twin.errors
+    return errors
+
+
+@cases.add
 def adam_with_its_own_eps(rank: int) -> list[str]:
     return [e for stage in (0, 3) for e in default_adam(rank, stage)]
 

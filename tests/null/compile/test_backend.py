@@ -71,6 +71,7 @@ def check(call, model, plain):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
 def test_every_model_of_a_class_is_compiled(how):
     for _ in range(COUNT):
@@ -84,6 +85,7 @@ def test_every_model_of_a_class_is_compiled(how):
         assert programs(model) == ["forward", "backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
 def test_every_layer_of_a_model_is_compiled(how):
     plain = Deep()
@@ -97,6 +99,7 @@ def test_every_layer_of_a_model_is_compiled(how):
     assert programs(model) == ["forward", "backward"] * COUNT
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_compiled_in_place():
     plain = Deep()
     model = zero.shard(copy.deepcopy(plain))
@@ -143,6 +146,7 @@ def guards_of(model):
     return [line.split("#")[0] for line in str(entry.guard_manager).splitlines()]
 
 
+@pytest.mark.slow
 def test_names_of_weights_are_not_guarded():
     counts = []
     for depth in (1, 3):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero_compiler.tools.planning import plan
 
@@ -53,6 +54,19 @@ class Experts(nn.Module):
         return torch.matmul(self.inp(x).unsqueeze(1), self.w).square().mean()
 
 
+class TiedEnds(nn.Module):
+    """One weight at both ends, which is read with a bias there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.body, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out.weight = self.inp.weight
+
+    def forward(self, x):
+        x = checkpoint(lambda h: torch.tanh(self.body(h)), self.inp(x[:, 0]), use_reentrant=False)
+        return self.out(x).square().mean()
+
+
 def _planned(model, rows, **fields):
     torch._dynamo.reset()
     with torch.device("meta"):
@@ -64,7 +78,8 @@ def _collectives(frames) -> str:
     return "\n".join(p.collectives() for f in frames for p in f.programs.values())
 
 
-@pytest.mark.parametrize("model", [Attention, TimeFirst, Classifier, Experts])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Attention, TimeFirst, Classifier, Experts, TiedEnds])
 def test_collectives_are_those_of_a_batch_of_one(model):
     assert _collectives(_planned(model, 1)) == _collectives(_planned(model, 3))
 

@@ -206,6 +206,7 @@ def test_constants_of_a_program():
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
+@pytest.mark.slow
 def test_a_size_that_what_follows_has_fixed():
     check(["fixes the size", "break"], ["size"], (5, 7), torch.enable_grad, trained=False)
 

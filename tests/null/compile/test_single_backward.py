@@ -12,9 +12,18 @@ from zero_compiler.errors import GradientError
 
 
 @pytest.mark.slow
-def test_forward_mode_of_a_compiled_model():
+@pytest.mark.parametrize("recorded", [True, False])
+def test_forward_mode_of_a_compiled_model(recorded):
+    """It is refused, or right: torch 2.15 runs a call with a tangent eagerly, those before it compile it."""
     torch._dynamo.reset()
     call = torch.compile(zero.shard(tied(), device="cpu", **ATEN), backend="zero")
-    for recorded in (True, False):
-        with torch.set_grad_enabled(recorded), pytest.raises(GradientError, match="forward-mode AD"):
-            tangent_of(call)
+    got, said = None, ""
+    try:
+        with torch.set_grad_enabled(recorded):
+            got = tangent_of(call)
+    except GradientError as error:
+        said = str(error)
+    if got is None:
+        assert "forward-mode AD" in said
+    else:
+        torch.testing.assert_close(got, tangent_of(tied()))

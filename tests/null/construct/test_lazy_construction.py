@@ -18,6 +18,7 @@ from zero_compiler.params.modules import is_root, sharded_models_of, state_of
 pytestmark = pytest.mark.usefixtures("no_trace_left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(made.BUILDERS))
 def test_values_are_those_of_plain_construction(name):
     plain = made.plain(name)

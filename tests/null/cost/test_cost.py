@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import pytest
 import sympy
@@ -12,11 +13,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_compiler.cost import hardware
-from zero_compiler.cost.cost import CostModel, at_hints, bucket_bytes, hints, smaller_buckets, tile_rows
+from zero_compiler.cost.cost import (
+    CostModel,
+    at_hints,
+    bucket_bytes,
+    hints,
+    launch_bytes,
+    smaller_buckets,
+    tile_rows,
+)
+from zero_compiler.memory.segment_graph import SegmentGraph
 
 aten = torch.ops.aten
 SPEC = dataclasses.replace(
@@ -28,6 +39,12 @@ SPEC = dataclasses.replace(
     kernel_us=1.0,
 )
 COST = CostModel(SPEC)
+
+
+def whole(graph: fx.Graph) -> tuple[Sequence[fx.Node], Sequence[fx.Node]]:
+    """What a graph computes and gives, as a segment."""
+    segment = SegmentGraph.of(nn.Module(), graph)
+    return segment.body, segment.outs
 
 
 def graph_of(fn, *inputs, symbolic=False):
@@ -86,7 +103,7 @@ def test_libraries_that_copy_operands_take_products_traffic_beside_arithmetic():
     assert COST.node_us(mm) == pytest.approx(max(arithmetic, traffic) + 1)
     assert COPIES.node_us(mm) == pytest.approx(arithmetic + 2.5 * traffic + 1)
     assert COPIES.node_us(relu) == COST.node_us(relu)
-    more = COPIES.region_us(graph, fused=True) - COST.region_us(graph, fused=True)
+    more = COPIES.region_us(*whole(graph), fused=True) - COST.region_us(*whole(graph), fused=True)
     assert more == pytest.approx(COPIES.node_us(mm) - COST.node_us(mm))
 
 
@@ -149,8 +166,12 @@ def test_a_users_collective_takes_the_time_of_its_link():
             us = link.latency_us + (16_000 if kind == "all_gather" else 8_000) / link.bytes_per_us
             assert COST.node_us(sent) == pytest.approx(us)
             light = [n for n in graph.nodes if n.op == "call_function" and n is not sent]
-            assert COST.region_us(graph, fused=False) == pytest.approx(us + sum(map(COST.node_us, light)))
-            assert us < COST.region_us(graph, fused=True) <= COST.region_us(graph, fused=False)
+            assert COST.region_us(*whole(graph), fused=False) == pytest.approx(
+                us + sum(map(COST.node_us, light))
+            )
+            assert (
+                us < COST.region_us(*whole(graph), fused=True) <= COST.region_us(*whole(graph), fused=False)
+            )
         alone = dist.new_group([0]).group_name
         graph = graph_of(lambda x: functional.all_reduce(x, "sum", alone), torch.ones(1000))
         (kept,) = (n for n in graph.nodes if COST.heavy(n))
@@ -162,9 +183,9 @@ def test_a_users_collective_takes_the_time_of_its_link():
 def test_a_fused_region_reads_and_writes_its_border_once():
     graph = graph_of(lambda x: ((x + 1) * 2 - 3).relu(), torch.ones(1000))
     each = sum(COST.node_us(n) for n in graph.nodes if n.op == "call_function")
-    fused = COST.region_us(graph, fused=True)
+    fused = COST.region_us(*whole(graph), fused=True)
     assert fused == pytest.approx(max(2 * 4000 / 100, 4 * 1000 / 50) + 1)
-    assert COST.region_us(graph, fused=False) == pytest.approx(each)
+    assert COST.region_us(*whole(graph), fused=False) == pytest.approx(each)
     assert fused < each
 
 
@@ -188,7 +209,7 @@ def test_a_lookup_costs_what_it_finds_and_not_the_table(fn, more):
     moved = COST.moved_bytes(node)
     assert moved == ROWS + more
     assert COST.node_us(node) <= moved / 100 + 10 * 64 / 50 + 1
-    assert COST.region_us(graph, True) < 10 * moved / 100 < COST.spec.kernel_us + TABLE.nbytes / 100
+    assert COST.region_us(*whole(graph), True) < 10 * moved / 100 < COST.spec.kernel_us + TABLE.nbytes / 100
 
 
 @pytest.mark.slow
@@ -200,7 +221,7 @@ def test_sums_of_a_region_have_one_order():
             x = torch.relu(x[:, :n] @ x.new_ones(n, n + 1)) * 1.1
         return x
 
-    said = {COST.region_us(graph_of(many, torch.ones(7, 1)), True) for _ in range(30)}
+    said = {COST.region_us(*whole(graph_of(many, torch.ones(7, 1))), True) for _ in range(30)}
     assert len(said) == 1
 
 
@@ -210,7 +231,7 @@ def test_costs_are_symbolic_where_sizes_are():
     flops = COST.flops(mm)
     assert isinstance(flops, sympy.Expr)
     assert at_hints(flops, hints(graph)) == 2 * 6 * 4 * 5
-    assert at_hints(COST.region_us(graph, fused=True), hints(graph)) > 0
+    assert at_hints(COST.region_us(*whole(graph), fused=True), hints(graph)) > 0
     seen = at_hints(COPIES.node_us(mm), hints(graph))
     (fixed,) = nodes(graph_of(torch.mm, torch.ones(6, 4), torch.ones(4, 5)), aten.mm)
     assert seen == pytest.approx(COPIES.node_us(fixed))
@@ -245,3 +266,7 @@ def test_smaller_buckets_end_where_half_of_the_time_is_latency():
     link = SPEC.collective("all_gather", 2)
     assert link.us(sizes[-1]) == pytest.approx(2 * link.latency_us)
     assert smaller_buckets(SPEC, 1) == []
+
+
+def test_what_memory_reads_while_kernels_are_launched():
+    assert launch_bytes(dataclasses.replace(SPEC, kernel_us=5.0, memory_bytes_per_us=1000.0)) == 40_000

@@ -55,7 +55,14 @@ def test_lanes_that_share_are_known_ones():
 
 
 def test_the_machines_of_the_documentation_are_there():
-    assert hardware.presets() == ["dgx-2-v100", "dgx-a100", "dgx-h100", "laptop"]
+    assert hardware.presets() == [
+        "dgx-2-v100",
+        "dgx-a100",
+        "dgx-h100",
+        "laptop",
+        "p3dn-24xlarge",
+        "pcie-8x-rtx-4090",
+    ]
     with pytest.raises(
         ConfigError, match="hardware 'dgx' is neither a file nor a preset; presets: dgx-2-v100,"
     ):

@@ -133,6 +133,6 @@ def test_checksums_take_the_time_of_the_host():
     sums = [(s.label, s.alone_us) for s in on.spans if s.label.startswith("checksums")]
     assert sums == [
         ("checksums of the file of the gather of w0", pytest.approx(10.0)),
-        ("checksums of the file of the reduction of the gradients of w0", pytest.approx(5.0)),
+        ("checksums of the file of the gradient of w0", pytest.approx(5.0)),
     ]
     assert {s.lane for s in on.spans if s.label.startswith("checksums")} == {COMPUTE}

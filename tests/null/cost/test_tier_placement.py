@@ -181,6 +181,7 @@ def bound_us(items, room):
     )
 
 
+@pytest.mark.slow
 def test_many_parameters():
     """Far beyond what is exact: the budgets are kept, and no placement costs 3% less."""
     sizes = [(1 << 20, True, True)] * 400 + [(1 << 18, True, True)] * 100 + [(1024, True, True)] * 2000
@@ -356,6 +357,7 @@ def test_mixed_placements_train_as_one_does(share, init, tmp_path):
     assert kinds == ({"nvme"} if share == 0 else {"none", "nvme"} if share == 0.15 else {"none"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", [*thorough(False), True])
 @pytest.mark.parametrize(
     ("device", "host"),
@@ -431,6 +433,7 @@ def test_construction_for_an_accelerator_leaves_room_for_what_belongs_to_a_param
     assert [placed.tier("params", n) for n in params] == [g.tier for g in params.values()]
 
 
+@pytest.mark.slow
 def test_a_parameter_group_has_its_own(tmp_path):
     model = deep(device_rest_bytes=0, nvme_dir=str(tmp_path))
     params = dict(model.named_parameters())

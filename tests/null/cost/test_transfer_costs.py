@@ -10,7 +10,8 @@ from null.instructions import gather_of, program_of, reduce_of, spec_of
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import LINK, READ, WRITE
 from zero_compiler.ir.instructions import Fetch, Gather, Reduce, WaitFetch, WaitGather, WaitReduce
-from zero_compiler.ir.transfers import Hop
+from zero_compiler.ir.transfers import GatherDesc, Hop
+from zero_compiler.quantised_blocks import moved_bytes
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -47,5 +48,21 @@ def test_bytes_of_a_lane_are_those_of_its_descriptors(world):
     times = {s.label: s.end_us - s.start_us for s in moved.spans if s.lane in (READ, WRITE)}
     assert times == {
         "file of the gather of w0": pytest.approx(5 + 36 / 50),
-        "file of the reduction of the gradients of w0": pytest.approx(10 + 32 / 20),
+        "file of the gradient of w0": pytest.approx(10 + 32 / 20),
     }
+
+
+def test_what_travels_in_8_bits_is_packed_before_and_unpacked_behind():
+    """256 bytes of memory in a us; of two rows of 256 a rank has one. 2 us and 100 bytes/us between ranks."""
+    packed = GatherDesc(
+        "m", ("w",), ((2, 256),), (256,), "float32", False, (0,), 0, "u", rest_dtype="float32", wire="int8"
+    )
+    program = program_of([Gather(0), WaitGather(0, (-1,))], [packed])
+    spec = dataclasses.replace(spec_of(), memory_bytes_per_us=256.0)
+    pack, link, unpack = moved_bytes(256, 4) / 256, 2 + 2 * (256 + 4) / 100, moved_bytes(512, 4) / 256
+    timeline = simulate(program, spec, 2)
+    assert timeline.nbytes(LINK) == 2 * (256 + 4)
+    assert timeline.reached_us == pytest.approx([pack, pack + link + unpack])
+    # What is kept is there when backward asks for it.
+    kept = dataclasses.replace(packed, kept=True)
+    assert simulate(dataclasses.replace(program, phase="backward", gathers=[kept]), spec, 2).total_us == 0

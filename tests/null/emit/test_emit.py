@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from null.graphs import lower, two_layers, two_layers_backward
+import torch
+from null.graphs import OWNER, lower, two_layers, two_layers_backward
+from torch import fx
 
+from zero_compiler.emit.emit import emit
 from zero_compiler.ir.instructions import Gather, Reduce, Release, WaitGather, WaitReduce
 
 
@@ -27,3 +30,15 @@ def test_each_step_of_a_transfer_comes_once_and_in_order(build, phase, bucket_by
     names = [name for g in program.gathers for name in g.names]
     assert len(names) == len(set(names))
     assert len(program.live) == len(program.instrs)
+
+
+@pytest.mark.parametrize(("build", "phase"), [(two_layers, "forward"), (two_layers_backward, "backward")])
+def test_a_trial_is_the_same_program_without_graphs_of_segments(build, phase, monkeypatch):
+    b = build()
+    graph = lower(b, phase)
+    program, _ = b.program(graph, phase)
+    copies: list[fx.Node] = []
+    monkeypatch.setattr(fx.Graph, "node_copy", lambda self, node, *args: copies.append(node))
+    tried = emit(fx.GraphModule(torch.nn.Module(), graph), b.plans, phase, {OWNER: {}}, trial=True)
+    assert tried.program == program
+    assert copies == []

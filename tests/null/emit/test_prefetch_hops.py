@@ -10,7 +10,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from harness import SimulatedModel
-from marks import slow, thorough
+from marks import thorough
 from null.hosted import TIERS, deep, on, planned, programs
 from standin import accelerator
 from tiered import Net
@@ -144,10 +144,15 @@ wait            gradients of 0.0.weight""",
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "fields",
-    [{}, *slow({"param_dtype": torch.bfloat16}, {"bucket_bytes": 0}, {"bucket_bytes": 0, "tile_bytes": 600})],
+    [
+        {},
+        {"param_dtype": torch.bfloat16},
+        *thorough({"bucket_bytes": 0}),
+        {"bucket_bytes": 0, "tile_bytes": 600},
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("world", [*slow(1), 2, *thorough(3)])
+@pytest.mark.parametrize("world", [*thorough(1), 2, *thorough(3)])
 @pytest.mark.slow
 def test_chunks_arrive_and_nothing_is_overwritten_on_the_way(world, fields, tier, tmp_path):
     run = SimulatedModel(deep(), world, **on(tier, tmp_path), **fields)
@@ -182,6 +187,7 @@ def test_gradients_that_waited_are_reduced_and_copied_once():
     run.check_gradients({name: a[name] + b[name] for name in a})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_each_use_waits_for_its_chunks_and_each_result_for_its_copy(tier, tmp_path):
     for phase, program in programs(**on(tier, tmp_path)).items():
@@ -210,6 +216,7 @@ def test_each_use_waits_for_its_chunks_and_each_result_for_its_copy(tier, tmp_pa
             assert at[WaitReduce, first, 0] == at[Store, second, 0] + 1
 
 
+@pytest.mark.slow
 def test_the_program_survives_json():
     for program in programs().values():
         assert Program.from_dict(json.loads(program.to_json())) == program
@@ -255,6 +262,7 @@ def test_the_verifier_sees_a_hop_that_is_left_out(tmp_path):
         verify_program(dataclasses.replace(program, instrs=instrs), worlds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_leaves_the_device_counts_there_until_it_is_copied(world):
     program = programs(world=world)["backward"]

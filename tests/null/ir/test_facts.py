@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from null.graphs import Build, aten
+from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from zero_compiler.ir import facts
 
@@ -56,3 +59,31 @@ def test_a_fact_of_a_node_comes_back():
     assert facts.params(x) == (facts.ParamRef("m", "w"),)
     assert facts.tile(x) is None
     assert torch.is_tensor(facts.value(x))
+
+
+def test_a_copy_has_the_same_nodes_and_readers_and_takes_new_ones():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.sum.dim_IntList, (x, [0]), {"dtype": torch.float32})
+    graph.output((y, [x]))
+    gm = fx.GraphModule({}, graph)
+    copy = facts.copy_module(gm).graph
+    assert [(n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in copy.nodes] == [
+        (n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes
+    ]
+    given, total, out = copy.nodes
+    assert [list(n.users) for n in (given, total, out)] == [[total, out], [out], []]
+    with copy.inserting_before(out):
+        more = copy.call_function(torch.ops.aten.add.Tensor, (total, given), {"alpha": 2})
+    assert (more.args, more.kwargs) == ((total, given), {"alpha": 2})
+    assert more in given.users
+    copy.lint()
+    (again,) = facts.copy_module(fx.GraphModule({}, copy)).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.add.Tensor
+    )
+    assert again.name == more.name
+
+
+@pytest.mark.parametrize("val", [1, (1, 2), [1, [2, (3,)]], {"a": [1], "b": 2}, (None, torch.float32), []])
+def test_leaves_are_those_that_torch_finds(val):
+    assert list(facts.leaves(val)) == tree_leaves(val)

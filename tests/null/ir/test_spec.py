@@ -65,6 +65,24 @@ def test_columns_that_are_not_those_of_the_weight(change, fact):
     broken(b, fact, "merged")
 
 
+# Order -----------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_is_read_before_it_is_made():
+    b = two_layers()
+    *_, output = b.graph.nodes
+    output.prepend(find(b, ops.unshard))
+    with pytest.raises(VerifyError, match="reads %.*, which does not stand before it"):
+        spec.verify(b.graph, "captured", b.plans)
+
+
+def test_two_values_of_one_name():
+    b = two_layers()
+    find(b, ops.unshard, 1).name = find(b, ops.unshard, 0).name
+    with pytest.raises(VerifyError, match="two nodes have one name"):
+        spec.verify(b.graph, "captured", b.plans)
+
+
 # Markers ---------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """What the code that Inductor writes holds: read from its text, and beside the allocator's meter."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def graph_of(function, *inputs: torch.Tensor) -> SegmentGraph:
     gm = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
     (output,) = gm.graph.find_nodes(op="output")
     output.args = (tuple(output.args[0]),)
-    return SegmentGraph(gm, gm.graph, [facts.value(n) for n in gm.graph.find_nodes(op="placeholder")])
+    return SegmentGraph.of(gm, gm.graph)
 
 
 def three(*shapes) -> list[torch.Tensor]:
@@ -284,7 +285,7 @@ def counted(name: str) -> tuple[int, int, int]:
     code = SegmentCompiler("inductor").compile(seg, True, False).generated
     dying = [True] * len(seg.inputs)
     alone = segment_peak.peak_inside(seg, dying)
-    both = segment_peak.peak_inside(SegmentGraph(seg.root, seg.graph, seg.inputs, code), dying)
+    both = segment_peak.peak_inside(replace(seg, generated=code), dying)
     return alone, code.most(seg.inputs, dying), both
 
 
@@ -342,7 +343,7 @@ def test_what_may_run_operator_by_operator():
     for target in (torch.ops.prims.inductor_random.default, torch.ops.higher_order.flex_attention):
         other = fx.GraphModule({}, fx.Graph())
         other.graph.output((other.graph.call_function(target, ()),))
-        assert not alike_one_by_one(SegmentGraph(other, other.graph, []))
+        assert not alike_one_by_one(SegmentGraph.of(other, other.graph))
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ def test_what_a_product_by_onednn_holds_while_it_runs_is_counted(transposed):
     held = _C.meter_peak() - before
     for node, value in ((left, rows), (right, weight), (product, out)):
         facts.set_value(node, value)
-    segment = SegmentGraph(torch.nn.Module(), graph, [rows, weight])
+    segment = SegmentGraph.of(torch.nn.Module(), graph)
     assert held <= peak_inside(segment, [False, False])
     assert not transposed or held >= rows.nbytes + out.nbytes
 

@@ -13,7 +13,7 @@ def test_a_segment_runs():
     b = Build()
     x = b.input("x", 3, 4)
     b.done(b.op(aten.neg.default, b.op(aten.t.default, x)))
-    seg = SegmentGraph(nn.Module(), b.graph, [x.meta["val"]])
+    seg = SegmentGraph.of(nn.Module(), b.graph)
     given = torch.randn(3, 4)
     assert torch.equal(seg.gm(given)[0], -given.t())
     assert seg.gm is seg.gm

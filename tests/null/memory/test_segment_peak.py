@@ -18,7 +18,7 @@ def chain() -> SegmentGraph:
     z = b.op(aten.exp.default, y)
     w = b.op(aten.t.default, z)
     b.done(w)
-    return SegmentGraph(nn.Module(), b.graph, [x.meta["val"]])
+    return SegmentGraph.of(nn.Module(), b.graph)
 
 
 @pytest.mark.parametrize(("dying", "most"), [(True, 2048), (False, 2048)])
@@ -30,5 +30,5 @@ def test_an_input_that_lives_on_is_not_counted():
     b = Build()
     x = b.input("x", 16, 16)
     b.done(b.op(aten.neg.default, x))
-    seg = SegmentGraph(nn.Module(), b.graph, [x.meta["val"]])
+    seg = SegmentGraph.of(nn.Module(), b.graph)
     assert [peak_inside(seg, [dying]) for dying in (True, False)] == [2048, 1024]

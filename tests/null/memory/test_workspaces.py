@@ -42,6 +42,7 @@ def test_attention_holds_what_is_known_of_it(length, laid):
     assert measured <= own["_scaled_dot_product_flash_attention_for_cpu_backward"] <= measured + rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_half_precision_no_more_is_held_than_is_read_and_returned(dtype):
     x, w, grad = (torch.randn(n, m).to(dtype) for n, m in ((192, 256), (320, 256), (192, 320)))
@@ -89,7 +90,8 @@ _CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *thorough(torch.float64)], ids=str)
 @pytest.mark.parametrize("case", _CONVOLUTIONS)
 def test_convolutions_hold_no_more_than_is_counted(case, dtype):
     shape, weight, more = _CONVOLUTIONS[case]

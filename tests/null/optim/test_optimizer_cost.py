@@ -84,6 +84,7 @@ def model():
 NUMEL = 4 * (64 * 64 + 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("optimizer",), ("params", "optimizer"), ("params", "grads", "optimizer")])
 def test_a_plan_counts_an_update_that_it_must_assume(kinds, tmp_path):
     fields = {f"offload_{kind}": "nvme" for kind in kinds}
@@ -93,14 +94,22 @@ def test_a_plan_counts_an_update_that_it_must_assume(kinds, tmp_path):
     assert (update.nbytes(READ), update.nbytes(WRITE)) == (states + param + grad, states + param)
     (frame,) = told.frames
     assert told.step_us == pytest.approx(sum(t.total_us for t in frame.timelines.values()) + update.total_us)
-    assert "(assumed: Adam of zero.optimizer, two fp32 states a parameter, overlap=False)" in str(told)
+    assert "(assumed: adamw of zero.optimizer, overlap=False; 2 fp32 states a parameter)" in str(told)
     assert told.to_dict()["update"]["timeline"]["total_us"] == update.total_us
 
 
-def test_a_plan_knows_no_update_of_a_plain_optimizer_in_memory():
+def test_a_plan_without_ranks_has_the_update_of_the_optimizer_that_it_assumes():
     told = report(model(), (torch.ones(2, 64),), 1)
+    assert told.update.what == "assumed: adamw, fused; 2 fp32 states a parameter"
+    assert (told.update.early, told.update.late) == (0, 1)
+    assert told.step.update_us == told.update.timeline.total_us > 0
+    states = report(model(), (torch.ones(2, 64),), 1, optimizer="sgd")
+    assert states.update.timeline.total_us < told.update.timeline.total_us
+
+
+def test_a_model_that_is_here_has_no_update_of_a_plain_optimizer_in_memory():
+    told = zero.inspect(zero.shard(model()), (torch.ones(2, 64),))
     assert told.update is None
-    assert "update" not in str(told)
 
 
 def test_an_update_in_memory_writes_what_it_has_read():
@@ -145,6 +154,7 @@ def test_a_plan_counts_the_update_as_its_optimizer_runs_it(clip, tmp_path):
     del keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["memory", "budget", "tiles"])
 def test_a_plan_knows_which_gradients_go_to_overlapped_updates_by_file(way, tmp_path):
     """Under a budget all of them do, of weights in tiles without one those; else none."""

@@ -67,6 +67,7 @@ def test_written_values_are_cut_again_also_after_an_exception(fails):
     assert not torch.equal(values(model)["first.weight"], after["first.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_compiled_forward_sees_what_was_written_inside_and_after(stage):
     model = zero.shard(two(), stage=stage)

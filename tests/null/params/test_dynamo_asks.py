@@ -38,6 +38,7 @@ def method(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [whole, pytest.param(method, marks=pytest.mark.slow)])
 def test_nothing_is_gathered_beside_what_programs_gather(compiled, monkeypatch):
     gathered = []

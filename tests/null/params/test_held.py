@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from compare import whole
+from marks import thorough
 from null.small import both_ways, use
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -103,13 +104,14 @@ def test_eager(name, tied):
         check(FORMS[name], "eager", tied, stage=stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_compiled(name):
     check(FORMS[name], "compiled", tied=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [*thorough(False), True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_compiled(name, tied):
     for stage in (1, 3):

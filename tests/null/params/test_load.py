@@ -75,6 +75,7 @@ def test_load_safetensors_into_files_some_rows_at_a_time(tmp_path, monkeypatch, 
         assert torch.equal(value, want[name].float()), name
 
 
+@pytest.mark.slow
 def test_load_safetensors_by_an_alias_and_by_an_index(tmp_path):
     state = dict(WEIGHTS)
     state["head.weight"] = state.pop("emb.weight")

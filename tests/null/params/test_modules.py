@@ -61,6 +61,7 @@ def test_what_stands_in_the_dictionary_of_a_module_hides_its_parameter(how):
     assert torch.allclose(model.b.weight.grad.to_local(), plain.b.weight.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_freezing_in_mid_training_is_seen_by_the_next_call(how):
     model = zero.shard(net())
@@ -232,6 +233,7 @@ def by_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [by_deepcopy, *slow(by_pickle), by_torch_save])
 @pytest.mark.parametrize("after_a_call", [*slow(False), True])
 def test_a_copy_is_sharded_independent_and_trains(how, after_a_call):

@@ -219,6 +219,7 @@ def test_no_sync_refuses_hooks_that_would_see_no_gradient(how, kind):
 # --- Programs of accumulation and evaluation ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_sync_further_micro_batches_and_evaluation_compile_nothing_again(stage):
     model = zero.shard(two(), stage=stage)

@@ -14,6 +14,7 @@ import zero_compiler as zero
 from zero_compiler.errors import ShardError
 
 
+@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
 def test_a_dtype_changed_after_sharding(how, change):

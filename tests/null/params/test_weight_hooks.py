@@ -95,6 +95,7 @@ def test_gradients_are_those_of_plain_torch(kind, compiled):
     assert model.weight.is_leaf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BeforeABreak, ByEagerCode, ByEagerCodeAfterIt])
 def test_a_hook_that_a_graph_break_would_lose_is_refused(kind):
     torch._dynamo.reset()

@@ -93,3 +93,28 @@ def test_the_time_of_a_pass_has_its_checks_in_it(monkeypatch, part):
     monkeypatch.setattr(where, part, spend)
     trace = run_passes(b.graph, [(one, level)], b.context("joint"))
     assert trace.seconds == 2.0
+
+
+class Left:
+    """Changes nothing."""
+
+    name = "left"
+
+    def run(self, graph, ctx):
+        pass
+
+
+class Renamed(Left):
+    """Reads the same, by arguments that are written anew."""
+
+    def run(self, graph, ctx):
+        (output,) = graph.find_nodes(op="output")
+        output.args = (tuple(output.args[0]),)
+
+
+def test_a_graph_is_verified_where_a_pass_has_changed_it_or_more_is_to_be_proved(monkeypatch):
+    b, levels = two_layers(), []
+    monkeypatch.setattr(spec, "verify", lambda graph, level, *rest: levels.append(level))
+    passes = [(Left(), "captured"), (Left(), "captured"), (Renamed(), "captured"), (Left(), "merged")]
+    run_passes(b.graph, passes, b.context("joint"))
+    assert levels == ["captured", "captured", "merged"]

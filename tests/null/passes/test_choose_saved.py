@@ -12,7 +12,8 @@ from null.graphs import Build, aten, lower_joint
 from null.passes.test_activations import SPEC, two_layers
 
 from zero_compiler.cost.cost import CostModel
-from zero_compiler.errors import MemoryBudgetError
+from zero_compiler.errors import MemoryBudgetError, PassRefused
+from zero_compiler.passes import NamedValues
 from zero_compiler.passes.activations import Activations
 from zero_compiler.passes.choose_saved import choose
 
@@ -40,6 +41,47 @@ gelu_default: MUST_SAVE
 w2_full: MUST_RECOMPUTE
 t_default_1: MUST_RECOMPUTE""",
         )
+
+    def test_named_values(self):
+        named = NamedValues(frozenset({"gelu_default"}), frozenset({"mm_default"}), frozenset())
+        self.assertExpectedInline(
+            tagged(two_layers(), named=named),
+            """\
+w1_full: MUST_RECOMPUTE
+t_default: MUST_RECOMPUTE
+mm_default: MUST_RECOMPUTE
+gelu_default: MUST_SAVE
+w2_full: MUST_RECOMPUTE
+t_default_1: MUST_RECOMPUTE""",
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"saved": {"nothing"}, "moved": {"nothing"}}, "there is no value 'nothing' in forward"),
+        (
+            {"saved": {"t_default"}, "moved": {"t_default"}},
+            "value 't_default' cannot be saved: it is made again by what it is",
+        ),
+        (
+            {"again": {"mm_default"}, "moved": {"mm_default"}},
+            "value 'mm_default' cannot be made again: it draws random numbers, writes, or is sent between ranks, or it "
+            "reads a weight that backward does not gather",
+        ),
+        (
+            {"away": {"gelu_default"}, "moved": {"gelu_default"}},
+            "value 'gelu_default' cannot wait elsewhere: no tier was given for activations, the caller holds it, or it "
+            "is so small that a transfer takes longer to begin than to move it",
+        ),
+    ],
+)
+def test_names_of_what_cannot_be_so_are_refused(fields, sentence):
+    named = NamedValues(**{f: frozenset(fields.get(f, ())) for f in ("saved", "again", "away", "moved")})
+    with pytest.raises(PassRefused) as caught:
+        # Costly operators are not run again here.
+        lower_joint(two_layers(), recompute=False, machine=SPEC, forward_outputs=1, named=named)
+    assert str(caught.value) == sentence
 
 
 def tagged(b: Build, **fields) -> str:

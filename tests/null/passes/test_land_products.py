@@ -269,6 +269,7 @@ def test_hooks_see_the_gradient(tmp_path):
     assert_same_gradients(plain, ours)
 
 
+@pytest.mark.slow
 def test_memory_is_used_again_and_within_the_plan(tmp_path):
     _, ours = model_in_files(tmp_path)
     run = torch.compile(ours, backend="zero", options={"compute": "aten"})

@@ -67,6 +67,7 @@ class Returns(nn.Module):
         return y, view
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["itself", "rows", "no-op cast", *slow("transposed", "reshaped", "detached", "view of a view")]
 )
@@ -122,6 +123,7 @@ class Crosses(nn.Module):
         return y @ view, (y.double() @ cast).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_view_that_crosses_segments(stage):
     model = simulated(Crosses(), stage=stage)
@@ -176,6 +178,7 @@ class Buffered(nn.Module):
         return y * self.mean, old
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_buffers_are_updated_after_their_last_reader(compute):
     model = simulated(Buffered(), compute=compute)
@@ -263,6 +266,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_checkpoint_regions(stage):
     model = simulated(Checkpointed(), stage=stage)
@@ -332,6 +336,7 @@ def test_symbolic_sizes(compute):
     assert len(model.frames) == 1
 
 
+@pytest.mark.slow
 def test_ranks_with_different_sizes():
     model = simulated(Sized(), dynamic=True)
     (a,), (b,) = batches(1, (3, 4))[0], batches(1, (7, 4))[0]

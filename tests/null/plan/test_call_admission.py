@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
-from zero_compiler.report.report import Memory
+from zero_compiler.report.memory import Memory
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4

@@ -9,7 +9,8 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.errors import MemoryBudgetError
 from zero_compiler.plan.budget import memory_of, peak_at
-from zero_compiler.report.report import Frame, Memory
+from zero_compiler.report.frame import Frame
+from zero_compiler.report.memory import Memory
 from zero_compiler.tools.planning import plan
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, sys.argv[1])
 # What measures cannot be imported.
-sys.modules["zero_compiler.tools.calibrate"] = sys.modules["zero_compiler.tools.io_bench"] = None
+sys.modules["zero_compiler.tools.calibration.calibrate"] = sys.modules["zero_compiler.tools.io_bench"] = None
 import torch
 from models import FAMILIES
 from zero_compiler.tools.planning import report

@@ -97,6 +97,7 @@ class Ends(nn.Module):
         return self.wide(self.table(ids)).tanh().square().mean()
 
 
+@pytest.mark.slow
 def test_a_smaller_weight_stays_whole_where_the_arena_has_room():
     with torch.device("meta"):
         model, ids = Ends(), torch.empty(16, dtype=torch.long)

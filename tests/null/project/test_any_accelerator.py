@@ -1,4 +1,7 @@
-"""The code names no accelerator: it asks torch.accelerator and c10 for whichever there is."""
+"""What runs names no accelerator: it asks torch.accelerator and c10 for whichever there is.
+
+What plans for one that is not here has to name it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 NAMED = re.compile(r"cuda|cudnn|cublas|nvtx|nvcc", re.IGNORECASE)
 
-# What may name one, each with its reason.
+# What stands in for an accelerator that is planned for and is not here.
+ABSENT = {
+    "zero_compiler/tools/absent_device.py",
+    "csrc/include/zero/absent_device.h",
+    "csrc/src/absent_device.cc",
+}
+# What else may name one, each with its reason.
 ALLOWED = {
     (
         "zero_compiler/construct/unsharded_mode.py",
@@ -24,6 +33,12 @@ ALLOWED = {
         "zero_compiler/ranks/mesh.py",
         'device must be one of torch, such as "cpu" or "cuda", not ',
     ): "an example",
+    ("zero_compiler/tools/figures/extended.py", "cuda"): "the papers' devices, which are planned for",
+    (
+        "zero_compiler/tools/cli.py",
+        "kind of device that computes: cpu or cuda, which need not be here",
+    ): "the help of --device",
+    ("zero_compiler/tools/model_source.py", "CUDA"): "what an error of torch says where a model asks for it",
 }
 
 
@@ -58,7 +73,7 @@ def test_python():
     ]
     assert len(files) > 50
     found = {(str(f.relative_to(ROOT)), word) for f in files for word in spoken(f.read_text())}
-    assert found == set(ALLOWED)
+    assert {(file, word) for file, word in found if file not in ABSENT} == set(ALLOWED)
 
 
 def test_cpp():
@@ -67,8 +82,9 @@ def test_cpp():
     assert not {
         (str(f.relative_to(ROOT)), line)
         for f in files
+        if str(f.relative_to(ROOT)) not in ABSENT
         for line in code(f.read_text()).splitlines()
-        if NAMED.search(line)
+        if NAMED.search(line) and "absent_device::stand_in" not in line
     }
 
 

@@ -203,6 +203,14 @@ def test_code_for_users_of_other_libraries_runs(tmp_path, name):
         assert "trained" in done.stdout
 
 
+@pytest.mark.slow
+def test_code_of_profiles_runs(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "profiles.md").read_text(), flags=re.S)
+    done = run(tmp_path / "profiled.py", block)
+    assert re.search(r"frame \d+, forward: predicted .*, measured .* \(mean of 8\)", done.stdout)
+    assert (tmp_path / "predicted.json").exists()
+
+
 def run(script: Path, source: str) -> subprocess.CompletedProcess[str]:
     script.write_text(source)
     done = subprocess.run(

@@ -107,8 +107,12 @@ def plain(tree: Path, borrowed: Path) -> Path:
     path = path_without_ninja(tree)
     # No index: what pyproject.toml asks for must be met by what is there.
     run(interpreter, "-m", "pip", "install", "--no-index", "--no-build-isolation", ".", cwd=tree, PATH=path)
-    for built, compiled in (("runtime", "_C"), ("zero_compiler/storage", "_aio")):
-        assert list((site / "zero_compiler" / Path(built).name).glob(f"{compiled}.*so"))
+    for built, inside, compiled in (
+        ("runtime", "runtime", "_C"),
+        ("zero_compiler/storage", "storage", "_aio"),
+        ("zero_compiler", "", "_ranges"),
+    ):
+        assert list((site / "zero_compiler" / inside).glob(f"{compiled}.*so"))
         assert not list((tree / built).glob(f"{compiled}.*so"))
     return interpreter
 

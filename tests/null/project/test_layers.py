@@ -5,6 +5,7 @@ functions and under TYPE_CHECKING count too.
 """
 
 import ast
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -39,7 +40,7 @@ ROOMS = (
 )
 SURFACE = {"zero_compiler", "zero_compiler.__main__", "zero_compiler._tree"}
 MOST_FILES = 20  # in one folder
-COMPILED = {"zero_compiler.runtime._C", "zero_compiler.storage._aio"}
+COMPILED = {"zero_compiler.runtime._C", "zero_compiler.storage._aio", "zero_compiler._ranges"}
 
 
 def files() -> dict[str, Path]:
@@ -225,9 +226,11 @@ def test_no_class_name_occurs_in_two_modules():
 TESTED_ELSEWHERE = {
     "zero_compiler._tree": "null/project/test_install.py",
     "zero_compiler.compile.call_decisions": "null/params/test_no_sync.py",  # which Programs are made, and when
-    "zero_compiler.compile.frame_state": "null/compile/test_backend.py",  # a frame is nothing without its compilation
     "zero_compiler.compile.loader": "null/runtime/test_pools.py",
     "zero_compiler.compile.phase_lowering": "null/compile/test_budget_search.py",  # counts what is lowered
+    # What a report is made of, wherever a plan is made.
+    "zero_compiler.report.frame": "null/tools/test_inspect.py",
+    "zero_compiler.report.memory": "null/plan/test_budget.py",
     # What stands between a library and the class that its users name is tested by training with that.
     "zero_compiler.integrations.launch": "dist/tools/test_run.py",
     "zero_compiler.integrations.lightning_strategies": "dist/integrations/test_lightning.py",
@@ -285,3 +288,10 @@ def test_files_whose_tests_share_what_one_made_go_to_one_worker():
     found = {p.name for p in (ROOT / "tests").rglob("test_*.py") if shares(p)}
     assert {"test_install.py", "test_loop.py", "test_mesh.py", "test_tensor_parallel.py"} <= found
     assert not {"test_layers.py", "test_models.py", "test_faults.py"} & found
+
+
+def test_every_folder_with_code_is_installed():
+    """A plain install has the packages that pyproject.toml lists, and no others."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {module.rpartition(".")[0] or module for module in FILES}
+    assert sorted(listed) == sorted(folders)

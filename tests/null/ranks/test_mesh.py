@@ -91,6 +91,7 @@ def square(out):
     return out.float().square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, *slow(1), 3])
 @pytest.mark.parametrize("world", [*slow(1), 2])
 def test_gradients_are_the_mean_over_both_dimensions(world, stage):
@@ -98,6 +99,7 @@ def test_gradients_are_the_mean_over_both_dimensions(world, stage):
     run.check([tokens(k) for k in range(2 * world)], square)
 
 
+@pytest.mark.slow
 def test_the_sums_of_replicas_meet_in_the_dtype_of_reduction():
     run = SimulatedModel(
         TiedAndFrozen(7), 2, copies=2, stage=3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -127,6 +129,7 @@ wait            gradients of weight, bias""",
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "fields", "beside"),
     [

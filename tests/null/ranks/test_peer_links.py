@@ -43,6 +43,20 @@ def test_a_connection_that_has_ended_is_told_after_its_last_message(pair):
         link.receive()
 
 
+def test_the_last_message_before_a_reset_is_read():
+    """A process that closes a connection of which it has not read everything resets it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        link = PeerLink(server.accept()[0], 0)
+    link.send({"silent": []})
+    other.sendall(b'{"left": "it has destroyed the process group"}\n')
+    other.close()
+    assert link.receive() == [{"left": "it has destroyed the process group"}]
+    with pytest.raises(EOFError):
+        link.receive()
+    link.socket.close()
+
+
 def test_a_message_that_never_ends_is_not_kept(pair):
     link, other = pair
     other.setblocking(False)

@@ -67,6 +67,7 @@ def test_requests_of_two_threads_end_at_the_same_time_and_later_ones_at_once():
     assert stopped.asked == ["a", "d"]
 
 
+@pytest.mark.slow
 def test_the_thread_ends_with_the_store():
     store, before = dist.HashStore(), threads()
     StoreRequests(store, 10.0).set("a", "b")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from zero_compiler.report.report import _notes
 from zero_compiler.tools.planning import report
 
 
@@ -29,3 +30,13 @@ def test_the_text_has_every_program_and_json_its_instructions(told):
     for phase in ("forward", "backward"):
         assert phase in str(told)
         assert len(frame["programs"][phase]["live"]) == len(frame["programs"][phase]["instrs"])
+
+
+def test_notes_of_many_alike_layers_are_shown_once():
+    of = [f"%full_{k}: tiled: aten.mm with h.{k}.up.weight: 2 tiles" for k in range(5)]
+    other = [
+        "chunks are read up to 2 units ahead",
+        *(f"%g: gathered whole: h.{k}.v, 8 bytes" for k in range(3)),
+    ]
+    shown = [f"note: {note}" for note in other]
+    assert _notes([*of, *other]) == [f"note: {of[0]}", "note: the same of 4 other layers", *shown]

@@ -79,7 +79,7 @@ def test_what_only_rests_yet_may_be_too_much_and_is_never_said_to_fit():
 
 def test_the_preset_that_stands_for_a_machine_that_was_not_calibrated_is_said_to():
     assert (
-        verdict_of(H100, {"device": GB}, assumed=True)
+        verdict_of(H100, {"device": GB}, assumed="this machine was not calibrated")
         .line()
         .startswith(
             "fits dgx-h100 (taken because no hardware was named and this machine was not calibrated): "

@@ -18,6 +18,7 @@ def every_field(folder):
     return {
         "stage": 2,
         "param_dtype": torch.bfloat16,
+        "gather_dtype": "int8",
         "reduce_dtype": torch.float64,
         "offload_params": "host",
         "offload_grads": "nvme",
@@ -29,6 +30,7 @@ def every_field(folder):
         "device_rest_bytes": 1,
         "host_rest_bytes": 2,
         "nvme_rest_bytes": 3,
+        "optimizer": "sgd",
         "transport": "c10d",
         "compute": "aten",
         "kernels": "torch",
@@ -37,7 +39,9 @@ def every_field(folder):
         "activation_budget_bytes": 5,
         "bucket_bytes": 6,
         "tile_bytes": 7,
+        "plan_seconds": 8.5,
         "partition_activations": True,
+        "plan": "plan.json",
     }
 
 
@@ -80,6 +84,7 @@ def called(model, **options):
     return torch.compile(model, backend="zero", options=options)(torch.ones(2, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["memory_budget_bytes", "activation_budget_bytes"])
 @pytest.mark.parametrize("part", [False, True])
 def test_a_budget_of_a_part_or_of_the_whole_is_for_both(name, part):

@@ -139,6 +139,7 @@ def test_storages_of_gradients_are_given_back(engine, meter):
     assert meter.meter_current() == before
 
 
+@pytest.mark.slow
 def test_gradients_held_for_ever_are_forgotten(engine, meter):
     reduce = reduce_of(engine, (512, 2), dtype=torch.float32)
     grad = torch.ones(512, 2, dtype=torch.bfloat16)

@@ -35,6 +35,7 @@ def two_parts(width=256):
     return zero.shard(nn.Sequential(*parts), **HALF)
 
 
+@pytest.mark.slow
 def test_two_threads_take_turns():
     root = two_parts()
     calls, x = [compiled(part) for part in root], torch.randn(4, 256)
@@ -175,6 +176,7 @@ def test_a_part_is_compiled_while_another_runs(before, pauses_amid, waits, monke
     torch.testing.assert_close(out[0], want)
 
 
+@pytest.mark.slow
 def test_a_wait_that_takes_too_long_is_an_error_that_passes(pauses_amid, monkeypatch):
     call, given = compiled(pauses_amid.part), torch.randn(4, 512)
     pauses_amid.begin()
@@ -246,6 +248,7 @@ def test_one_that_waits_no_more_is_in_nobodys_way(monkeypatch):
     assert in_turn([user], lambda: "its turn") == "its turn"
 
 
+@pytest.mark.slow
 def test_a_wait_ends_by_the_time_of_one_call_and_not_of_several(monkeypatch):
     user, begins = _User(), threading.Event()
     monkeypatch.setattr(turns, "_LONGEST_S", 0.6)
@@ -287,6 +290,7 @@ def _(x):
 _inside: list = []
 
 
+@pytest.mark.slow
 def test_a_call_within_a_call_is_an_error_and_leaves_both_usable():
     root = two_parts()
     inner, x = compiled(root[0]), torch.randn(4, 256)
@@ -309,6 +313,7 @@ def test_a_call_within_a_call_is_an_error_and_leaves_both_usable():
         assert torch.equal(inner(x), want[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluation", [torch.inference_mode, torch.no_grad])
 def test_training_writes_to_memory_that_an_evaluation_made(evaluation, tmp_path):
     torch.manual_seed(0)
@@ -323,6 +328,7 @@ def test_training_writes_to_memory_that_an_evaluation_made(evaluation, tmp_path)
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_an_arena_that_was_placed_halfway_is_placed_again(monkeypatch):
     root = two_parts()
     calls, x = [compiled(part) for part in root], torch.randn(4, 256)

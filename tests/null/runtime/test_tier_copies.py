@@ -272,6 +272,7 @@ def test_states_that_were_told_to_rest_elsewhere_need_our_optimizer(tmp_path):
         optim.AdamW(model.parameters()).step()
 
 
+@pytest.mark.slow
 def test_what_is_frozen_at_first_trains_on_the_host_later(tmp_path):
     """Its gradient is where the parameter is."""
     seen = []

@@ -158,6 +158,7 @@ class Writes(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "what", "name"),
     [

@@ -204,6 +204,7 @@ def test_other_python_threads_run_while_one_waits(io, tmp_path):
 # --- memory ---
 
 
+@pytest.mark.slow
 def test_buffers_that_are_alive_are_counted():
     gc.collect()
     before = aio.live_bytes()
@@ -263,6 +264,7 @@ def test_more_files_than_the_ring_has_places_for(io, tmp_path):
         assert torch.equal(back, want)
 
 
+@pytest.mark.slow
 def test_memory_of_a_dropped_request_stays_until_it_is_done(io, tmp_path):
     file = io.open(tmp_path / "a", 16 << 20, create=True)
     part = (16 << 20) // 32

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from faults import mounted, run_with_faults, small_disk, small_tmpfs, takes_o_direct
+from marks import thorough
 from null.io_common import filled
 
 from zero_compiler.errors import StorageError
@@ -217,7 +218,7 @@ PROGRAM = """
     ],
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("first", [*thorough(1), 7])
 def test_calls_that_fail(tmp_path, call, number, said, first):
     path = tmp_path / "target.bin"
     first = 1 if call == "fdatasync" else first

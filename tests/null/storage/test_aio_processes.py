@@ -66,6 +66,7 @@ def test_nothing_leaks_over_a_thousand_requests_and_engines(backend, tmp_path):
     assert resident[1] - resident[0] < 8 << 20, "resident memory grew"
 
 
+@pytest.mark.slow
 def test_an_exception_leaves_no_thread_file_or_memory(backend, tmp_path):
     gc.collect()
     threads, descriptors, nbytes = threads_now(), descriptors_now(), aio.live_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from null.small import batch, two, use
 
 import zero_compiler as zero
 from zero_compiler.params.optimizer_guards import guard_optimizers
-from zero_compiler.report.report import Memory
+from zero_compiler.report.memory import Memory
 from zero_compiler.storage import heap
 from zero_compiler.storage.resident_memory import Footprint, Resident
 from zero_compiler.tools import planning
@@ -47,6 +48,26 @@ def test_what_was_not_measured_is_assumed_or_left_out():
     assert PLAN.compiled == 64 * MIB
     assert PLAN.resident == (64 + 64) * MIB + PLAN.overhead
     assert replace(PLAN, footprint=Footprint(had=5 * MIB)).resident == PLAN.resident + 5 * MIB
+
+
+def test_a_frame_is_counted_again_when_its_first_call_begins(monkeypatch):
+    own = [100]
+    monkeypatch.setattr(Resident, "now", classmethod(lambda cls, pid="self": cls(own=own[0] * MIB)))
+    monkeypatch.setattr(heap, "give_back", lambda: None)
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(own[0]) or own.__setitem__(0, own[0] - 10))
+    found = Footprint.beside(0)
+    with found.compiles():
+        own[0] = 130
+    assert found.compiled == 30 * MIB
+    own[0] = 145  # guards
+    for _ in range(2):  # the second call finds nothing to count
+        found.settle()
+        assert (found.compiled, found.frames, collected) == (35 * MIB, 1, [145])
+    with found.compiles():
+        own[0] = 138  # little: nothing is collected
+    found.settle()
+    assert (found.compiled, found.frames, collected) == (38 * MIB, 2, [145])
 
 
 @pytest.mark.slow

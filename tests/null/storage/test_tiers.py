@@ -30,6 +30,7 @@ def deep(depth=4, width=16):
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": torch.bfloat16}, {"bucket_bytes": 0}], ids=str)
 @pytest.mark.parametrize("world", [*slow(1), 2, *slow(3)])
 def test_fetched_weights_are_there_and_nowhere_overwritten(world, fields, tmp_path):
@@ -171,6 +172,7 @@ def test_planning_makes_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", [*slow("none"), "nvme"])
 @pytest.mark.parametrize(
     ("cls", "kw", "states"),
@@ -326,6 +328,7 @@ def test_a_handle_takes_no_descriptor(nvme):
     assert stores.region_of(regions[7].tensor) is regions[7]
 
 
+@pytest.mark.slow
 def test_errors_about_files_name_the_option_the_file_the_range_and_the_parameter(tmp_path, monkeypatch):
     folder = tmp_path / "f"
     with pytest.raises(

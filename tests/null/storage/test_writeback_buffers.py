@@ -135,6 +135,7 @@ class Slow:
         return sum(p.nbytes for p in self.pending)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", [True, False])
 def test_no_more_than_the_limit_is_under_way_or_idle(nvme, monkeypatch, here):
     count, numel = 12, 4 * K
@@ -156,6 +157,7 @@ def test_no_more_than_the_limit_is_under_way_or_idle(nvme, monkeypatch, here):
         assert torch.equal(region.tensor, torch.full((numel,), float(k)))
 
 
+@pytest.mark.slow
 def test_what_is_larger_than_the_limit_goes_alone(nvme, monkeypatch):
     small, large, last = regions(nvme, 3, 16 * K)
     slow = Slow(monkeypatch)
@@ -196,6 +198,7 @@ def test_after_an_error_nothing_is_under_way_and_it_goes_on(nvme, monkeypatch, w
     assert torch.equal(second.tensor, torch.full((K,), 2.0))
 
 
+@pytest.mark.slow
 def test_results_outlive_it(nvme):
     gc.collect()  # what tests before left in cycles
     landing = Landing(1 << 20, 8 * K)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from machines import machine
+from null.edited import without_measures
 from typer.testing import CliRunner
 
 from zero_compiler.tools import cli
@@ -39,18 +40,21 @@ def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, small_model):
     assert first.startswith("fits dgx-h100: ")
     assert second == "model: Linear, 33,280 parameters in float32"
     assert "stage 2, rank 0 of 512" in done.output
-    assert "transport between ranks: c10d (planned for ranks on any hosts)" in done.output
+    assert "transport between ranks: c10d (planned for ranks on 64 hosts, 8 on each)" in done.output
+    assert "hosts: 64 for 512 ranks; every parameter is partitioned over 64 of them" in done.output
     # Progress is no part of the plan.
     assert "capturing the forward of 33,280 parameters" in done.stderr
     assert "capturing" not in done.stdout
     written = json.loads(paths["json"].read_text())
     assert (written["world"], written["verdict"]["fits"]) == (512, True)
     assert written["verdict"]["line"] == first
-    assert "<svg" in (page := paths["html"].read_text())
+    page = paths["html"].read_text()
+    assert "memory" in json.loads(page.split('id="data">')[1].split("</script>")[0])["views"][0]
     assert "fits dgx-h100: " in page
     assert json.loads(paths["trace"].read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_status_says_whether_a_plan_fits(tmp_path, monkeypatch, capsys, small_model):
     (tmp_path / "tiny.json").write_text(json.dumps(machine(memory_bytes=400_000, device_reserve_bytes=0)))
     few = ["small_model:planned", "--brief", "--compute", "aten"]
@@ -90,3 +94,35 @@ def test_what_is_asked_wrongly_is_one_sentence_and_another_status(
     assert ended.value.code == 2
     shown = capsys.readouterr()
     assert want in " ".join((shown.out + shown.err).split())
+
+
+@pytest.mark.slow
+def test_a_plan_is_edited_and_planned_again(tmp_path, small_model):
+    """The same words with --plan write the same file; an edit changes what follows."""
+    first, again, edited = (tmp_path / f"{name}.json" for name in ("first", "again", "edited"))
+    words = ["plan", "small_model:planned", "--brief", "--world", "2", "--hardware", "dgx-h100"]
+
+    def planned(*more):
+        torch._dynamo.reset()
+        done = CliRunner().invoke(cli.app, [*words, *map(str, more)])
+        assert done.exit_code == 0, done.output
+
+    planned("--json", first)
+    planned("--json", again, "--plan", first)
+    a, b = (json.loads(path.read_text()) for path in (first, again))
+    assert without_measures(a) == without_measures(b)
+    assert a["decisions"]["made_for"]["memory_budget_bytes"] is not None
+    a["decisions"]["weights"]["weight"]["tile_bytes"] = 1 << 16
+    edited.write_text(json.dumps(a))
+    planned("--json", again, "--plan", edited)
+    after = json.loads(again.read_text())
+    assert after["memory"]["arena_bytes"] < a["memory"]["arena_bytes"]
+    assert len(after["frames"][0]["programs"]["forward"]["gathers"]) > 2
+
+
+def test_a_plan_of_another_model_is_one_sentence(tmp_path, monkeypatch, capsys, small_model):
+    path = tmp_path / "plan.json"
+    assert status(monkeypatch, capsys, "small_model:planned", "--brief", "--json", str(path))[0] == 0
+    code, said = status(monkeypatch, capsys, "small_model:planned", "--world", "2", "--plan", str(path))
+    assert code == 2
+    assert "it was made for 1 ranks that shard, and there are 2; make a plan for as many" in said

@@ -109,6 +109,67 @@ def test_it_holds_one_tensor_twice_at_most(tmp_path):
     assert [found[f"w{i}"][[0, -1]].tolist() for i in range(4)] == [[i + 1] * 2 for i in range(4)]
 
 
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from safetensors.torch import load_file
+from zero_compiler.storage.safetensors_folder import WeightsFolder
+from zero_compiler.tools.export import export
+
+checkpoint, out = Path(sys.argv[1]), Path(sys.argv[2])
+
+def killed_at(calls):
+    left = [calls]
+
+    def counting(original):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        return call
+
+    for name in ("replace", "unlink", "fsync"):
+        setattr(os, name, counting(getattr(os, name)))
+    WeightsFolder.write = counting(WeightsFolder.write)
+    export(checkpoint, out, max_file_bytes=64)
+    os._exit(0)
+
+for calls in range(1, 100):
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"of an earlier export")
+    child = os.fork()
+    if child == 0:
+        killed_at(calls)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    names = set(os.listdir(out))
+    if "model.safetensors" in names:
+        print("earlier", names == {"model.safetensors", ".zero-export"})
+    elif "model.safetensors.index.json" in names:
+        print("whole", sum(len(load_file(p)) for p in out.glob("model-*.safetensors")))
+    else:
+        print("none", not any(n in names for n in ("model.safetensors", "pytorch_model.bin")))
+    if ended == 0:
+        break
+"""
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_leaves_nothing_that_looks_whole(tmp_path):
+    """At every call that writes, syncs, renames or removes: what readers look for is the earlier export as it was, or
+    all of this one, or is not there."""
+    wanted = saved(tmp_path / "dcp")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "dcp"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert set(said) <= {"earlier True", f"whole {len(wanted)}", "none True"}, said
+    assert [said[0], said[-1]] == ["earlier True", f"whole {len(wanted)}"]
+    assert "none True" in said
+    assert len(said) > 10
+
+
 def test_what_it_refuses(tmp_path):
     with pytest.raises(StorageError, match="is no whole checkpoint"):
         export(tmp_path / "none", tmp_path / "out")

@@ -50,6 +50,7 @@ def fitted(tmp_path, **given):
     return report, said
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_within_the_bytes_of_the_machine_less_its_reserve(tmp_path):
     free, _ = fitted(tmp_path, memory_bytes=1 << 30)
     assert free.verdict.fits is True
@@ -67,6 +68,7 @@ def test_where_the_hardware_does_not_tell_its_bytes_there_is_no_budget(tmp_path)
     assert report.frames[0].config.memory_budget_bytes is None
 
 
+@pytest.mark.slow
 def test_a_higher_stage_is_the_least_change_where_it_fits(tmp_path):
     report, said = fitted(tmp_path, world=4, stage=0, memory_bytes=2 * PARAMETERS + 80_000)
     assert report.verdict.fits is False
@@ -182,15 +184,12 @@ def test_a_budget_that_was_given_is_held_to(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_are_cut_into_tiles_where_that_is_asked_and_proposed_where_it_is_not(tmp_path):
+def test_weights_are_cut_into_tiles_where_nothing_less_fits(tmp_path):
     width = 512
     wide = {"width": width, "memory_bytes": int(5.5 * width * width * 4)}
-    report, _ = fitted(tmp_path, **wide)
     room = wide["memory_bytes"]
-    assert report.verdict.fits is False
-    assert report.memory.peak > room
-    assert report.verdict.change.startswith(f"the least change that fits: --memory-budget-bytes {room} (")
-    assert "weights in tiles" in report.verdict.change
-    told, _ = fitted(tmp_path, memory_budget_bytes=room, **wide)
-    assert told.verdict.fits is True
-    assert any(plan.tile_rows for plan in told.frames[0].params.values())
+    for given in ({}, {"memory_budget_bytes": room}):
+        told, _ = fitted(tmp_path, **given, **wide)
+        assert told.verdict.fits is True
+        assert told.memory.peak <= room
+        assert any(plan.tile_rows for plan in told.frames[0].params.values())

@@ -36,6 +36,7 @@ def test_inspect_before_the_first_call_says_what_it_needs():
         assert zero.inspect(form).memory.parameters == 2 * (12 + 3) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [(batch(),), {"x": batch(), "both": True}], ids=["tuple", "dict"])
 def test_inspect_with_example_inputs_plans_and_runs_nothing(inputs):
     model = zero.shard(two())

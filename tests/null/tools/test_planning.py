@@ -28,6 +28,7 @@ def test_what_the_forward_raises_is_said_with_its_place():
         report(Raises(4, 4), (torch.ones(3, 5),), compute="aten")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"stage": 0}, {"stage": 2}, {"stage": 3, "offload_optimizer": "nvme"}], ids=str
 )

@@ -44,6 +44,7 @@ def test_nan_in_a_gradient_passes_through(how):
     assert grads(model)["first.weight"].isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_trains_as_the_plain_model_in_one_process(stage):
     model = zero.shard(net(), stage=stage)

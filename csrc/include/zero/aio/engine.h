@@ -73,10 +73,22 @@ class Engine {
   // Waits for the file's requests, then closes it. Idempotent.
   Status close_file(const FilePtr& file);
 
+  // `held` is let go of when the request is done, on a thread of the storage and
+  // under the engine's lock.
   Result<RequestPtr> read(
-      FilePtr file, void* data, int64_t size, int64_t offset, std::string label);
+      FilePtr file,
+      void* data,
+      int64_t size,
+      int64_t offset,
+      std::string label,
+      std::shared_ptr<void> held = {});
   Result<RequestPtr> write(
-      FilePtr file, const void* data, int64_t size, int64_t offset, std::string label);
+      FilePtr file,
+      const void* data,
+      int64_t size,
+      int64_t offset,
+      std::string label,
+      std::shared_ptr<void> held = {});
 
   // Waits at most that long; whether none of the file's writes is under way.
   Result<bool> writes_done(const FilePtr& file, int milliseconds);
@@ -112,7 +124,13 @@ class Engine {
 
   Status usable() const;
   Result<RequestPtr> submit(
-      bool write, FilePtr file, char* data, int64_t size, int64_t offset, std::string label);
+      bool write,
+      FilePtr file,
+      char* data,
+      int64_t size,
+      int64_t offset,
+      std::string label,
+      std::shared_ptr<void> held);
   // The following hold the lock.
   void pump();
   void cut(Request& request, Block& block);

@@ -95,6 +95,7 @@ class Request {
   int64_t begin_ns_ = 0;
   int64_t end_ns_ = 0;
   std::shared_ptr<Failure> failure_;
+  std::shared_ptr<void> held_;  // until it is done
 };
 
 using RequestPtr = std::shared_ptr<Request>;

@@ -65,6 +65,7 @@ def test_the_passes_keep_the_numbers(world, tile_bytes):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [*slow(False), True])
 @pytest.mark.parametrize("of", LOSSES)
 def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
@@ -144,6 +145,7 @@ def test_which_collectives_run_does_not_depend_on_sizes():
         assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_tiles_have_equal_segments():
     counts = set()
     for tiles in (4, 16):
@@ -309,6 +311,7 @@ class Labelled(nn.Module):
         return F.cross_entropy(self.head(h + self.down(torch.relu(self.up(h)))), labels[keep])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 def test_as_many_tokens_as_data_say_are_whole(train):
     torch._dynamo.reset()
@@ -334,6 +337,7 @@ def test_as_many_tokens_as_data_say_are_whole(train):
         torch.testing.assert_close(p.grad._local_tensor, q.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["plain", "smoothed", "gathered"])
 def test_nothing_but_ignored_labels(of):
     model = SimulatedModel(Head(of), 1, stage=3, tile_bytes=4 * ROW)
@@ -355,6 +359,7 @@ _AFTERWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["nan_to_num", "squared", *slow("where", "over itself", "focal")])
 @pytest.mark.parametrize("tile_bytes", [None, 4 * ROW])
 def test_nothing_but_ignored_labels_before_more_is_made_of_the_loss(how, tile_bytes):
@@ -394,6 +399,7 @@ def by_einsum(m, h, labels):
 NOT_KNOWN = [by_softmax_and_log, binary, by_angle, by_einsum]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", NOT_KNOWN, ids=lambda f: f.__name__)
 def test_a_head_that_is_not_recognised_is_right_and_named(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=8 * ROW)
@@ -408,6 +414,7 @@ def by_angle_and_softmax(m, h, labels):
     return F.cross_entropy(flat(logits), labels.view(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_bytes", [8 * ROW, 1000])
 def test_a_weight_that_is_computed(tile_bytes):
     """It is whole, and the logits are in tiles."""

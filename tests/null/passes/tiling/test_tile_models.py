@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from harness import SimulatedModel
 from heads import VOCAB, WIDTH, batch, flat
-from marks import slow
+from marks import slow, thorough
 from null.passes.tiling.test_tile_loss import notes
 from torch import nn
 
@@ -75,7 +75,8 @@ WAYS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("compute", ["aten", *slow("inductor")])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", [*thorough("aten"), "inductor"])
 @pytest.mark.parametrize(
     "way", [*list(WAYS)[:2], "positions", *slow(*(w for w in list(WAYS)[2:] if w != "positions"))]
 )
@@ -126,7 +127,8 @@ def twice(m, h, labels):
     return F.cross_entropy(flat(m.head(h) - m.head(h).mean(-1, keepdim=True)), labels.view(-1))
 
 
-@pytest.mark.parametrize("tile_bytes", [800, *slow(17 * VOCAB * 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile_bytes", [800, *thorough(17 * VOCAB * 4)])
 @pytest.mark.parametrize("fn", [shifted, *slow(turned, chunked, added, twice)])
 def test_heads_whose_tokens_have_two_dimensions(fn, tile_bytes):
     """Sums over tokens, which are one dimension in a tile, have the dimensions of the model outside of it."""

@@ -48,11 +48,13 @@ def whys(**fields) -> dict[str, set[str]]:
 SPEED = "products that take 10 times as long as reading the weight again for each"
 
 
+@pytest.mark.slow
 def test_logits_are_tiled_for_little_or_as_the_user_says():
     assert whys()["logits"] == {SPEED}
     assert whys(tile_bytes=VOCABULARY * 4 * 32)["logits"] == {f"tile_bytes={VOCABULARY * 4 * 32:,}"}
 
 
+@pytest.mark.slow
 def test_a_memory_budget_cuts_tiles_smaller_and_says_so():
     torch._dynamo.reset()
     peak = report(Net(), BATCH, 2).memory.peak

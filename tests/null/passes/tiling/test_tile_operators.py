@@ -73,6 +73,38 @@ def test_a_linear_layer_in_tiles_keeps_the_numbers(world, out, rows, form):
     check_numbers(linear_graph(world, rows, form, out, inner=out), "forward")
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_trial_writes_nothing_for_tiles_that_it_leaves_out(phase):
+    """Not even a view of an operand: a weight may be in thousands of tiles."""
+    nodes = []
+    for rows in (16, 64):
+        b = Build(world=2, tile_rows={"w": 1}, w=(2 * rows, 6))
+        x = b.input("x", 4, 6)
+        if phase == "forward":
+            b.done(b.op(aten.mm.default, x, b.op(aten.t.default, b.weight("w"))))
+        else:
+            g = b.input("tangents_1", 4, 2 * rows)
+            b.done(
+                b.reduced("w", b.op(aten.mm.default, b.op(aten.t.default, g), x)),
+                b.op(aten.mm.default, g, b.weight("w")),
+            )
+        nodes.append(len(lower(b, phase, some_tiles=True).nodes))
+    assert nodes[0] == nodes[1]
+
+
+def test_some_of_many_tiles_tell_what_all_take():
+    """The first two and the last: a trial of a large model would write out thousands."""
+    gathers, bytes_ = [], []
+    for some in (False, True):
+        b = Build(world=2, tile_rows={"w": 1}, w=(32, 6))
+        b.done(b.op(aten.mm.default, b.input("x", 4, 6), b.op(aten.t.default, b.weight("w"))))
+        program, _ = b.program(lower(b, "forward", some_tiles=some), "forward")
+        gathers.append([g.tile.index for g in program.gathers])
+        bytes_.append((max(program.live), program.buffer_bytes))
+    assert gathers == [list(range(16)), [0, 1, 15]]
+    assert bytes_[0] == bytes_[1]
+
+
 # Whole models ------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +188,7 @@ class Batched(nn.Module):
         return torch.bmm(x.expand(3, 4, 11), w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("along", ["experts", "rows", "columns", "sum"])
 def test_a_bmm_whichever_dimension_the_rows_lie_along(along):
     model = SimulatedModel(Batched(along), 2, stage=3, bucket_bytes=0, tile_bytes=120)
@@ -233,6 +266,7 @@ class Indexed(nn.Module):
         return self.table[rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_rows_that_are_counted_from_the_end(world):
     model = SimulatedModel(Indexed(), world, stage=3, bucket_bytes=0, tile_bytes=96)
@@ -347,6 +381,7 @@ def test_any_batch_once_sizes_are_symbols():
     assert not [n for n in notes(model) if "whole" in n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "compute"), [*slow((1, "aten")), (2, "aten"), *slow((3, "aten"), (2, "inductor"))]
 )

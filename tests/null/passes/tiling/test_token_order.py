@@ -203,6 +203,7 @@ LEFT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", LEFT, ids=lambda f: f.__name__)
 def test_what_is_left_whole_is_right_and_named(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=4 * ROW)
@@ -217,6 +218,7 @@ def test_what_is_returned_lies_as_it_does_in_eager_code():
     assert run(*batch(0))[1].stride() == Head(returns_all)(*batch(0))[1].stride()
 
 
+@pytest.mark.slow
 def test_time_does_not_grow_with_the_ways_through_what_is_made_of_labels():
     """A chain in which each number is read twice has as many ways as two to the power of its length."""
 

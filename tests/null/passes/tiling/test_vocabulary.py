@@ -106,7 +106,7 @@ def parts_of(model: SimulatedModel, name: str = "head.weight") -> dict[str, tupl
     }
 
 
-@pytest.mark.parametrize("bias", [*slow(False), True])
+@pytest.mark.parametrize("bias", [*thorough(False), True])
 @pytest.mark.parametrize("of", LOSSES)
 @pytest.mark.slow
 def test_every_loss_equals_plain(of, bias):
@@ -234,6 +234,7 @@ def test_what_is_written_to_later_is_read_before(train, tile_bytes):
     assert any("logits" in n for n in notes(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["aten", *slow("inductor")])
 @pytest.mark.parametrize("label", [-1, VOCAB])
 def test_a_label_that_is_no_word_is_an_error(label, compute):
@@ -345,6 +346,7 @@ def adds_one_column(m, h, labels):
     return -(torch.zeros_like(logp).scatter_add(-1, at, logp.detach()) * logp).sum() / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("tile_bytes", [TILE, 4 * VOCAB * 4])
 def test_what_is_added_at_labels_and_not_read_is_not_added(tile_bytes, train):

@@ -1,0 +1,81 @@
+// Python bindings of ranges: zero_compiler._ranges. zero_compiler/ranges.py
+// says how they are used.
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "zero/compiled_for.h"
+#include "zero/lane.h"
+#include "zero/range.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using zero::Lane;
+using zero::Range;
+
+struct DestroyWithoutGil {
+  void operator()(Lane* lane) const {
+    const py::gil_scoped_release release;
+    delete lane;
+  }
+};
+
+// A context of Python. It begins when it is entered.
+class Context {
+ public:
+  Context(const std::string& lane, const std::string& what) : name_(zero::name_on(lane, what)) {}
+
+  void enter() {
+    range_.emplace(std::move(name_));
+  }
+  void exit() {
+    range_.reset();
+  }
+
+ private:
+  std::string name_;
+  std::optional<Range> range_;
+};
+
+// For whoever moves the bytes: a pointer to a shared_ptr<void>, of which it takes
+// a copy. None where nothing is recorded.
+py::object begin(Lane& lane, const std::string& what) {
+  std::shared_ptr<void> held;
+  {
+    const py::gil_scoped_release release;
+    held = lane.begin(what);
+  }
+  if (held == nullptr) {
+    return py::none();
+  }
+  return py::capsule(
+      new std::shared_ptr<void>(std::move(held)), "zero.held", [](PyObject* capsule) {
+        delete static_cast<std::shared_ptr<void>*>(PyCapsule_GetPointer(capsule, "zero.held"));
+      });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "Ranges of torch's profiler: see zero_compiler.ranges.";
+
+  module.def("name_on", &zero::name_on, py::arg("lane"), py::arg("what"));
+  module.def("profiled", &zero::profiled);
+  py::class_<Context>(module, "Range")
+      .def(py::init<const std::string&, const std::string&>(), py::arg("lane"), py::arg("what"))
+      .def("__enter__", &Context::enter)
+      .def("__exit__", [](Context& context, const py::args&) { context.exit(); });
+  py::class_<Lane, std::unique_ptr<Lane, DestroyWithoutGil>>(module, "Lane")
+      .def(py::init<std::string>(), py::arg("name"))
+      .def("begin", &begin, py::arg("what"))
+      .def("settle", [](Lane& lane) {
+        const py::gil_scoped_release release;
+        lane.settle();
+      });
+}

@@ -1,0 +1,1 @@
+"""The figures of the ZeRO papers, planned anew: ``zero-compiler figures``."""
