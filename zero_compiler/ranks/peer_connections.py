@@ -19,19 +19,16 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as collectives
 
+from . import user_collectives
 from .group import Group, in_store, is_registered, store_of
 from .peer_links import BEAT_S, PeerLink, PeerThread, host_name, own_addresses
 
@@ -161,63 +158,10 @@ def _waits_for_this(awaits: _Awaits, store: Any) -> bool:
         return awaits.rank == dist.get_rank() and not store.check([awaits.of])
     if awaits.collective:
         groups: list[Any] = list(_known)
-        entered = (_collectives(pg) for pg in groups if _name(pg) == awaits.of)
+        entered = (user_collectives.entered(pg) for pg in groups if _name(pg) == awaits.of)
     else:
         entered = (n for pg, n in list(_headers.items()) if _name(pg) == awaits.of)
     return bool(awaits.of) and next(entered, 0) < awaits.number
-
-
-_OF_TORCH = frozenset({dist.distributed_c10d.__file__, dist.c10d_logger.__file__, collectives.__file__})
-# In these one rank may wait that another one has long left: they go from one rank or to one.
-_ONE_SIDED = frozenset(
-    "send recv isend irecv batch_isend_irecv send_object_list recv_object_list broadcast broadcast_object_list reduce "
-    "gather gather_object scatter scatter_object_list".split()
-)
-
-
-def _collectives(pg: Any) -> int:
-    """How many collectives this rank has entered over a process group; 0 where its backend does not count them."""
-    try:
-        return int(pg._get_sequence_number_for_group())
-    except RuntimeError:
-        return 0
-
-
-def _collective(pg: Any) -> str | None:
-    """The function of ``torch.distributed`` over ``pg`` in which this process waits: its main thread, or the one that
-    has made the last call of this package."""
-    frames = sys._current_frames()
-    try:
-        found = [_collective_of(frames.get(thread or 0), pg) for thread in (_doing.thread, _MAIN)]
-    finally:
-        # This function's own frame is among them: the circle would keep what all threads have on their stacks.
-        frames.clear()
-    return next((name for name in found if name is not None), None)
-
-
-def _collective_of(frame: types.FrameType | None, pg: Any) -> str | None:
-    while frame is not None and frame.f_code.co_filename == torch._ops.__file__:
-        frame = frame.f_back
-    names, outermost = [], None
-    while frame is not None and frame.f_code.co_filename in _OF_TORCH:
-        if frame.f_code.co_name != "wrapper":
-            names.append(frame.f_code.co_name)
-            outermost = frame
-        frame = frame.f_back
-    if (
-        outermost is None
-        or _ONE_SIDED.intersection(names)
-        or not _is_over(outermost.f_locals.get("group"), pg)
-    ):
-        return None
-    return names[-1]
-
-
-def _is_over(group: Any, pg: Any) -> bool:
-    """Whether a function of ``torch.distributed`` that was given this ``group`` speaks to the ranks of ``pg``."""
-    if group is None:
-        return pg is dist.group.WORLD
-    return group is pg or (isinstance(group, str) and group == getattr(pg, "group_name", None))
 
 
 def in_a_call() -> None:
@@ -515,7 +459,8 @@ class Peers:
 
     def _look_for_collective(self, pg: Any) -> None:
         """Whether this rank waits in a collective of the user's, and has since the last beat."""
-        within, before = (_collective(pg), _collectives(pg)), self._within
+        threads = (_doing.thread, _MAIN)  # the one that has made the last call of this package comes first
+        within, before = (user_collectives.waited_in(pg, threads), user_collectives.entered(pg)), self._within
         self._within, self._blocked = within, None
         if within == before and within[0] is not None:
             awaits = _Awaits(f"torch.distributed.{within[0]}()", pg, within[1], collective=True)

@@ -1,4 +1,4 @@
-"""What the thread of peers sees of the others: in which collective they wait, and nothing that it keeps."""
+"""A look at the stacks of other threads: in which collective they wait, and nothing that it keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 
 import torch.distributed as dist
 
-from zero_compiler.ranks import peer_connections
+from zero_compiler.ranks import user_collectives
 
 
 class Kept:
@@ -20,7 +20,9 @@ def test_a_look_at_all_threads_keeps_nothing_of_their_stacks():
 
     def computes() -> weakref.ref[Kept]:
         held = Kept()
-        looking = threading.Thread(target=peer_connections._collective, args=(None,))
+        looking = threading.Thread(
+            target=user_collectives.waited_in, args=(None, (threading.main_thread().ident,))
+        )
         looking.start()
         looking.join()
         return weakref.ref(held)
@@ -35,9 +37,9 @@ def test_a_look_at_all_threads_keeps_nothing_of_their_stacks():
 
 def test_a_collective_is_one_of_its_own_group():
     pg = type("Group", (), {"group_name": "7"})()
-    assert peer_connections._is_over(pg, pg)
-    assert peer_connections._is_over("7", pg)
-    assert not peer_connections._is_over("8", pg)
-    assert not peer_connections._is_over(object(), pg)
-    assert not peer_connections._is_over(None, pg)
-    assert peer_connections._is_over(None, dist.group.WORLD)
+    assert user_collectives._is_over(pg, pg)
+    assert user_collectives._is_over("7", pg)
+    assert not user_collectives._is_over("8", pg)
+    assert not user_collectives._is_over(object(), pg)
+    assert not user_collectives._is_over(None, pg)
+    assert user_collectives._is_over(None, dist.group.WORLD)
