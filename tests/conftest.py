@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,13 +13,6 @@ import pytest
 from dist.spawn import collect_seldom
 
 ROOT = Path(__file__).resolve().parents[1]
-# What one test of such a file makes serves the others: one worker runs them all, or each would make it again.
-SHARES = re.compile(r'^cases = Cases\(__name__|scope="module"', re.MULTILINE)
-
-
-def shares(path: Path) -> bool:
-    """Whether tests of a file share what one of them has made."""
-    return SHARES.search(path.read_text()) is not None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,16 +48,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
+    from scheduling import FilesThatShare
 
-    root = Path(str(config.rootpath))
-    files: dict[str, bool] = {}
-
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            if file not in files:
-                files[file] = shares(root / file)
-            return file if files[file] else nodeid
-
-    return Scheduling(config, log)
+    return FilesThatShare(config, log)

@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import shares
+from scheduling import shares
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests"
