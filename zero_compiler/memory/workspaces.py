@@ -62,8 +62,9 @@ def _read_and_returned(node: fx.Node, sizes: facts.Sizes | None) -> int:
 
 
 def _convolution_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
-    """oneDNN lays out anew what it is given and what it makes, in whole blocks of channels. For a dtype that it does
-    not take torch's own kernels write the windows of all pictures beside each other."""
+    """oneDNN lays out anew what it is given and what it makes, in whole blocks of channels, and sums the gradient of a
+    weight in float32 (in bfloat16 with AMX: measured). For a dtype that it does not take torch's own kernels write the
+    windows of all pictures beside each other."""
     backward = node.target is _aten.convolution_backward.default
     given = node.args[1:] if backward else node.args
     picture, weight = facts.value(given[0]), facts.value(given[1])
@@ -71,9 +72,12 @@ def _convolution_bytes(node: fx.Node, sizes: facts.Sizes | None) -> int:
     for t in _tensors(node):
         channels = range(2) if t.shape == weight.shape else range(1, min(t.dim(), 2))
         numbers = [facts.hint(t.shape[dim], sizes) for dim in channels]
-        nbytes += math.prod(-(-n // _BLOCK) * _BLOCK for n in numbers) * (
+        in_blocks = math.prod(-(-n // _BLOCK) * _BLOCK for n in numbers) * (
             facts.bytes_of(t, sizes) // max(math.prod(numbers), 1)
         )
+        nbytes += in_blocks
+        if backward and t is weight and t.dtype not in _WHOLE:
+            nbytes += in_blocks * torch.float32.itemsize // t.dtype.itemsize
     if picture.dtype not in _BY_ONEDNN:
         out = facts.value(node.args[0] if backward else node)
         places = (picture if given[6] else out).shape  # of a transposed one those that it reads
