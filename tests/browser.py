@@ -111,6 +111,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("document.readyState === 'complete'")
+        self.js("drawn.then(() => true)")  # shared/words.js
         self.settle()
 
     def js(self, expression: str) -> Any:

@@ -1,6 +1,5 @@
 // Plays the steps of one iteration: what each rank holds, what is under way, and a sentence for each step.
-(() => {
-  const given = JSON.parse(document.getElementById("data").textContent);
+draws((given) => {
   const find = (id) => document.getElementById(id);
   find("explained").hidden = false;
   const text = (i) => given.texts[i];
@@ -198,4 +197,4 @@
   addEventListener("resize", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   fromAddress();
-})();
+});

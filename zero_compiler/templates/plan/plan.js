@@ -1,6 +1,5 @@
 // Draws a plan: memory over the step, buffers in their arenas, lanes. All of them share one axis of time, in ticks.
-(() => {
-  const given = JSON.parse(document.getElementById("data").textContent);
+draws((given) => {
   if (!given.views.length) return;
   const find = (id) => document.getElementById(id);
   find("picture").hidden = false;
@@ -577,4 +576,4 @@
   view = given.views[0];
   build();
   point(cursor);
-})();
+});

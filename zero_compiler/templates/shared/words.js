@@ -20,3 +20,17 @@ function element(tag, given = {}, ...children) {
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 }
+// What the page was made with: JSON, packed by zlib.
+async function data() {
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(unpacked).json();
+}
+let drawn; // a promise, for those who wait for the picture
+function draws(draw) {
+  drawn = data().then(draw).catch((error) => {
+    const said = "This browser cannot draw the picture (" + error + "). What it shows stands below in words.";
+    document.body.prepend(element("p", {}, said));
+    throw error;
+  });
+}
