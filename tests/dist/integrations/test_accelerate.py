@@ -195,6 +195,27 @@ def what_one_rank_saves_alone_is_refused(rank: int) -> list[str]:
 
 
 @cases.add
+def one_rank_saves_what_is_gathered(rank: int) -> list[str]:
+    """Inside ``zero.gathered`` a rank has all of a model and may save alone; of another model it may not."""
+    acc, other = zero_accelerator(), zero_accelerator()
+    whole, rows = acc.prepare(net()), other.prepare(net())
+    held, errors = {k: v.clone() for k, v in acc.get_state_dict(whole).items()}, []
+    with shared_folder() as folder:
+        with zero.gathered(whole):
+            if rank == 0:
+                acc.save_model(whole, str(folder), safe_serialization=False)
+        errors += one_rank_alone(
+            "Accelerator.get_state_dict()",
+            lambda: other.save_model(rows, "nowhere"),
+            lambda: rows(torch.zeros(2, 8)),
+        )
+        if rank == 0:
+            loaded = torch.load(folder / "pytorch_model.bin", weights_only=True)
+            errors += differences("saved", dict(loaded), held, 0.0)
+    return errors
+
+
+@cases.add
 def an_optimizer_whose_states_are_there_from_the_beginning(rank: int) -> list[str]:
     """Adagrad makes them at its construction, of whole parameters."""
 
