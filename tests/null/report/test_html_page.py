@@ -2,14 +2,22 @@
 
 import base64
 import json
+import re
 import zlib
+from typing import Any
 
 from zero_compiler.report.html_page import in_script
 
 
-def unpacked(text: str) -> object:
-    """What stands in the element of the data, as `shared/words.js` reads it."""
+def unpacked(text: str) -> Any:
+    """The data of an element, as `shared/words.js` reads it."""
     return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+def data_of(page: str) -> Any:
+    """The data of a page."""
+    (packed,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', page)
+    return unpacked(packed)
 
 
 def test_no_text_ends_the_script_that_it_stands_in():

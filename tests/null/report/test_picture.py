@@ -11,7 +11,7 @@ import torch
 from browser import browser
 from machines import machine
 from marks import slow
-from null.report.test_html_page import unpacked
+from null.report.test_html_page import data_of
 from torch import nn
 
 import zero_compiler as zero
@@ -44,11 +44,6 @@ def made(tmp_path_factory):
     )
     told.save_html(str(folder / "plan.html"))
     return told, folder / "plan.html"
-
-
-def data_of(page):
-    (packed,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', page)
-    return unpacked(packed)
 
 
 def items(row):

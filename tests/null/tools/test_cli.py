@@ -8,6 +8,7 @@ import pytest
 import torch
 from machines import machine
 from null.edited import without_measures
+from null.report.test_html_page import data_of
 from typer.testing import CliRunner
 
 from zero_compiler.tools import cli
@@ -49,7 +50,7 @@ def test_a_plan_is_written_as_text_page_and_timeline(tmp_path, small_model):
     assert (written["world"], written["verdict"]["fits"]) == (512, True)
     assert written["verdict"]["line"] == first
     page = paths["html"].read_text()
-    assert "memory" in json.loads(page.split('id="data">')[1].split("</script>")[0])["views"][0]
+    assert "memory" in data_of(page)["views"][0]
     assert "fits dgx-h100: " in page
     assert json.loads(paths["trace"].read_text())["traceEvents"]
 
