@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from marks import thorough
 
 from zero_compiler.tools.figures import extended
 from zero_compiler.tools.figures.extended import IN_FILES, MIXED, ON_HOST, Planner, Setup
@@ -63,7 +64,7 @@ def test_operations_are_counted_as_the_papers_do():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{}, ON_HOST, {**IN_FILES, "offload_activations": "host"}, {"tile_bytes": 1 << 18}]
+    "fields", [*thorough({}, ON_HOST), {**IN_FILES, "offload_activations": "host"}, {"tile_bytes": 1 << 18}]
 )
 def test_what_is_extended_is_what_all_layers_take(fields):
     setup = replace(SMALL, fields={"stage": 3, **fields})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import thorough
 
 from zero_compiler.tools.figures import page
 from zero_compiler.tools.figures.catalogue import FIGURES
@@ -55,7 +56,9 @@ def test_a_page_is_its_figures_one_after_the_other():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["states", "volume", pytest.param("wide-layer", marks=of_another_torch)])
+@pytest.mark.parametrize(
+    "name", [*thorough("states"), "volume", pytest.param("wide-layer", marks=of_another_torch)]
+)
 def test_the_page_is_what_is_planned(name, planner):
     figure = FIGURES[name](planner)
     assert SECTIONS[figure.title] == figure.markdown().removeprefix("## ")
