@@ -93,8 +93,8 @@ struct DestroyWithoutGil {
 using SegmentOfRanks =
     std::tuple<int, int64_t, std::vector<int64_t>, double, int64_t>;
 
-// (process group of the ranks with the same place on each host, this rank's
-// place, segment of this host's ranks)
+// (process group of the ranks with the same place on each host, None where there
+// is one host, this rank's place, segment of this host's ranks)
 using RanksOfHosts = std::tuple<py::object, int, SegmentOfRanks>;
 
 std::unique_ptr<zero::Transport> over_group(
@@ -155,8 +155,16 @@ std::unique_ptr<Engine, DestroyWithoutGil> make_engine(
           " on a host is not that of rank " + std::to_string(rank) + " of " +
           std::to_string(world));
     }
+    std::unique_ptr<zero::Transport> between;
+    if (!across.is_none()) {
+      between = over_group(across, rank / places, world / places, series);
+    } else if (places == world) {
+      between = std::make_unique<zero::LocalTransport>();
+    } else {
+      raise("several hosts need a process group");
+    }
     transport = zero::make_hosts_transport(
-        over_group(across, rank / places, world / places, series),
+        std::move(between),
         over_segment(nullptr, segment, place, {}),  // its waits are a thread's
         {.rank = rank,
          .world = world,
@@ -218,7 +226,8 @@ int add_reduce(
     bool replicated,
     at::ScalarType out_dtype,
     double divisor,
-    bool passes) {
+    bool passes,
+    const std::optional<at::ScalarType>& wire) {
   zero::ReduceSpec spec{
       .arena = arena,
       .dtype = dtype,
@@ -228,7 +237,8 @@ int add_reduce(
       .replicated = replicated,
       .out_dtype = out_dtype,
       .divisor = divisor,
-      .passes = passes};
+      .passes = passes,
+      .wire = wire.value_or(at::ScalarType::Undefined)};
   for (const auto& [chunk_numel, sizes] : params) {
     spec.params.push_back({chunk_numel, sizes});
   }
@@ -387,7 +397,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("replicated"),
           py::arg("out_dtype"),
           py::arg("divisor"),
-          py::arg("passes") = false)
+          py::arg("passes") = false,
+          py::arg("wire") = std::nullopt)
       .def(
           "reduce_start",
           [](Engine& engine, int id, std::vector<at::Tensor> grads) {

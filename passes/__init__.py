@@ -19,6 +19,7 @@ from .partition_activations import PartitionActivations
 from .pick_kernels import PickKernels, blas_us
 from .place_offloads import PlaceOffloads
 from .place_transfers import InsertReleases, PlaceStarts
+from .second_shards import SecondShards
 from .tag_recompute import TagRecompute
 from .tiling.expand_tiles import ExpandTiles, coarsest, finer, read_by_tiles, set_tiles, tiles_in
 from .tiling.tile_loss import TileLoss
@@ -88,6 +89,7 @@ def schedule_passes(o: PassOptions = _DEFAULT) -> Pipeline:
         (PickKernels(o.kernels), "lowered"),
         (PlaceOffloads(o.budgeted), "lowered"),
         (InsertReleases(), "scheduled"),
+        (SecondShards(), "scheduled"),
     ]
 
 
@@ -114,6 +116,7 @@ __all__ = [
     "PlaceOffloads",
     "PlaceStarts",
     "Remade",
+    "SecondShards",
     "SplitPass",
     "TagRecompute",
     "TileLoss",

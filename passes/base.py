@@ -6,7 +6,7 @@ import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -37,7 +37,25 @@ class ParamPlan:
     copies: int = 1  # ranks that hold the same rows; their gradients are summed too
     tile_rows: int = 0  # of a rank's chunk, that are gathered at a time; 0: the whole weight is
     wire: torch.dtype | None = None  # of 8 bits, that it travels in; None: as it is gathered
+    second: int = 0  # ranks of a host that share a second shard of it for backward; 0: there is none
+    sum_wire: torch.dtype | None = None  # of 8 bits, that its gradient travels in between hosts
     split: bool = False  # a part of what tensor-parallel ranks hold together: theirs are others
+
+    @property
+    def within_host(self) -> ParamPlan:
+        """The same as backward gathers it from second shards: among the ranks of a host, which have a part each."""
+        return replace(
+            self, world=self.second, dtype=self.gather_dtype, path=(), wire=None, copies=1, second=0
+        )
+
+    @property
+    def second_numel(self) -> int:
+        """Elements of this rank's second shard, padded like a chunk. That of a weight in tiles has those of each tile
+        one after the other."""
+        row = self.numel // self.shape[0]
+        if self.tile_rows:
+            return self.world // self.second * self.chunk_rows * row
+        return -(-self.shape[0] // self.second) * row
 
     @property
     def numel(self) -> int:
@@ -100,6 +118,7 @@ class Context:
             this.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
+        later: in forward, parameters that backward will gather; None: not known.
         machine: what the graph is to run on; None: nothing is known of it.
         fused: whether element-wise operators of a segment are fused there.
         forward_outputs: of a joint graph, how many of its outputs are forward's.
@@ -110,6 +129,7 @@ class Context:
     units: Mapping[ParamRef, str] = field(default_factory=dict)
     reads: Sequence[ParamRef] = ()
     gathered: frozenset[ParamRef] | None = None
+    later: frozenset[ParamRef] | None = None
     reduced: frozenset[ParamRef] | None = None
     machine: HardwareSpec | None = None
     fused: bool = False

@@ -12,6 +12,7 @@ import torch
 
 from zero_compiler.ir.program import Program
 from zero_compiler.ir.transfers import GatherDesc
+from zero_compiler.layout import second_runs
 from zero_compiler.quantised_blocks import round_trip
 
 from .model import ModelRuntime
@@ -88,6 +89,8 @@ class Gathers:
         self._runtimes = runtimes
         self._all = [self._add_gather(g) for g in program.gathers]
         self._whole = [self._is_whole(g) for g in program.gathers]
+        self._second = [self._second_of(g) for g in program.gathers]
+        self._parted: dict[int, Sequence[torch.Tensor]] = {}  # full weights of which a part is to stay
         self.hops = Hops([(runtimes[g.owner], g) for g in program.gathers])
         self._at_home: dict[ModelRuntime, list[str]] = {}
         for g in program.gathers:
@@ -107,7 +110,10 @@ class Gathers:
         runtime = self._runtimes[g.owner]
         if g.home:
             return runtime, -1, g, runtime.home_views(g.names)
-        arena = runtime.kept if g.kept else runtime.slots if g.shared else runtime.transient
+        engine, transient = runtime.engine, runtime.transient
+        if g.from_second:
+            engine, transient = runtime.host_engine, runtime.host_transient
+        arena = runtime.kept if g.kept else runtime.slots if g.shared else transient
         if g.kept:
             item = runtime.sharded_model.group.world * getattr(torch, g.dtype).itemsize
             runtime.make_room_for_kept(
@@ -115,17 +121,29 @@ class Gathers:
             )
 
         params = list(zip(g.chunk_numels, map(list, g.shapes), g.offsets, strict=True))
-        index = runtime.engine.add_gather(
+        index = engine.add_gather(
             arena,
             getattr(torch, g.dtype),
             g.label,
             params,
             g.staging,
-            staging_arena=runtime.transient,
+            staging_arena=transient,
             wire=getattr(torch, g.wire) if g.wire else None,
         )
         views = runtime.kept_views((g.names, g.dtype, g.wire, g.offsets)) if g.kept else []
         return runtime, index, g, views
+
+    def _second_of(self, g: GatherDesc) -> list[torch.Tensor]:
+        """Of each weight, this rank's second shard, or the part of it that a tile has; what it has none of is empty."""
+        runtime, out = self._runtimes[g.owner], []
+        for name, part, chunk in zip(g.names, g.parts or g.chunk_numels, g.chunk_numels, strict=True):
+            hosts = part // chunk if g.parts else 1
+            begin, numel = (g.tile.begin * hosts, g.tile.numel * hosts) if g.tile else (0, part)
+            if g.host_ranks and part:
+                out.append(runtime.second_shard(name, g.dtype, numel)[begin : begin + part])
+            else:
+                out.append(torch.empty(0))
+        return out
 
     def _is_whole(self, g: GatherDesc) -> bool:
         """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
@@ -161,6 +179,9 @@ class Gathers:
             return
         if g.kept:
             runtime.fresh.difference_update(g.names)
+        if g.from_second:
+            runtime.host_engine.gather_start(index, self._second[which])
+            return
         if not self._whole[which]:
             runtime.engine.gather_start(index, self.hops.chunks(which))
             return
@@ -176,7 +197,10 @@ class Gathers:
         if self._whole[which]:
             return runtime.whole[g.names][1]
         if not g.kept:
-            return runtime.engine.gather_wait(index)
+            fulls = (runtime.host_engine if g.from_second else runtime.engine).gather_wait(index)
+            if g.parts:
+                self._parted[which] = fulls
+            return fulls
         if views and runtime.fresh.issuperset(g.names) and runtime.sharded_model.group.world > 1:
             return views
         views[:] = runtime.engine.gather_wait(index)
@@ -184,7 +208,19 @@ class Gathers:
         runtime.fresh.update(g.names)
         return views
 
+    def keep_part(self, which: int) -> None:
+        """Copy this rank's parts of the full weights to its second shards."""
+        runtime, _, g, _ = self._all[which]
+        tiles = g.part_tiles or (0,) * len(g.names)
+        fulls = self._parted.pop(which)
+        for full, second, part, chunk, tile in zip(
+            fulls, self._second[which], g.parts, g.chunk_numels, tiles, strict=True
+        ):
+            flat = full.view(-1)
+            for to, begin, size in second_runs(flat.numel(), part, runtime.host_place, chunk, tile) if part else ():
+                second[to : to + size].copy_(flat[begin : begin + size], non_blocking=True)
+
     def release(self, which: int) -> None:
         if not self._whole[which]:
-            runtime, index, _, _ = self._all[which]
-            runtime.engine.release(index)
+            runtime, index, g, _ = self._all[which]
+            (runtime.host_engine if g.from_second else runtime.engine).release(index)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zero_compiler.errors import ShardError, TransferError
 from zero_compiler.ranks.peer_waits import explained
@@ -58,6 +59,7 @@ class ModelRuntime:
         if group.device.type == "cpu" and heap.may_be_tuned():
             _C.install_cpu_allocator()
         self.transient = self.engine.add_arena(0, group.device)
+        self._connect_host(sharded_model)
         # Shared: gather buffers are the same memory on every rank; staging of reductions is read by peers.
         self.slots = self.own = self.transient
         if segment is None:
@@ -79,6 +81,44 @@ class ModelRuntime:
         )
         # Dynamo may keep the Programs of a model that is gone; its memory goes with the model.
         weakref.finalize(sharded_model, self.close).atexit = False
+
+    def _connect_host(self, sharded_model: ShardedModel) -> None:
+        """An engine among the ranks of this host, where they share second shards."""
+        self.host_engine: Any = None
+        # By name, dtype and number of elements. They last: frames that share a weight share them.
+        self._second: dict[tuple[str, str, int], torch.Tensor] = {}
+        host = sharded_model.storage.host_ranks
+        if host is None:
+            return
+        self.host_place = host.place
+        try:
+            pg, hosts = host.for_engine()
+            self.host_engine = _C.Engine(
+                pg, host.place, host.ranks, series=sharded_model.identity.series, hosts=hosts
+            )
+        except TransferError as error:
+            raise explained(sharded_model.group, "first compile of the model", error) or error from None
+        self.host_transient = self.host_engine.add_arena(0, sharded_model.group.device)
+
+    @property
+    def engines(self) -> list[Any]:
+        """Those that calls of the model use."""
+        return [self.engine] if self.host_engine is None else [self.engine, self.host_engine]
+
+    def place_arena(self, arena: object) -> None:
+        """Let gathers and staging lie in ``arena`` from here on."""
+        self.engine.place_arena(self.transient, arena)
+        if self.host_engine is not None:
+            self.host_engine.place_arena(self.host_transient, arena)
+
+    def second_shard(self, name: str, dtype: str, numel: int) -> torch.Tensor:
+        """This rank's part of a full weight for backward, flat; zeros at first."""
+        key = (name, dtype, numel)
+        if key not in self._second:
+            device = self.sharded_model.group.device
+            with torch.inference_mode(False), unset_fake_temporarily():
+                self._second[key] = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
+        return self._second[key]
 
     @property
     def sharded_model(self) -> Any:
@@ -201,7 +241,10 @@ class ModelRuntime:
             held.clear()
         self.pools.leave(self)
         self.parcels.close()
-        self.engine.close()
+        self._second.clear()
+        for engine in self.engines:
+            engine.close()
+        self.host_engine = None
         self.engine = _Closed()  # with the last reference to it the memory goes that ranks share
 
 

@@ -67,7 +67,7 @@ class Pools:
     def join(self, runtime: Any) -> None:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
         # First: Ctrl-C may come between any two lines.
-        runtime.engine.place_arena(runtime.transient, self.arena)
+        runtime.place_arena(self.arena)
         self._users[id(runtime)] = weakref.ref(runtime)
         runtime.pools = self
 
@@ -80,7 +80,7 @@ class Pools:
         if program.transient_bytes > self.arena.nbytes:
             arena = _C.Arena(program.transient_bytes, self.device)
             for runtime in self.users():
-                runtime.engine.place_arena(runtime.transient, arena)
+                runtime.place_arena(arena)
             self.arena = arena  # last: what broke off before is done again
         # Training writes to what an evaluation has made room for, and a call may be compiled meanwhile.
         with torch.inference_mode(False), unset_fake_temporarily():

@@ -23,6 +23,7 @@ from zero_compiler.ir.instructions import (
     Gather,
     Instruction,
     Keep,
+    KeepPart,
     Offload,
     Reduce,
     Release,
@@ -37,7 +38,7 @@ from zero_compiler.ir.instructions import (
 )
 from zero_compiler.ir.program import Program, outputs_of
 from zero_compiler.ir.transfers import GatherDesc, KeepDesc, OffloadDesc, ReduceDesc
-from zero_compiler.layout import Layout, tiled_rows
+from zero_compiler.layout import Layout, second_runs, tiled_rows
 from zero_compiler.quantised_blocks import pack, packed_bytes, unpack
 
 # All bits set: NaN in every floating dtype, and no likely value in the others.
@@ -66,6 +67,7 @@ class Rank:
         self._arenas: dict[str, torch.Tensor] = {}
         self.files: dict[tuple[int, int], torch.Tensor] = {}
         self.tickets = 0
+        self.second: dict[tuple[ParamRef, int], torch.Tensor] = {}  # by the number of elements
         self.moving: dict[str, int] = {}
         self.copying: dict[str, torch.Tensor] = {}  # to the pool
 
@@ -178,9 +180,36 @@ class Reference:
 
     def _wait_gather(self, call: _Call, instr: WaitGather) -> None:
         inputs_of = call.started.pop(("gather", instr.index))
+        g = self.program.gathers[instr.index]
+        ranks = g.ranks(self.world)
         for k, (rank, env) in enumerate(self._each(call)):
-            sent = inputs_of[k - k % self.world :][: self.world]
-            _write(env, instr.outs, self._gather_end(rank, self.program.gathers[instr.index], sent))
+            sent = inputs_of[k - k % ranks :][:ranks]
+            _write(env, instr.outs, self._gather_end(rank, g, sent))
+
+    def _keep_part(self, call: _Call, instr: KeepPart) -> None:
+        """From the slots, where the weights must still be."""
+        g = self.program.gathers[instr.index]
+        tiles = g.part_tiles or (0,) * len(g.names)
+        for k, rank in enumerate(self.ranks):
+            slots = zip(self._slots(rank, g), g.shapes, g.parts, g.chunk_numels, tiles, strict=True)
+            for second, (slot, shape, part, chunk, tile) in zip(self._second(rank, g), slots, strict=True):
+                flat = slot.view(_dtype(g.dtype))[: _numel(shape)]
+                for to, begin, size in second_runs(flat.numel(), part, k % g.host_ranks, chunk, tile):
+                    second[to : to + size] = flat[begin : begin + size]
+
+    def _second(self, rank: Rank, g: GatherDesc) -> list[torch.Tensor]:
+        """Of each weight, the second shard of a rank, or the part of it that a tile has."""
+        out = []
+        for name, part, chunk in zip(g.names, g.parts or g.chunk_numels, g.chunk_numels, strict=True):
+            hosts = part // chunk if g.parts else 1
+            begin, numel = (g.tile.begin * hosts, g.tile.numel * hosts) if g.tile else (0, part)
+            key = ParamRef(g.owner, name), numel
+            if key not in rank.second:
+                if g.from_second:
+                    raise TransferError(f"{g.label}: no forward has kept a part of {name!r}")
+                rank.second[key] = torch.full((numel,), torch.nan).to(_dtype(g.dtype))
+            out.append(rank.second[key][begin : begin + part])
+        return out
 
     def _release(self, call: _Call, instr: Release) -> None:
         for rank, env in self._each(call):
@@ -220,7 +249,7 @@ class Reference:
     def _slots(self, rank: Rank, g: GatherDesc) -> list[torch.Tensor]:
         """Bytes of the full weights of a gather in the arena of a rank, padding included."""
         item = _dtype(g.dtype).itemsize
-        sizes = [c * self.world * item for c in g.chunk_numels]
+        sizes = [c * g.ranks(self.world) * item for c in g.chunk_numels]
         ends = max((o + s for o, s in zip(g.offsets, sizes, strict=True)), default=0)
         arena = rank.arena("kept " + g.owner if g.kept else "transient", max(ends, self._need(g)))
         return [arena[o : o + s] for o, s in zip(g.offsets, sizes, strict=True)]
@@ -236,6 +265,8 @@ class Reference:
 
     def _chunks(self, rank: Rank, g: GatherDesc, hop: int) -> list[torch.Tensor]:
         """The chunks of a rank where hop ``hop`` has brought them; -1: where they rest."""
+        if g.from_second:
+            return self._second(rank, g)
         if hop < 0:
             rest = [rank.chunks[ParamRef(g.owner, n)] for n in g.names]
             return [c[g.begin : g.begin + g.chunk_numels[0]] for c in rest] if g.tile is not None else rest
@@ -266,7 +297,8 @@ class Reference:
             if staged is not None:
                 if g.wire or len(g.names) > 1:
                     arena = rank.arena("transient", self.program.transient_bytes)
-                    arena[g.staging : g.staging + staged.numel() * (self.world + 1)].fill_(_POISON)
+                    staging = staged.numel() * (g.ranks(self.world) + 1)
+                    arena[g.staging : g.staging + staging].fill_(_POISON)
                 flat = staged.view(flat.dtype).copy_(flat)
             sent.append(flat)
         return sent
@@ -476,6 +508,7 @@ _STEPS: dict[type, Callable[[Reference, _Call, Any], None]] = {
     WaitFetch: Reference._fetch,
     Gather: Reference._gather,
     WaitGather: Reference._wait_gather,
+    KeepPart: Reference._keep_part,
     Release: Reference._release,
     Reduce: Reference._reduce,
     Store: Reference._store,

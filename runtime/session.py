@@ -14,6 +14,7 @@ from zero_compiler.ir.instructions import (
     Gather,
     Instruction,
     Keep,
+    KeepPart,
     Reduce,
     Release,
     Store,
@@ -163,6 +164,10 @@ class Session:
             return lambda env: _put(env, outs, views)
         return lambda env: _put(env, outs, gathers.wait(index))
 
+    def _keep_part(self, at: int, instr: KeepPart) -> _Step:
+        gathers, index = self._gathers, instr.index
+        return lambda env: gathers.keep_part(index)
+
     def _release(self, at: int, instr: Release) -> _Step:
         gathers, index, values = self._gathers, instr.index, instr.values
 
@@ -287,7 +292,7 @@ class Session:
         env = inputs + self._empty
         inputs.clear()
         call = (
-            peer_watchdog.WatchedCall(self._group, [r.engine for r in self.runtimes.values()])
+            peer_watchdog.WatchedCall(self._group, [e for r in self.runtimes.values() for e in r.engines])
             if self._talks
             else None
         )
@@ -345,7 +350,8 @@ class Session:
                 self._moves.end()
             self._reductions.forget()
         for runtime in self.runtimes.values():
-            runtime.engine.abandon(f"{type(error).__name__}: {error}")
+            for engine in runtime.engines:
+                engine.abandon(f"{type(error).__name__}: {error}")
             runtime.sharded_model.protocol.break_off(f"{type(error).__name__}: {error}")
             runtime.fresh.clear()
         if self._talks:
@@ -414,6 +420,7 @@ _STEPS: dict[type, Callable[[Session, int, Any], _Step]] = {
     WaitFetch: Session._wait_fetch,
     Gather: Session._gather,
     WaitGather: Session._wait_gather,
+    KeepPart: Session._keep_part,
     Release: Session._release,
     Compute: Session._compute,
     Reduce: Session._reduce,

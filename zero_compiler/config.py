@@ -47,7 +47,9 @@ PLACEMENT_FIELDS = frozenset(
         "stage",
         "param_dtype",
         "gather_dtype",
+        "second_shard",
         "reduce_dtype",
+        "reduce_between_hosts_dtype",
         "offload_params",
         "offload_grads",
         "offload_optimizer",
@@ -75,8 +77,14 @@ class Config:
         gather_dtype: what weights travel in where that takes a step less time: "int8" or "float8_e4m3fn", in blocks
             with a scale each, from which every rank makes the same full weight in ``param_dtype``
             (docs/quantised-gathers.md). None: they travel as they are computed with.
+        second_shard: "host": between forward and backward the ranks of a host keep a second shard of each weight that
+            backward gathers, a part each, so that backward gathers among them alone and nothing crosses to another
+            host (docs/several-hosts.md). Stage 3; on one host it changes nothing. None: backward gathers as forward does.
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
             (``param_dtype`` if given).
+        reduce_between_hosts_dtype: "int8": gradients are summed in ``reduce_dtype`` within a host, and what goes on to
+            other hosts does so in blocks of 8 bits a number, which are summed in float32 (docs/several-hosts.md). Needs
+            ranks that share memory within each host; on one host it changes nothing. None: in ``reduce_dtype``.
         offload_params, offload_grads, offload_optimizer, offload_activations: tier at rest: "none" (the
             compute device), "host" or "nvme". None, of the first three: each tensor as the rest budgets say; with an
             accelerator, gradients and states of parameters that rest elsewhere are on the host.
@@ -131,7 +139,9 @@ class Config:
     stage: int = 3
     param_dtype: torch.dtype | None = None
     gather_dtype: str | None = None
+    second_shard: str | None = None
     reduce_dtype: torch.dtype | None = None
+    reduce_between_hosts_dtype: str | None = None
     offload_params: str | None = None
     offload_grads: str | None = None
     offload_optimizer: str | None = None
@@ -205,6 +215,7 @@ class Config:
             raise ConfigError(
                 f'offload_params="nvme" needs stage=3, not {self.stage}: the other stages keep every weight gathered'
             )
+        self._check_hosts()
         for name in ("hardware", "nvme_dir", "plan"):
             given = getattr(self, name)
             if isinstance(given, os.PathLike):
@@ -241,6 +252,23 @@ class Config:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_amounts()
+
+    def _check_hosts(self) -> None:
+        if self.second_shard not in (None, "host"):
+            raise ConfigError(f'second_shard must be "host" or None, not {self.second_shard!r}')
+        if self.second_shard is not None and self.stage != 3:
+            raise ConfigError(
+                f'second_shard="host" needs stage=3, not {self.stage}: the other stages gather nothing in backward'
+            )
+        if self.reduce_between_hosts_dtype not in (None, "int8"):
+            raise ConfigError(
+                f'reduce_between_hosts_dtype must be "int8" or None, not {self.reduce_between_hosts_dtype!r}'
+            )
+        if self.reduce_between_hosts_dtype is not None and self.stage == 0:
+            raise ConfigError(
+                'reduce_between_hosts_dtype="int8" needs a stage of 1 to 3, not 0, whose all-reduces leave the same '
+                "sum on every rank"
+            )
 
     def _check_amounts(self) -> None:
         sizes = ("bucket_bytes", "memory_budget_bytes", "activation_budget_bytes", "tile_bytes", *REST_FIELDS)

@@ -106,3 +106,26 @@ def tiled_rows(layout: Layout, begin: int, rows: int) -> list[tuple[slice, slice
         if low < high:
             out.append((slice(low, high), slice(rank * each, rank * each + high - low)))
     return out
+
+
+def second_runs(numel: int, part: int, place: int, chunk: int = 0, tile: int = 0) -> list[tuple[int, int, int]]:
+    """Which elements of a full weight of ``numel`` a rank keeps as its second shard, of ``part`` elements with padding:
+    runs, each as where it begins there, where it begins in the weight, and how long it is.
+
+    It is the part of the weight that is as far behind its begin as the rank's ``place`` on its host says. Of a weight
+    that is gathered in tiles, of ``tile`` elements of every rank's ``chunk``, it has that part of each tile, one after
+    the other, so that each is one piece of memory.
+    """
+    if not tile:
+        return _inside(numel, [(0, place * part, part)])
+    ranks, runs = part // chunk, []
+    for begin in range(0, chunk, tile):
+        size = min(tile, chunk - begin)
+        for k in range(ranks):
+            runs.append((ranks * begin + k * size, (place * ranks + k) * chunk + begin, size))
+    return _inside(numel, runs)
+
+
+def _inside(numel: int, runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same without what lies behind the end of the weight."""
+    return [(to, begin, min(size, numel - begin)) for to, begin, size in runs if begin < numel]

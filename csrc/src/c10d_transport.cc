@@ -296,6 +296,17 @@ class C10dTransport final : public Transport {
     });
   }
 
+  StartResult start_all_to_all(const at::Tensor& in, const at::Tensor& out)
+      override {
+    return with_group([&](::c10d::ProcessGroup& group) -> StartResult {
+      if (!exchanges_directly(group, in)) {
+        return Transport::start_all_to_all(in, out);
+      }
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return exchange_all_to_all(group, in, out);
+    });
+  }
+
   void stop_waiting(const std::string& reason) override {
     waits_->stop(reason);
   }
@@ -407,6 +418,26 @@ class C10dTransport final : public Transport {
     if (mine.const_data_ptr() != in.const_data_ptr()) {
       mine.copy_(in);
     }
+    return StartResult(std::move(handle));
+  }
+
+  StartResult exchange_all_to_all(
+      ::c10d::ProcessGroup& group,
+      const at::Tensor& in,
+      const at::Tensor& out) {
+    auto handle = std::make_unique<ExchangeHandle>(in, out, waits_);
+    const int tag = next_tag();
+    const int64_t part = in.numel() / world_;
+    for (int step = 1; step < world_; ++step) {
+      const int from = (rank_ - step + world_) % world_;
+      handle->add_work(
+          receive(group, out.narrow(0, from * part, part), from, tag));
+    }
+    for (int step = 1; step < world_; ++step) {
+      const int to = (rank_ + step) % world_;
+      handle->add_work(send(group, in.narrow(0, to * part, part), to, tag));
+    }
+    out.narrow(0, rank_ * part, part).copy_(in.narrow(0, rank_ * part, part));
     return StartResult(std::move(handle));
   }
 

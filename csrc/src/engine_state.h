@@ -199,6 +199,16 @@ struct Engine::Reduce {
     }
   }
 
+  // This rank's chunks, one after the other.
+  std::vector<Rows> rows() const {
+    std::vector<Rows> out;
+    for (const ReduceParam& param : spec.params) {
+      out.push_back(
+          {param.chunk_numel, std::max<int64_t>(1, product(param.sizes, 1))});
+    }
+    return out;
+  }
+
   ReduceSpec spec;
   int64_t total = 0;  // S
   int direct = -1;  // operation of Direct, where the staging is shared

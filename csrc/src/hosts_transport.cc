@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/quantise.h"
 #include "zero/range.h"
 #include "zero/sum.h"
 
@@ -80,6 +81,7 @@ class Worker {
         peers_(*inside_->peers()),
         place_(options.rank % options.local_world),
         places_(options.local_world),
+        host_(options.rank / options.local_world),
         hosts_(options.world / options.local_world) {}
 
   void post(std::shared_ptr<Job> job) {
@@ -168,22 +170,57 @@ class Worker {
   }
 
   Status reduce_scatter(const at::Tensor& in, const at::Tensor& out) {
-    const auto chunk = static_cast<int64_t>(out.nbytes());
     const at::Tensor sums = sums_like(out, hosts_);
-    ZERO_RETURN_IF_ERROR(sum_inside(in, [&](const Parts& parts) -> Status {
-      for (int host = 0; host < hosts_; ++host) {
-        const int64_t at = (int64_t{host} * places_ + place_) * chunk;
-        Parts here;
-        for (const void* part : parts) {
-          here.push_back(static_cast<const char*>(part) + at);
-        }
-        ZERO_RETURN_IF_ERROR(sum_parts(
-            here, out.scalar_type(), 1.0,
-            sums.narrow(0, host * out.numel(), out.numel())));
-      }
-      return {};
-    }));
+    ZERO_RETURN_IF_ERROR(sum_for_hosts(in, out, sums));
     return wait(across_->start_reduce_scatter(sums, out));
+  }
+
+  // What this host's ranks add up stays as it is; of the others' sums the blocks
+  // arrive, and are added to it in float32, host after host.
+  Status packed_reduce_scatter(
+      const at::Tensor& in,
+      const at::Tensor& out,
+      c10::ScalarType wire,
+      const std::vector<Rows>& parts) {
+    const at::Tensor sums = sums_like(out, hosts_);
+    ZERO_RETURN_IF_ERROR(sum_for_hosts(in, out, sums));
+    const int64_t numel = out.numel();
+    int64_t packed = 0;
+    for (const Rows& part : parts) {
+      packed += packed_bytes(part.numel, part.row);
+    }
+    const int64_t floats = numel * static_cast<int64_t>(sizeof(float));
+    const at::Tensor room = packing_room(2 * hosts_ * packed + 2 * floats);
+    const at::Tensor sent = room.narrow(0, 0, hosts_ * packed);
+    const at::Tensor arrived = room.narrow(0, hosts_ * packed, hosts_ * packed);
+    const at::Tensor wide =
+        room.narrow(0, 2 * hosts_ * packed, floats).view(at::kFloat);
+    const at::Tensor term =
+        room.narrow(0, 2 * hosts_ * packed + floats, floats).view(at::kFloat);
+    for (int host = 0; host < hosts_; ++host) {
+      if (host != host_) {
+        ZERO_RETURN_IF_ERROR(each_part(
+            parts, sums.narrow(0, host * numel, numel),
+            sent.narrow(0, host * packed, packed),
+            [&](const Rows& part, const at::Tensor& rows, const at::Tensor& to) {
+              return pack_rows(rows, part.row, wire, to);
+            }));
+      }
+    }
+    ZERO_RETURN_IF_ERROR(wait(across_->start_all_to_all(sent, arrived)));
+    wide.copy_(sums.narrow(0, host_ * numel, numel));
+    for (int host = 0; host < hosts_; ++host) {
+      if (host != host_) {
+        ZERO_RETURN_IF_ERROR(each_part(
+            parts, term, arrived.narrow(0, host * packed, packed),
+            [&](const Rows& part, const at::Tensor& rows, const at::Tensor& of) {
+              return unpack_rows(of, part.row, wire, rows);
+            }));
+        wide.add_(term);
+      }
+    }
+    out.copy_(wide);
+    return {};
   }
 
   Status all_reduce(const at::Tensor& inout) {
@@ -214,6 +251,48 @@ class Worker {
   static Status wait(StartResult started) {
     ZERO_RETURN_IF_ERROR(started.status());
     return started.value()->wait();
+  }
+
+  // For each host, the sum over this host's ranks of what is due to this rank's
+  // place there; `out` is what one of them gives.
+  Status sum_for_hosts(
+      const at::Tensor& in,
+      const at::Tensor& out,
+      const at::Tensor& sums) {
+    const auto chunk = static_cast<int64_t>(out.nbytes());
+    return sum_inside(in, [&](const Parts& parts) -> Status {
+      for (int host = 0; host < hosts_; ++host) {
+        const int64_t at = (int64_t{host} * places_ + place_) * chunk;
+        Parts here;
+        for (const void* part : parts) {
+          here.push_back(static_cast<const char*>(part) + at);
+        }
+        ZERO_RETURN_IF_ERROR(sum_parts(
+            here, out.scalar_type(), 1.0,
+            sums.narrow(0, host * out.numel(), out.numel())));
+      }
+      return {};
+    });
+  }
+
+  // `body` for each part, with its numbers and its packed bytes.
+  template <typename Body>
+  static Status each_part(
+      const std::vector<Rows>& parts,
+      const at::Tensor& numbers,
+      const at::Tensor& packed,
+      Body&& body) {
+    int64_t at = 0;
+    int64_t byte = 0;
+    for (const Rows& part : parts) {
+      const int64_t nbytes = packed_bytes(part.numel, part.row);
+      ZERO_RETURN_IF_ERROR(
+          body(part, numbers.narrow(0, at, part.numel),
+               packed.narrow(0, byte, nbytes)));
+      at += part.numel;
+      byte += nbytes;
+    }
+    return {};
   }
 
   // Lays `in` where this host's ranks read it, and has `sum` add what all of them
@@ -270,11 +349,21 @@ class Worker {
     return sums_.narrow(0, 0, nbytes).view(tensor.scalar_type());
   }
 
+  at::Tensor packing_room(int64_t nbytes) {
+    if (!packing_.defined() || packing_.numel() < nbytes) {
+      packing_ = at::Tensor();
+      packing_ = at::empty({nbytes}, at::TensorOptions(at::kByte));
+      count_scratch();
+    }
+    return packing_.narrow(0, 0, nbytes);
+  }
+
   void count_scratch() {
-    scratch_bytes_.store(
-        (own_.defined() ? own_.numel() : 0) +
-            (sums_.defined() ? sums_.numel() : 0) + across_->scratch_bytes(),
-        std::memory_order_relaxed);
+    int64_t total = across_->scratch_bytes();
+    for (const at::Tensor* block : {&own_, &sums_, &packing_}) {
+      total += block->defined() ? block->numel() : 0;
+    }
+    scratch_bytes_.store(total, std::memory_order_relaxed);
   }
 
   const std::unique_ptr<Transport> across_;
@@ -282,12 +371,14 @@ class Worker {
   PeerMemory& peers_;
   const int place_;
   const int places_;
+  const int host_;
   const int hosts_;
 
   // The thread's alone.
   int64_t last_ = -1;  // number of the last transfer inside
   at::Tensor own_;  // uint8, what this host's ranks read
   at::Tensor sums_;  // uint8
+  at::Tensor packing_;  // uint8: blocks and float32 sums
   std::atomic<int64_t> scratch_bytes_ = 0;
 
   std::mutex mutex_;  // guards what follows
@@ -336,6 +427,17 @@ class HostsTransport final : public Transport {
     return start([worker = worker_.get(), in, out] {
       return worker->reduce_scatter(in, out);
     });
+  }
+
+  StartResult start_packed_reduce_scatter(
+      const at::Tensor& in,
+      const at::Tensor& out,
+      c10::ScalarType wire,
+      std::vector<Rows> parts) override {
+    return start(
+        [worker = worker_.get(), in, out, wire, rows = std::move(parts)] {
+          return worker->packed_reduce_scatter(in, out, wire, rows);
+        });
   }
 
   StartResult start_all_reduce(const at::Tensor& inout) override {

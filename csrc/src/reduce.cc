@@ -163,7 +163,10 @@ Status Engine::start_collective(Reduce& reduce) {
   }
 
   transport_->about(spec.label);
-  StartResult started = transport_->start_reduce_scatter(in, out);
+  StartResult started = spec.wire == c10::ScalarType::Undefined
+      ? transport_->start_reduce_scatter(in, out)
+      : transport_->start_packed_reduce_scatter(
+            in, out, spec.wire, reduce.rows());
   if (!started.ok()) {
     return poison("reduce", spec.label, started.status().message());
   }

@@ -47,6 +47,16 @@ Result<int> Engine::add_reduce(ReduceSpec spec) {
     total += param.chunk_numel;
   }
   const bool shared = shared_[static_cast<size_t>(spec.arena)];
+  if (spec.wire != c10::ScalarType::Undefined) {
+    if (!can_quantise_to(spec.wire) || !can_quantise_from(spec.dtype)) {
+      return bad(
+          std::string("gradients of ") + c10::toString(spec.dtype) +
+          " cannot travel in " + c10::toString(spec.wire));
+    }
+    if (world_ == 1 || shared || spec.replicated) {
+      return bad("nothing is scattered between hosts that could travel packed");
+    }
+  }
   int64_t whole = 0;  // elements of the gradients themselves
   for (const ReduceParam& param : spec.params) {
     whole += product(param.sizes);

@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <utility>
+#include <vector>
 
 namespace zero {
 namespace {
@@ -27,6 +28,20 @@ StartResult done_after(Copy&& copy) {
 }
 
 }  // namespace
+
+StartResult Transport::start_all_to_all(
+    const at::Tensor& /*in*/,
+    const at::Tensor& /*out*/) {
+  return Status::error(name() + " has no all-to-all");
+}
+
+StartResult Transport::start_packed_reduce_scatter(
+    const at::Tensor& /*in*/,
+    const at::Tensor& /*out*/,
+    c10::ScalarType /*wire*/,
+    std::vector<Rows> /*parts*/) {
+  return Status::error(name() + " does not tell hosts apart");
+}
 
 std::string LocalTransport::name() const {
   return "local";

@@ -43,6 +43,7 @@ class Build:
         params: full shape of each managed parameter; a scalar ``()`` is held whole by every rank.
         tile_rows: of those that are gathered in tiles, rows of a rank's chunk in a tile.
         wire: of those that travel in 8 bits, the dtype that they travel in.
+        second: ranks of a host that share second shards.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Build:
         gather_dtype=None,
         tile_rows: Mapping[str, int] | None = None,
         wire: Mapping[str, torch.dtype] | None = None,
+        second: int = 0,
         **params: tuple[int, ...],
     ) -> None:
         self.world = world
@@ -69,7 +71,9 @@ class Build:
             self.plans[ref] = ParamPlan(
                 ref, shape, torch.float32, dtype, dtype, sharded, world, stage, tile_rows=rows
             )
-            self.plans[ref] = replace(self.plans[ref], wire=(wire or {}).get(name))
+            self.plans[ref] = replace(
+                self.plans[ref], wire=(wire or {}).get(name), second=second if sharded else 0
+            )
             node = self.graph.placeholder(f"{name}_shard")
             facts.set_value(node, self._fake(self.layout(ref).local_shape(0)))
             self.shards[ref.name] = node
@@ -176,15 +180,26 @@ class Build:
         emitted = emit(_LazyGraphModule(torch.nn.Module(), graph), self.plans, phase, kept)
         return emitted.program, emitted
 
-    def by_reference(self, graph: fx.Graph, phase: str) -> list[list[Any]]:
-        """What a scheduled graph computes on every rank, through its Program."""
+    def ranks(self) -> list[Rank]:
+        """The ranks with their chunks at rest."""
+        full = self.weights()
+        return [
+            Rank({ref: self.layout(ref).shard_rows(full[ref.name], k).view(-1) for ref in self.plans})
+            for k in range(self.world)
+        ]
+
+    def by_reference(
+        self, graph: fx.Graph, phase: str, ranks: Sequence[Rank] | None = None
+    ) -> list[list[Any]]:
+        """What a scheduled graph computes on every rank, through its Program.
+
+        Args:
+            ranks: with what earlier Programs have left there; None: new ones.
+        """
         program, emitted = self.program(graph, phase)
         full = self.weights()
         layouts = {ref: self.layout(ref) for ref in self.plans}
-        ranks = [
-            Rank({ref: lay.shard_rows(full[ref.name], k).view(-1) for ref, lay in layouts.items()})
-            for k in range(self.world)
-        ]
+        ranks = self.ranks() if ranks is None else ranks
         inputs = []
         for k, batch in enumerate(self.batches()):
             # Shards come first: they are placeholders before the inputs.

@@ -255,6 +255,7 @@ class FrameState:
             sharded_model.tiers.path("params", shard.ref.name),
             sharded_model.tiers.path("grads", shard.ref.name),
         )
+        kept = self.choice.kept.get(shard.ref, sharded_model.agreed.kept.get(shard.ref.name, False))
         return ParamPlan(
             ref=shard.ref,
             shape=info.layout.shape,
@@ -264,7 +265,8 @@ class FrameState:
             sharded=info.layout.sharded,
             world=info.layout.world,
             stage=sharded_model.config.stage,
-            kept=self.choice.kept.get(shard.ref, sharded_model.agreed.kept.get(shard.ref.name, False)),
+            kept=kept,
+            second=sharded_model.storage.second_ranks if info.layout.sharded and not kept else 0,
             shared=sharded_model.storage.transport.shared,
             path=path,
             grad_path=grad_path[::-1],
@@ -303,8 +305,11 @@ class FrameState:
         """The facts of the graph of a phase, or of the joint graph ("joint")."""
         back, choice = phase == "backward", self.choice
         gathered, reduced = (choice.backward_params, choice.reduced) if back else (None, None)
+        later = choice.backward_params if phase == "forward" else None
         reads = self.reads if back else ()
-        return Context(self.params, phase, choice.units, reads, gathered, reduced, self.machine, self.fused)
+        return Context(
+            self.params, phase, choice.units, reads, gathered, later, reduced, self.machine, self.fused
+        )
 
     def options(self, phase: str) -> PassOptions:
         """What is chosen of these passes."""

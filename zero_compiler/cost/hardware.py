@@ -30,6 +30,7 @@ TRANSPORTS = ("c10d", "shared")
 # Of a device's bytes, one part in so many is left free where its description does not say how many: 5.4 GB of 85.9 GB.
 # A CUDA context takes about 0.5 GB, buffers of NCCL 0.3 to 2 GB, and an allocator of blocks leaves some 3% unused.
 RESERVE_PARTS = 16
+HOST_RANKS = "host"  # what a collective is over that has the ranks of one host alone
 _UNCALIBRATED = "laptop"  # the preset
 _BASE_DTYPE = "float32"  # whose rate stands for those of dtypes that were not measured
 

@@ -13,7 +13,7 @@ import torch
 
 from ..ranks.group import Group
 from ..ranks.mesh import SHARD
-from .hardware import HardwareSpec, HostLink, Link
+from .hardware import HOST_RANKS, HardwareSpec, HostLink, Link
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class PlacedHardware(HardwareSpec):
         Raises:
             ConfigError: there is no such collective of ranks within one host.
         """
+        if over == HOST_RANKS:
+            return self._within_host(kind, world)
         spread = self._spread(world, over)
         if spread.hosts == 1 or shared or self.between_hosts is None:
             return super().collective(kind, world, shared)
@@ -86,6 +88,13 @@ class PlacedHardware(HardwareSpec):
             else:
                 latency_us = max(latency_us, inside.latency_us)
         return Link(latency_us, 1 / byte_us)
+
+    def _within_host(self, kind: str, world: int) -> Link:
+        """Ranks that share memory lay down their parts there, and each copies all of them from there."""
+        inside = super().collective(kind, world)
+        if not self.once or world == 1:
+            return inside
+        return Link(inside.latency_us, self.memory_bytes_per_us / (2 + 2 / world))
 
     def covers(self, transport: str) -> bool:
         alone = all(s.hosts == s.ranks for s in self.spreads.values())
@@ -140,7 +149,7 @@ def placed(
     """
     if spec.between_hosts is None or spec.devices_per_host is None:
         return spec
-    rows = _rows(group, host_of is None)
+    rows = mesh_rows(group, host_of is None)
     ranks = {rank for row in rows[SHARD] for rank in row}
     if len(ranks) == 1:
         return spec
@@ -162,7 +171,7 @@ def over_c10d(spec: HardwareSpec) -> HardwareSpec:
     return dataclasses.replace(spec, once=False) if isinstance(spec, PlacedHardware) else spec
 
 
-def _rows(group: Group, planned: bool) -> dict[str, list[list[int]]]:
+def mesh_rows(group: Group, planned: bool) -> dict[str, list[list[int]]]:
     """Along each dimension of the mesh, by its role, the ranks of every collective.
 
     Args:

@@ -7,7 +7,7 @@ import torch
 from ..ir.instructions import Transfer, Work
 from ..ir.program import Program
 from ..ranks.mesh import REPLICATE
-from .hardware import HardwareSpec
+from .hardware import HOST_RANKS, HardwareSpec
 
 
 def transfers(
@@ -25,6 +25,10 @@ def transfers(
     for g in program.gathers:
         if world == 1 or g.home or (g.kept and program.phase == "backward"):
             gathers.append((0.0, 0))
+            continue
+        if g.from_second:
+            nbytes = g.host_ranks * g.sent_bytes
+            gathers.append((spec.collective("all_gather", g.host_ranks, over=HOST_RANKS).us(nbytes), nbytes))
             continue
         nbytes = world * g.sent_bytes
         gathers.append((spec.collective("all_gather", world, g.shared).us(nbytes), nbytes))

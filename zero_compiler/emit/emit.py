@@ -16,6 +16,7 @@ from ..ir.instructions import (
     Discard,
     Gather,
     Instruction,
+    KeepPart,
     Offload,
     Reduce,
     Release,
@@ -228,6 +229,13 @@ class _Emission:
         self.gathers[index].end = self._now
         self._add(Release(index, tuple(map(self.number, weights))))
 
+    def _keep_part(self, step: fx.Node) -> None:
+        weights: Any = step.args[0]
+        start = weights[0].args[0].args[0]
+        index, refs = self._index_of[start], facts.params(start)
+        self.gathers[index].parted = frozenset(refs[w.args[1]] for w in weights)
+        self._add(KeepPart(index))
+
     def _offload_or_restore(self, step: fx.Node) -> None:
         index = self._index_of[step] = len(self.offloads)
         source: object = step.args[0]
@@ -274,6 +282,7 @@ _EMITTERS: dict[Any, Callable[[_Emission, fx.Node], None]] = {
     ops.reduce: _Emission._reduce,
     ops.wait: _Emission._wait,
     ops.release: _Emission._release,
+    ops.keep_part: _Emission._keep_part,
     ops.cut: _Emission._cut,
     ops.offload: _Emission._offload_or_restore,
     ops.restore: _Emission._offload_or_restore,

@@ -86,5 +86,8 @@ class Fetches:
 
 
 def _hops(node: fx.Node, params: Mapping[ParamRef, ParamPlan]) -> int:
-    """How many steps the chunks of a gather take to the device: parameters of one bucket take the same."""
+    """How many steps the chunks of a gather take to the device: parameters of one bucket take the same. Second shards
+    are there."""
+    if facts.over_host(node):
+        return 0
     return min(len(params[r].path) for r in facts.params(node))

@@ -13,7 +13,7 @@ from torch import fx
 
 from ..alignment import arena_aligned, block_aligned
 from ..errors import VerifyError
-from ..ir import facts
+from ..ir import facts, ops
 from ..ir.facts import Away, ParamRef, Tile
 from ..ir.transfers import GatherDesc, Hop, OffloadDesc, Part, ReduceDesc
 from ..memory.arena import Slot, check, pack
@@ -28,12 +28,14 @@ POOLS = ("transient", "slots", "own", "host", "device")
 
 @dataclass
 class GatherSpan:
-    """A gather of the graph, and the instructions where it starts, is ready, and is released (None: it is kept)."""
+    """A gather of the graph, and the instructions where it starts, is ready, and is released (None: it is kept). Of the
+    weights ``parted`` a part stays for backward."""
 
     node: fx.Node
     start: int
     ready: int
     end: int | None = None
+    parted: frozenset[ParamRef] = frozenset()
 
 
 @dataclass
@@ -79,7 +81,7 @@ def allocate_transfers(
     """Give every transfer the place that it needs, in one arena per pool.
 
     Args:
-        kept_offsets: for each owner, offsets of kept weights by name; grown here.
+        kept_offsets: for each owner, offsets of kept weights by name, and bytes of second shards; grown here.
         end: number of instructions.
         fetches: when chunks of a gather come from other tiers.
     """
@@ -92,6 +94,7 @@ def allocate_transfers(
         elif not bundle.home:
             _need_for_weights(pools, k, g, bundle, end)
         _need_for_gather_staging(pools, k, g, bundle)
+        _keep_parts(bundle, g.parted, kept_offsets)
     summed = [_Bundle.of(r.node, params) for r in reduces]
     read_by_all = _read_by_all([(r.start, r.end) for r in reduces], end)
     for k, (r, bundle) in enumerate(zip(reduces, summed, strict=True)):
@@ -101,7 +104,7 @@ def allocate_transfers(
             pools.need("host", ("offload", k, 0), block_aligned(facts.bytes_of(o.value)), o.start, o.end)
     at, pool_bytes = pools.packed()
     return Allocation(
-        [_gather_desc(k, bundle, kept_offsets, at) for k, bundle in enumerate(bundles)],
+        [_gather_desc(k, bundle, kept_offsets, at, gathers[k].parted) for k, bundle in enumerate(bundles)],
         [_reduce_desc(k, bundle, at) for k, bundle in enumerate(summed)],
         [_offload_desc(o, at.get(("offload", k, 0), -1)) for k, o in enumerate(offloads)],
         pool_bytes,
@@ -148,11 +151,22 @@ class _Bundle:
     node: fx.Node
     plans: list[ParamPlan]
     chunks: list[int]
+    tile: Tile | None
+    part: Part | None  # that the tile is, of each rank's chunk
+    host_ranks: int = 0  # among which it is, where it is one of second shards
 
     @staticmethod
     def of(node: fx.Node, params: Mapping[ParamRef, ParamPlan]) -> _Bundle:
-        plans = [params[ref] for ref in facts.params(node)]
-        return _Bundle(node, plans, [_chunk(p, facts.tile(node)) for p in plans])
+        plans, tile = [params[ref] for ref in facts.params(node)], facts.tile(node)
+        if node.target is not ops.gather or not facts.over_host(node):
+            return _Bundle(node, plans, [_chunk(p, tile) for p in plans], tile, _part(tile, plans[0]))
+        first, part = plans[0], None
+        if tile is not None:  # the same rows: those of several ranks' chunks are in one rank's second shard
+            hosts, row = first.world // first.second, first.numel // first.shape[0]
+            part = Part(tile.begin * hosts * row, tile.index, tile.of, first.second_numel)
+            tile = Tile(tile.begin * hosts, tile.rows * hosts, tile.index, tile.of)
+        within = [p.within_host for p in plans]
+        return _Bundle(node, within, [_chunk(p, tile) for p in within], tile, part, first.second)
 
     @property
     def first(self) -> Any:
@@ -169,7 +183,7 @@ class _Bundle:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(_shape(p, facts.tile(self.node)) for p in self.plans)
+        return tuple(_shape(p, self.tile) for p in self.plans)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,6 +204,16 @@ def _need_for_hops(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle, fe
             nbytes = chunk * p.dtype.itemsize
             nbytes = block_aligned(nbytes) if pool == "host" else nbytes
             pools.need(pool, (f"fetch {hop}", k, m), nbytes, fetches.starts[k, hop], last)
+
+
+def _keep_parts(
+    bundle: _Bundle, parted: frozenset[ParamRef], kept_offsets: Mapping[str, dict[str, int]]
+) -> None:
+    """Second shards have memory of their own, from the first forward on."""
+    for p in bundle.plans:
+        if p.ref in parted:
+            nbytes = p.second_numel * p.gather_dtype.itemsize
+            kept_offsets[p.ref.owner][_SECOND + p.ref.name] = nbytes
 
 
 def _keep(bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]]) -> None:
@@ -236,9 +260,15 @@ def _need_for_reduction(pools: _PoolNeeds, k: int, r: ReduceSpan, bundle: _Bundl
 
 
 def _gather_desc(
-    k: int, bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]], at: Mapping[_Key, int]
+    k: int,
+    bundle: _Bundle,
+    kept_offsets: Mapping[str, dict[str, int]],
+    at: Mapping[_Key, int],
+    parted: frozenset[ParamRef],
 ) -> GatherDesc:
     first, numbers = bundle.first, range(len(bundle.plans))
+    parts = tuple(_kept_part(p, bundle.tile) if p.ref in parted else 0 for p in bundle.plans) if parted else ()
+    rows = [p.tile_rows if parted and bundle.tile is None else 0 for p in bundle.plans]
     if bundle.home:
         offsets = [-1 for _ in numbers]
     elif bundle.kept:
@@ -262,8 +292,11 @@ def _gather_desc(
             for hop, (tier, pool) in enumerate(_hops(first))
         ),
         rest_dtype=_dtype_text(first.dtype),
-        tile=_part(bundle.node, first),
+        tile=bundle.part,
         wire="" if first.wire is None else _dtype_text(first.wire),
+        host_ranks=first.second if parted else bundle.host_ranks,
+        parts=parts,
+        part_tiles=tuple(n * (p.numel // p.shape[0]) for n, p in zip(rows, bundle.plans, strict=True)) if any(rows) else (),
     )
 
 
@@ -282,7 +315,7 @@ def _reduce_desc(k: int, bundle: _Bundle, at: Mapping[_Key, int]) -> ReduceDesc:
         shared=first.shared,
         tiers=first.grad_path,
         copies=first.copies,
-        tile=_part(bundle.node, first),
+        tile=bundle.part,
         grad_dtype=_dtype_text(first.gather_dtype),
         direct=facts.direct(bundle.node),
     )
@@ -326,8 +359,10 @@ def _read_by_all(spans: Sequence[tuple[int, int]], end: int) -> list[int]:
     return out
 
 
-# The end of a kept arena stands in its table of offsets under a name that no parameter has.
+# The end of a kept arena stands in its table of offsets under a name that no parameter has; so do the bytes of second
+# shards, which lie in memory of their own.
 _KEPT_END = ""
+_SECOND = "second shard of "
 
 
 def kept_ends(kept_offsets: Mapping[str, dict[str, int]]) -> dict[str, int]:
@@ -336,8 +371,9 @@ def kept_ends(kept_offsets: Mapping[str, dict[str, int]]) -> dict[str, int]:
 
 
 def kept_bytes(kept_offsets: Mapping[str, dict[str, int]]) -> int:
-    """Bytes of all kept arenas."""
-    return sum(kept_ends(kept_offsets).values())
+    """Bytes of all kept arenas, and of second shards."""
+    second = (n for table in kept_offsets.values() for name, n in table.items() if name.startswith(_SECOND))
+    return sum(kept_ends(kept_offsets).values()) + sum(second)
 
 
 def _from_where_it_lies(node: fx.Node, plans: Sequence[ParamPlan]) -> bool:
@@ -366,8 +402,14 @@ def _shape(plan: ParamPlan, tile: Tile | None) -> tuple[int, ...]:
     return plan.shape if tile is None else (plan.world * tile.rows, *plan.shape[1:])
 
 
-def _part(node: fx.Node, plan: ParamPlan) -> Part | None:
-    tile = facts.tile(node)
+def _kept_part(plan: ParamPlan, tile: Tile | None) -> int:
+    """Elements of what is gathered that this rank keeps."""
+    if tile is None:
+        return plan.second_numel
+    return plan.world // plan.second * tile.rows * (plan.numel // plan.shape[0])
+
+
+def _part(tile: Tile | None, plan: ParamPlan) -> Part | None:
     if tile is None:
         return None
     row = plan.numel // plan.shape[0]

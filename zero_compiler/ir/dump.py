@@ -174,6 +174,8 @@ def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, 
     name = f"%{names[node]}"
     if node.target is ops.release:
         head = f"zero.release {', '.join(arg(a) for a in node.args[0])}"
+    elif node.target is ops.keep_part:
+        head = f"zero.keep_part {', '.join(arg(a) for a in node.args[0])}"
     elif node.target is ops.wait:
         elements = sorted((u for u in node.users if facts.is_element(u)), key=lambda u: u.args[1])
         head = f"{', '.join(arg(e) for e in elements) or name} = zero.wait {arg(node.args[0])}"
@@ -188,7 +190,8 @@ def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, 
     elif node.target in (ops.write, ops.offloaded, ops.discard):
         head = f"{' ' * len(name)}   {target_text(node)} {arg(node.args[0])}"
     elif node.target is ops.gather:
-        head = f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]{_tile(node)}"
+        over = f" over {node.args[5]}" if facts.over_host(node) else ""
+        head = f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]{_tile(node)}{over}"
     elif node.target is ops.reduce:
         head = f"{name} = zero.reduce {', '.join(arg(a) for a in node.args[0])}{_tile(node)}"
     else:

@@ -330,6 +330,11 @@ def is_weight(node: fx.Node) -> bool:
     return waited.target is ops.wait and waited.args[0].target is ops.gather
 
 
+def over_host(node: fx.Node) -> bool:
+    """Whether a gather is one of second shards, among the ranks of a host."""
+    return len(node.args) > 5 and node.args[5] == "host"
+
+
 def is_pure(node: fx.Node) -> bool:
     """True where running the node twice, or later, is running it once: no mutation, no draw of random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload):

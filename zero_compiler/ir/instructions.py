@@ -329,6 +329,10 @@ class Gather(_OfGather):
             where += " in place"
         elif g.shared:  # every rank writes into the same slots
             where += f" at bytes {', '.join(map(str, g.offsets))}"
+        if g.from_second:
+            where += f" within {g.host_ranks} ranks of a host"
+        elif g.parts:
+            where += f", of which {sum(g.parts)} stay for backward on {g.host_ranks} ranks of a host"
         what = f"{', '.join(g.names)}{tile_text(g.tile)} {g.dtype}{f' as {g.wire}' if g.wire else ''}"
         return f"gather {what} {sum(g.chunk_numels)} elements a rank{where}"
 
@@ -349,6 +353,25 @@ class WaitGather(_OfGather):
         """Chunks of all ranks are unpacked."""
         g = of.gathers[self.index]
         return Work(wait_for(g.label), memory_bytes=g.unpacking_bytes) if self._packs(of) else None
+
+
+@dataclass(frozen=True)
+class KeepPart(_OfGather):
+    """Copy this rank's parts of the weights of gather ``index`` to where they stay for backward."""
+
+    index: int
+    op: str = "keep_part"
+
+    effects: ClassVar[Effects] = Effects(
+        "gathers", "ready", "ready", words="keep part       {d.what}, {d.part_bytes:,} bytes a rank"
+    )
+
+    def misplaced(self, of: Tables) -> str:
+        return "" if any(of.gathers[self.index].parts) else f"of gather {self.index} no part is to stay"
+
+    def work(self, of: Tables) -> Work:
+        g = of.gathers[self.index]
+        return Work(f"second shard of {g.what}", memory_bytes=2 * g.part_bytes, kernels=sum(p > 0 for p in g.parts))
 
 
 @dataclass(frozen=True)

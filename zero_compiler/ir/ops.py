@@ -70,10 +70,15 @@ _lib.define("unshard(Tensor shard, SymInt[] size, ScalarType dtype, str owner, s
 _lib.define("reduce_grad(Tensor grad, SymInt[] size, ScalarType dtype, str owner, str name) -> Tensor")
 # dims[i] is the number of entries of `sizes` that belong to tensor i: schemas have no list of lists.
 # A gather names the parameters at rest, as a load names memory: shards on other tiers are no graph inputs.
-_lib.define("gather(str[] names, int[] sizes, int[] dims, ScalarType dtype, Device device) -> Tensor[]")
+# With over="host" it is one among the ranks of a host, of the second shards that `keep_part` has left in forward.
+_lib.define(
+    "gather(str[] names, int[] sizes, int[] dims, ScalarType dtype, Device device, str over='') -> Tensor[]"
+)
 _lib.define("reduce(Tensor[] grads, int[] sizes, int[] dims, ScalarType dtype, bool replicated) -> Tensor[]")
 _lib.define("wait(Tensor[] pending) -> Tensor[]")
 _lib.define("release(Tensor(a!)[] fulls) -> ()")
+# This rank's part of each of these full weights, which the ranks of a host share, is kept for backward.
+_lib.define("keep_part(Tensor[] fulls) -> ()")
 # A computation that is done tile by tile: what one tile does is a graph of its own (`facts.tiling`), and `body` names
 # it, so that no two are equal. `cut` ends a compute segment: the tiles of one computation share what one compiles to.
 _lib.define("tiled(Tensor[] inputs, str body) -> Tensor[]")
@@ -107,6 +112,7 @@ gather = torch.ops.zero.gather.default
 reduce = torch.ops.zero.reduce.default
 wait = torch.ops.zero.wait.default
 release = torch.ops.zero.release.default
+keep_part = torch.ops.zero.keep_part.default
 tiled = torch.ops.zero.tiled.default
 cut = torch.ops.zero.cut.default
 offload = torch.ops.zero.offload.default
@@ -122,7 +128,7 @@ part = torch.ops.zero.part.default
 
 TRANSFERS = frozenset({gather, reduce, wait, release})
 # Where one compute segment ends and the next begins.
-BORDERS = TRANSFERS | {cut, offload, write, offloaded, restore, bring, restored, discard}
+BORDERS = TRANSFERS | {keep_part, cut, offload, write, offloaded, restore, bring, restored, discard}
 
 
 def flat_sizes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -152,7 +158,12 @@ def _(grad: torch.Tensor, size: Sequence[int], dtype: torch.dtype, owner: str, n
 
 @torch.library.register_fake("zero::gather", lib=_lib)
 def _(
-    names: Sequence[str], sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device
+    names: Sequence[str],
+    sizes: Sequence[int],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    over: str = "",
 ) -> list[torch.Tensor]:
     return [torch.empty(s, dtype=dtype, device=device) for s in unflat_sizes(sizes, dims)]
 
@@ -179,6 +190,11 @@ def _(whole: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
 
 
 @torch.library.register_fake("zero::release", lib=_lib)
+def _(fulls: Sequence[torch.Tensor]) -> None:
+    return None
+
+
+@torch.library.register_fake("zero::keep_part", lib=_lib)
 def _(fulls: Sequence[torch.Tensor]) -> None:
     return None
 

@@ -73,6 +73,11 @@ class GatherDesc:
 
     ``wire``: the dtype of 8 bits that chunks travel in, by its name (see `quantised_blocks.py`); "" where they travel
     as they are computed with. The start packs this rank's chunks, and the wait unpacks those of all.
+
+    ``host_ranks``: so many ranks of a host share second shards of these weights; 0: there are none. In forward
+    ``parts`` are the elements of each full weight that this rank keeps (0: none), and ``part_tiles``, of a weight that
+    backward gathers in tiles, those of a chunk in one of them (see `second_runs` in `layout.py`). A gather with no
+    ``parts`` is one of second shards among the ranks of the host, whose chunks are ``chunk_numels``.
     """
 
     owner: str
@@ -90,6 +95,23 @@ class GatherDesc:
     rest_dtype: str = ""
     tile: Part | None = None
     wire: str = ""
+    host_ranks: int = 0
+    parts: tuple[int, ...] = ()
+    part_tiles: tuple[int, ...] = ()
+
+    @property
+    def from_second(self) -> bool:
+        """Whether it gathers second shards, among the ranks of a host."""
+        return self.host_ranks > 0 and not self.parts
+
+    def ranks(self, world: int) -> int:
+        """Among how many ranks it is, of ``world`` that hold chunks."""
+        return self.host_ranks if self.from_second else world
+
+    @property
+    def part_bytes(self) -> int:
+        """Of the second shards that this rank keeps."""
+        return sum(self.parts) * getattr(torch, self.dtype).itemsize
 
     @property
     def steps(self) -> int:
@@ -113,7 +135,7 @@ class GatherDesc:
         again, what comes from all ranks."""
         if self.staging < 0:
             return 0
-        return self.sent_bytes * (world + 1 if self.wire or len(self.names) > 1 else 1)
+        return self.sent_bytes * (self.ranks(world) + 1 if self.wire or len(self.names) > 1 else 1)
 
     @property
     def packing_bytes(self) -> int:
@@ -147,7 +169,8 @@ class GatherDesc:
 
     @property
     def shaped(self) -> str:
-        return _shaped(self) + (f" as {self.wire}" if self.wire else "")
+        within = f" within {self.host_ranks} ranks of a host" if self.from_second else ""
+        return _shaped(self) + (f" as {self.wire}" if self.wire else "") + within
 
     @property
     def label(self) -> str:

@@ -16,6 +16,7 @@ from ..ir.instructions import (
     Gather,
     Instruction,
     Keep,
+    KeepPart,
     Offload,
     Reduce,
     Release,
@@ -167,7 +168,7 @@ class _Count:
 
 # Every kind of instruction: the verifier refuses one that is not here.
 _COUNTS: dict[type, Callable[[_Count, Any], None]] = {
-    **dict.fromkeys((Fetch, WaitFetch, Gather, WaitGather, Release, WaitRestore), _Count._nothing),
+    **dict.fromkeys((Fetch, WaitFetch, Gather, WaitGather, KeepPart, Release, WaitRestore), _Count._nothing),
     **dict.fromkeys((Write, WaitOffload), _Count._offload_read),
     Compute: _Count._compute,
     Offload: _Count._offload,

@@ -28,9 +28,13 @@ def scratch_bytes(program: Program, sharded_models: Sequence[Any]) -> dict[str, 
 def _between_hosts(program: Program, sharded_models: Mapping[str, Any]) -> dict[str, int]:
     """One transfer at a time, in room for the largest (csrc/src/hosts_transport.cc)."""
     laid: Counter[str] = Counter()
+    within: Counter[str] = Counter()  # of the transport among the ranks of the host
     summed: Counter[str] = Counter()
     for g in program.gathers:
         if g.owner in sharded_models:
+            if g.from_second:
+                within[g.owner] = max(within[g.owner], g.sent_bytes)
+                continue
             hosts = sharded_models[g.owner].storage.transport.between
             laid[g.owner] = max(laid[g.owner], hosts * g.sent_bytes)
     for r in program.reduces:
@@ -39,7 +43,7 @@ def _between_hosts(program: Program, sharded_models: Mapping[str, Any]) -> dict[
             world, hosts = sharded_model.group.world, sharded_model.storage.transport.between
             laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
             summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
-    return {key: laid[key] + summed[key] for key in sharded_models}
+    return {key: laid[key] + within[key] + summed[key] for key in sharded_models}
 
 
 def _exchanged(program: Program, sharded_models: Mapping[str, Any]) -> dict[str, int]:

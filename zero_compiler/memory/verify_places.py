@@ -113,7 +113,10 @@ class _Places:
 
     def weights(self, k: int, g: GatherDesc) -> None:
         """The full weights of a gather."""
-        world = self._worlds[g.owner]
+        world = g.host_ranks if g.from_second else self._worlds[g.owner]
+        for part, shape in zip(g.parts, g.shapes, strict=False):
+            if part and g.tile is None and part * g.host_ranks < math.prod(shape):
+                raise VerifyError(f"{g.label}: {g.host_ranks} parts of {part} elements are not all of it")
         for name, shape, numel, offset in zip(g.names, g.shapes, g.chunk_numels, g.offsets, strict=True):
             nbytes = numel * world * _itemsize(g.dtype)
             if math.prod(shape) > numel * world:
@@ -143,7 +146,8 @@ class _Places:
                 nbytes += -(-numel // 4) * 4 + numel // row * -(-row // 256) * 4
             self._use(label, g.staging, nbytes * (self._worlds[g.owner] + 1), *span)
         elif len(g.names) > 1:
-            nbytes = sum(g.chunk_numels) * (self._worlds[g.owner] + 1) * item
+            ranks = g.host_ranks if g.from_second else self._worlds[g.owner]
+            nbytes = sum(g.chunk_numels) * (ranks + 1) * item
             self._use(label, g.staging, nbytes, *span)
         elif g.staging >= 0:
             self._use(label, g.staging, g.chunk_numels[0] * item, *span)

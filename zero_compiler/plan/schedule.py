@@ -129,7 +129,7 @@ def _bytes_in_flight(g: GatherDesc, world: int) -> int:
     item, staging = getattr(torch, g.dtype).itemsize, g.staging_bytes(world)
     if g.kept or g.home:
         return staging
-    buffers = sum(arena_aligned(n * world * item) for n in g.chunk_numels)
+    buffers = sum(arena_aligned(n * g.ranks(world) * item) for n in g.chunk_numels)
     return staging + (-(-buffers // world) if g.shared else buffers)
 
 

@@ -191,7 +191,7 @@ def _whole(mesh: DeviceMesh, device: torch.device) -> Group:
     pg: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
         _await_all(mesh, device)
-        pg = _group_over(ranks, group_timeout_s(_along(mesh, 0, device)))
+        pg = group_over(ranks, group_timeout_s(_along(mesh, 0, device)))
     return Group(mesh, link_to(pg), ranks.index(dist.get_rank()), len(ranks), device)
 
 
@@ -220,7 +220,7 @@ _groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDi
 _count: Counter[tuple[int, ...]] = Counter()
 
 
-def _group_over(ranks: list[int], timeout_s: float) -> object:
+def group_over(ranks: list[int], timeout_s: float) -> object:
     """A process group over ``ranks``, which alone enter this; the one that was made before, while it lasts.
 
     ``dist.new_group(ranks, use_local_synchronization=True)`` would wait for ever where these ranks are in different

@@ -264,6 +264,24 @@ def _set_up_together(group: Group, key: str, nbytes: int, unplanned: str | None)
     return Transport("shared+c10d", reason, hosts=Hosts(segment, across, group.pg), between=hosts)
 
 
+def segment_within(group: Group, key: str, inside: list[int]) -> Segment:
+    """Another memory file of the ranks ``inside``, which are on one host, in which nothing lies at rest. Collective over
+    them."""
+    fd, mine = -1, dict[str, Any](pid=os.getpid())
+    if group.rank == inside[0]:
+        token = secrets.token_hex(16)
+        fd = _make(token, 0)
+        mine |= {"fd": fd, "token": token}
+    post_text(group, f"{key}/second", json.dumps(mine))
+    found = read_texts(group, f"{key}/second", _CHOOSING, ranks=inside)
+    said = {rank: json.loads(text) for rank, text in found.items()}
+    if fd < 0:
+        fd = _open(said[inside[0]], inside[0])
+    home = mmap.mmap(fd, 1, offset=_HOME)
+    pids = [said[rank]["pid"] for rank in inside]
+    return Segment(fd, home, inside.index(group.rank), pids, group_timeout_s(group))
+
+
 def _planned_between(world: int, per_host: int) -> Transport:
     """What ranks would take that are asked to share memory, and are only planned for.
 

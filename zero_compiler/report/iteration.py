@@ -22,6 +22,7 @@ from ..ir.instructions import (
     Gather,
     Instruction,
     Keep,
+    KeepPart,
     Offload,
     Reduce,
     Release,
@@ -440,6 +441,11 @@ def _gather(program: Program, instr: Gather, world: int) -> str:
     g = program.gathers[instr.index]
     if g.home or world == 1:
         return f"Of {_of(g)} every row is here already: nothing has to move."
+    if g.from_second:
+        return (
+            f"The {g.host_ranks} ranks of each host begin to gather {_of(g)} from the parts that they kept in forward, "
+            f"so that every rank has all of them, {_full_bytes(g)}. Nothing goes to another host."
+        )
     return (
         f"The ranks begin to gather {_of(g)}: each sends its own rows to the other{'s' if world > 2 else ''}"
         f"{', in 8 bits a number' if g.wire else ''}, so that every rank has all of them, {_full_bytes(g)}. Computing "
@@ -465,6 +471,14 @@ def _compute(program: Program, instr: Compute, world: int) -> str:
 
 def _modules(modules: str) -> str:
     return ", ".join(f"`{name}`" for name in modules.split(", "))
+
+
+def _keep_part(program: Program, instr: KeepPart, world: int) -> str:
+    g = program.gathers[instr.index]
+    return (
+        f"Each rank copies its part of {_of(g)}, {amount(g.part_bytes)}, to where it stays for backward: the "
+        f"{g.host_ranks} ranks of a host have all parts."
+    )
 
 
 def _release(program: Program, instr: Release, world: int) -> str:
@@ -537,6 +551,7 @@ _SENTENCES: dict[str, Callable[..., str]] = {
     "fetch": _fetch,
     "wait_fetch": _wait_fetch,
     "gather": _gather,
+    "keep_part": _keep_part,
     "wait_gather": _wait_gather,
     "release": _release,
     "reduce": _reduce,

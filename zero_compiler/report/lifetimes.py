@@ -254,7 +254,7 @@ class _Walk:
             self._open["gathers", index][f"hop {number}", k] = chunk
 
     def _gather(self, at: int, g: GatherDesc, index: int) -> None:
-        item, world = _item(g.dtype), self._program.slots_ranks
+        item, world = _item(g.dtype), g.ranks(self._program.slots_ranks)
         pool = KEPT if g.kept else SLOTS if g.shared else TRANSIENT
         opened = self._open["gathers", index]
         for k, name in enumerate(g.names):

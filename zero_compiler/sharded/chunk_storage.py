@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from ..config import Config
 from ..cost.hardware import HardwareSpec
-from ..cost.placed_hardware import placed
+from ..cost.placed_hardware import mesh_rows, placed
 from ..errors import ConfigError, ShardError, StorageError
 from ..layout import Layout
 from ..ranks.agreement import digest, raise_together
 from ..ranks.group import Group
+from ..ranks.host_ranks import HostRanks, connect, ranks_of_host
+from ..ranks.mesh import SHARD
 from ..ranks.transport import Transport, choose, rank_hosts
 from ..storage.stores import Nvme
 from . import blocking_transfers
@@ -46,6 +48,7 @@ class ChunkStorage:
         self._tiers = tiers
         self._params = params
         self.transport = transport
+        self.host_ranks: HostRanks | None = None  # that share second shards
         self.files: Files | None = None
         self.planned_writes: PlannedWrites | None = None
         self._nvme: Nvme | None = None  # made when first needed
@@ -66,14 +69,36 @@ class ChunkStorage:
         key = f"transport/{digest(str(shared_by(self._group))).hex()[:16]}/{self._identity.title()}"
         per_host = None if spec.between_hosts is None else spec.devices_per_host
         self.transport = choose(self._group, self._config.transport, key, layouts, unplanned, per_host)
-        if spec.between_hosts is None:
+        asked = self._config.second_shard or self._config.reduce_between_hosts_dtype
+        runs = not self._group.one_rank
+        where = rank_hosts(self._group, key) if runs and (asked or spec.between_hosts is not None) else None
+        if asked and self._group.world > 1:
+            self._on_hosts(where if runs else _planned_hosts(self._group, spec), key)
+        if spec.between_hosts is None or (runs and where is None):
             return spec
-        where = None
-        if not self._group.one_rank:
-            where = rank_hosts(self._group, key)
-            if where is None:
-                return spec
         return placed(spec, self._group, where, once=self.transport.between > 1)
+
+    def _on_hosts(self, where: Mapping[int, int] | None, key: str) -> None:
+        """What is asked for of ranks of several hosts can be done with those that there are.
+
+        Raises:
+            ShardError: it cannot; on all ranks.
+        """
+        rows = mesh_rows(self._group, self._group.link is None)[SHARD]
+        if self._config.second_shard is not None:
+            ranks = ranks_of_host(rows, where)
+            self.host_ranks = connect(self._group, key, ranks, self.transport) if ranks else None
+        if self._config.reduce_between_hosts_dtype is not None and self.transport.between == 1:
+            if where is None or any(len({where[rank] for rank in row}) > 1 for row in rows):
+                raise ShardError(
+                    'reduce_between_hosts_dtype="int8" needs CPU ranks that share memory within each host, and '
+                    f"these use {self.transport.name} ({self.transport.reason}); leave it out"
+                )
+
+    @property
+    def second_ranks(self) -> int:
+        """Among how many ranks of a host second shards are gathered; 0: there are none."""
+        return 0 if self.host_ranks is None else self.host_ranks.ranks
 
     def make_room(self, params: Mapping[str, torch.Tensor], there: Collection[str] = ()) -> None:
         """Files for what rests in files; the parameters are known, and not installed yet. Collective.
@@ -198,3 +223,10 @@ class ChunkStorage:
             rank = self._group.everyone.rank
             self._nvme = Nvme(config.nvme_dir, rank, config.nvme_keep, config.nvme_checksums)
         return self._nvme
+
+
+def _planned_hosts(group: Group, spec: HardwareSpec) -> dict[int, int]:
+    """On which host each of the ranks is that are only planned for, one host after the other; all on one where nothing
+    is known of hosts."""
+    ranks = [rank for row in mesh_rows(group, True)[SHARD] for rank in row]
+    return {rank: rank // (spec.devices_per_host or len(ranks)) for rank in ranks}

@@ -86,6 +86,9 @@ struct ReduceSpec {
   double divisor = 1.0;
   // The results are gone soon: they go on to another tier, or are parts of one.
   bool passes = false;
+  // Where it is defined, what goes from host to host does so packed in it
+  // (quantise.h). Sharded only, over a transport that tells hosts apart.
+  c10::ScalarType wire = c10::ScalarType::Undefined;
 };
 
 struct Counters {

@@ -10,6 +10,8 @@
 //                   reads; then each rank copies all chunks from there.
 //   reduce-scatter  inside: for each host, the sum over this host's ranks of what
 //                   is due to this place there; then across.
+//                   Packed: each rank sends the blocks of its host's sums across,
+//                   and adds what arrives to its own host's sum in float32.
 //   all-reduce      inside: the sum over this host's ranks; then across.
 //
 // Sums are made inside a host first, in the order of ranks, so their bits do not

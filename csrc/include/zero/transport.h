@@ -1,4 +1,4 @@
-// Transport: the three collectives a plan needs, on flat contiguous tensors.
+// Transport: the collectives a plan needs, on flat contiguous tensors.
 //
 // Contract for every implementation
 //   Ownership  A handle keeps alive whatever the transport still reads or
@@ -35,6 +35,12 @@ class Handle {
 };
 
 using StartResult = Result<std::unique_ptr<Handle>>;
+
+// `numel` numbers that lie in rows of `row`.
+struct Rows {
+  int64_t numel = 0;
+  int64_t row = 1;
+};
 
 // What a transport offers besides, where ranks can read each other's memory:
 // shared memory between CPU ranks of one host, symmetric memory between GPUs.
@@ -113,6 +119,21 @@ class Transport {
 
   // inout[i] = sum over ranks of inout[i].
   virtual StartResult start_all_reduce(const at::Tensor& inout) = 0;
+
+  // out[k * n + i] = rank k's in[rank * n + i], with n numbers for each rank. in
+  // and out do not overlap. Fails where the transport knows no such collective.
+  virtual StartResult start_all_to_all(
+      const at::Tensor& in,
+      const at::Tensor& out);
+
+  // The same sum as start_reduce_scatter(), of which what goes from host to host
+  // does so packed in `wire` (quantise.h). `parts` follow each other in `out`.
+  // Fails where the transport does not tell hosts apart.
+  virtual StartResult start_packed_reduce_scatter(
+      const at::Tensor& in,
+      const at::Tensor& out,
+      c10::ScalarType wire,
+      std::vector<Rows> parts);
 
   // What the next start_* is of, in a profile of a thread of the transport's own.
   virtual void about(const std::string& /*label*/) {}
