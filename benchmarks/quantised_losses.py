@@ -1,10 +1,14 @@
 """Losses of a run with weights that travel in 8 bits, beside those of the same run in full precision.
 
     python benchmarks/quantised_losses.py --steps 500 --json out.json
+    python benchmarks/quantised_losses.py --steps 500 --what sums --ranks 4
 
 A small GPT learns the source of Python's standard library, byte by byte, on ranks over c10d with AdamW. Every matrix
 travels in 8 bits (the machine that is planned for has a slow link). The same model and batches serve all rows but the
 one called "other batches", which is full precision again: as far off as it is, any run may be.
+
+``--what sums``: sums of gradients travel so between two hosts, which are two halves of the ranks, told apart by what a
+rank says of its host; within each they share memory.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from models import gpt
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from text import Text, standard_library
 
+from zero_compiler.ranks import transport
+
 CONTEXT, ROWS = 64, 8
 ROWS_OF_TABLE: dict[str, tuple[dict[str, Any], int]] = {
     "full precision": ({}, 0),
@@ -32,6 +38,28 @@ ROWS_OF_TABLE: dict[str, tuple[dict[str, Any], int]] = {
     "float8_e4m3fn": ({"gather_dtype": "float8_e4m3fn"}, 0),
     "bf16": ({"param_dtype": "bf16", "reduce_dtype": "fp32"}, 0),
     "bf16, int8": ({"param_dtype": "bf16", "reduce_dtype": "fp32", "gather_dtype": "int8"}, 0),
+}
+
+SUMS: dict[str, tuple[dict[str, Any], int]] = {
+    "full precision": ({}, 0),
+    "other batches": ({}, 1),
+    "int8": ({"reduce_between_hosts_dtype": "int8"}, 0),
+    "bf16": ({"param_dtype": "bf16"}, 0),
+    "bf16, int8": ({"param_dtype": "bf16", "reduce_between_hosts_dtype": "int8"}, 0),
+}
+KINDS = {
+    "weights": (
+        ROWS_OF_TABLE,
+        "weights travel in",
+        "bytes gathered a step",
+        "Losses with weights that travel in 8 bits",
+    ),
+    "sums": (
+        SUMS,
+        "sums travel between hosts in",
+        "bytes from a rank to other hosts a step",
+        "Losses with gradients that travel in 8 bits between hosts",
+    ),
 }
 
 
@@ -44,15 +72,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--what", choices=list(KINDS), default="weights", help="what travels in 8 bits")
     parser.add_argument("--json", help="write results here, and Markdown beside it")
     args = parser.parse_args()
     machine = common.machine()
     print(common.machine_text(machine), flush=True)
-    call = {name: getattr(args, name) for name in ("steps", "width", "layers")}
+    call = {name: getattr(args, name) for name in ("steps", "width", "layers", "what")}
     found = common.run_ranks(os.path.abspath(__file__), call, args.ranks)[0]
     head = [
-        "weights travel in",
-        "bytes gathered a step",
+        *KINDS[args.what][1:3],
         *(f"loss at {at}" for at in points(args.steps)),
         "off by",
     ]
@@ -72,7 +100,7 @@ def main() -> None:
     )
     common.print_table(title, head, rows)
     if args.json:
-        text = common.heading("Losses with weights that travel in 8 bits", machine)
+        text = common.heading(KINDS[args.what][3], machine)
         common.save(args.json, {"machine": machine, "runs": found}, text + common.table(title, head, rows))
 
 
@@ -100,7 +128,10 @@ def measure(call: dict[str, Any]) -> dict[str, Any]:
     """In a rank: losses of every run, averaged over the ranks, and what was gathered in a step."""
     rank, _ = common.init_group()
     text, _ = standard_library()
-    return {name: trained(call, text, rank, *what) for name, what in ROWS_OF_TABLE.items()}
+    if call["what"] == "sums":
+        world = torch.distributed.get_world_size()
+        transport._host = lambda: f"host {rank * 2 // world}"
+    return {name: trained(call, text, rank, *what) for name, what in KINDS[call["what"]][0].items()}
 
 
 def trained(call: dict[str, Any], text: Text, rank: int, fields: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -109,7 +140,8 @@ def trained(call: dict[str, Any], text: Text, rank: int, fields: dict[str, Any],
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = gpt(call["layers"], call["width"], 256, CONTEXT)
-    model = zero.shard(model, device="cpu", transport="c10d", compute="aten", hardware=slow_link(), **fields)
+    way = "shared" if call["what"] == "sums" else "c10d"
+    model = zero.shard(model, device="cpu", transport=way, compute="aten", hardware=slow_link(), **fields)
     step = torch.compile(model, backend="zero")
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
@@ -119,10 +151,20 @@ def trained(call: dict[str, Any], text: Text, rank: int, fields: dict[str, Any],
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
-    engine = model._zero.sharded_model.runtime.engine
-    sent = engine.counters()["bytes_gathered"] / call["steps"]
+    if call["what"] == "sums":
+        sent = between_hosts(zero.inspect(model))
+    else:
+        engine = model._zero.sharded_model.runtime.engine
+        sent = engine.counters()["bytes_gathered"] / call["steps"]
     every = common.gather_objects(losses)
     return {"losses": [sum(row) / len(row) for row in zip(*every, strict=True)], "sent": sent}
+
+
+def between_hosts(report: Any) -> float:
+    """Bytes of the sums that a rank sends to the other of two hosts in a step."""
+    (frame,) = report.frames
+    scattered = [r for r in frame.programs["backward"].reduces if not r.replicated]
+    return float(sum(r.packed_bytes if r.wire else r.summed_bytes for r in scattered))
 
 
 def batch(text: Text, rank: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,8 @@ class ParamPlan:
     tile_rows: int = 0  # of a rank's chunk, that are gathered at a time; 0: the whole weight is
     wire: torch.dtype | None = None  # of 8 bits, that it travels in; None: as it is gathered
     second: int = 0  # ranks of a host that share a second shard of it for backward; 0: there is none
-    sum_wire: torch.dtype | None = None  # of 8 bits, that its gradient travels in between hosts
+    sum_wire: torch.dtype | None = None  # of 8 bits, that sums of its gradient travel in between hosts
+    sum_hosts: int = 1  # between how many hosts they do
     split: bool = False  # a part of what tensor-parallel ranks hold together: theirs are others
 
     @property

@@ -133,16 +133,15 @@ class Gathers:
         views = runtime.kept_views((g.names, g.dtype, g.wire, g.offsets)) if g.kept else []
         return runtime, index, g, views
 
-    def _second_of(self, g: GatherDesc) -> list[torch.Tensor]:
-        """Of each weight, this rank's second shard, or the part of it that a tile has; what it has none of is empty."""
-        runtime, out = self._runtimes[g.owner], []
+    def _second_of(self, g: GatherDesc) -> list[torch.Tensor | None]:
+        """Of each weight, this rank's second shard, or the part of it that a tile has; None where it has none."""
+        if not g.host_ranks:
+            return []
+        runtime, out = self._runtimes[g.owner], list[torch.Tensor | None]()
         for name, part, chunk in zip(g.names, g.parts or g.chunk_numels, g.chunk_numels, strict=True):
             hosts = part // chunk if g.parts else 1
             begin, numel = (g.tile.begin * hosts, g.tile.numel * hosts) if g.tile else (0, part)
-            if g.host_ranks and part:
-                out.append(runtime.second_shard(name, g.dtype, numel)[begin : begin + part])
-            else:
-                out.append(torch.empty(0))
+            out.append(runtime.second_shard(name, g.dtype, numel, begin, part) if part else None)
         return out
 
     def _is_whole(self, g: GatherDesc) -> bool:
@@ -216,8 +215,10 @@ class Gathers:
         for full, second, part, chunk, tile in zip(
             fulls, self._second[which], g.parts, g.chunk_numels, tiles, strict=True
         ):
+            if second is None:
+                continue
             flat = full.view(-1)
-            for to, begin, size in second_runs(flat.numel(), part, runtime.host_place, chunk, tile) if part else ():
+            for to, begin, size in second_runs(flat.numel(), part, runtime.host_place, chunk, tile):
                 second[to : to + size].copy_(flat[begin : begin + size], non_blocking=True)
 
     def release(self, which: int) -> None:

@@ -111,14 +111,16 @@ class ModelRuntime:
         if self.host_engine is not None:
             self.host_engine.place_arena(self.host_transient, arena)
 
-    def second_shard(self, name: str, dtype: str, numel: int) -> torch.Tensor:
-        """This rank's part of a full weight for backward, flat; zeros at first."""
+    def second_shard(self, name: str, dtype: str, numel: int, begin: int, size: int) -> torch.Tensor:
+        """Of this rank's part of a full weight for backward, of ``numel`` elements, ``size`` of them from ``begin`` on;
+        zeros at first."""
         key = (name, dtype, numel)
-        if key not in self._second:
-            device = self.sharded_model.group.device
-            with torch.inference_mode(False), unset_fake_temporarily():
+        # A frame may be compiled meanwhile, or an evaluation run.
+        with torch.inference_mode(False), unset_fake_temporarily():
+            if key not in self._second:
+                device = self.sharded_model.group.device
                 self._second[key] = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
-        return self._second[key]
+            return self._second[key][begin : begin + size]
 
     @property
     def sharded_model(self) -> Any:

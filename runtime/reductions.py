@@ -46,6 +46,7 @@ def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
         getattr(torch, r.out_dtype if group.across is None else r.dtype),
         float(group.data_ranks),
         r.passes or r.cast_last,
+        wire=getattr(torch, r.wire) if r.wire else None,
     )
     if r.tile is not None and r.tile.index == 0:
         numel = runtime.sharded_model.params[r.names[0]].layout.chunk_numel

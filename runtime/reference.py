@@ -39,7 +39,7 @@ from zero_compiler.ir.instructions import (
 from zero_compiler.ir.program import Program, outputs_of
 from zero_compiler.ir.transfers import GatherDesc, KeepDesc, OffloadDesc, ReduceDesc
 from zero_compiler.layout import Layout, second_runs, tiled_rows
-from zero_compiler.quantised_blocks import pack, packed_bytes, unpack
+from zero_compiler.quantised_blocks import pack, packed_bytes, round_trip, unpack
 
 # All bits set: NaN in every floating dtype, and no likely value in the others.
 _POISON = 0xFF
@@ -465,10 +465,8 @@ class Reference:
         low = 0 if r.replicated else k * total
         sums = []
         for copy in range(self.copies):
-            first, *others = sent[copy * self.world : (copy + 1) * self.world]
-            sums.append(first[low : low + total].clone())
-            for other in others:
-                sums[-1] += other[low : low + total]
+            given = [s[low : low + total] for s in sent[copy * self.world : (copy + 1) * self.world]]
+            sums.append(_summed(given) if not r.wire else self._summed_between_hosts(k, r, given))
         mean = sums[0]
         for other in sums[1:]:
             mean += other
@@ -484,6 +482,20 @@ class Reference:
             out.append(part[: _numel(rows)].view(rows))
             at += numel
         return out
+
+    def _summed_between_hosts(self, k: int, r: ReduceDesc, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over this rank's host, and to it, in float32, those of the other hosts as they arrive."""
+        ranks = self.world // r.hosts
+        by_host = [_summed(given[at : at + ranks]) for at in range(0, self.world, ranks)]
+        wide = by_host[k // ranks].float()
+        for host, there in enumerate(by_host):
+            if host != k // ranks:
+                arrived = [
+                    round_trip(part.view(1, -1), _dtype(r.wire), torch.float32).view(-1)
+                    for part in there.split(list(r.chunk_numels))
+                ]
+                wide += torch.cat(arrived)
+        return wide.to(_dtype(r.dtype))
 
     def _reduced(self, r: ReduceDesc, inputs_of: Any) -> list[Any]:
         """What a reduction gives each rank; its staging is free from then on."""
@@ -540,6 +552,13 @@ def _write(env: list[object], outs: Sequence[int], values: Sequence[object]) -> 
     for i, value in zip(outs, values, strict=True):
         if i >= 0:
             env[i] = value
+
+
+def _summed(given: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = given[0].clone()
+    for other in given[1:]:
+        total += other
+    return total
 
 
 def _dtype(name: str) -> torch.dtype:

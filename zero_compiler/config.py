@@ -79,7 +79,8 @@ class Config:
             (docs/quantised-gathers.md). None: they travel as they are computed with.
         second_shard: "host": between forward and backward the ranks of a host keep a second shard of each weight that
             backward gathers, a part each, so that backward gathers among them alone and nothing crosses to another
-            host (docs/several-hosts.md). Stage 3; on one host it changes nothing. None: backward gathers as forward does.
+            host (docs/several-hosts.md). Stage 3; on one host it changes nothing. None: backward gathers as forward
+            does.
         reduce_dtype: dtype in which gradients are reduced and accumulated; None means the gradient's own
             (``param_dtype`` if given).
         reduce_between_hosts_dtype: "int8": gradients are summed in ``reduce_dtype`` within a host, and what goes on to

@@ -108,7 +108,9 @@ def tiled_rows(layout: Layout, begin: int, rows: int) -> list[tuple[slice, slice
     return out
 
 
-def second_runs(numel: int, part: int, place: int, chunk: int = 0, tile: int = 0) -> list[tuple[int, int, int]]:
+def second_runs(
+    numel: int, part: int, place: int, chunk: int = 0, tile: int = 0
+) -> list[tuple[int, int, int]]:
     """Which elements of a full weight of ``numel`` a rank keeps as its second shard, of ``part`` elements with padding:
     runs, each as where it begins there, where it begins in the weight, and how long it is.
 

@@ -199,12 +199,12 @@ struct Engine::Reduce {
     }
   }
 
-  // This rank's chunks, one after the other.
+  // This rank's chunks, one after the other, each as one row: blocks are of what
+  // one rank is due, whatever the rows.
   std::vector<Rows> rows() const {
     std::vector<Rows> out;
     for (const ReduceParam& param : spec.params) {
-      out.push_back(
-          {param.chunk_numel, std::max<int64_t>(1, product(param.sizes, 1))});
+      out.push_back({param.chunk_numel, param.chunk_numel});
     }
     return out;
   }

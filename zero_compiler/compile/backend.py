@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import inductor_options, passes
 from ..cost.cost import CostModel
+from ..cost.transfer_costs import within_host_us
 from ..emit.no_sync_program import accumulating
 from ..emit.segments import SegmentCompiler
 from ..errors import VerifyError, ZeroError
@@ -387,6 +388,8 @@ class _FrameCompiler:
             state.frame.sized.add(emitted)
         timeline = self.lowering.simulated(program)
         state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
+        if phase == "backward":
+            state.frame.within_host_us = within_host_us(program, state.machine, state.world)
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)

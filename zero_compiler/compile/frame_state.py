@@ -31,7 +31,7 @@ from ..ranks.group import speaking
 from ..report.decisions import part_prefixes
 from ..report.frame import Frame
 from ..report.memory import Memory
-from ..sharded.gather_wire import wire_of
+from ..sharded.gather_wire import sum_wire_of, wire_of
 from ..sharded.sharded_model import ShardedModel
 from .capture import Captured, ShardInput
 from .found_decisions import FrameIdentity, Partitioned, found_decisions, identity_of
@@ -272,6 +272,8 @@ class FrameState:
             grad_path=grad_path[::-1],
             copies=sharded_model.group.copies,
             wire=wire_of(sharded_model, shard.ref.name),
+            sum_wire=sum_wire_of(sharded_model, shard.ref.name),
+            sum_hosts=sharded_model.storage.transport.between,
             tile_rows=tiling.tile_rows(
                 info.layout,
                 info.gather_dtype,

@@ -115,9 +115,25 @@ class PlacedHardware(HardwareSpec):
             return rounds * (spread.hosts - 1) * hosts.latency_us, rounds * (1 - 1 / spread.ranks) / rate
         return hosts.latency_us, (1 - 1 / spread.hosts) / _share(spread, hosts)
 
+    def reduce_scatter_us(self, world: int, nbytes: int, sent_bytes: int) -> float:
+        """Time of a reduce-scatter of ``nbytes``, of which ``sent_bytes`` are what goes from host to host, of all
+        ranks."""
+        spread = self._spread(world, SHARD)
+        if not self.once or self.between_hosts is None or spread.hosts == 1:
+            return self.collective("reduce_scatter", world).us(nbytes)
+        across_us, passes = self._levels("reduce_scatter", spread, self.between_hosts)
+        in_memory = passes / self.memory_bytes_per_us
+        return self.between_hosts.latency_us + across_us * sent_bytes + in_memory * nbytes
+
     def _once(self, kind: str, spread: Spread, hosts: HostLink) -> Link:
         """Each place on a host has a group of its own, of one rank a host. What they do in memory comes before or
         after what crosses, and not beside it (csrc/src/hosts_transport.cc)."""
+        across_us, passes = self._levels(kind, spread, hosts)
+        steps = 2 * (spread.hosts - 1) if kind == "all_reduce" else 1
+        return Link(steps * hosts.latency_us, 1 / (across_us + passes / self.memory_bytes_per_us))
+
+    def _levels(self, kind: str, spread: Spread, hosts: HostLink) -> tuple[float, float]:
+        """Of a byte of the full tensor, the time that it takes between hosts, and how often memory moves it."""
         on_host = spread.on_host
         across, part, passes = {
             # A rank receives the parts of its place, and copies the whole.
@@ -127,9 +143,7 @@ class PlacedHardware(HardwareSpec):
             # The same with the whole for its place, which is reduced across in a ring and copied back.
             "all_reduce": (2 * (spread.hosts - 1), 1 / spread.hosts, 5 + on_host),
         }[kind]
-        steps = across if kind == "all_reduce" else 1
-        byte_us = across * part / _share(spread, hosts) + passes / self.memory_bytes_per_us
-        return Link(steps * hosts.latency_us, 1 / byte_us)
+        return across * part / _share(spread, hosts), passes
 
 
 def _share(spread: Spread, hosts: HostLink) -> float:

@@ -267,8 +267,9 @@ def _gather_desc(
     parted: frozenset[ParamRef],
 ) -> GatherDesc:
     first, numbers = bundle.first, range(len(bundle.plans))
-    parts = tuple(_kept_part(p, bundle.tile) if p.ref in parted else 0 for p in bundle.plans) if parted else ()
-    rows = [p.tile_rows if parted and bundle.tile is None else 0 for p in bundle.plans]
+    parts = (
+        tuple(_kept_part(p, bundle.tile) if p.ref in parted else 0 for p in bundle.plans) if parted else ()
+    )
     if bundle.home:
         offsets = [-1 for _ in numbers]
     elif bundle.kept:
@@ -296,7 +297,7 @@ def _gather_desc(
         wire="" if first.wire is None else _dtype_text(first.wire),
         host_ranks=first.second if parted else bundle.host_ranks,
         parts=parts,
-        part_tiles=tuple(n * (p.numel // p.shape[0]) for n, p in zip(rows, bundle.plans, strict=True)) if any(rows) else (),
+        part_tiles=_part_tiles(bundle) if parted else (),
     )
 
 
@@ -318,6 +319,8 @@ def _reduce_desc(k: int, bundle: _Bundle, at: Mapping[_Key, int]) -> ReduceDesc:
         tile=bundle.part,
         grad_dtype=_dtype_text(first.gather_dtype),
         direct=facts.direct(bundle.node),
+        wire="" if first.sum_wire is None else _dtype_text(first.sum_wire),
+        hosts=first.sum_hosts,
     )
 
 
@@ -407,6 +410,13 @@ def _kept_part(plan: ParamPlan, tile: Tile | None) -> int:
     if tile is None:
         return plan.second_numel
     return plan.world // plan.second * tile.rows * (plan.numel // plan.shape[0])
+
+
+def _part_tiles(bundle: _Bundle) -> tuple[int, ...]:
+    """Of weights that are gathered whole, and by backward in tiles, the elements of a chunk in a tile; () of others."""
+    if bundle.tile is not None or not any(p.tile_rows for p in bundle.plans):
+        return ()
+    return tuple(p.tile_rows * (p.numel // p.shape[0]) for p in bundle.plans)
 
 
 def _part(tile: Tile | None, plan: ParamPlan) -> Part | None:

@@ -191,7 +191,9 @@ def _line(node: fx.Node, born: int, freed: int, live: int, names: dict[fx.Node, 
         head = f"{' ' * len(name)}   {target_text(node)} {arg(node.args[0])}"
     elif node.target is ops.gather:
         over = f" over {node.args[5]}" if facts.over_host(node) else ""
-        head = f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]{_tile(node)}{over}"
+        head = (
+            f"{name} = zero.gather [{', '.join(ref.name for ref in facts.params(node))}]{_tile(node)}{over}"
+        )
     elif node.target is ops.reduce:
         head = f"{name} = zero.reduce {', '.join(arg(a) for a in node.args[0])}{_tile(node)}"
     else:

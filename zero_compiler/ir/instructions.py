@@ -371,7 +371,9 @@ class KeepPart(_OfGather):
 
     def work(self, of: Tables) -> Work:
         g = of.gathers[self.index]
-        return Work(f"second shard of {g.what}", memory_bytes=2 * g.part_bytes, kernels=sum(p > 0 for p in g.parts))
+        return Work(
+            f"second shard of {g.what}", memory_bytes=2 * g.part_bytes, kernels=sum(p > 0 for p in g.parts)
+        )
 
 
 @dataclass(frozen=True)

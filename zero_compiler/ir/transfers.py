@@ -189,6 +189,8 @@ class ReduceDesc:
     With ``tile`` only a part of one gradient is reduced; the wait for the last part gives all of this rank's rows.
     The gradients come in ``grad_dtype``; "" stands for ``dtype``. Those named in ``direct`` are made in memory from
     which they are written to files.
+    ``wire``: the dtype of 8 bits in which what the ranks of a host have summed up goes to the others of ``hosts``, each
+    rank's chunk of a gradient as one row (see `quantised_blocks.py`); there it is summed up in float32. "": as it is.
     """
 
     owner: str
@@ -206,6 +208,18 @@ class ReduceDesc:
     tile: Part | None = None
     grad_dtype: str = ""
     direct: tuple[str, ...] = ()
+    wire: str = ""
+    hosts: int = 1
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of this rank's chunks, on their way from one host."""
+        return sum(packed_bytes(n, n) for n in self.chunk_numels)
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of this rank's chunks as they are summed up."""
+        return sum(self.chunk_numels) * getattr(torch, self.dtype).itemsize
 
     @property
     def steps(self) -> int:
@@ -245,6 +259,7 @@ class ReduceDesc:
     def how(self) -> str:
         """The collectives that it takes."""
         first = "all-reduce" if self.replicated else "reduce-scatter"
+        first += f" as {self.wire} between hosts" if self.wire else ""
         return first if self.copies == 1 else f"{first}, all-reduce x {self.copies}"
 
     @property

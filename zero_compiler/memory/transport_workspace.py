@@ -30,6 +30,7 @@ def _between_hosts(program: Program, sharded_models: Mapping[str, Any]) -> dict[
     laid: Counter[str] = Counter()
     within: Counter[str] = Counter()  # of the transport among the ranks of the host
     summed: Counter[str] = Counter()
+    packed: Counter[str] = Counter()
     for g in program.gathers:
         if g.owner in sharded_models:
             if g.from_second:
@@ -43,7 +44,10 @@ def _between_hosts(program: Program, sharded_models: Mapping[str, Any]) -> dict[
             world, hosts = sharded_model.group.world, sharded_model.storage.transport.between
             laid[r.owner] = max(laid[r.owner], chunk if r.replicated else world * chunk)
             summed[r.owner] = max(summed[r.owner], chunk if r.replicated else hosts * chunk)
-    return {key: laid[key] + within[key] + summed[key] for key in sharded_models}
+            if r.wire:  # blocks to and from each host, the sum in float32 and what is added to it
+                room = 2 * hosts * r.packed_bytes + 2 * 4 * sum(r.chunk_numels)
+                packed[r.owner] = max(packed[r.owner], room)
+    return {key: laid[key] + within[key] + summed[key] + packed[key] for key in sharded_models}
 
 
 def _exchanged(program: Program, sharded_models: Mapping[str, Any]) -> dict[str, int]:

@@ -265,7 +265,7 @@ def _set_up_together(group: Group, key: str, nbytes: int, unplanned: str | None)
 
 
 def segment_within(group: Group, key: str, inside: list[int]) -> Segment:
-    """Another memory file of the ranks ``inside``, which are on one host, in which nothing lies at rest. Collective over
+    """Another memory file of the ranks ``inside``, which are on one host; nothing lies at rest in it. Collective over
     them."""
     fd, mine = -1, dict[str, Any](pid=os.getpid())
     if group.rank == inside[0]:

@@ -34,6 +34,10 @@ class Frame:
     timelines: dict[str, Timeline] = field(default_factory=dict)
     choices: dict[str, PrefetchChoice] = field(default_factory=dict)
     kept_bytes: int = 0
+    within_host_us: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # of gathers of second shards, and of the same from all ranks
     remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
     offloaded: list[Any] = field(default_factory=list)  # facts.Away: what waits on another tier
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again

@@ -15,6 +15,7 @@ from ..ir.program import Program
 from . import picture, trace
 from .compare_traces import Comparison, compare_traces
 from .frame import Frame, Update
+from .host_traffic import packed_sum_lines, second_shard_lines
 from .memory import Memory
 from .step import MicroBatches, StepTime, step_of
 from .verdict import Verdict
@@ -293,6 +294,8 @@ def _frame(frame: Frame, instructions: bool) -> list[str]:
         lines.append(f"bytes are counted at {sizes}; these may change from call to call")
     lines.append(f"transfers of less than {frame.bucket_bytes:,} bytes share buckets: {frame.bucket_why}")
     lines += _quantised(frame)
+    lines += second_shard_lines(frame)
+    lines += packed_sum_lines(frame)
     if frame.accumulation:
         lines.append(f"accumulation: {frame.accumulation}")
     if frame.stored:

@@ -1,4 +1,4 @@
-"""What a weight travels in: the same for compiled code, eager code and the plan, and on every rank."""
+"""What a weight travels in, and sums of its gradient: the same for code, the plan and every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ..config import Config
 from ..cost.hardware import HardwareSpec
 from ..cost.quantised_gathers import pays
-from ..quantised_blocks import DTYPES
+from ..quantised_blocks import DTYPES, FROM
 from .agreed_choices import AgreedChoices
 from .chunk_storage import ChunkStorage
 from .managed_parameters import ParamInfo
@@ -36,3 +36,11 @@ def wire_of(model: Gathered, name: str) -> torch.dtype | None:
         return None
     info, wire = model.params[name], DTYPES[asked]
     return wire if pays(info.layout, info.gather_dtype, wire, model.hardware) else None
+
+
+def sum_wire_of(model: Gathered, name: str) -> torch.dtype | None:
+    """The dtype of 8 bits in which sums of the gradients of a host go to other hosts; None: in that of the sum."""
+    asked, info = model.config.reduce_between_hosts_dtype, model.params[name]
+    if asked is None or model.storage.transport.between == 1 or not info.layout.sharded:
+        return None
+    return DTYPES[asked] if info.reduce_dtype in FROM else None

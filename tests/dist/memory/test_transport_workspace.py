@@ -15,12 +15,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 def scratch(rank, world):
     two_hosts(rank, world)
-    for kind in ("auto", "c10d"):
-        model, _, _ = trained(kind, rank)
+    packed = {"second_shard": "host", "reduce_between_hosts_dtype": "int8"}
+    for kind, fields in (("auto", {}), ("c10d", {}), ("auto", packed)):
+        model, _, _ = trained(kind, rank, **fields)
         sharded_model = sharded_models_of(model)[0]
         programs = [p for frame in sharded_model.frames for p in frame.programs.values()]
         planned = max(scratch_bytes(p, [sharded_model])[sharded_model.key] for p in programs)
-        found = sharded_model.runtime.engine.counters()["scratch_bytes"]
+        found = sum(e.counters()["scratch_bytes"] for e in sharded_model.runtime.engines)
         assert 0 < found <= planned, (kind, found, planned)
         buffers = max(p.buffer_bytes for p in programs)
         assert zero.inspect(model).memory.arena == buffers + planned

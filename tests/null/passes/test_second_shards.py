@@ -29,7 +29,9 @@ def backward(reads=REFS, **fields):
 class Goldens(TestCase):
     def test_forward_keeps_parts_of_what_backward_gathers(self):
         _, graph = forward(later=frozenset(REFS[2:]))
-        self.assertExpectedInline(dump.text(graph), """\
+        self.assertExpectedInline(
+            dump.text(graph),
+            """\
 %h__0__w_shard = input                                                   f32[1,4]                        +16  live 0
 %h__0__b_shard = input                                                   f32[1]                           +4  live 0
 %h__1__w_shard = input                                                   f32[2,4]                        +32  live 0
@@ -50,11 +52,14 @@ zero.release %h.0.w                                                             
 zero.keep_part %h.1.w                                                                                         live 188
 zero.release %h.1.w                                                                                      -80  live 108
 return %mm_default, %relu_default
-""")
+""",
+        )
 
     def test_backward_gathers_them_within_the_host(self):
         _, graph = backward()
-        self.assertExpectedInline(dump.text(graph), """\
+        self.assertExpectedInline(
+            dump.text(graph),
+            """\
 %h__0__w_shard = input                                                   f32[1,4]                        +16  live 0
 %h__0__b_shard = input                                                   f32[1]                           +4  live 0
 %h__1__w_shard = input                                                   f32[2,4]                        +32  live 0
@@ -77,13 +82,16 @@ zero.release %h.1.w                                                             
 %h.0.w.grad = zero.wait %h.0.w.sum                                       (f32[1,4])                           live 52
 %h.0.b.grad = zero.wait %h.0.b.sum                                       (f32[1])                             live 52
 return %h.0.w.grad, %h.0.b.grad, %h.1.w.grad
-""")
+""",
+        )
 
 
 def test_a_program_says_how_much_stays_and_what_is_gathered_within_the_host():
     (b, graph), (c, back) = forward(), backward()
     program = b.program(graph, "forward")[0]
-    assert "keep part       h.1.w, 48 bytes a rank" in program.text()  # three of five rows of four, padded to six
+    assert (
+        "keep part       h.1.w, 48 bytes a rank" in program.text()
+    )  # three of five rows of four, padded to six
     assert "of which 12 stay for backward on 2 ranks of a host" in program.collectives()
     later = c.program(back, "backward")[0]
     assert "gather          h.1.w float32[5, 4] within 2 ranks of a host" in later.text()

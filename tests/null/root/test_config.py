@@ -20,6 +20,7 @@ def every_field(folder):
         "param_dtype": torch.bfloat16,
         "gather_dtype": "int8",
         "reduce_dtype": torch.float64,
+        "reduce_between_hosts_dtype": "int8",
         "offload_params": "host",
         "offload_grads": "nvme",
         "offload_optimizer": "nvme",
@@ -47,9 +48,12 @@ def every_field(folder):
 
 def test_a_config_comes_back_from_json_whole(tmp_path):
     given, fields = every_field(tmp_path), dataclasses.fields(zero.Config)
-    # What Inductor is told is for what it compiles.
+    # What Inductor is told is for what it compiles, and second shards are for stage 3.
     told = {"mode": "default", "inductor": '{"epilogue_fusion": false}', **given, "compute": "inductor"}
+    told |= {"stage": 3, "second_shard": "host"}
     assert [f.name for f in fields if f.default in (given.get(f.name, f.default), told[f.name])] == [
+        "stage",
+        "second_shard",
         "compute",
         "mode",
         "inductor",
@@ -59,7 +63,38 @@ def test_a_config_comes_back_from_json_whole(tmp_path):
         again = zero.Config.from_dict(json.loads(text))
         assert again == config
         assert again.to_json() == text
-    assert dataclasses.asdict(zero.Config(**given)) == {"mode": None, "inductor": None, **given}
+    assert dataclasses.asdict(zero.Config(**given)) == {
+        "mode": None,
+        "inductor": None,
+        "second_shard": None,
+        **given,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"second_shard": "rack"}, "second_shard must be \"host\" or None, not 'rack'"),
+        (
+            {"second_shard": "host", "stage": 2},
+            'second_shard="host" needs stage=3, not 2: the other stages gather nothing in backward',
+        ),
+        (
+            {"reduce_between_hosts_dtype": "int4"},
+            "reduce_between_hosts_dtype must be \"int8\" or None, not 'int4'",
+        ),
+        (
+            {"reduce_between_hosts_dtype": "int8", "stage": 0},
+            'reduce_between_hosts_dtype="int8" needs a stage of 1 to 3, not 0, whose all-reduces leave the same sum '
+            "on every rank",
+        ),
+    ],
+    ids=str,
+)
+def test_what_goes_between_hosts_is_refused_where_it_cannot_be(fields, sentence):
+    with pytest.raises(ConfigError) as error:
+        zero.Config(**fields)
+    assert str(error.value) == sentence
 
 
 def test_a_config_is_frozen(tmp_path):

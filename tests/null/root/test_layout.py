@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_compiler.layout import layout_of, tiled_rows
+from zero_compiler.layout import layout_of, second_runs, tiled_rows
 
 SHAPES = [(7, 3), (8,), (1, 5), (2, 2)]
 
@@ -44,3 +44,17 @@ def test_rows_of_tiles_are_all_rows_once():
             seen += range(7)[whole]
             assert tile.stop - tile.start == whole.stop - whole.start
     assert sorted(seen) == list(range(7))
+
+
+def test_a_second_shard_is_the_part_behind_those_of_the_ranks_before():
+    # Three ranks of a host have two rows of four each, of five.
+    assert [second_runs(20, 8, place) for place in range(3)] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)]]
+    assert second_runs(8, 4, 3) == []
+
+
+def test_of_tiles_it_has_the_part_of_each_in_one_piece():
+    # Four ranks with chunks of 3, in tiles of 2 and 1; two of them are on this rank's host, and share with the others.
+    runs = second_runs(11, 6, 1, chunk=3, tile=2)
+    assert runs == [(0, 6, 2), (2, 9, 2), (4, 8, 1)]  # element 11 is padding
+    taken = sorted(at for _, begin, size in runs for at in range(begin, begin + size))
+    assert taken == [6, 7, 8, 9, 10]
