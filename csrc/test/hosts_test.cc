@@ -127,6 +127,29 @@ TEST(hosts_bytes_travel_whatever_they_mean) {
   });
 }
 
+// Of two parts, with more and less than a block. This host's sum is exact; of each
+// other host's a number is off by at most 1/254 of the largest of its block.
+TEST(hosts_sums_in_blocks_are_within_their_bound) {
+  const std::vector<std::pair<int, int>> shapes = {{2, 2}, {3, 2}};
+  for (const auto& [hosts, places] : shapes) {
+    const int world = hosts * places;
+    const int64_t n = 600;
+    on_hosts(hosts, places, [&](Transport& transport, int rank, Job&) {
+      const Tensor grads = numbers(rank, world * n);
+      const Tensor rows = at::empty({n}, at::kFloat);
+      CHECK_OK(value_of(transport.start_packed_reduce_scatter(
+                   grads, rows, at::kChar, {{500, 500}, {100, 100}}))
+                   ->wait());
+      const double ranks = world * (world - 1) / 2.0;
+      const Tensor want = numbers(rank * n, n).mul(world).add(ranks);
+      const double largest = (rank + 1.0) * static_cast<double>(n) + world;
+      const double bound = (hosts - 1) * places * largest / 254;
+      const auto off = rows.sub(want).abs().max().item<float>();
+      CHECK_TRUE(off > 0 && off <= bound);
+    });
+  }
+}
+
 // A host that is gone is seen across; the rank that sees it tells its own host.
 TEST(hosts_that_are_gone_end_the_others_with_the_reason) {
   on_hosts(2, 2, [](Transport& transport, int rank, Job& job) {

@@ -44,6 +44,7 @@ class Build:
         tile_rows: of those that are gathered in tiles, rows of a rank's chunk in a tile.
         wire: of those that travel in 8 bits, the dtype that they travel in.
         second: ranks of a host that share second shards.
+        sum_hosts: on how many hosts the ranks are, between which sums of gradients go in blocks of int8; 1: as they are.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Build:
         tile_rows: Mapping[str, int] | None = None,
         wire: Mapping[str, torch.dtype] | None = None,
         second: int = 0,
+        sum_hosts: int = 1,
         **params: tuple[int, ...],
     ) -> None:
         self.world = world
@@ -74,6 +76,8 @@ class Build:
             self.plans[ref] = replace(
                 self.plans[ref], wire=(wire or {}).get(name), second=second if sharded else 0
             )
+            if sum_hosts > 1 and sharded:
+                self.plans[ref] = replace(self.plans[ref], sum_wire=torch.int8, sum_hosts=sum_hosts)
             node = self.graph.placeholder(f"{name}_shard")
             facts.set_value(node, self._fake(self.layout(ref).local_shape(0)))
             self.shards[ref.name] = node
@@ -160,9 +164,10 @@ class Build:
             elif node.target is ops.reduce_grad:
                 plan = self.plans[ParamRef(OWNER, node.args[4])]
                 layout = self.layout(plan.ref)
-                mean = sum(env[node.args[0]].to(plan.reduce_dtype) for env in envs) / self.world
+                grads = [env[node.args[0]].to(plan.reduce_dtype) for env in envs]
                 for k, env in enumerate(envs):
                     start = layout.start(k)
+                    mean = self._sum(plan, grads, k) / self.world
                     env[node] = (mean[start : start + layout.rows(k)] if plan.sharded else mean).to(
                         plan.dtype
                     )
@@ -173,6 +178,21 @@ class Build:
                     )
                     env[node] = node.target(*args, **kwargs)
         return results
+
+    def _sum(self, plan: ParamPlan, grads: Sequence[torch.Tensor], k: int) -> Any:
+        """Of full gradients, right in the rows of rank ``k``: those of other hosts as they arrive, where they are packed."""
+        if plan.sum_wire is None:
+            return sum(grads)
+        layout, ranks = self.layout(plan.ref), self.world // plan.sum_hosts
+        mine = slice(layout.start(k), layout.start(k) + layout.rows(k))
+        total = sum(grads[k - k % ranks :][:ranks]).float()
+        for host in range(plan.sum_hosts):
+            if host != k // ranks and layout.rows(k):
+                there = sum(grads[host * ranks :][:ranks])[mine]
+                total[mine] += round_trip(there.reshape(1, -1), plan.sum_wire, torch.float32).view(
+                    there.shape
+                )
+        return total.to(plan.reduce_dtype)
 
     def program(self, graph: fx.Graph, phase: str) -> tuple[Program, Any]:
         kept: dict[str, dict[str, int]] = {OWNER: {}}

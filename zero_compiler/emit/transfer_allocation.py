@@ -209,11 +209,14 @@ def _need_for_hops(pools: _PoolNeeds, k: int, g: GatherSpan, bundle: _Bundle, fe
 def _keep_parts(
     bundle: _Bundle, parted: frozenset[ParamRef], kept_offsets: Mapping[str, dict[str, int]]
 ) -> None:
-    """Second shards have memory of their own, from the first forward on."""
+    """Second shards have memory of their own, from the first forward on. A weight that stays gathered has none,
+    whatever was planned before that was decided."""
     for p in bundle.plans:
         if p.ref in parted:
             nbytes = p.second_numel * p.gather_dtype.itemsize
             kept_offsets[p.ref.owner][_SECOND + p.ref.name] = nbytes
+        elif bundle.kept:
+            kept_offsets[p.ref.owner].pop(_SECOND + p.ref.name, None)
 
 
 def _keep(bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]]) -> None:

@@ -61,23 +61,7 @@ def ranks_of_host(rows: Sequence[Sequence[int]], host_of: Mapping[int, int] | No
             'second_shard="host" needs to know on which host each rank is, and one of them cannot tell (it reads '
             "/proc); leave it out"
         )
-    found = set()
-    for row in rows:
-        runs: list[list[int]] = []
-        for rank in row:
-            if runs and host_of[runs[-1][0]] == host_of[rank]:
-                runs[-1].append(rank)
-            else:
-                runs.append([rank])
-        hosts = {host_of[rank] for rank in row}
-        sizes = {len(run) for run in runs}
-        if len(runs) > len(hosts) or len(sizes) > 1:
-            listed = "; ".join(", ".join(map(str, run)) for run in runs)
-            raise ShardError(
-                'second_shard="host" needs as many ranks on each host as on the others, with numbers that follow each '
-                f"other, and hosts have ranks {listed}; leave it out"
-            )
-        found.add((len(hosts), len(runs[0])))
+    found = {_spread(row, host_of) for row in rows}
     if len(found) > 1:
         raise ShardError(
             'second_shard="host" needs every replica to lie on as many hosts as the others, and they lie on '
@@ -92,6 +76,27 @@ def ranks_of_host(rows: Sequence[Sequence[int]], host_of: Mapping[int, int] | No
             "out, or give stage=2, which keeps them"
         )
     return ranks
+
+
+def _spread(row: Sequence[int], host_of: Mapping[int, int]) -> tuple[int, int]:
+    """On how many hosts the ranks of a row are, and how many on each.
+
+    Raises:
+        ShardError: they are not equally many, one host after the other.
+    """
+    runs: list[list[int]] = []
+    for rank in row:
+        if runs and host_of[runs[-1][0]] == host_of[rank]:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    if len(runs) > len({host_of[rank] for rank in row}) or len({len(run) for run in runs}) > 1:
+        listed = "; ".join(", ".join(map(str, run)) for run in runs)
+        raise ShardError(
+            'second_shard="host" needs as many ranks on each host as on the others, with numbers that follow each '
+            f"other, and hosts have ranks {listed}; leave it out"
+        )
+    return len(runs), len(runs[0])
 
 
 def connect(group: Group, key: str, ranks: int, transport: Transport) -> HostRanks:

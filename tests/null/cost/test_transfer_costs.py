@@ -7,8 +7,11 @@ import dataclasses
 import pytest
 from null.instructions import gather_of, program_of, reduce_of, spec_of
 
+from zero_compiler.cost.hardware import HardwareSpec, HostLink
+from zero_compiler.cost.placed_hardware import PlacedHardware, Spread
 from zero_compiler.cost.simulate import simulate
 from zero_compiler.cost.timeline import LINK, READ, WRITE
+from zero_compiler.cost.transfer_costs import transfers, within_host_us
 from zero_compiler.ir.instructions import Fetch, Gather, Reduce, WaitFetch, WaitGather, WaitReduce
 from zero_compiler.ir.transfers import GatherDesc, Hop
 from zero_compiler.quantised_blocks import moved_bytes
@@ -66,3 +69,38 @@ def test_what_travels_in_8_bits_is_packed_before_and_unpacked_behind():
     # What is kept is there when backward asks for it.
     kept = dataclasses.replace(packed, kept=True)
     assert simulate(dataclasses.replace(program, phase="backward", gathers=[kept]), spec, 2).total_us == 0
+
+
+def placed(once=True):
+    """Two hosts with two ranks each: 100 bytes/us of one rank between them, 100 of all together, 1 us."""
+    spec = dataclasses.replace(
+        spec_of(), devices_per_host=2, between_hosts=HostLink(1.0, 100.0, 100.0, ring=False)
+    )
+    plain = {f.name: getattr(spec, f.name) for f in dataclasses.fields(HardwareSpec)}
+    return PlacedHardware(**plain, hosts=2, ranks_per_host=2, spreads={"shard": Spread(4, 2, 2)}, once=once)
+
+
+def test_gathers_of_second_shards_take_the_time_of_the_link_within_a_host():
+    within = dataclasses.replace(gather_of(500), host_ranks=2)
+    program = program_of([Gather(0), WaitGather(0, (-1,))], [within])
+    spec = placed(once=False)
+    (cost,), _ = transfers(program, spec, 4)
+    link = spec_of().collective("all_gather", 2)
+    assert cost == (link.us(2 * 500 * 4), 2 * 500 * 4)
+    now, instead = within_host_us(program, spec, 4)
+    assert (now, instead) == (cost[0], spec.collective("all_gather", 4).us(2 * 500 * 4))
+    assert now < instead
+    # In memory: a part is read and written once, and all parts are.
+    (cost,), _ = transfers(program, placed(), 4)
+    assert cost[0] == pytest.approx(link.latency_us + 4000 * (2 + 2 / 2) / spec.memory_bytes_per_us)
+
+
+def test_packed_sums_take_the_link_between_hosts_for_fewer_bytes():
+    spec, whole = placed(), reduce_of(512)
+    packed = dataclasses.replace(whole, wire="int8", hosts=2)
+    costs = [transfers(program_of([], [], [r]), spec, 4)[1][0] for r in (whole, packed)]
+    sent = 512 + 2 * 4
+    assert [nbytes for _, nbytes in costs] == [4 * 512 * 4, 4 * sent]
+    passes = 2 * (512 * 4 + sent) + 3 * 4 * 512
+    saved = (512 * 4 - sent) / 50  # both ranks of a host share what it is connected by
+    assert costs[0][0] - costs[1][0] == pytest.approx(saved - passes / spec.memory_bytes_per_us)
