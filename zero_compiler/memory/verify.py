@@ -133,7 +133,7 @@ def _transfers(program: Program) -> None:
         have = state.get((instr.table, instr.index), "idle")
         wrong = instr.misplaced(program)
         if instr.table == "gathers":
-            wrong = _hop(program, instr, hops[instr.index], have)
+            wrong = wrong or _hop(program, instr, hops[instr.index], have)
             hops[instr.index] += hasattr(instr, "hop") and instr.ends(program) is not None
         if wrong or have != need:
             _fail(i, instr, wrong or f"{kind} {instr.index} is {have}, must be {need}")

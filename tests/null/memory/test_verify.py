@@ -27,6 +27,7 @@ from zero_compiler.ir.instructions import (
     Bring,
     Compute,
     Gather,
+    KeepPart,
     Reduce,
     Release,
     WaitGather,
@@ -266,6 +267,38 @@ def test_chunks_that_are_too_small():
     p = program()
     p.gathers[1] = dataclasses.replace(p.gathers[1], chunk_numels=(1,))
     bad(p, r"gather of .*: h.1.\w has \d+ elements, its chunks 2")
+
+
+def parted(phase: str = "forward") -> Program:
+    """A forward that keeps parts on two ranks, or the backward that gathers them."""
+    b = (two_layers if phase == "forward" else two_layers_backward)(second=2)
+    reads = tuple(b.plans) if phase == "backward" else ()
+    return b.program(lower(b, phase, bucket_bytes=0, reads=reads), phase)[0]
+
+
+def test_second_shards_that_are_not_all_of_a_weight():
+    p = parted()
+    at_first = next(k for k, g in enumerate(p.gathers) if g.parts)
+    g = p.gathers[at_first]
+    p.gathers[at_first] = dataclasses.replace(g, parts=tuple(n // 2 for n in g.parts))
+    bad(p, r"gather of .*: 2 parts of \d+ elements are not all of it")
+
+
+def test_a_part_that_is_kept_behind_the_release():
+    p = parted()
+    k = at(p, KeepPart)
+    p.instrs[k], p.instrs[k + 1] = p.instrs[k + 1], p.instrs[k]
+    bad(p, r"gather \d is released, must be ready")
+    p = parted()
+    p.gathers[0] = dataclasses.replace(p.gathers[0], parts=())
+    bad(p, "of gather 0 no part is to stay")
+
+
+def test_second_shards_whose_slots_are_too_small():
+    p = parted("backward")
+    (g,) = p.gathers
+    p.gathers[0] = dataclasses.replace(g, chunk_numels=(9,))
+    bad(p, "h.1.w has 20 elements, its chunks 18")
 
 
 def test_gradients_that_peers_may_still_read():
