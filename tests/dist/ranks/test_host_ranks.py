@@ -6,17 +6,19 @@ The hosts are two halves of this machine's ranks, told apart by what a rank says
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 
 import pytest
 import torch
-from dist.ranks.test_hosts import make, trained, two_hosts
+from dist.ranks.test_hosts import loss_of, make, trained, two_hosts
 from dist.spawn import run_ranks
 from marks import slow
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError, ShardError
+from zero_compiler.errors import RankMismatchError, ShardError, TransferError
 from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
 
@@ -125,12 +127,29 @@ def one_sum(rank, world):
 
 def test_a_mean_is_off_by_no_more_than_the_bound():
     results = run_ranks(one_sum, 4, timeout=120.0)
-    assert (
-        sum(len(errors) for _, errors in results) == 7
-    )  # of 2, 2, 1 and 0 rows of 300: three blocks, three, and two
+    # Of two, two, one and no rows of 300.
+    assert [len(errors) for _, errors in results] == [3, 3, 2, 0]
     for bounds, errors in results:
         assert all(error <= 1.0001 * bound + 1e-6 for error, bound in zip(errors, bounds, strict=True))
         assert not errors or max(errors) > 0
+
+
+def killed(rank, world, kind):
+    two_hosts(rank, world)
+    _model, compiled = make(kind, second_shard="host")
+    loss_of(compiled, rank, 0).backward()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransferError):
+        for step in range(3):
+            loss_of(compiled, rank, step).backward()
+    return True
+
+
+@pytest.mark.parametrize("kind", ["shared", *slow("c10d")])
+def test_a_killed_rank_ends_all_others(kind):
+    results = run_ranks(killed, 4, kind, timeout=90.0, group_timeout=15.0, may_die={3})
+    assert results[:3] == [True] * 3
 
 
 def refused(rank, world):
