@@ -113,7 +113,7 @@ class ModelRuntime:
 
     def second_shard(self, name: str, dtype: str, numel: int, begin: int, size: int) -> torch.Tensor:
         """Of this rank's part of a full weight for backward, of ``numel`` elements, ``size`` of them from ``begin`` on;
-        zeros at first."""
+        zeros at first, which its padding stays."""
         key = (name, dtype, numel)
         # A frame may be compiled meanwhile, or an evaluation run.
         with torch.inference_mode(False), unset_fake_temporarily():

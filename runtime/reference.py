@@ -194,6 +194,7 @@ class Reference:
             slots = zip(self._slots(rank, g), g.shapes, g.parts, g.chunk_numels, tiles, strict=True)
             for second, (slot, shape, part, chunk, tile) in zip(self._second(rank, g), slots, strict=True):
                 flat = slot.view(_dtype(g.dtype))[: _numel(shape)]
+                second.zero_()  # padding is zeros, as it is in chunks
                 for to, begin, size in second_runs(flat.numel(), part, k % g.host_ranks, chunk, tile):
                     second[to : to + size] = flat[begin : begin + size]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from marks import slow
-from null.graphs import OWNER, lower, names_of, two_layers, two_layers_backward
+from null.graphs import OWNER, Build, aten, lower, names_of, two_layers, two_layers_backward
 
 from zero_compiler.errors import TransferError
 from zero_compiler.ir import dump, ops
@@ -124,6 +124,29 @@ def test_backward_has_the_weights_that_forward_had(fields):
     assert names_of(back) == names_of(want[1])
     torch.testing.assert_close(
         c.by_reference(back, "backward", ranks), want[0].by_reference(want[1], "backward"), rtol=0, atol=0
+    )
+
+
+def test_backward_takes_tiles_of_what_forward_gathered_whole():
+    """Of a weight in tiles that forward reads by an operator which is not done in tiles."""
+    fields = {"world": 4, "second": 2, "tile_rows": {"h__1__w": 1}}
+    b = Build(h__0__w=(4, 4), h__0__b=(4,), h__1__w=(5, 4), **fields)
+    x = b.input("x", 3, 4)
+    b.done(b.op(aten.mm.default, x, b.op(aten.t.default, b.op(aten.sin.default, b.weight("h.1.w")))))
+    graph = lower(b, "forward", bucket_bytes=0)
+    (g,) = b.program(graph, "forward")[0].gathers
+    assert (g.tile, g.parts, g.part_tiles) == (
+        None,
+        (16,),
+        (4,),
+    )  # four rows of two ranks' chunks, one row in a tile
+    ranks = b.ranks()
+    b.by_reference(graph, "forward", ranks)
+    (c, back), (d, want) = backward(**fields), backward(**(fields | {"second": 0}))
+    tiles = c.program(back, "backward")[0].gathers
+    assert [g.from_second for g in tiles] == [True, True]
+    torch.testing.assert_close(
+        c.by_reference(back, "backward", ranks), d.by_reference(want, "backward"), rtol=0, atol=0
     )
 
 
