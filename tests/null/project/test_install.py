@@ -174,6 +174,23 @@ def test_the_backend_is_found_and_packages_and_engine_import(python, cwd):
     )
 
 
+def test_another_checkout_is_used_whole(copied):
+    """Beside an editable install, in the root of a checkout that is not the installed one."""
+    if not editable():
+        pytest.skip("the tests run on an install that is not editable")
+    run(
+        Path(sys.executable),
+        "-c",
+        textwrap.dedent("""
+            from pathlib import Path
+            import zero_compiler, zero_compiler.passes, zero_compiler.runtime
+            for module in (zero_compiler, zero_compiler.passes, zero_compiler.runtime):
+                assert Path.cwd().resolve() in Path(module.__file__).resolve().parents, module.__file__
+        """),
+        cwd=copied,
+    )
+
+
 def test_module_runs(python, cwd):
     """``python -m`` imports zero_compiler first, and only then looks for what is asked for."""
     run(python, "-m", "zero_compiler.passes.__init__", cwd=cwd)
