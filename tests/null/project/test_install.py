@@ -174,20 +174,25 @@ def test_the_backend_is_found_and_packages_and_engine_import(python, cwd):
     )
 
 
-def test_another_checkout_is_used_whole(copied):
+def test_another_checkout_is_used_whole(copied, tmp_path):
     """Beside an editable install, in the root of a checkout that is not the installed one."""
     if not editable():
         pytest.skip("the tests run on an install that is not editable")
+    other = tmp_path / "other"
+    shutil.copytree(copied, other, ignore=shutil.ignore_patterns("build"))
+    for folder in ("runtime", "zero_compiler", "zero_compiler/storage"):
+        for compiled in (ROOT / folder).glob("*.so"):
+            shutil.copy2(compiled, other / folder)
     run(
         Path(sys.executable),
         "-c",
         textwrap.dedent("""
             from pathlib import Path
-            import zero_compiler, zero_compiler.passes, zero_compiler.runtime
-            for module in (zero_compiler, zero_compiler.passes, zero_compiler.runtime):
+            import zero_compiler, zero_compiler.passes, zero_compiler.runtime._C
+            for module in (zero_compiler, zero_compiler.passes, zero_compiler.runtime, zero_compiler.runtime._C):
                 assert Path.cwd().resolve() in Path(module.__file__).resolve().parents, module.__file__
         """),
-        cwd=copied,
+        cwd=other,
     )
 
 
