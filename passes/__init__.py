@@ -19,7 +19,7 @@ from .partition_activations import PartitionActivations
 from .pick_kernels import PickKernels, blas_us
 from .place_offloads import PlaceOffloads
 from .place_transfers import InsertReleases, PlaceStarts
-from .second_shards import SecondShards
+from .second_shards import SecondShards, second_sharded
 from .tag_recompute import TagRecompute
 from .tiling.expand_tiles import ExpandTiles, coarsest, finer, read_by_tiles, set_tiles, tiles_in
 from .tiling.tile_loss import TileLoss
@@ -141,6 +141,7 @@ __all__ = [
     "run_passes",
     "run_split",
     "schedule_passes",
+    "second_sharded",
     "set_tiles",
     "tiles_in",
 ]

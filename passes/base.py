@@ -119,7 +119,8 @@ class Context:
             this.
         reduced: parameters whose gradient this phase reduces; None: those that its graph reduces at first.
         gathered: parameters that this phase gathers whatever its graph reads; None: what the graph reads.
-        later: in forward, parameters that backward will gather; None: not known.
+        second: parameters that forward gathers, and backward too: of these forward leaves second shards, where they
+            have any.
         machine: what the graph is to run on; None: nothing is known of it.
         fused: whether element-wise operators of a segment are fused there.
         forward_outputs: of a joint graph, how many of its outputs are forward's.
@@ -130,7 +131,7 @@ class Context:
     units: Mapping[ParamRef, str] = field(default_factory=dict)
     reads: Sequence[ParamRef] = ()
     gathered: frozenset[ParamRef] | None = None
-    later: frozenset[ParamRef] | None = None
+    second: frozenset[ParamRef] = frozenset()
     reduced: frozenset[ParamRef] | None = None
     machine: HardwareSpec | None = None
     fused: bool = False

@@ -15,7 +15,7 @@ from zero_compiler.ir.transfers import GatherDesc
 from zero_compiler.layout import second_runs
 from zero_compiler.quantised_blocks import round_trip
 
-from .model import ModelRuntime
+from .model import ModelRuntime, SecondPlace
 from .tier_copies import Hops
 
 _BLOCK = 1 << 22  # elements of kept weights that a device compares at a time
@@ -78,6 +78,19 @@ def _rows(runtime: ModelRuntime, name: str, view: torch.Tensor | None, wire: str
     return kept, local, getattr(torch, wire) if wire and rows else None
 
 
+def _second_places(g: GatherDesc) -> list[SecondPlace]:
+    """Of each weight, where this rank's second shard lies, or the part of it that a tile has."""
+    if not g.host_ranks:
+        return []
+    out = []
+    parts, tiles = g.parts or g.chunk_numels, g.second_tiles
+    for name, part, chunk, tile in zip(g.names, parts, g.chunk_numels, tiles, strict=True):
+        hosts = part // chunk if g.parts else 1
+        begin, numel = (g.tile.begin * hosts, g.tile.numel * hosts) if g.tile else (0, part)
+        out.append(SecondPlace(name, g.dtype, numel, tile, begin, part))
+    return out
+
+
 class Gathers:
     """What a call of one Program gathers.
 
@@ -89,7 +102,7 @@ class Gathers:
         self._runtimes = runtimes
         self._all = [self._add_gather(g) for g in program.gathers]
         self._whole = [self._is_whole(g) for g in program.gathers]
-        self._second = [self._second_of(g) for g in program.gathers]
+        self._second = [_second_places(g) for g in program.gathers]
         self._parted: dict[int, Sequence[torch.Tensor]] = {}  # full weights of which a part is to stay
         self.hops = Hops([(runtimes[g.owner], g) for g in program.gathers])
         self._at_home: dict[ModelRuntime, list[str]] = {}
@@ -133,17 +146,6 @@ class Gathers:
         views = runtime.kept_views((g.names, g.dtype, g.wire, g.offsets)) if g.kept else []
         return runtime, index, g, views
 
-    def _second_of(self, g: GatherDesc) -> list[torch.Tensor | None]:
-        """Of each weight, this rank's second shard, or the part of it that a tile has; None where it has none."""
-        if not g.host_ranks:
-            return []
-        runtime, out = self._runtimes[g.owner], list[torch.Tensor | None]()
-        for name, part, chunk in zip(g.names, g.parts or g.chunk_numels, g.chunk_numels, strict=True):
-            hosts = part // chunk if g.parts else 1
-            begin, numel = (g.tile.begin * hosts, g.tile.numel * hosts) if g.tile else (0, part)
-            out.append(runtime.second_shard(name, g.dtype, numel, begin, part) if part else None)
-        return out
-
     def _is_whole(self, g: GatherDesc) -> bool:
         """Whether full weights are what lies at rest on the only rank, so that their views serve from call to call."""
         sharded_model = self._runtimes[g.owner].sharded_model
@@ -179,7 +181,9 @@ class Gathers:
         if g.kept:
             runtime.fresh.difference_update(g.names)
         if g.from_second:
-            runtime.host_engine.gather_start(index, self._second[which])
+            for where in self._second[which]:
+                runtime.check_second(where)
+            runtime.host_engine.gather_start(index, [runtime.second_shard(w) for w in self._second[which]])
             return
         if not self._whole[which]:
             runtime.engine.gather_start(index, self.hops.chunks(which))
@@ -212,14 +216,19 @@ class Gathers:
         runtime, _, g, _ = self._all[which]
         tiles = g.part_tiles or (0,) * len(g.names)
         fulls = self._parted.pop(which)
-        for full, second, part, chunk, tile in zip(
+        for full, where, part, chunk, tile in zip(
             fulls, self._second[which], g.parts, g.chunk_numels, tiles, strict=True
         ):
-            if second is None:
+            if not part:
                 continue
-            flat = full.view(-1)
+            flat, second = full.view(-1), runtime.second_shard(where)
+            runtime.leave_second(where, g.tile is not None)
             for to, begin, size in second_runs(flat.numel(), part, runtime.host_place, chunk, tile):
                 second[to : to + size].copy_(flat[begin : begin + size], non_blocking=True)
+
+    def forget(self) -> None:
+        """A run was broken off: no part of what it has gathered is to stay."""
+        self._parted.clear()
 
     def release(self, which: int) -> None:
         if not self._whole[which]:

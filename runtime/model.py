@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -25,6 +25,18 @@ from .pools import Pools
 from .tier_copies import Aside
 
 GONE = "the sharded model of this call no longer exists"
+
+
+class SecondPlace(NamedTuple):
+    """Where a part of a full weight lies for backward: ``size`` elements from ``begin`` on of this rank's second shard,
+    of ``numel`` elements, which is laid out in tiles of so many elements of a chunk (0: in none)."""
+
+    name: str
+    dtype: str
+    numel: int
+    tile: int
+    begin: int
+    size: int
 
 
 class ModelRuntime:
@@ -85,8 +97,11 @@ class ModelRuntime:
     def _connect_host(self, sharded_model: ShardedModel) -> None:
         """An engine among the ranks of this host, where they share second shards."""
         self.host_engine: Any = None
-        # By name, dtype and number of elements. They last: frames that share a weight share them.
-        self._second: dict[tuple[str, str, int], torch.Tensor] = {}
+        # By name, dtype, number of elements and those of a tile. They last: frames that share a weight share them.
+        self._second: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        # Of each, and where a tile of it begins (None: of all of it): how many writes the parameter had seen when
+        # forward left it.
+        self._left: dict[tuple[str, str, int, int, int | None], int] = {}
         host = sharded_model.storage.host_ranks
         if host is None:
             return
@@ -111,16 +126,37 @@ class ModelRuntime:
         if self.host_engine is not None:
             self.host_engine.place_arena(self.host_transient, arena)
 
-    def second_shard(self, name: str, dtype: str, numel: int, begin: int, size: int) -> torch.Tensor:
-        """Of this rank's part of a full weight for backward, of ``numel`` elements, ``size`` of them from ``begin`` on;
-        zeros at first, which its padding stays."""
-        key = (name, dtype, numel)
+    def second_shard(self, where: SecondPlace) -> torch.Tensor:
+        """Of this rank's part of a full weight for backward, what lies at this place; zeros at first, which its padding
+        stays."""
+        key = where[:4]
         # A frame may be compiled meanwhile, or an evaluation run.
         with torch.inference_mode(False), unset_fake_temporarily():
             if key not in self._second:
                 device = self.sharded_model.group.device
-                self._second[key] = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
-            return self._second[key][begin : begin + size]
+                self._second[key] = torch.zeros(where.numel, dtype=getattr(torch, where.dtype), device=device)
+            return self._second[key][where.begin : where.begin + where.size]
+
+    def leave_second(self, where: SecondPlace, tiled: bool) -> None:
+        """Forward has left there what the parameter is now; all of it, unless it has gathered it in tiles."""
+        self._left[*where[:4], where.begin if tiled else None] = self._writes(where)
+
+    def check_second(self, where: SecondPlace) -> None:
+        """What lies there is the parameter as it is now.
+
+        Raises:
+            ShardError: no forward has left it there since the parameter was last written to.
+        """
+        key, writes = where[:4], self._writes(where)
+        if writes not in (self._left.get((*key, None)), self._left.get((*key, where.begin))):
+            raise ShardError(
+                f'second_shard="host": backward gathers {where.name!r} from second shards, and no forward has left '
+                "them there since it was last written to; leave second_shard out where a weight changes between "
+                "forward and backward"
+            )
+
+    def _writes(self, where: SecondPlace) -> int:
+        return int(self.sharded_model.param(where.name)._version)
 
     @property
     def sharded_model(self) -> Any:
@@ -244,6 +280,7 @@ class ModelRuntime:
         self.pools.leave(self)
         self.parcels.close()
         self._second.clear()
+        self._left.clear()
         for engine in self.engines:
             engine.close()
         self.host_engine = None

@@ -67,7 +67,7 @@ class Rank:
         self._arenas: dict[str, torch.Tensor] = {}
         self.files: dict[tuple[int, int], torch.Tensor] = {}
         self.tickets = 0
-        self.second: dict[tuple[ParamRef, int], torch.Tensor] = {}  # by the number of elements
+        self.second: dict[tuple[ParamRef, int, int], torch.Tensor] = {}  # by elements, and those of a tile
         self.moving: dict[str, int] = {}
         self.copying: dict[str, torch.Tensor] = {}  # to the pool
 
@@ -201,10 +201,11 @@ class Reference:
     def _second(self, rank: Rank, g: GatherDesc) -> list[torch.Tensor]:
         """Of each weight, the second shard of a rank, or the part of it that a tile has."""
         out = []
-        for name, part, chunk in zip(g.names, g.parts or g.chunk_numels, g.chunk_numels, strict=True):
+        parts = g.parts or g.chunk_numels
+        for name, part, chunk, tile in zip(g.names, parts, g.chunk_numels, g.second_tiles, strict=True):
             hosts = part // chunk if g.parts else 1
             begin, numel = (g.tile.begin * hosts, g.tile.numel * hosts) if g.tile else (0, part)
-            key = ParamRef(g.owner, name), numel
+            key = ParamRef(g.owner, name), numel, tile
             if key not in rank.second:
                 if g.from_second:
                     raise TransferError(f"{g.label}: no forward has kept a part of {name!r}")

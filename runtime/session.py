@@ -345,6 +345,7 @@ class Session:
                     self._group, error, [r.sharded_model.identity.title() for r in self.runtimes.values()]
                 )
         finally:
+            self._gathers.forget()
             self._gathers.hops.end()
             if self._moves is not None:
                 self._moves.end()

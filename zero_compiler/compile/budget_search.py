@@ -102,6 +102,8 @@ class Fitting:
             state.choice = replace(choice, backward_params=gathered, reduced=spec.reduced_by(joint.graph))
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
             spec.verify_partition(forward.graph, kwargs["num_fwd_outputs"], backward.graph)
+            second = passes.second_sharded(forward.graph, backward.graph, gathered, state.params)
+            state.choice = replace(state.choice, second=second)
             if not parts_first:
                 self._offload(forward, backward, kwargs["num_fwd_outputs"], nbytes)
             facts.set_returned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
@@ -240,6 +242,7 @@ class Fitting:
                     away=then.away,
                     backward_params=then.backward_params,
                     reduced=then.reduced,
+                    second=then.second,
                 )
                 for phase, gm in known.graphs.items():
                     passes.set_tiles(gm.graph, known.tiles[phase])

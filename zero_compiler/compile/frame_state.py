@@ -307,10 +307,10 @@ class FrameState:
         """The facts of the graph of a phase, or of the joint graph ("joint")."""
         back, choice = phase == "backward", self.choice
         gathered, reduced = (choice.backward_params, choice.reduced) if back else (None, None)
-        later = choice.backward_params if phase == "forward" else None
+        second = frozenset[ParamRef]() if phase == "joint" or choice.second is None else choice.second
         reads = self.reads if back else ()
         return Context(
-            self.params, phase, choice.units, reads, gathered, later, reduced, self.machine, self.fused
+            self.params, phase, choice.units, reads, gathered, second, reduced, self.machine, self.fused
         )
 
     def options(self, phase: str) -> PassOptions:

@@ -21,6 +21,7 @@ class PlanChoice:
         order: of the first use of weights, as the joint graph has it.
         units: what is gathered together, which follows from order and buckets.
         backward_params, reduced: weights that backward gathers, and those whose gradients it reduces; None: not known.
+        second: weights of which forward leaves second shards, since backward gathers them; None: not known.
         tile_bytes, kept: what is tried of weights whose tiles and whose stay all ranks have yet to agree on.
         prefetch: how far ahead gathers start, by phase.
         named: what forward hands to backward, where a plan file has been edited to say so.
@@ -36,6 +37,7 @@ class PlanChoice:
     units: Mapping[ParamRef, str] = field(default_factory=dict)
     backward_params: frozenset[ParamRef] | None = None
     reduced: frozenset[ParamRef] | None = None
+    second: frozenset[ParamRef] | None = None
     tile_bytes: Mapping[ParamRef, int | None] = field(default_factory=dict)
     kept: Mapping[ParamRef, bool] = field(default_factory=dict)
     prefetch: Mapping[str, PrefetchChoice] = field(default_factory=dict)

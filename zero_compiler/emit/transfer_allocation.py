@@ -214,9 +214,16 @@ def _keep_parts(
     for p in bundle.plans:
         if p.ref in parted:
             nbytes = p.second_numel * p.gather_dtype.itemsize
-            kept_offsets[p.ref.owner][_SECOND + p.ref.name] = nbytes
+            kept_offsets[p.ref.owner][_second(p)] = nbytes
         elif bundle.kept:
-            kept_offsets[p.ref.owner].pop(_SECOND + p.ref.name, None)
+            table = kept_offsets[p.ref.owner]
+            for key in [k for k in table if k.startswith(f"{_SECOND}{p.ref.name} ")]:
+                del table[key]
+
+
+def _second(plan: ParamPlan) -> str:
+    """A second shard's place in the table of its owner: there is one of each dtype and each size of tiles."""
+    return f"{_SECOND}{plan.ref.name} {plan.gather_dtype} {plan.tile_rows}"
 
 
 def _keep(bundle: _Bundle, kept_offsets: Mapping[str, dict[str, int]]) -> None:
@@ -301,6 +308,7 @@ def _gather_desc(
         host_ranks=first.second if parted else bundle.host_ranks,
         parts=parts,
         part_tiles=_part_tiles(bundle) if parted else (),
+        second_tiles=_tile_numels(bundle) if parted or bundle.host_ranks else (),
     )
 
 
@@ -417,8 +425,12 @@ def _kept_part(plan: ParamPlan, tile: Tile | None) -> int:
 
 def _part_tiles(bundle: _Bundle) -> tuple[int, ...]:
     """Of weights that are gathered whole, and by backward in tiles, the elements of a chunk in a tile; () of others."""
-    if bundle.tile is not None or not any(p.tile_rows for p in bundle.plans):
-        return ()
+    return (
+        () if bundle.tile is not None or not any(p.tile_rows for p in bundle.plans) else _tile_numels(bundle)
+    )
+
+
+def _tile_numels(bundle: _Bundle) -> tuple[int, ...]:
     return tuple(p.tile_rows * (p.numel // p.shape[0]) for p in bundle.plans)
 
 

@@ -77,7 +77,8 @@ class GatherDesc:
     ``host_ranks``: so many ranks of a host share second shards of these weights; 0: there are none. In forward
     ``parts`` are the elements of each full weight that this rank keeps (0: none), and ``part_tiles``, of a weight that
     backward gathers in tiles, those of a chunk in one of them (see `second_runs` in `layout.py`). A gather with no
-    ``parts`` is one of second shards among the ranks of the host, whose chunks are ``chunk_numels``.
+    ``parts`` is one of second shards among the ranks of the host, whose chunks are ``chunk_numels``. ``second_tiles``
+    are, of both, how second shards are laid out: in tiles of so many elements of a chunk; 0: whole.
     """
 
     owner: str
@@ -98,6 +99,7 @@ class GatherDesc:
     host_ranks: int = 0
     parts: tuple[int, ...] = ()
     part_tiles: tuple[int, ...] = ()
+    second_tiles: tuple[int, ...] = ()
 
     @property
     def from_second(self) -> bool:

@@ -85,7 +85,7 @@ def _spread(row: Sequence[int], host_of: Mapping[int, int]) -> tuple[int, int]:
         ShardError: they are not equally many, one host after the other.
     """
     runs: list[list[int]] = []
-    for rank in row:
+    for rank in sorted(row):  # as a process group has them, whatever their order in the mesh
         if runs and host_of[runs[-1][0]] == host_of[rank]:
             runs[-1].append(rank)
         else:

@@ -14,7 +14,7 @@ def second_shard_lines(frame: Frame) -> list[str]:
     if not within:
         return [
             "no weight has a second shard: the ranks that hold its parts are on one host, or it stays gathered, or "
-            "backward gathers none"
+            "backward gathers none, or this is a copy of a model"
         ]
     names = {(g.owner, name) for g in within for name in g.names}
     plans = [plan for ref, plan in frame.params.items() if (ref.owner, ref.name) in names]
@@ -41,7 +41,7 @@ def packed_sum_lines(frame: Frame) -> list[str]:
     if not packed:
         return [
             f"no gradient goes between hosts in {asked}: the ranks that hold parts of it are on one host, or hold it "
-            "whole, or it is summed in float64"
+            "whole, or it is summed in float64, or this is a copy of a model"
         ]
     sent = sum((r.hosts - 1) * r.packed_bytes for r in packed)
     whole = sum((r.hosts - 1) * r.summed_bytes for r in packed)

@@ -93,6 +93,7 @@ class ChunkStorage:
                 raise ShardError(
                     'reduce_between_hosts_dtype="int8" needs CPU ranks that share memory within each host, and '
                     f"these use {self.transport.name} ({self.transport.reason}); leave it out"
+                    + ('; to plan for ranks that do, give transport="shared"' if self._group.one_rank else "")
                 )
 
     @property

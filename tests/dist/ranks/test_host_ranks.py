@@ -16,6 +16,7 @@ from dist.ranks.test_hosts import loss_of, make, trained, two_hosts
 from dist.spawn import run_ranks
 from marks import slow
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, ShardError, TransferError
@@ -71,6 +72,94 @@ def test_training_is_the_same_to_the_bit(kind, fields):
             assert (held, within) == (0, False)
         else:
             assert (0 < held == planned, within, told) == (True, True, True)
+
+
+class RunAgain(torch.nn.Module):
+    """Each layer is a region that backward runs again: there it reads biases too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(lambda v, layer=layer: torch.tanh(layer(v)), x, use_reentrant=False)
+        return x
+
+
+class _ReadInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return grad @ w, None
+
+
+class BackwardAlone(torch.nn.Module):
+    """A weight that only backward computes with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+        self.weight = torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)
+
+    def forward(self, x):
+        return _ReadInBackward.apply(self.layer(x), self.weight)
+
+
+def deep():
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(3)))
+
+
+def gradients(rank, made, tiles, second_shard):
+    """Of a model, by functions that gather in tiles of these sizes, whose forwards come before all of the backwards."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zero.shard(made(), transport="c10d", device="cpu", second_shard=second_shard, bucket_bytes=0)
+    options = [{"compute": "aten"} | ({"tile_bytes": t} if t else {}) for t in tiles]
+    steps = [torch.compile(model, backend="zero", options=o) for o in options]
+    given = torch.Generator().manual_seed(rank)
+    out = []
+    for _ in range(2):
+        losses = [
+            step(torch.randn(4 + 2 * k, 16, generator=given)).square().sum() for k, step in enumerate(steps)
+        ]
+        for loss in losses:
+            loss.backward()
+            out += [p.grad._local_tensor.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)  # what is left of the first step is of no use in the second
+    report = zero.inspect(model)
+    within = any(g.from_second for f in report.frames for p in f.programs.values() for g in p.gathers)
+    return out, within
+
+
+def same_gradients(rank, world):
+    two_hosts(rank, world)
+    wrong = []
+    for made, tiles, uses in (
+        (RunAgain, [0], True),
+        (BackwardAlone, [0], False),
+        (deep, [0, 256], True),
+        (deep, [256, 512], True),
+    ):
+        want, _ = gradients(rank, made, tiles, None)
+        found, within = gradients(rank, made, tiles, "host")
+        if within != uses or len(found) != len(want) or not all(map(torch.equal, found, want)):
+            off = [float((a - b).abs().max()) for a, b in zip(found, want, strict=False) if a.numel()]
+            wrong.append((made.__name__, tiles, within, off))
+    return wrong
+
+
+def test_backward_never_gathers_what_forward_has_not_left():
+    """Regions that are run again, weights that backward reads alone, frames with tiles of different sizes."""
+    assert run_ranks(same_gradients, 4, timeout=240.0) == [[]] * 4
 
 
 def packed_sums(rank, world, fields):

@@ -11,24 +11,25 @@ from null.graphs import OWNER, Build, aten, lower, names_of, two_layers, two_lay
 from zero_compiler.errors import TransferError
 from zero_compiler.ir import dump, ops
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.passes import second_sharded
 
 NAMES = ("h.0.w", "h.0.b", "h.1.w")
 REFS = tuple(ParamRef(OWNER, name) for name in NAMES)
 
 
-def forward(later=frozenset(REFS), **fields):
+def forward(second_of=frozenset(REFS), **fields):
     b = two_layers(**({"world": 4, "second": 2} | fields))
-    return b, lower(b, "forward", bucket_bytes=0, later=later)
+    return b, lower(b, "forward", bucket_bytes=0, second=second_of)
 
 
-def backward(reads=REFS, **fields):
+def backward(second_of=frozenset(REFS), **fields):
     b = two_layers_backward(**({"world": 4, "second": 2} | fields))
-    return b, lower(b, "backward", bucket_bytes=0, reads=reads)
+    return b, lower(b, "backward", bucket_bytes=0, reads=REFS, second=second_of)
 
 
 class Goldens(TestCase):
     def test_forward_keeps_parts_of_what_backward_gathers(self):
-        _, graph = forward(later=frozenset(REFS[2:]))
+        _, graph = forward(frozenset(REFS[2:]))
         self.assertExpectedInline(
             dump.text(graph),
             """\
@@ -133,7 +134,7 @@ def test_backward_takes_tiles_of_what_forward_gathered_whole():
     b = Build(h__0__w=(4, 4), h__0__b=(4,), h__1__w=(5, 4), **fields)
     x = b.input("x", 3, 4)
     b.done(b.op(aten.mm.default, x, b.op(aten.t.default, b.op(aten.sin.default, b.weight("h.1.w")))))
-    graph = lower(b, "forward", bucket_bytes=0)
+    graph = lower(b, "forward", bucket_bytes=0, second=frozenset(REFS))
     (g,) = b.program(graph, "forward")[0].gathers
     assert (g.tile, g.parts, g.part_tiles) == (
         None,
@@ -150,8 +151,8 @@ def test_backward_takes_tiles_of_what_forward_gathered_whole():
     )
 
 
-def test_what_forward_has_not_read_comes_from_all_ranks():
-    _, graph = backward(reads=REFS[:2])
+def test_what_forward_does_not_gather_comes_from_all_ranks():
+    _, graph = backward(frozenset(REFS[:2]))
     (gather,) = graph.find_nodes(op="call_function", target=ops.gather)
     assert len(gather.args) == 5
     _, kept = forward(stage=2)
@@ -162,3 +163,13 @@ def test_a_backward_without_its_forward_says_so():
     b, graph = backward()
     with pytest.raises(TransferError, match="no forward has kept a part of 'h.1.w'"):
         b.by_reference(graph, "backward")
+
+
+def test_second_shards_are_of_what_both_phases_gather():
+    """Backward by its own reads, of regions that it runs again, or whatever it reads; forward by its reads alone."""
+    params = two_layers(world=4, second=2).plans
+    both = two_layers().graph, two_layers_backward().graph
+    assert second_sharded(*both, frozenset(), params) == frozenset(REFS[2:])
+    assert second_sharded(*both, frozenset(REFS[:1]), params) == {REFS[0], REFS[2]}
+    assert second_sharded(both[1], both[1], frozenset(REFS), params) == frozenset(REFS[2:])
+    assert second_sharded(*both, frozenset(REFS), two_layers().plans) == frozenset()

@@ -20,6 +20,8 @@ def test_those_of_a_host_share_where_there_are_several_hosts():
     # Replicas, each over two hosts; and each within one.
     assert ranks_of_host([[0, 1, 4, 5], [2, 3, 6, 7]], hosts("aaaabbbb")) == 2
     assert ranks_of_host([[0, 1], [2, 3]], hosts("aabb")) == 0
+    # A mesh in another order: ranks gather in that of their process group.
+    assert ranks_of_host([[0, 2, 4, 1, 3, 5]], hosts("aaabbb")) == 3
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,11 @@ def test_those_of_a_host_share_where_there_are_several_hosts():
             [range(4)],
             hosts("abab"),
             "with numbers that follow each other, and hosts have ranks 0; 1; 2; 3; leave it",
+        ),
+        (
+            [[0, 2, 4, 1, 3, 5]],
+            hosts("ababab"),
+            "with numbers that follow each other, and hosts have ranks 0; 1; 2; 3; 4; 5; leave it",
         ),
         (
             [range(2)],

@@ -80,5 +80,5 @@ def test_ranks_that_share_no_memory_do_not_send_sums_in_blocks(tmp_path):
         planned(tmp_path, transport="c10d", reduce_between_hosts_dtype="int8")
     assert str(error.value) == (
         'reduce_between_hosts_dtype="int8" needs CPU ranks that share memory within each host, and these use c10d '
-        "(asked for); leave it out"
+        '(asked for); leave it out; to plan for ranks that do, give transport="shared"'
     )
