@@ -59,6 +59,7 @@ NUMBERS = {
     "PickKernels": "test_pick_kernels::test_numbers",
     "PlaceOffloads": "test_offload_activations::test_two_ranks_get_the_numbers_of_plain_pytorch",
     "PlaceStarts": "test_place_transfers::test_starts_further_ahead_keep_the_numbers",
+    "SecondShards": "test_second_shards::test_backward_has_the_weights_that_forward_had",
     "TagRecompute": "test_lifetimes::test_a_view_that_crosses_segments",
     "TileLoss": "tiling/test_tile_loss::test_the_passes_keep_the_numbers",
     "TileMlp": "tiling/test_tile_mlp::test_the_passes_keep_the_numbers",

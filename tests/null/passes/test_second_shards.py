@@ -28,7 +28,7 @@ def backward(second_of=frozenset(REFS), **fields):
 
 
 class Goldens(TestCase):
-    def test_forward_keeps_parts_of_what_backward_gathers(self):
+    def test_second_shards(self):
         _, graph = forward(frozenset(REFS[2:]))
         self.assertExpectedInline(
             dump.text(graph),
