@@ -14,7 +14,7 @@ import pytest
 import torch
 from dist.ranks.test_hosts import loss_of, make, trained, two_hosts
 from dist.spawn import run_ranks
-from marks import slow
+from marks import thorough
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -53,9 +53,9 @@ def found_of(model):
 
 WAYS = [
     ("auto", {}),
-    ("c10d", {"param_dtype": torch.bfloat16, "bucket_bytes": 0}),
-    *slow(
-        ("c10d", {"tile_bytes": 64}),
+    ("c10d", {"tile_bytes": 64}),
+    *thorough(
+        ("c10d", {"param_dtype": torch.bfloat16, "bucket_bytes": 0}),
         ("auto", {"offload_params": "nvme"}),
         ("auto", {"gather_dtype": "int8"}),
         ("auto", {"memory_budget_bytes": 1 << 30}),
@@ -177,7 +177,7 @@ def packed_sums(rank, world, fields):
     return off, most, "as int8 between hosts" in str(zero.inspect(model))
 
 
-@pytest.mark.parametrize("fields", [{}, *slow({"stage": 1, "param_dtype": torch.bfloat16})], ids=str)
+@pytest.mark.parametrize("fields", [{}, *thorough({"stage": 1, "param_dtype": torch.bfloat16})], ids=str)
 def test_sums_in_blocks_train_nearly_as_in_full(fields):
     """Gradients are clipped to a norm of 1, so no number of a mean is off by more than 1/254, and of SGD at 0.5 no
     weight by more than four times half of that in four steps, were each step's gradient the same."""
@@ -235,7 +235,7 @@ def killed(rank, world, kind):
     return True
 
 
-@pytest.mark.parametrize("kind", ["shared", *slow("c10d")])
+@pytest.mark.parametrize("kind", ["shared", *thorough("c10d")])
 def test_a_killed_rank_ends_all_others(kind):
     results = run_ranks(killed, 4, kind, timeout=90.0, group_timeout=15.0, may_die={3})
     assert results[:3] == [True] * 3
