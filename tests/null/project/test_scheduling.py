@@ -60,4 +60,3 @@ def test_a_crash_fails_one_test_and_hides_no_other(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120, env=env)
     assert "3 failed, 11 passed" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count("crashed while running") == 3, done.stdout
