@@ -6,20 +6,18 @@ The hosts are two halves of this machine's ranks, told apart by what a rank says
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 
 import pytest
 import torch
-from dist.ranks.test_hosts import loss_of, make, trained, two_hosts
+from dist.ranks.test_hosts import killed, make, trained, two_hosts
 from dist.spawn import run_ranks
 from marks import thorough
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError, ShardError, TransferError
+from zero_compiler.errors import RankMismatchError, ShardError
 from zero_compiler.params.modules import sharded_models_of
 from zero_compiler.ranks import transport
 
@@ -223,21 +221,13 @@ def test_a_mean_is_off_by_no_more_than_the_bound():
         assert not errors or max(errors) > 0
 
 
-def killed(rank, world, kind):
-    two_hosts(rank, world)
-    _model, compiled = make(kind, second_shard="host")
-    loss_of(compiled, rank, 0).backward()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(TransferError):
-        for step in range(3):
-            loss_of(compiled, rank, step).backward()
-    return True
+def killed_with_second_shards(rank, world, kind):
+    return killed(rank, world, kind, second_shard="host")
 
 
 @pytest.mark.parametrize("kind", ["shared", *thorough("c10d")])
 def test_a_killed_rank_ends_all_others(kind):
-    results = run_ranks(killed, 4, kind, timeout=90.0, group_timeout=15.0, may_die={3})
+    results = run_ranks(killed_with_second_shards, 4, kind, timeout=90.0, group_timeout=15.0, may_die={3})
     assert results[:3] == [True] * 3
 
 

@@ -108,9 +108,9 @@ def test_hosts_that_are_not_alike_use_c10d():
     assert run_ranks(irregular, 4, timeout=120.0) == [True] * 4
 
 
-def killed(rank, world):
+def killed(rank, world, kind="shared", **fields):
     two_hosts(rank, world)
-    _model, compiled = make("shared")
+    _model, compiled = make(kind, **fields)
     loss_of(compiled, rank, 0).backward()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
