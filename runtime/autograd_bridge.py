@@ -31,7 +31,7 @@ class LocalRows(torch.autograd.Function):
             refs: owner and name of each of ``params``.
             models: by owner.
         """
-        ctx.params, ctx.refs, ctx.models = params, refs, models
+        ctx.params, ctx.refs, ctx.models, ctx.frame = params, refs, models, frame
         ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
         ctx.calls = [grads.opened(owner, (ref.name for ref in refs)) for owner in models.values()]
@@ -79,6 +79,9 @@ def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
     places = {owner: model.places for owner, model in ctx.models.items()}
     for ref, param, version, grad in zip(ctx.refs, ctx.params, ctx.versions, given, strict=True):
         if grad is None:
+            # A frozen one may be written to as long as backward does not compute with it.
+            if param._version != version and not param.requires_grad and ctx.frame.gathers_in_backward(ref):
+                parameter_errors.check_unmodified(param, ref.name, version)
             continue
         if param._version != version:
             parameter_errors.check_unmodified(param, ref.name, version)

@@ -34,10 +34,8 @@ class Frame:
     timelines: dict[str, Timeline] = field(default_factory=dict)
     choices: dict[str, PrefetchChoice] = field(default_factory=dict)
     kept_bytes: int = 0
-    within_host_us: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # of gathers of second shards, and of the same from all ranks
+    # Of gathers of second shards, and of the same from all ranks.
+    within_host_us: tuple[float, float] = (0.0, 0.0)
     remade: list[Any] = field(default_factory=list)  # passes.Remade: what backward makes again
     offloaded: list[Any] = field(default_factory=list)  # facts.Away: what waits on another tier
     held_bytes: int = 0  # most that backward holds at once of what forward made, or what it makes again
@@ -65,6 +63,13 @@ class Frame:
     calls: weakref.WeakSet[PendingForward] = field(
         default_factory=weakref.WeakSet
     )  # whose backward is still due
+
+    def gathers_in_backward(self, ref: ParamRef) -> bool:
+        """Whether its backward gathers a weight, to compute with it."""
+        backward = self.programs.get("backward")
+        return backward is not None and any(
+            g.owner == ref.owner and ref.name in g.names for g in backward.gathers
+        )
 
     @property
     def saved_now(self) -> int:

@@ -22,6 +22,19 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error(how):
         loss.backward()
 
 
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_a_frozen_weight_may_change_where_backward_does_not_compute_with_it(how):
+    for read_in_backward in (True, False):
+        model = net() if how == "plain" else zero.shard(net(), stage=3)
+        frozen = model.second if read_in_backward else model.first
+        frozen.requires_grad_(False)
+        loss = use(model, how)(batch()).square().mean()
+        with torch.no_grad():
+            frozen.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified") if read_in_backward else contextlib.nullcontext():
+            loss.backward()
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_hooks_and_autograd_grad_mean_what_they_always_do(how):
     plain, model = net(), zero.shard(net())
