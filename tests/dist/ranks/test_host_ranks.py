@@ -160,6 +160,26 @@ def test_backward_never_gathers_what_forward_has_not_left():
     assert run_ranks(same_gradients, 4, timeout=240.0) == [[]] * 4
 
 
+def written_between(rank, world):
+    """A frozen weight that changes between forward and backward."""
+    two_hosts(rank, world)
+    model = zero.shard(deep(), transport="c10d", device="cpu", second_shard="host", bucket_bytes=0)
+    model[2].requires_grad_(False)
+    loss = torch.compile(model, backend="zero", options={"compute": "aten"})(torch.ones(2, 16)).sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(ShardError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_second_shards_are_of_the_weight_as_it_is():
+    for said in run_ranks(written_between, 4, timeout=120.0):
+        assert (
+            "gathers '2.weight' from second shards, and no forward has left them there since it was" in said
+        )
+
+
 def packed_sums(rank, world, fields):
     """How far weights are off after four steps whose sums went between hosts in blocks, and the losses."""
     two_hosts(rank, world)
