@@ -85,11 +85,9 @@ class Fitting:
 
         def partition(nbytes: int | None) -> Phases:
             """Forward and backward whose activations take at most so many bytes."""
-            return (
-                partition_anew(nbytes)
-                if nbytes is not None
-                else self._partition_once(gm.graph, partition_anew)
-            )
+            if nbytes is not None:
+                return partition_anew(nbytes)
+            return self._partition_once(gm.graph, partition_anew)
 
         def partition_anew(nbytes: int | None = None) -> Phases:
             once = activations is None and memory is None and not state.is_given
@@ -112,11 +110,9 @@ class Fitting:
 
         def planned() -> Phases:
             graphs = partition(None)
-            return (
-                graphs
-                if activations is None
-                else self.measures.within_activations(partition, graphs, activations)
-            )
+            if activations is None:
+                return graphs
+            return self.measures.within_activations(partition, graphs, activations)
 
         if state.is_given:
             graphs = partition_as_given(

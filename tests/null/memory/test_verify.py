@@ -273,7 +273,7 @@ def parted(phase: str = "forward") -> Program:
     """A forward that keeps parts on two ranks, or the backward that gathers them."""
     b = (two_layers if phase == "forward" else two_layers_backward)(second=2)
     reads = tuple(b.plans) if phase == "backward" else ()
-    return b.program(lower(b, phase, bucket_bytes=0, reads=reads), phase)[0]
+    return b.program(lower(b, phase, bucket_bytes=0, reads=reads, second=frozenset(b.plans)), phase)[0]
 
 
 def test_second_shards_that_are_not_all_of_a_weight():
