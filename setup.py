@@ -1,5 +1,6 @@
-"""Builds the engine, ``zero_compiler.runtime._C``, file I/O, ``zero_compiler.storage._aio``, and ranges of torch's
-profiler, ``zero_compiler._ranges``, from csrc/. The rest is declared in pyproject.toml.
+"""Builds the engine, ``zero_compiler.runtime._C``, file I/O, ``zero_compiler.storage._aio``, and what
+torch's C++ interface has and its Python has not, ``zero_compiler._torch_cpp``, from csrc/. The rest is declared in
+pyproject.toml.
 
 One build serves CPU and accelerator machines alike: the engine uses c10's generic streams and events and
 links no accelerator library. File I/O uses no torch at all, and liburing where the compiler finds it (at least 2.2;
@@ -61,12 +62,12 @@ engine = CppExtension(
     sources_of("csrc/src", "csrc/bindings.cc"),
     extra_compile_args=[*flags, *system_includes],
 )
-ranges = CppExtension(
-    "zero_compiler._ranges",
-    sources_of("csrc/src/ranges", "csrc/range_bindings.cc"),
+torch_cpp = CppExtension(
+    "zero_compiler._torch_cpp",
+    sources_of("csrc/src/ranges", "csrc/torch_bindings.cc"),
     extra_compile_args=[*flags, *system_includes],
 )
-for extension in (engine, ranges):
+for extension in (engine, torch_cpp):
     extension.include_dirs = [os.path.abspath("csrc/include")]  # ninja runs in another folder
 
 uring = has_liburing()
@@ -93,11 +94,11 @@ class BuildEngine(BuildExtension):
         # Without ninja, setuptools takes an engine that is newer than its sources for up to date, whichever torch it
         # was compiled for.
         build = runpy.run_path("zero_compiler/engine_build.py")
-        for extension in (engine, ranges):
+        for extension in (engine, torch_cpp):
             compiled = Path(self.get_ext_fullpath(extension.name))
             if compiled.exists() and build["built_for"](compiled) != build["release_of"](torch.__version__):
                 self.force = True
         super().build_extensions()
 
 
-setup(ext_modules=[engine, aio, ranges], cmdclass={"build_ext": BuildEngine})
+setup(ext_modules=[engine, aio, torch_cpp], cmdclass={"build_ext": BuildEngine})

@@ -104,7 +104,7 @@ char* at(uintptr_t address) {
   return reinterpret_cast<char*>(address);
 }
 
-// What a range of a profile is held by (csrc/range_bindings.cc), or None.
+// What a range of a profile is held by (csrc/torch_bindings.cc), or None.
 std::shared_ptr<void> held_by(const py::object& held) {
   return held.is_none()
       ? nullptr

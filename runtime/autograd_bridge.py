@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +31,12 @@ class LocalRows(torch.autograd.Function):
             refs: owner and name of each of ``params``.
             models: by owner.
         """
-        ctx.params, ctx.refs, ctx.models, ctx.frame = params, refs, models, frame
+        ctx.params, ctx.refs, ctx.models = params, refs, models
         ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
         ctx.calls = [grads.opened(owner, (ref.name for ref in refs)) for owner in models.values()]
         for param in params:  # a copy of a parameter, or one that was assigned, has no such mark
             param.__dict__[MANAGED] = True
-        ctx.versions = [p._version for p in params]
         ctx.set_materialize_grads(False)
         rows = tuple(p._local_tensor.detach() for p in params)
         ctx.mark_non_differentiable(*(r for r, p in zip(rows, params, strict=True) if not p.requires_grad))
@@ -48,7 +47,6 @@ class LocalRows(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
             return _through_autograd(ctx, *given)
         ctx.calls = ctx.due = None
-        _unmodified(ctx, given)
         # Of each tensor among the inputs, in order, what accumulates its gradient.
         nodes = [node for node, _ in ctx.next_functions]
         runs = grads.will_run(nodes, given)
@@ -57,7 +55,6 @@ class LocalRows(torch.autograd.Function):
 
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:
     ctx.calls = ctx.due = None
-    _unmodified(ctx, given)
     grown = (None if g is None else _GradientRows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
     return (None, None, None, *grown)
 
@@ -74,20 +71,42 @@ class _GradientRows(torch.autograd.Function):
         raise parameter_errors.differentiated_twice()
 
 
-def _unmodified(ctx: Any, given: Sequence[torch.Tensor | None]) -> None:
-    # Of every parameter at every backward: so it calls no function where nothing is wrong.
-    places = {owner: model.places for owner, model in ctx.models.items()}
-    for ref, param, version, grad in zip(ctx.refs, ctx.params, ctx.versions, given, strict=True):
-        if grad is None:
-            # A frozen one may be written to as long as backward does not compute with it.
-            if param._version != version and not param.requires_grad and ctx.frame.gathers_in_backward(ref):
+class ForwardWeights:
+    """The parameters of one call of a compiled frame, as its forward finds them. Its backward gathers what it does not
+    keep once more, so they are to be the same then."""
+
+    def __init__(
+        self,
+        refs: Sequence[ParamRef],
+        models: Mapping[str, ShardedModel],
+        frame: Frame,
+        params: Sequence[DTensor],
+    ) -> None:
+        self._models, self._frame = models, frame
+        self._found = [(ref, param, param._version) for ref, param in zip(refs, params, strict=True)]
+
+    def checked_before_backward(self, outputs: Iterable[object], inputs: Iterable[object]) -> None:
+        """Have autograd ask, before it runs the backward of these ``outputs`` of the call, whether they are; also where
+        none of the parameters is to get a gradient."""
+        before = {x.grad_fn for x in inputs if isinstance(x, torch.Tensor)}  # an output may be an input
+        nodes = {out.grad_fn for out in outputs if isinstance(out, torch.Tensor)}
+        for node in nodes - before:
+            if node is not None:
+                node.register_prehook(self._check)
+
+    def _check(self, gradients: object) -> None:
+        # Of every parameter at every backward: so it calls no function where nothing is wrong.
+        places = {owner: model.places for owner, model in self._models.items()}
+        in_backward = self._frame.in_backward
+        for ref, param, version in self._found:
+            if ref not in in_backward:  # a frozen weight, or one that is read under no_grad
+                continue
+            if param._version != version:
                 parameter_errors.check_unmodified(param, ref.name, version)
-            continue
-        if param._version != version:
-            parameter_errors.check_unmodified(param, ref.name, version)
-        # Backward gathers what stands in the module.
-        for module, attribute in places[ref.owner][ref.name]:
-            if module._parameters.get(attribute) is param:
-                break
-        else:
-            parameter_errors.exchanged(ref.name)
+            # Backward gathers what stands in the module.
+            for module, attribute in places[ref.owner][ref.name]:
+                if module._parameters.get(attribute) is param:
+                    break
+            else:
+                self._models[ref.owner].param(ref.name)  # raises where there is none
+                parameter_errors.exchanged(ref.name)

@@ -8,7 +8,7 @@ site-packages only. ``install`` adds two import finders to ``sys.meta_path``:
     zero_compiler.passes       <checkout>/passes, and
     zero_compiler.runtime      <checkout>/runtime: at the front, since an editable install of another checkout would
                                give its own, beside the rest of this one
-    zero_compiler.runtime._C, zero_compiler.storage._aio, zero_compiler._ranges
+    zero_compiler.runtime._C, zero_compiler.storage._aio, zero_compiler._torch_cpp
                                at the end: the installed ones, where none is built in the checkout
 
 In an installed package nothing is added. After a plain install, Python in the root of a checkout thus runs the
@@ -26,7 +26,7 @@ from types import ModuleType
 _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE.parent
 _BESIDE = ("zero_compiler.passes", "zero_compiler.runtime")
-_COMPILED = ("zero_compiler.runtime._C", "zero_compiler.storage._aio", "zero_compiler._ranges")
+_COMPILED = ("zero_compiler.runtime._C", "zero_compiler.storage._aio", "zero_compiler._torch_cpp")
 
 
 class _BesideFinder(MetaPathFinder):

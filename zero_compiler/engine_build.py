@@ -1,4 +1,4 @@
-"""For which torch the engine was compiled, and the ranges of profiles, found without loading them.
+"""For which torch the compiled modules that use torch were made, found without loading them.
 
 Both are C++ against torch's headers, so each fits only the release that it was compiled with: under another one it does
 not load (an undefined symbol), or loads and misreads torch's objects. The release therefore stands in the compiled file
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 ENGINE = "zero_compiler.runtime._C"
-RANGES = "zero_compiler._ranges"
+TORCH_CPP = "zero_compiler._torch_cpp"
 # Followed by the release and a zero byte (csrc/include/zero/compiled_for.h).
 _MARK = b"zero_compiler engine compiled for torch "
 

@@ -11,16 +11,12 @@ import contextlib
 import threading
 from contextlib import AbstractContextManager
 
-from .engine_build import RANGES, check_installed
-
-check_installed(RANGES)  # before it is loaded
-
-from . import _ranges  # noqa: E402
+from . import torch_cpp
 
 COMPUTE = "compute"  # the lane of what a thread does itself, as `zero_compiler.ir.transfers` has it
 
-name_on = _ranges.name_on  # of what is done or moved on a lane, in traces
-profiled = _ranges.profiled  # whether something listens to ranges of this thread
+name_on = torch_cpp.name_on  # of what is done or moved on a lane, in traces
+profiled = torch_cpp.profiled  # whether something listens to ranges of this thread
 
 _innermost = threading.local()
 
@@ -47,7 +43,7 @@ class Range:
     __slots__ = ("_outer", "_range", "_starts")
 
     def __init__(self, what: str, starts: str = "") -> None:
-        self._starts, self._range = starts, _ranges.Range(COMPUTE, what)
+        self._starts, self._range = starts, torch_cpp.Range(COMPUTE, what)
 
     def __enter__(self) -> None:
         self._outer = started_here()
@@ -71,9 +67,9 @@ class Lanes:
     """Transfers that are under way on threads which torch's profiler does not know, each lane as a row of its own."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _ranges.Lane] = {}
+        self._lanes: dict[str, torch_cpp.Lane] = {}
 
-    def begin(self, lane: str, what: str) -> tuple[object, _ranges.Lane] | None:
+    def begin(self, lane: str, what: str) -> tuple[object, torch_cpp.Lane] | None:
         """A transfer begins on ``lane``. It is called as the thread says that starts it, or else ``what`` it is.
 
         Returns:
@@ -85,6 +81,6 @@ class Lanes:
             return None
         row = self._lanes.get(lane)
         if row is None:
-            row = self._lanes[lane] = _ranges.Lane(lane)
+            row = self._lanes[lane] = torch_cpp.Lane(lane)
         held = row.begin(started_here() or what)
         return None if held is None else (held, row)

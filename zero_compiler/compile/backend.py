@@ -39,7 +39,7 @@ from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
 from ..report.frame import Frame
-from ..runtime.autograd_bridge import LocalRows
+from ..runtime.autograd_bridge import ForwardWeights, LocalRows
 from ..sharded import parameter_errors
 from ..sharded.managed_parameters import check_not_replaced
 from ..storage.resident_memory import Footprint
@@ -259,12 +259,14 @@ def _entry(
         if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}
+            weights = ForwardWeights(refs, models, frame, params)
             rows = LocalRows.apply(refs, models, frame, *params)
         else:
             rows = [p._local_tensor for p in params]
         outputs = compiled(*[rows[k] if shard else args[k] for shard, k in sources])
         if params and torch.is_grad_enabled():
             watch_outputs(outputs, models[owners[0]].group)
+            weights.checked_before_backward(outputs, args)
         return outputs
 
     return _with_weights(call, captured.weights) if captured.weights else call

@@ -17,6 +17,7 @@ from ..sharded.sharded_model import ShardedModel
 from ..tensors import transforms
 from ..tensors.foreach import MANAGED
 from ..tensors.full_weight import AsParameter, full_parameter, registrable
+from ..torch_cpp import share_version_counter
 
 
 @registrable
@@ -29,7 +30,12 @@ class Unshard(torch.autograd.Function):
         param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
         ctx.call = grads.opened(sharded_model, (name,))
         dtype = sharded_model.params[name].gather_dtype
-        return full_parameter(sharded_model.gather_now(name, param._local_tensor, dtype))
+        full = full_parameter(sharded_model.gather_now(name, param._local_tensor, dtype))
+        if full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata:
+            share_version_counter(
+                full, param
+            )  # autograd, which saves it, notices what is written to the parameter
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:

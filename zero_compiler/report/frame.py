@@ -14,6 +14,7 @@ from ..cost.timeline import Timeline
 from ..ir.decisions import FrameDecisions
 from ..ir.facts import ParamRef
 from ..ir.program import Program
+from ..ir.transfers import GatherDesc, ReduceDesc
 from ..passes.base import ParamPlan
 from .lifetimes import Origin
 
@@ -63,13 +64,17 @@ class Frame:
     calls: weakref.WeakSet[PendingForward] = field(
         default_factory=weakref.WeakSet
     )  # whose backward is still due
+    _in_backward: tuple[Program | None, frozenset[ParamRef]] = None, frozenset()
 
-    def gathers_in_backward(self, ref: ParamRef) -> bool:
-        """Whether its backward gathers a weight, to compute with it."""
+    @property
+    def in_backward(self) -> frozenset[ParamRef]:
+        """The parameters that its backward gathers, to compute with them, or gives gradients."""
         backward = self.programs.get("backward")
-        return backward is not None and any(
-            g.owner == ref.owner and ref.name in g.names for g in backward.gathers
-        )
+        if backward is not self._in_backward[0]:
+            descs: list[GatherDesc | ReduceDesc] = [] if backward is None else [*backward.gathers, *backward.reduces]
+            refs = frozenset(ParamRef(desc.owner, name) for desc in descs for name in desc.names)
+            self._in_backward = backward, refs
+        return self._in_backward[1]
 
     @property
     def saved_now(self) -> int:

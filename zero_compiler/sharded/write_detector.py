@@ -284,10 +284,16 @@ class _Copy:
             )
             getattr(rows, method)(*ours, **named)
 
+        with self.told():
+            write_rows(self.param, write)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """The parameter is written to, and the copy as well: who made that knows that it is of this version."""
         before = self.param._version
-        write_rows(self.param, write)
+        yield
         if self.made_by is not None and self.made_by.version == before:
-            self.made_by.version = self.param._version  # the copy is written to as well
+            self.made_by.version = self.param._version
 
     def wrote(self) -> None:
         """What has been written until now is in the shard as well."""
@@ -346,8 +352,11 @@ def _writing(base: type, name: str) -> Callable[..., object]:
         # Of what autograd is to follow, plain PyTorch would refuse it: such a write is counted, and refused.
         # What is copied from a tensor has the precision of the copy, which may be less than the shard's.
         rounded = name == "copy_" and copy is not None and not copy.exact
-        if copy is None or copy.itself or rounded or (self.requires_grad and torch.is_grad_enabled()):
+        if copy is None or rounded or (self.requires_grad and torch.is_grad_enabled()):
             return method(self, *args, **kwargs)
+        if copy.itself:
+            with copy.told():
+                return method(self, *args, **kwargs)
         copy.write(name, args, kwargs)  # first: an operand may be the copy itself
         out = method(self, *args, **kwargs)
         copy.wrote()

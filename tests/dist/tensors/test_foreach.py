@@ -31,7 +31,13 @@ def test_a_step_between_forward_and_backward_is_an_error(how, compiled):
     else:
         opt.step()
     opt.zero_grad()
-    with pytest.raises(ShardError, match="was modified in place between forward and backward"):
+    # Eager code of the only rank computes with the parameters themselves: autograd says it in its own words.
+    ours, words = (
+        (ShardError, "was modified in place between forward and backward"),
+        (RuntimeError, "modified"),
+    )
+    error, match = ours if compiled else words
+    with pytest.raises(error, match=match):
         loss.backward()
 
 

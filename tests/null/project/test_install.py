@@ -110,7 +110,7 @@ def plain(tree: Path, borrowed: Path) -> Path:
     for built, inside, compiled in (
         ("runtime", "runtime", "_C"),
         ("zero_compiler/storage", "storage", "_aio"),
-        ("zero_compiler", "", "_ranges"),
+        ("zero_compiler", "", "_torch_cpp"),
     ):
         assert list((site / "zero_compiler" / inside).glob(f"{compiled}.*so"))
         assert not list((tree / built).glob(f"{compiled}.*so"))

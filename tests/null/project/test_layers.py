@@ -40,7 +40,7 @@ ROOMS = (
 )
 SURFACE = {"zero_compiler", "zero_compiler.__main__", "zero_compiler._tree"}
 MOST_FILES = 20  # in one folder
-COMPILED = {"zero_compiler.runtime._C", "zero_compiler.storage._aio", "zero_compiler._ranges"}
+COMPILED = {"zero_compiler.runtime._C", "zero_compiler.storage._aio", "zero_compiler._torch_cpp"}
 
 
 def files() -> dict[str, Path]:

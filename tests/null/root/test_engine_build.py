@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_compiler import _ranges, engine_build
+from zero_compiler import _torch_cpp, engine_build
 from zero_compiler.runtime import _C
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = b"zero_compiler engine compiled for torch "
 
 
-@pytest.mark.parametrize("compiled", [_C, _ranges], ids=["engine", "ranges"])
+@pytest.mark.parametrize("compiled", [_C, _torch_cpp], ids=["engine", "torch_cpp"])
 def test_what_is_compiled_names_its_torch(compiled):
     assert engine_build.built_for(Path(compiled.__file__)) == engine_build.release_of(torch.__version__)
 
@@ -42,7 +42,7 @@ def test_an_engine_for_another_torch_is_refused(tmp_path, content, named):
     assert refused.value.path == str(compiled)
 
 
-@pytest.mark.parametrize("name", [engine_build.ENGINE, engine_build.RANGES])
+@pytest.mark.parametrize("name", [engine_build.ENGINE, engine_build.TORCH_CPP])
 def test_what_would_be_loaded_is_looked_at(monkeypatch, name):
     engine_build.check_installed(name)
     monkeypatch.setattr(torch, "__version__", "9.9.0")
@@ -56,7 +56,7 @@ def test_what_would_be_loaded_is_looked_at(monkeypatch, name):
     [
         (_C, "zero_compiler.compile.backend"),
         (_C, "zero_compiler.runtime._C"),
-        (_ranges, "zero_compiler"),
+        (_torch_cpp, "zero_compiler"),
     ],
 )
 def test_it_is_not_loaded(tmp_path, compiled, module):

@@ -1,7 +1,8 @@
-// Python bindings of ranges: zero_compiler._ranges. zero_compiler/ranges.py
-// says how they are used.
+// Python bindings of what torch's C++ interface has and its Python has not:
+// zero_compiler._torch_cpp. zero_compiler/ranges.py says how ranges are used.
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
@@ -60,13 +61,21 @@ py::object begin(Lane& lane, const std::string& what) {
       });
 }
 
+// From here on a write to either tensor is counted as one to both, and autograd,
+// which has saved one of them, notices that the other was written to.
+void share_version_counter(const at::Tensor& tensor, const at::Tensor& of) {
+  tensor.unsafeGetTensorImpl()->set_version_counter(of.unsafeGetTensorImpl()->version_counter());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.doc() = "Ranges of torch's profiler: see zero_compiler.ranges.";
+  module.doc() = "What torch's Python has not: see zero_compiler.torch_cpp.";
 
   module.def("name_on", &zero::name_on, py::arg("lane"), py::arg("what"));
   module.def("profiled", &zero::profiled);
+  module.def(
+      "share_version_counter", &share_version_counter, py::arg("tensor"), py::arg("of"));
   py::class_<Context>(module, "Range")
       .def(py::init<const std::string&, const std::string&>(), py::arg("lane"), py::arg("what"))
       .def("__enter__", &Context::enter)

@@ -1,0 +1,10 @@
+"""What torch's C++ interface has and its Python has not (csrc/torch_bindings.cc): ranges of the profiler that are begun
+and ended by hand, and tensors that count their writes together."""
+
+from .engine_build import TORCH_CPP, check_installed
+
+check_installed(TORCH_CPP)  # before it is loaded
+
+from ._torch_cpp import Lane, Range, name_on, profiled, share_version_counter  # noqa: E402
+
+__all__ = ["Lane", "Range", "name_on", "profiled", "share_version_counter"]
