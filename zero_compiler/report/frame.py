@@ -71,7 +71,9 @@ class Frame:
         """The parameters that its backward gathers, to compute with them, or gives gradients."""
         backward = self.programs.get("backward")
         if backward is not self._in_backward[0]:
-            descs: list[GatherDesc | ReduceDesc] = [] if backward is None else [*backward.gathers, *backward.reduces]
+            descs: list[GatherDesc | ReduceDesc] = (
+                [] if backward is None else [*backward.gathers, *backward.reduces]
+            )
             refs = frozenset(ParamRef(desc.owner, name) for desc in descs for name in desc.names)
             self._in_backward = backward, refs
         return self._in_backward[1]
