@@ -7,6 +7,6 @@ from dist.streamed import MODULE
 
 
 @pytest.fixture
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_sub_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers update the larger weights of ``streamed.Net`` in pieces."""
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 16 << 10)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 16 << 10)

@@ -37,11 +37,11 @@ from ..storage.writeback_buffers import OF_BUDGET
 from .elementwise import States, declared, states_of
 from .overlap import Overlap
 from .telling import Telling, groups_of, tells
-from .updates import Done, Entry, Piece, Unit, local_of, options_of, pieces_of, whole_blocks
+from .updates import Done, Entry, Piece, SubGroup, local_of, options_of, pieces_of, whole_blocks
 
-# A unit is long enough for a disk to be at full speed through it, and short enough that the first read and the last
-# write, which nothing overlaps, are a small part of a step.
-UNIT_BYTES = 32 << 20
+# A sub-group is long enough for a disk to be at full speed through it, and short enough that the first read and the
+# last write, which nothing overlaps, are a small part of a step.
+SUB_GROUP_BYTES = 32 << 20
 _NORM = "norm of the gradients in a step of zero.optimizer"
 
 
@@ -118,14 +118,14 @@ class _StatePlacement:
         entries: of parameters whose states are alike.
         needs: what is to lie in files, by sharded model.
         taken: sharded model, name, parameter, and bytes of its states with their tier.
-        unit_bytes: what a unit of it streams, about.
+        sub_group_bytes: what a sub-group of it streams, about.
     """
 
     group: dict[str, Any]
     entries: list[list[Entry]]
     needs: dict[object, list[tuple[Entry, str, torch.dtype]]]
     taken: list[tuple[Any, str, Any, tuple[int, str]]]
-    unit_bytes: int
+    sub_group_bytes: int
 
 
 class StreamedOptimizer(Optimizer, Done, Telling):
@@ -146,7 +146,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     ) -> None:
         self.cls, self.kw, self.max_grad_norm = cls, kw, max_grad_norm
         self.grad_norm: torch.Tensor | None = None
-        self._units: list[Unit] = []
+        self._sub_groups: list[SubGroup] = []
         self._overlap = Overlap(self) if overlap else None
         self._stores: list[FileStore] = []
         self._stream: Stream | None = None
@@ -201,7 +201,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
 
     def _place_all(self, groups: Sequence[dict[str, object]]) -> None:
         """Give the states of ``groups`` a place: one file for all of a model's, since each takes descriptors."""
-        units, stores = list(self._units), len(self._stores)
+        sub_groups, stores = list(self._sub_groups), len(self._stores)
         try:
             placed = [self._placed(group) for group in groups]
             needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
@@ -214,7 +214,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 self._adopt(one)
         except BaseException as error:
             self.tell(error, MAKE)
-            self._units = units
+            self._sub_groups = sub_groups
             for store in self._stores[stores:]:
                 store.remove()
             del self._stores[stores:]
@@ -260,20 +260,22 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 if tier != "none":
                     entry.streamed[key] = dtype.itemsize
             entries.setdefault((states.eager, *states.tensors.items()), []).append(entry)
-        most = unit_bytes(owners[id(p)][0] for p in group["params"] if id(p) in owners)
+        most = sub_group_bytes(owners[id(p)][0] for p in group["params"] if id(p) in owners)
         return _StatePlacement(group, list(entries.values()), needs, taken, most)
 
     def _adopt(self, placed: _StatePlacement) -> None:
-        group, most = placed.group, placed.unit_bytes
+        group, most = placed.group, placed.sub_group_bytes
         new = [
-            Unit(self.cls, self.kw, group, self._states_of(group, local_of(batch[0].entry.param)), batch)
+            SubGroup(
+                self.cls, self.kw, group, self._states_of(group, local_of(pieces[0].entry.param)), pieces
+            )
             for alike in placed.entries
-            for batch in batches_of(alike, self._overlap is not None or not group.get("fused"), most)
+            for pieces in sub_groups_of(alike, self._overlap is not None or not group.get("fused"), most)
         ]
-        self._units += new
+        self._sub_groups += new
         self._measure()
-        if any(unit.states.eager for unit in new):
-            self._begin([unit for unit in new if unit.states.eager])
+        if any(sub_group.states.eager for sub_group in new):
+            self._begin([sub_group for sub_group in new if sub_group.states.eager])
         if self._overlap is not None:
             self._overlap.watch(new)
 
@@ -283,15 +285,15 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         Raises:
             StorageError: no room; they stay in memory then.
         """
-        found = [(unit, *f) for unit in self._units for f in unit.found(self.state)]
+        found = [(sub_group, *f) for sub_group in self._sub_groups for f in sub_group.found(self.state)]
         if not found:
             return
         # A group has one set of options, and a scalar does not tell which of its states are of its shape.
         tensors: dict[int, dict[str, torch.dtype]] = {}
-        for unit, _, key, dtype in found:
-            tensors.setdefault(id(unit.group), {})[key] = dtype
-        for unit in self._units:
-            unit.keep(tensors.get(id(unit.group), {}))
+        for sub_group, _, key, dtype in found:
+            tensors.setdefault(id(sub_group.group), {})[key] = dtype
+        for sub_group in self._sub_groups:
+            sub_group.keep(tensors.get(id(sub_group.group), {}))
         owners = _owners()
         placed = []
         needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
@@ -318,12 +320,12 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._measure()
 
     def _measure(self) -> None:
-        self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._units), default=0)
+        self.buffer_bytes = BUFFERS * max((u.nbytes for u in self._sub_groups), default=0)
 
     @property
-    def units(self) -> Sequence[Unit]:
+    def sub_groups(self) -> Sequence[SubGroup]:
         """What a step updates, in order."""
-        return self._units
+        return self._sub_groups
 
     @property
     def early(self) -> bool:
@@ -359,12 +361,13 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             OptimizerError: a parameter was put into another group, taken out of its own, or into one by hand.
         """
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
-        entries = {id(p.entry.param): p.entry for unit in self._units for p in unit.pieces}
+        entries = {id(p.entry.param): p.entry for sub_group in self._sub_groups for p in sub_group.pieces}
         moved = next((e.name for i, e in entries.items() if i not in groups), None)
-        for unit in self._units if moved is None else ():
-            unit.group = groups[id(unit.params[0])]
+        for sub_group in self._sub_groups if moved is None else ():
+            sub_group.group = groups[id(sub_group.params[0])]
             moved = moved or next(
-                (p.entry.name for p in unit.pieces if groups[id(p.entry.param)] is not unit.group), None
+                (p.entry.name for p in sub_group.pieces if groups[id(p.entry.param)] is not sub_group.group),
+                None,
             )
         if moved is None and len(groups) > len(entries):
             moved = next(
@@ -439,7 +442,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             check_reduced(group["params"])
             if self._overlap is None and any(type(p.grad) is AppliedGrad for p in group["params"]):
                 raise used_up()  # by another optimizer
-        self._run(self._units, self._clip())
+        self._run(self._sub_groups, self._clip())
         if self._overlap is not None:
             self._overlap.finish()
         return loss
@@ -455,10 +458,10 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
-    def feed(self, unit: Unit) -> None:
-        """Begin the update of a unit whose gradients are final (``overlap=True``)."""
+    def feed(self, sub_group: SubGroup) -> None:
+        """Begin the update of a sub-group whose gradients are final (``overlap=True``)."""
         with self._whole():
-            job = unit.job(self.state, self)
+            job = sub_group.job(self.state, self)
             if job is not None:
                 self._ready().feed(job)
                 self._ready().admit()  # gradients that wait for a buffer would pile up where the disk is slower
@@ -518,15 +521,15 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self.grad_norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
         return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
 
-    def _begin(self, units: Iterable[Unit]) -> None:
+    def _begin(self, sub_groups: Iterable[SubGroup]) -> None:
         with torch.no_grad():
-            self._run(units, None, begin=True)
+            self._run(sub_groups, None, begin=True)
 
-    def _run(self, units: Iterable[Unit], factor: torch.Tensor | None, begin: bool = False) -> None:
+    def _run(self, sub_groups: Iterable[SubGroup], factor: torch.Tensor | None, begin: bool = False) -> None:
         with self._whole():
             stream = self._ready()
-            for unit in units:
-                job = unit.job(self.state, self, factor, begin)
+            for sub_group in sub_groups:
+                job = sub_group.job(self.state, self, factor, begin)
                 if job is not None:
                     stream.feed(job)
             stream.drain()
@@ -572,7 +575,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             )
 
     def _ready(self) -> Stream:
-        need = max((u.nbytes for u in self._units), default=0)
+        need = max((u.nbytes for u in self._sub_groups), default=0)
         if self._stream is None or self._stream.nbytes < need:
             self._stream = Stream(need, BUFFERS)
         return self._stream
@@ -600,11 +603,11 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         super().__setstate__(state)
         self.link_groups()  # load_state_dict makes new ones
         self.place_found()
-        for unit in self._units:
+        for sub_group in self._sub_groups:
             with torch.no_grad():
-                for piece in unit.pieces:
+                for piece in sub_group.pieces:
                     piece.entry.drop_grad()
-                    piece.entry.place_states(self.state.get(piece.entry.param, {}), unit.states.tensors)
+                    piece.entry.place_states(self.state.get(piece.entry.param, {}), sub_group.states.tensors)
         if self._overlap is not None and (broken or self._overlap.due):
             self._overlap.finish()  # what was used up belongs to the step that broke off, or is left out
         self._broken = None
@@ -657,33 +660,35 @@ def tier_of(
     return str(tier)
 
 
-def unit_bytes(sharded_models: Iterable[ShardedModel]) -> int:
-    """Bytes that a unit streams, about, where parameters of these sharded models are updated."""
+def sub_group_bytes(sharded_models: Iterable[ShardedModel]) -> int:
+    """Bytes that a sub-group streams, about, where parameters of these sharded models are updated."""
     given = [p.tiers.files_budget for p in sharded_models]
-    return min([UNIT_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)])
+    return min(
+        [SUB_GROUP_BYTES, *(budget // (OF_BUDGET * BUFFERS) for budget in given if budget is not None)]
+    )
 
 
-def batches_of(entries: list[Entry], few: bool, limit_bytes: int) -> Iterable[list[Piece]]:
-    """Pieces of ``entries`` together, up to the size of a unit, ``limit_bytes``.
+def sub_groups_of(entries: list[Entry], few: bool, limit_bytes: int) -> Iterable[list[Piece]]:
+    """Pieces of ``entries`` together, up to the size of a sub-group, ``limit_bytes``.
 
     What rests where it is used passes through no buffer, and is updated in one call; unless with ``few`` parts of it
     are to be updated early, or torch's kernels are not fused ones and make temporaries as large as what they update.
     Before the last piece of a parameter there is none of another one: its pieces are updated in order, and an update of
     the first that waited for another gradient would be passed by the last.
     """
-    batch: list[Piece] = []
+    pieces: list[Piece] = []
     nbytes = 0
     for entry in entries:
         for piece in pieces_of(entry, limit_bytes):
             more = max(piece.nbytes, sized_as_local(entry.param).nbytes if few else 0)
-            apart = not piece.last and batch and batch[-1].entry is not entry
-            if batch and (apart or nbytes + more > limit_bytes):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(piece)
+            apart = not piece.last and pieces and pieces[-1].entry is not entry
+            if pieces and (apart or nbytes + more > limit_bytes):
+                yield pieces
+                pieces, nbytes = [], 0
+            pieces.append(piece)
             nbytes += more
-    if batch:
-        yield batch
+    if pieces:
+        yield pieces
 
 
 def _close(stores: list[FileStore]) -> None:

@@ -1,7 +1,7 @@
 """What the optimizer's step adds to a plan: the turns that it takes, and when they run.
 
-Where a ``zero.optimizer`` has been made these are its own units. Where not, they are those that an optimizer of the
-kind that ``Config.optimizer`` names would have, and the plan says that it assumes so: in a plan for another machine
+Where a ``zero.optimizer`` has been made these are its own sub-groups. Where not, they are those that an optimizer of
+the kind that ``Config.optimizer`` names would have, and the plan says that it assumes so: in a plan for another machine
 always; in that of a model that is trained here where something that an update needs rests off the device. A plain torch
 optimizer over what lies on the device is eager code, which ``zero.inspect`` leaves out of its Programs.
 """
@@ -21,7 +21,7 @@ from ..ir.program import Program
 from ..report.frame import Frame, Update
 from ..sharded.managed_parameters import sized_as_local
 from ..sharded.sharded_model import ShardedModel
-from .optimizer import batches_of, tier_of, unit_bytes
+from .optimizer import sub_group_bytes, sub_groups_of, tier_of
 from .updates import Entry, Piece, label_of
 
 _STATE_ITEM_BYTES = 4  # of an element of a state that is assumed
@@ -101,9 +101,9 @@ def _turns(
     told: dict[str, None] = {}
     known = {id(o): o for sharded_model in sharded_models for o in sharded_model.optimizers.values()}
     for optimizer in known.values():
-        for unit in optimizer.units:
-            state_bytes = [d.itemsize for d in unit.states.tensors.values()]
-            turn = _turn(unit.pieces, keys, state_bytes, optimizer.early, tiled, spec)
+        for sub_group in optimizer.sub_groups:
+            state_bytes = [d.itemsize for d in sub_group.states.tensors.values()]
+            turn = _turn(sub_group.pieces, keys, state_bytes, optimizer.early, tiled, spec)
             if turn is not None:
                 (early if optimizer.early else late).append(turn)
         when = ", overlap=True" if optimizer.early else ""
@@ -118,8 +118,8 @@ def _turns(
     state_bytes = [_STATE_ITEM_BYTES] * (config.state_bytes // _STATE_ITEM_BYTES)
     assumed = [
         turn
-        for batch in batches_of(entries, True, unit_bytes(sharded_models))
-        if (turn := _turn(batch, keys, state_bytes, False, tiled, spec)) is not None
+        for pieces in sub_groups_of(entries, True, sub_group_bytes(sharded_models))
+        if (turn := _turn(pieces, keys, state_bytes, False, tiled, spec)) is not None
     ]
     away = any(
         sharded_model.tiers.on_host(name) for sharded_model in sharded_models for name in sharded_model.params

@@ -31,7 +31,7 @@ from ..sharded import grads
 from ..sharded.grads import AppliedGrad
 from ..sharded.sharded_model import ShardedModel
 from ..storage import heap
-from .updates import Entry, OverlappedOptimizer, Unit
+from .updates import Entry, OverlappedOptimizer, SubGroup
 
 if TYPE_CHECKING:
     from ..sharded.files import GradientFiles
@@ -45,12 +45,12 @@ class Overlap:
 
     def __init__(self, optimizer: OverlappedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._units: list[Unit] = []
-        self._of: dict[int, tuple[Entry, list[Unit]]] = {}
+        self._sub_groups: list[SubGroup] = []
+        self._of: dict[int, tuple[Entry, list[SubGroup]]] = {}
         self._task: int | None = None  # autograd's number of the backward that runs
         self._missing: dict[
             int, set[int]
-        ] = {}  # of each unit that has not run, parameters without a final gradient
+        ] = {}  # of each sub-group that has not run, parameters without a final gradient
         self._hooks: list[RemovableHandle] = []
         self.hooks: set[int] = set()  # the ids of these
         self._params: list[weakref.ref[torch.Tensor]] = []
@@ -92,17 +92,17 @@ class Overlap:
     def _taken(self, params: Sequence[object]) -> bool:
         return any(id(p) in other._of for other in list(_all) if other is not self for p in params)
 
-    def watch(self, units: Sequence[Unit]) -> None:
-        """Take over the parameters of ``units``."""
+    def watch(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Take over the parameters of ``sub_groups``."""
         me = weakref.ref(self)
 
         def accumulated(param: torch.Tensor) -> None:
             if (overlap := me()) is not None:
                 overlap.enter()
 
-        for unit in units:
-            self._units.append(unit)
-            for piece in unit.pieces:
+        for sub_group in sub_groups:
+            self._sub_groups.append(sub_group)
+            for piece in sub_group.pieces:
                 param = piece.entry.param
                 if id(param) not in self._of:
                     if param.requires_grad:
@@ -110,7 +110,7 @@ class Overlap:
                         self.hooks.add(self._hooks[-1].id)
                     self._params.append(weakref.ref(param))
                     self._of[id(param)] = (piece.entry, [])
-                self._of[id(param)][1].append(unit)
+                self._of[id(param)][1].append(sub_group)
         for sharded_model in ops.owners():
             for name in sharded_model.places:
                 if id(sharded_model.find(name)) in self._of:
@@ -130,7 +130,7 @@ class Overlap:
         if task == self._task:
             return
         self.check_ended()
-        if self.due or any(type(p.grad) is AppliedGrad for u in self._units for p in u.params):
+        if self.due or any(type(p.grad) is AppliedGrad for u in self._sub_groups for p in u.params):
             if (optimizer := self._optimizer()) is not None:
                 optimizer.check_whole()
             raise grads.used_up(again=True)
@@ -143,7 +143,7 @@ class Overlap:
             self._first
         ):  # gradients come and go between states that are made, and what lives on with each of them
             self._apart.enter_context(heap.apart())
-        self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._units}
+        self._missing = {id(u): {id(p) for p in u.params if p.requires_grad} for u in self._sub_groups}
         grads.at_end(self._end, self._broke_off)
 
     def land(self, param: DTensor, local: torch.Tensor, final: bool) -> bool:
@@ -191,26 +191,26 @@ class Overlap:
         optimizer = self._optimizer()
         if optimizer is None or not optimizer.early:
             return
-        entry, units = self._of[id(param)]
+        entry, sub_groups = self._of[id(param)]
         sharded_model, name = self._owner(param)
         if sharded_model is not None and (files := sharded_model.gradients.files_of(name)) is not None:
             self._guarded(lambda: optimizer.receive(partial(files.finish, name)))
         entry.claim_grad()
-        for unit in units:
-            missing = self._missing.get(id(unit))
+        for sub_group in sub_groups:
+            missing = self._missing.get(id(sub_group))
             if missing is not None:
                 missing.discard(id(param))
                 if not missing:
-                    del self._missing[id(unit)]
-                    self._feed(optimizer, unit)
+                    del self._missing[id(sub_group)]
+                    self._feed(optimizer, sub_group)
 
-    def _feed(self, optimizer: OverlappedOptimizer, unit: Unit) -> None:
-        """Begin the update of ``unit``. An error waits for the end of the backward: raised here, it would leave peers
-        alone in the collectives that are still to come."""
+    def _feed(self, optimizer: OverlappedOptimizer, sub_group: SubGroup) -> None:
+        """Begin the update of ``sub_group``. An error waits for the end of the backward: raised here, it would leave
+        peers alone in the collectives that are still to come."""
 
         def update() -> None:
             self._partly = True
-            optimizer.feed(unit)
+            optimizer.feed(sub_group)
 
         self._guarded(update)
 
@@ -265,7 +265,7 @@ class Overlap:
             GradientError: before any was used, where they are those of this rank alone.
             StorageError: of an update.
         """
-        params = [p for u in self._units for p in u.params]
+        params = [p for u in self._sub_groups for p in u.params]
         if averages_follow(params):
             grads.at_end(self._end, self._broke_off)  # after them
             return
@@ -278,9 +278,9 @@ class Overlap:
             self._guarded(partial(optimizer.receive, sharded_model.gradients.finish))
         for entry, _ in self._of.values():
             entry.claim_grad()
-        for unit in self._units:
-            if self._missing.pop(id(unit), None) is not None:
-                self._feed(optimizer, unit)
+        for sub_group in self._sub_groups:
+            if self._missing.pop(id(sub_group), None) is not None:
+                self._feed(optimizer, sub_group)
         self._guarded(optimizer.complete)
         if self._failed is not None and not self._partly:
             self._give_back()
@@ -294,8 +294,8 @@ class Overlap:
         """After ``step()``, or a ``load_state_dict`` after one that broke off: there are no gradients."""
         self.due = self._partly = False
         self._missing.clear()
-        for unit in self._units:
-            for param in unit.params:
+        for sub_group in self._sub_groups:
+            for param in sub_group.params:
                 param.grad = None
 
 

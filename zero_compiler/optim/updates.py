@@ -1,7 +1,7 @@
 """One group of shards and its update: the real optimizer class on the local rows of a few parameters.
 
-A *unit* is what is updated at once: pieces of parameters of one parameter group. An operand (rows of a parameter, a
-gradient or a state) that rests on the device of the parameter is used where it lies; one in a file passes through a
+A *sub-group* is what is updated at once: pieces of parameters of one parameter group. An operand (rows of a parameter,
+a gradient or a state) that rests on the device of the parameter is used where it lies; one in a file passes through a
 buffer, and one on another device through a copy.
 """
 
@@ -211,7 +211,7 @@ class _PartOfPiece:
 
 
 @dataclass
-class Unit:
+class SubGroup:
     """Pieces that are updated by one call of the real class."""
 
     cls: type[Optimizer]
@@ -363,8 +363,8 @@ class Unit:
             self._keep_states(part, inner.state.get(param, {}), buffer, state, done)
         inner.state.clear()
         inner.param_groups[0]["params"] = []
-        # The host's copies are written to files, or read, next. A unit may have parameters of the host beside those of
-        # a device, and pieces on several tiers.
+        # The host's copies are written to files, or read, next. A sub-group may have parameters of the host beside those
+        # of a device, and pieces on several tiers.
         for device in {
             param.device
             for part, param in zip(parts, params, strict=True)
@@ -461,7 +461,7 @@ def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Done:
-    """What a step hears of its units."""
+    """What a step hears of its sub-groups."""
 
     def mark_written(self, param: torch.Tensor) -> None: ...
 
@@ -506,8 +506,8 @@ class OverlappedOptimizer(Protocol):
 
     def receive(self, finish: Callable[[], None]) -> None: ...
 
-    def feed(self, unit: Unit) -> None:
-        """Begin the update of a unit whose gradients are final."""
+    def feed(self, sub_group: SubGroup) -> None:
+        """Begin the update of a sub-group whose gradients are final."""
 
     def give_up(self) -> None: ...
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import ConfigError, OptimizerError, RankMismatchError, ShardError, StorageError
-from zero_compiler.optim.updates import Done, Entry, Piece, Unit
+from zero_compiler.optim.updates import Done, Entry, Piece, SubGroup
 from zero_compiler.storage.stores import region_of
 
-pytestmark = pytest.mark.usefixtures("small_units")
+pytestmark = pytest.mark.usefixtures("small_sub_groups")
 
 O = torch.optim
 
@@ -83,13 +83,13 @@ def test_equal_to_the_resident_class(cls, kw, tier, tmp_path):
     steps(model, optimizer)
     assert_same(model, optimizer, want, plain)
     if tier == "nvme":
-        entries = [p.entry for u in optimizer._units for p in u.pieces if p.entry.regions]
+        entries = [p.entry for u in optimizer._sub_groups for p in u.pieces if p.entry.regions]
         assert entries or (cls is O.SGD and "momentum" not in kw)
         for entry in entries:
             for key, value in optimizer.state[entry.param].items() if entry.param in optimizer.state else ():
                 if key in entry.regions:
                     assert region_of(local(value)) is entry.regions[key]
-        assert any(not p.whole for u in optimizer._units for p in u.pieces) or not entries
+        assert any(not p.whole for u in optimizer._sub_groups for p in u.pieces) or not entries
     assert list(tmp_path.iterdir()) == []  # its files have no names
 
 
@@ -112,7 +112,7 @@ def test_parameter_groups_schedules_and_a_group_that_comes_later(tmp_path):
     steps(model, optimizer, begin=4)
     assert optimizer.param_groups[1].pop("offload_optimizer") == "none"
     assert_same(model, optimizer, want, plain)
-    tiers = {p.entry.name: p.entry.tier for u in optimizer._units for p in u.pieces}
+    tiers = {p.entry.name: p.entry.tier for u in optimizer._sub_groups for p in u.pieces}
     assert tiers["first.weight"] == tiers["last.bias"] == "nvme"
     assert tiers["scale"] == "none"
 
@@ -208,7 +208,7 @@ LATER = {
 @pytest.mark.parametrize("brought", LATER)
 def test_states_that_come_later(brought, tier, overlap, tmp_path, monkeypatch):
     cls, kw, theirs, change = LATER[brought]
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 4 << 10)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 4 << 10)
     want, model = made(), made(offload_optimizer=tier, offload_grads="nvme", nvme_dir=str(tmp_path))
     plain, optimizer = cls(want.parameters(), **theirs), zero.optimizer(cls, model, overlap=overlap, **kw)
     steps(want, plain, 2, schedule=False)
@@ -224,7 +224,7 @@ def test_states_that_come_later(brought, tier, overlap, tmp_path, monkeypatch):
     assert_same(model, optimizer, want, plain)
     held = [v for v in optimizer.state[model.first.weight].values() if v.dim()]
     assert all((region_of(local(v)) is not None) == (tier == "nvme") for v in held)
-    assert any(not p.whole for u in optimizer.units for p in u.pieces)
+    assert any(not p.whole for u in optimizer.sub_groups for p in u.pieces)
 
 
 class Counted(O.Optimizer):
@@ -287,7 +287,7 @@ def test_max_grad_norm_clips_as_torch_does(tier, overlap, tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2, 0)])
-def test_a_unit_waits_for_a_device_on_which_any_of_its_parts_is(order, monkeypatch):
+def test_a_sub_group_waits_for_a_device_on_which_any_of_its_parts_is(order, monkeypatch):
     """Scalars are on the accelerator (here "meta") where other parameters are on its host."""
     waited = []
 
@@ -301,9 +301,11 @@ def test_a_unit_waits_for_a_device_on_which_any_of_its_parts_is(order, monkeypat
         waited.clear()
         for e in entries:
             e.param.grad = torch.ones_like(e.param)
-        unit = Unit(O.SGD, {"lr": 0.1}, {"lr": 0.1}, MODULE.states_of(O.SGD, {}, {}, torch.ones(1)), [])
-        unit.pieces = [Piece(e) for e in entries]
-        job = unit.job({e.param: {} for e in entries}, Done())
+        sub_group = SubGroup(
+            O.SGD, {"lr": 0.1}, {"lr": 0.1}, MODULE.states_of(O.SGD, {}, {}, torch.ones(1)), []
+        )
+        sub_group.pieces = [Piece(e) for e in entries]
+        job = sub_group.job({e.param: {} for e in entries}, Done())
         job.run(None)
         return waited
 
@@ -456,7 +458,7 @@ def test_a_plain_model_streams_too():
 
 
 def _two_ranks(rank, world, transport, overlap, folder):
-    MODULE.UNIT_BYTES = 16 << 10
+    MODULE.SUB_GROUP_BYTES = 16 << 10
 
     def train(tier, make, clip=None):
         model = made(offload_optimizer=tier, nvme_dir=folder, transport=transport)

@@ -157,7 +157,7 @@ class Raises(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("go_on", ["zero_grad", "accumulate"])
 def test_a_batch_that_is_skipped_after_an_error_in_backward(go_on, compiled, grads, tmp_path):
-    """With units that nothing has begun to update: no gradient of the broken batch is used later, unless the user adds
+    """With sub-groups that nothing has begun to update: no gradient of the broken batch is used later, unless the user adds
     to it, as without overlap."""
 
     def made():

@@ -16,7 +16,7 @@ from zero_compiler.sharded.grads import AppliedGrad
 from zero_compiler.storage import streaming
 from zero_compiler.storage.stores import region_of
 
-pytestmark = pytest.mark.usefixtures("small_units")
+pytestmark = pytest.mark.usefixtures("small_sub_groups")
 
 O = torch.optim
 
@@ -24,7 +24,7 @@ O = torch.optim
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tier", ["none", "nvme"])
 def test_overlap_gives_the_same_values(compiled, tier, tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 4 << 10)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 4 << 10)
     want, model = made(), made(offload_optimizer=tier, nvme_dir=str(tmp_path))
     plain, optimizer = O.AdamW(want.parameters()), zero.optimizer(O.AdamW, model, overlap=True)
     run = [
@@ -48,7 +48,7 @@ class Deep(nn.Module):
 
 
 def test_overlap_updates_while_backward_runs_and_never_before_the_last_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 1)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 1)
     torch.manual_seed(0)
     model = zero.shard(Deep(), offload_optimizer="nvme", nvme_dir=str(tmp_path))
     optimizer = zero.optimizer(O.SGD, model, lr=0.1, momentum=0.9, overlap=True)
@@ -59,7 +59,7 @@ def test_overlap_updates_while_backward_runs_and_never_before_the_last_read(tmp_
     order = []
     feed = optimizer.feed
     monkeypatch.setattr(
-        optimizer, "feed", lambda unit: (order.extend(id(p) for p in unit.params), feed(unit))
+        optimizer, "feed", lambda sub_group: (order.extend(id(p) for p in sub_group.params), feed(sub_group))
     )
     loss = run(x).sum()
     x.register_hook(lambda g: order.append("backward is over"))
@@ -86,9 +86,9 @@ class Behind(nn.Module):
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_overlap_updates_all_of_a_weight_that_lies_beside_one_without_a_gradient(slow, tmp_path, monkeypatch):
-    """Where the beginning of the weight shared a unit with the other parameter, its end was updated before it, and the
+    """Where the beginning of the weight shared a sub-group with the other parameter, its end was updated before it, and the
     beginning not at all."""
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 64 << 10)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 64 << 10)
     if not slow:
         monkeypatch.setattr(streaming._StreamedTurn, "done", lambda turn: turn.wait() or True)
 
@@ -107,12 +107,14 @@ def test_overlap_updates_all_of_a_weight_that_lies_beside_one_without_a_gradient
     want = train(lambda m: O.AdamW(m.parameters()))
     tier = {"offload_optimizer": "nvme", "nvme_dir": str(tmp_path)}
     model, optimizer = train(lambda m: zero.optimizer(O.AdamW, m, overlap=True), **tier)
-    assert any(p.entry.param is model.large.weight and not p.whole for u in optimizer.units for p in u.pieces)
+    assert any(
+        p.entry.param is model.large.weight and not p.whole for u in optimizer.sub_groups for p in u.pieces
+    )
     assert_same(model, optimizer, *want)
 
 
 def test_overlap_keeps_no_gradients_waiting_for_a_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 1)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 1)
     monkeypatch.setattr(
         streaming._StreamedTurn, "done", lambda turn: False
     )  # a disk that is slower than backward
@@ -122,7 +124,9 @@ def test_overlap_keeps_no_gradients_waiting_for_a_buffer(tmp_path, monkeypatch):
     waiting = []
     feed = optimizer.feed
     monkeypatch.setattr(
-        optimizer, "feed", lambda unit: (feed(unit), waiting.append(len(optimizer._stream._waiting)))
+        optimizer,
+        "feed",
+        lambda sub_group: (feed(sub_group), waiting.append(len(optimizer._stream._waiting))),
     )
     for _ in range(2):  # the second reads states too
         run(torch.randn(8, 64)).sum().backward()
@@ -303,7 +307,7 @@ def test_what_is_loaded_after_a_backward_is_not_written_over(slow_files, tmp_pat
     assert_same(model, optimizer, want, plain)
 
 
-def test_a_group_of_larger_units_may_come_between_backward_and_step(monkeypatch, tmp_path):
+def test_a_group_of_larger_sub_groups_may_come_between_backward_and_step(monkeypatch, tmp_path):
     # Of the weight that is there, the first piece is updated in the backward, and the second waits for its file.
     real = streaming._StreamedTurn.done
     monkeypatch.setattr(
@@ -312,16 +316,16 @@ def test_a_group_of_larger_units_may_come_between_backward_and_step(monkeypatch,
     want, model = made(), made(offload_optimizer="nvme", nvme_dir=str(tmp_path))
     plain = O.AdamW([want.first.weight])
     optimizer = zero.optimizer(O.AdamW, [model.first.weight], overlap=True)
-    assert len(optimizer.units) > 1
+    assert len(optimizer.sub_groups) > 1
     for m, o in ((want, plain), (model, optimizer)):
         steps(m, o, 2, schedule=False)
         m.zero_grad()
         m(torch.ones(2, 64)).sum().backward()
-        monkeypatch.setattr(MODULE, "UNIT_BYTES", 64 << 10)
+        monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 64 << 10)
         o.add_param_group({"params": [m.scale, m.last.weight, m.last.bias, m.first.bias]})
         o.step()
         m.zero_grad()
-        monkeypatch.setattr(MODULE, "UNIT_BYTES", 16 << 10)
+        monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 16 << 10)
     assert_same(model, optimizer, want, plain)
 
 

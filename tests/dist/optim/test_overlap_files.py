@@ -10,7 +10,7 @@ import zero_compiler as zero
 from zero_compiler.errors import OptimizerError, StorageError
 from zero_compiler.storage.writeback_buffers import Landing
 
-pytestmark = pytest.mark.usefixtures("small_units")
+pytestmark = pytest.mark.usefixtures("small_sub_groups")
 FILES = {f"offload_{what}": "nvme" for what in ("params", "grads", "optimizer")}
 WAYS = {"budget": {"memory_budget_bytes": 1 << 26}, "tiles": {"tile_bytes": 8 << 10}, "clip": {}}
 
@@ -56,7 +56,7 @@ def test_gradients_by_file_give_the_values_of_updates_after_backward(way, forwar
 
 
 def test_a_gradient_that_is_not_written_in_mid_backward_ends_the_optimizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "UNIT_BYTES", 1)
+    monkeypatch.setattr(MODULE, "SUB_GROUP_BYTES", 1)
     model, optimizer, run = made("budget", True, tmp_path)
     x = torch.randn(8, 64)
     run(x).backward()

@@ -185,7 +185,7 @@ _FILES = (
 def test_ctrl_c_between_any_two_lines_of_a_step(overlap, tmp_path, monkeypatch):
     """A step is done, or not begun, or later ones say that it is neither; nothing goes on in the background, and a
     checkpoint brings all back."""
-    monkeypatch.setattr(sys.modules["zero_compiler.optim.optimizer"], "UNIT_BYTES", 8 << 10)
+    monkeypatch.setattr(sys.modules["zero_compiler.optim.optimizer"], "SUB_GROUP_BYTES", 8 << 10)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
     zero.shard(model, nvme_dir=str(tmp_path), **dict.fromkeys(PLACED_FIELDS, "nvme"))

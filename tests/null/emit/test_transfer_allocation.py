@@ -187,7 +187,7 @@ def test_a_layer_trains_in_less_memory_than_its_weight_takes(tmp_path, monkeypat
 
     The parameters that are loaded are others than those that were made on meta.
     """
-    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", 1 << 16)
+    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "SUB_GROUP_BYTES", 1 << 16)
     monkeypatch.setattr(writeback_buffers, "_WRITE_BYTES", 1 << 14)
     torch.manual_seed(0)
     plain = nn.Linear(512, 2048)
@@ -249,7 +249,7 @@ def taken(layers: int, make, run, dtype=torch.float32) -> tuple[int, int]:
 @pytest.mark.slow
 def test_an_optimizer_makes_no_temporaries_of_the_size_of_the_model(kw, monkeypatch):
     """A unit's at most: torch's ``foreach`` kernels hold square roots of all second moments that they are given."""
-    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", LAYER)
+    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "SUB_GROUP_BYTES", LAYER)
     _C.meter_install()
 
     def make(model):
@@ -261,7 +261,7 @@ def test_an_optimizer_makes_no_temporaries_of_the_size_of_the_model(kw, monkeypa
 
 
 def test_the_buffers_of_states_in_files_are_as_large_at_ten_times_the_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "UNIT_BYTES", LAYER)
+    monkeypatch.setattr(sys.modules[zero.optimizer.__module__], "SUB_GROUP_BYTES", LAYER)
     sizes = []
     for layers in (LAYERS, 10 * LAYERS):
         model = zero.shard(Net(layers), offload_optimizer="nvme", nvme_dir=str(tmp_path))
