@@ -363,8 +363,8 @@ class SubGroup:
             self._keep_states(part, inner.state.get(param, {}), buffer, state, done)
         inner.state.clear()
         inner.param_groups[0]["params"] = []
-        # The host's copies are written to files, or read, next. A sub-group may have parameters of the host beside those
-        # of a device, and pieces on several tiers.
+        # The host's copies are written to files, or read, next. A sub-group may have parameters of the host beside
+        # those of a device, and pieces on several tiers.
         for device in {
             param.device
             for part, param in zip(parts, params, strict=True)
