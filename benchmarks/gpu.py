@@ -33,7 +33,7 @@ from pathlib import Path
 
 import common
 import torch
-from accelerator import GIB, device, device_text
+from one_device import GIB, device, device_text
 
 HERE = Path(__file__).parent
 
@@ -48,12 +48,6 @@ class Stage:
 
 
 def stages(directory: str, hardware: str, results: str) -> list[Stage]:
-    def accelerator(*chosen: str) -> list[str]:
-        """That part of the benchmark of one device which is chosen, and nothing else of it."""
-        given = dict(zip(chosen[::2], chosen[1::2], strict=True))
-        all_off = {"--model": "", "--gpt": "0,0,0,0,0", "--layer": "0", "--device-gib": "0"} | given
-        return ["accelerator.py", directory, *(word for pair in all_off.items() for word in pair)]
-
     device_gib, host_gib = room()
     of_largest = ["--device-gib", f"{device_gib:.0f}", "--host-gib", f"{host_gib:.0f}"]
     tiny = ["--width", "64", "--vocab", "64", "--tokens", "64"]
@@ -63,9 +57,28 @@ def stages(directory: str, hardware: str, results: str) -> list[Stage]:
             "a",
             "step time of a GPT of 1.5 B",
             4,
-            [*accelerator("--model", "gpt-1.5b", "--steps", "15", "--cuda-graphs", "yes"), *with_hardware],
             [
-                *accelerator("--model", "tiny", "--dtype", "fp32", "--steps", "2", "--warmup", "2"),
+                "device_step_time.py",
+                "--model",
+                "gpt-1.5b",
+                "--steps",
+                "15",
+                "--cuda-graphs",
+                "yes",
+                *with_hardware,
+            ],
+            [
+                *(
+                    "device_step_time.py",
+                    "--model",
+                    "tiny",
+                    "--dtype",
+                    "fp32",
+                    "--steps",
+                    "2",
+                    "--warmup",
+                    "2",
+                ),
                 *with_hardware,
             ],
         ),
@@ -80,15 +93,19 @@ def stages(directory: str, hardware: str, results: str) -> list[Stage]:
             "c",
             "the largest model",
             4,
-            [*accelerator(*of_largest, "--width", "5120"), "--ways", "3,1", *with_hardware],
-            [*accelerator("--device-gib", "1", "--most-blocks", "2"), *tiny, "--ways", "0", *with_hardware],
+            ["largest_model.py", directory, *of_largest, "--width", "5120", "--ways", "3,1", *with_hardware],
+            [
+                *("largest_model.py", directory, "--device-gib", "1", "--most-blocks", "2", "--ways", "0"),
+                *tiny,
+                *with_hardware,
+            ],
         ),
         Stage(
             "d",
             "one layer of 65,536 by 65,536",
             3,
-            [*accelerator("--layer", str(1 << 16)), *with_hardware],
-            [*accelerator("--layer", "64"), *with_hardware],
+            ["device_layer.py", "--layer", str(1 << 16), *with_hardware],
+            ["device_layer.py", "--layer", "64", *with_hardware],
         ),
         Stage(
             "e",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from accelerator import GIB
+from one_device import GIB
 
 HEAD = [
     "stage",

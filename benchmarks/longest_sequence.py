@@ -16,8 +16,8 @@ from typing import Any
 
 import common
 import torch
-from accelerator import GIB, Peak, adamw, device, fsdp2, meter, one_step
 from models import gpt
+from one_device import GIB, Peak, adamw, device, fsdp2, meter, one_step
 
 HEAD = ["way", "tokens in a sequence", "s a step", "tokens/s", "peak on the device, GiB", "planned"]
 FSDP2 = "FSDP2, blocks checkpointed, kept on the host"

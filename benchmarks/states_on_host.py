@@ -23,8 +23,8 @@ from typing import Any
 
 import common
 import torch
-from accelerator import GIB, Peak, device, forget, meter, one_step, plain, planned_ms
 from models import MODELS, OF_A_GPU, Spec
+from one_device import GIB, Peak, device, forget, meter, one_step, plain, planned_ms
 
 Step = Callable[[Sequence[torch.Tensor]], tuple[float, float]]  # of a batch: seconds, and the loss
 HEAD = ["way", "s a step", "/ limit", "peak on the device, GiB", "planned", "loss of the last step"]

@@ -23,13 +23,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 PRESET = str(SCRIPTS.parent / "zero_compiler" / "presets" / "laptop.json")
 CALLS = {
-    "accelerator": "DIR --model tiny --dtype fp32 --steps 2 --warmup 2 --device-gib 1 --most-blocks 2 --width 64 --vocab 64"
-    " --tokens 64 --hardware PRESET",
     "allocator": "--model tiny --steps 2 --warmup 1 --hardware PRESET",
     "bench": "--model tiny --modes ddp,fsdp2,zero3 --steps 2 --warmup 2 --hardware PRESET",
+    "device_layer": "--layer 64 --hardware PRESET",
+    "device_step_time": "--model tiny --dtype fp32 --steps 2 --warmup 2 --hardware PRESET",
     "export": "DIR --mib 4 --layers 2 --rounds 1",
     "gpu_predicted": "DIR",
     "host_overhead": "--layers 3 --modes fsdp2,zero3 --steps 2 --ranks 2",
+    "largest_model": "DIR --device-gib 1 --most-blocks 2 --width 64 --vocab 64 --tokens 64 --hardware PRESET",
     "longest_sequence": "--layers 1 --width 64 --vocab 64 --first 32 --most 64 --hardware PRESET",
     "memory": "--model tiny --modes ddp,zero3 --steps 1 --warmup 2 --hardware PRESET",
     "one_layer": "DIR --inputs 128 --outputs 512 --limit-mib 0 --budget-mib 6 --steps 2 --hardware none",
@@ -58,7 +59,7 @@ LEFT_OUT = {
     "planned_code",
     "resident",
 }
-PARTS = {"common", "limits", "models", "modes", "simple_fsdp", "transformers_models"}
+PARTS = {"common", "limits", "models", "modes", "one_device", "simple_fsdp", "transformers_models"}
 
 
 def test_every_script_is_run_or_left_out():
