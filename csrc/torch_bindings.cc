@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "zero/compiled_for.h"
 #include "zero/lane.h"
@@ -61,10 +62,18 @@ py::object begin(Lane& lane, const std::string& what) {
       });
 }
 
-// From here on a write to either tensor is counted as one to both, and autograd,
-// which has saved one of them, notices that the other was written to.
-void share_version_counter(const at::Tensor& tensor, const at::Tensor& of) {
-  tensor.unsafeGetTensorImpl()->set_version_counter(of.unsafeGetTensorImpl()->version_counter());
+// From here on a write to a tensor is counted as one to its partner in `of` too, and
+// autograd, which has saved one of them, notices that the other was written to.
+// Those of inference mode count nothing.
+void share_version_counters(
+    const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& of) {
+  TORCH_CHECK(tensors.size() == of.size(), tensors.size(), " tensors, and ", of.size());
+  for (size_t i = 0; i < of.size(); ++i) {
+    if (!tensors[i].is_inference() && !of[i].is_inference()) {
+      tensors[i].unsafeGetTensorImpl()->set_version_counter(
+          of[i].unsafeGetTensorImpl()->version_counter());
+    }
+  }
 }
 
 }  // namespace
@@ -75,7 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("name_on", &zero::name_on, py::arg("lane"), py::arg("what"));
   module.def("profiled", &zero::profiled);
   module.def(
-      "share_version_counter", &share_version_counter, py::arg("tensor"), py::arg("of"));
+      "share_version_counters", &share_version_counters, py::arg("tensors"), py::arg("of"));
   py::class_<Context>(module, "Range")
       .def(py::init<const std::string&, const std::string&>(), py::arg("lane"), py::arg("what"))
       .def("__enter__", &Context::enter)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from zero_compiler.errors import ShardError
 from zero_compiler.ir.facts import ParamRef
+from zero_compiler.ranks.failure_broadcast import cannot_begin
 from zero_compiler.report.frame import Frame
 from zero_compiler.sharded import grads, parameter_errors
 from zero_compiler.sharded.sharded_model import ShardedModel
 from zero_compiler.tensors.foreach import MANAGED
+from zero_compiler.torch_cpp import share_version_counters
 
 
 class LocalRows(torch.autograd.Function):
@@ -39,6 +42,8 @@ class LocalRows(torch.autograd.Function):
             param.__dict__[MANAGED] = True
         ctx.set_materialize_grads(False)
         rows = tuple(p._local_tensor.detach() for p in params)
+        # Autograd, which keeps for backward what that gathers from, notices what is written to the parameters.
+        share_version_counters(rows, params)
         ctx.mark_non_differentiable(*(r for r, p in zip(rows, params, strict=True) if not p.requires_grad))
         return rows
 
@@ -85,28 +90,28 @@ class ForwardWeights:
         self._models, self._frame = models, frame
         self._found = [(ref, param, param._version) for ref, param in zip(refs, params, strict=True)]
 
-    def checked_before_backward(self, outputs: Iterable[object], inputs: Iterable[object]) -> None:
-        """Have autograd ask, before it runs the backward of these ``outputs`` of the call, whether they are; also where
-        none of the parameters is to get a gradient."""
-        before = {x.grad_fn for x in inputs if isinstance(x, torch.Tensor)}  # an output may be an input
-        nodes = {out.grad_fn for out in outputs if isinstance(out, torch.Tensor)}
-        for node in nodes - before:
-            if node is not None:
-                node.register_prehook(self._check)
+    def check(self, gradients: object) -> None:
+        """Refuse a backward whose weights are others. Autograd asks this before each, also where none of the parameters
+        is to get a gradient.
 
-    def _check(self, gradients: object) -> None:
+        Raises:
+            ShardError: naming the first that was written to or replaced. The other ranks are told.
+        """
         # Of every parameter at every backward: so it calls no function where nothing is wrong.
         places = {owner: model.places for owner, model in self._models.items()}
         in_backward = self._frame.in_backward
         for ref, param, version in self._found:
             if ref not in in_backward:  # a frozen weight, or one that is read under no_grad
                 continue
-            if param._version != version:
-                parameter_errors.check_unmodified(param, ref.name, version)
             # Backward gathers what stands in the module.
-            for module, attribute in places[ref.owner][ref.name]:
-                if module._parameters.get(attribute) is param:
-                    break
-            else:
-                self._models[ref.owner].param(ref.name)  # raises where there is none
+            stands = any(m._parameters.get(name) is param for m, name in places[ref.owner][ref.name])
+            if stands and param._version == version:
+                continue
+            model = self._models[ref.owner]
+            try:
+                parameter_errors.check_unmodified(param, ref.name, version)
+                model.param(ref.name)  # raises where there is none
                 parameter_errors.exchanged(ref.name)
+            except ShardError as error:
+                cannot_begin(model.group, error)
+                raise

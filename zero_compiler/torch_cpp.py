@@ -5,6 +5,6 @@ from .engine_build import TORCH_CPP, check_installed
 
 check_installed(TORCH_CPP)  # before it is loaded
 
-from ._torch_cpp import Lane, Range, name_on, profiled, share_version_counter  # noqa: E402
+from ._torch_cpp import Lane, Range, name_on, profiled, share_version_counters  # noqa: E402
 
-__all__ = ["Lane", "Range", "name_on", "profiled", "share_version_counter"]
+__all__ = ["Lane", "Range", "name_on", "profiled", "share_version_counters"]

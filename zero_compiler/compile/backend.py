@@ -244,7 +244,7 @@ def _entry(
         sources.append((True, at[i]) if i in at else (False, next(rest)))
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> Callable[..., object]:
+    def call(*args: Any) -> Any:
         if measured is not None:
             measured.settle()
         for write in writes:
@@ -263,10 +263,11 @@ def _entry(
             rows = LocalRows.apply(refs, models, frame, *params)
         else:
             rows = [p._local_tensor for p in params]
-        outputs = compiled(*[rows[k] if shard else args[k] for shard, k in sources])
-        if params and torch.is_grad_enabled():
-            watch_outputs(outputs, models[owners[0]].group)
-            weights.checked_before_backward(outputs, args)
+        given = [rows[k] if shard else args[k] for shard, k in sources]
+        if not params or not torch.is_grad_enabled():
+            return compiled(*given)
+        outputs = compiled(*given, before_backward=weights.check)
+        watch_outputs(outputs, models[owners[0]].group)
         return outputs
 
     return _with_weights(call, captured.weights) if captured.weights else call

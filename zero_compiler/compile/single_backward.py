@@ -5,7 +5,7 @@ AOTAutograd's node takes no more, and says so in words that name neither the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -19,15 +19,21 @@ from ..tensors import transforms
 def once_differentiable(compiled: Callable[..., object]) -> Callable[..., object]:
     """``compiled``, a frame that AOTAutograd has made, which says what it cannot do when it is asked for it."""
 
-    def call(*args: object) -> object:
+    def call(*args: object, before_backward: Callable[[object], None] | None = None) -> Any:
+        """``before_backward``: what autograd is to ask before each backward of this call."""
         if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
             raise GradientError(
                 "a compiled model was given an input with a tangent, and forward-mode AD goes through no compiled "
                 f"frame: {parameter_errors.UNCOMPILED}"
             )
+        earlier = {x.grad_fn for x in args if isinstance(x, torch.Tensor)}
         out = compiled(*args)
-        if torch.is_grad_enabled() and (node := _node_of(out)) is not None:
+        outputs = out if isinstance(out, (list, tuple)) else (out,)
+        # An input that the frame writes to is a result of it.
+        if torch.is_grad_enabled() and (node := _node_of((*outputs, *args), earlier)) is not None:
             node.register_prehook(_before)
+            if before_backward is not None:
+                node.register_prehook(before_backward)
         return out
 
     return call
@@ -37,11 +43,12 @@ def _has_tangent(value: object) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def _node_of(out: object) -> Any:
-    """The node of the frame: that of an output, or of the one whose view an output is."""
-    for value in out if isinstance(out, (list, tuple)) else (out,):
+def _node_of(results: Iterable[object], earlier: Collection[object]) -> Any:
+    """The node of the frame: that of a result, or of the one whose view a result is. What inputs were made by is
+    ``earlier``, and no node of this call."""
+    for value in results:
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
-        while node is not None:
+        while node is not None and node not in earlier:
             if type(node).__name__ == "CompiledFunctionBackward":
                 return node
             node = node.next_functions[0][0] if node.next_functions else None

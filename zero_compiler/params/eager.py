@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..errors import ShardError
 from ..ranges import ranged
+from ..ranks.failure_broadcast import cannot_begin
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.sharded_model import ShardedModel
 from ..tensors import transforms
 from ..tensors.foreach import MANAGED
 from ..tensors.full_weight import AsParameter, full_parameter, registrable
-from ..torch_cpp import share_version_counter
+from ..torch_cpp import share_version_counters
 
 
 @registrable
@@ -26,15 +28,15 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, sharded_model: ShardedModel, name: str) -> torch.Tensor:
-        ctx.sharded_model, ctx.name, ctx.param, ctx.version = sharded_model, name, param, param._version
+        ctx.sharded_model, ctx.name, ctx.param = sharded_model, name, param
+        ctx.version = None if param.is_inference() else param._version
         param.__dict__[MANAGED] = True  # a copy of a parameter, or one that was assigned, has no such mark
         ctx.call = grads.opened(sharded_model, (name,))
         dtype = sharded_model.params[name].gather_dtype
         full = full_parameter(sharded_model.gather_now(name, param._local_tensor, dtype))
         if full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata:
-            share_version_counter(
-                full, param
-            )  # autograd, which saves it, notices what is written to the parameter
+            # Autograd, which keeps the weight for backward, notices what is written to the parameter.
+            share_version_counters([full], [param])
         return full
 
     @staticmethod
@@ -42,7 +44,12 @@ class Unshard(torch.autograd.Function):
         sharded_model, name = ctx.sharded_model, ctx.name
         info = sharded_model.params[name]
         param = ctx.param
-        parameter_errors.check_unmodified(param, name, ctx.version)
+        if ctx.version is not None and param._version != ctx.version:
+            try:
+                parameter_errors.check_unmodified(param, name, ctx.version)
+            except ShardError as error:
+                cannot_begin(sharded_model.group, error)  # peers whose weight stands reduce its gradient
+                raise
         if transforms.batched(grad):
             raise parameter_errors.one_gradient_at_a_time(f"parameter {name!r}, which is sharded,")
         last_call, ctx.call = grads.is_last_call(sharded_model, name), None

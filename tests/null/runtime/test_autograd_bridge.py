@@ -80,27 +80,91 @@ def test_what_backward_does_not_compute_with_may_be_written_to(how):
     assert model.online.weight.grad is not None
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_an_output_that_is_an_input_is_not_held_to_the_weights(how):
-    """What the input was made from outlives the call."""
+class Whole(torch.nn.Module):
+    """At stage 0, or as a scalar at any, a weight is whole on every rank and is not gathered."""
 
-    class Same(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 4)
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.tensor(1.5))
 
-        def forward(self, x):
-            return x, self.layer(x)
+    def forward(self, x):
+        return (self.layer(x).tanh() * self.scale).square().mean()
 
-    model = zero.shard(Same(), stage=3)
-    start = torch.ones(2, 4, requires_grad=True)
-    x = start * 2
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize(("stage", "name"), [(0, "layer.weight"), (0, "scale"), (1, "scale"), (3, "scale")])
+@pytest.mark.parametrize("how", ["plain", "eager", "compiled"])
+def test_weights_that_are_not_gathered(how, stage, name, frozen):
+    model = Whole() if how == "plain" else zero.shard(Whole(), stage=stage)
+    model.requires_grad_(not frozen)
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = use(model, how)(x)
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+class Results(torch.nn.Module):
+    """Results of a call that autograd knows by other nodes than the one that the call has made."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of, self.layer, self.last = of, torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.last(self.layer(x * 1.0).tanh())
+        return self.of(x, y)
+
+
+def views(x, y):
+    return y.view(-1), y.t()
+
+
+def chunks(x, y):
+    return y.chunk(2, -1)
+
+
+def written(x, y):
+    x.add_(y)
+    return (x,)
+
+
+def written_alone(x, y):
+    x.add_(y)
+
+
+@pytest.mark.parametrize("of", [views, chunks, written, written_alone])
+@pytest.mark.parametrize("how", ["plain", "eager", "compiled"])
+def test_results_that_are_written_to(how, of):
+    model = Results(of) if how == "plain" else zero.shard(Results(of), stage=3)
+    x = torch.ones(2, 4, requires_grad=True) * 2
+    made = use(model, how)(x)
+    out = x if made is None else made[0]
+    if of is not chunks:  # of which autograd lets none be written to
+        out.add_(1)
+    with torch.no_grad():
+        model.last.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        out.square().sum().backward()
+
+
+@pytest.mark.parametrize("result", ["the input", "a view of it"])
+@pytest.mark.parametrize("how", ["plain", "eager", "compiled"])
+def test_a_result_that_is_an_input_is_not_held_to_the_weights(how, result):
+    """What the input was made by outlives the call."""
+
+    def same(x, y):
+        return (x if result == "the input" else x.view(-1)), y
+
+    model = Results(same) if how == "plain" else zero.shard(Results(same), stage=3)
+    x = torch.ones(2, 4, requires_grad=True) * 2
     for _ in range(2):
-        _, y = use(model, how)(x)
+        given, y = use(model, how)(x)
         y.sum().backward(retain_graph=True)
         with torch.no_grad():
-            model.layer.weight.mul_(2)
-    x.sum().backward()
+            model.last.weight.mul_(2)
+        given.sum().backward(retain_graph=True)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
