@@ -467,13 +467,20 @@ def export(
     out: Annotated[Path, typer.Argument(help="folder for the safetensors files; made where there is none")],
     key: Annotated[
         str | None,
-        typer.Option(help='under which the weights were saved; default: "model", else the checkpoint itself'),
+        typer.Option(
+            help='under which the weights were saved, such as training.model; "" is the checkpoint itself; default: '
+            "model, else the only place that holds weights"
+        ),
     ] = None,
     max_file_bytes: Annotated[
         int, typer.Option(min=1, help="bytes of weights in one file, at most")
     ] = 5_000_000_000,
     config: Annotated[
-        Path | None, typer.Option(help="config.json to copy beside them, or the folder that it is in")
+        Path | None,
+        typer.Option(
+            help="config.json to copy beside them, or the folder that it is in; weights that its model ties are "
+            "written once"
+        ),
     ] = None,
 ) -> None:
     """Write the weights of a checkpoint of any number of ranks as files that from_pretrained reads, in one process that
@@ -481,10 +488,11 @@ def export(
     from .export import export as write
 
     with console.status("reading") as status:
-        count = write(
+        found, count = write(
             checkpoint, out, key=key, max_file_bytes=max_file_bytes, config=config, progress=status.update
         )
-    console.print(f"{count} tensors written to {out}", highlight=False, markup=False)
+    under = f" under {found!r}" if found else ""
+    console.print(f"{count} tensors{under} written to {out}", highlight=False, markup=False)
 
 
 @app.command()

@@ -15,11 +15,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from dist.cases import Cases, refused
 from dist.library_runs import shared_folder
 from dist.spawn import run_ranks
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_compiler as zero
@@ -27,6 +29,7 @@ from zero_compiler.errors import RankMismatchError, ShardError, StorageError, Ze
 from zero_compiler.params import save
 from zero_compiler.storage import aio
 from zero_compiler.storage.safetensors_folder import WeightsFolder
+from zero_compiler.tools.export import export
 
 pytestmark = pytest.mark.dist
 cases = Cases(__name__, group_timeout=30.0)
@@ -155,6 +158,45 @@ def several_files_and_an_index(rank):
         zero.save_safetensors(model, folder)
         if (names := sorted(os.listdir(folder))) != ["model.safetensors"]:
             out.append(f"files of the second export {names}")
+    return out
+
+
+class Job:
+    """All of a job by one name, as ``examples/resume.py`` saves it."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "data": {"taken": 1}}
+
+    def load_state_dict(self, state):
+        raise AssertionError("an export loads nothing")
+
+
+@cases.add
+def a_checkpoint_of_all_ranks_is_exported_by_one_process(rank):
+    """With every name of a tied weight, as the checkpoint has them."""
+    out = []
+    with shared_folder() as folder:
+        nvme = {"offload_params": "nvme", "offload_optimizer": "nvme", "nvme_dir": str(folder)}
+        for i, fields in enumerate(({}, nvme)):
+            model = sharded(**fields)
+            optimizer = zero.optimizer(torch.optim.AdamW, model, lr=0.1)
+            model(torch.arange(4) + rank).backward()
+            optimizer.step()
+            with zero.gathered(model):
+                wanted = {name: value.clone() for name, value in model.state_dict().items()}
+            dcp.save({"training": Job(model, optimizer)}, checkpoint_id=folder / f"{i}")
+            if rank == 0:
+                found = export(folder / f"{i}", folder / f"{i}.out", max_file_bytes=300)
+                if found != ("training.model", len(wanted)):
+                    out.append(f"{fields}: {found}")
+                out += differing(read(folder / f"{i}.out"), wanted, f"{fields}")
+            dist.barrier()
+        if torch.equal(wanted["embed.weight"], expected()["embed.weight"]):
+            out.append("nothing was trained")
     return out
 
 

@@ -10,15 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from dist.cases import Cases, refused
 from dist.library_runs import shared_folder
 from dist.spawn import run_ranks
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import zero_compiler as zero
 from zero_compiler.errors import ShardError, StorageError, ZeroError
 from zero_compiler.ranks import attendance
 from zero_compiler.storage.safetensors_folder import WeightsFolder
+from zero_compiler.tools.export import export
 
 pytestmark = pytest.mark.dist
 cases = Cases(__name__, group_timeout=60.0)
@@ -174,7 +177,9 @@ def test_it(name):
 
 
 def saving(rank, world, folder):
-    zero.save_safetensors(zero.shard(gpt2(), device="cpu"), folder, max_file_bytes=4000)
+    model = zero.shard(gpt2(), device="cpu")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    zero.save_safetensors(model, folder, max_file_bytes=4000)
 
 
 def loading(rank, world, folder):
@@ -188,3 +193,20 @@ def test_another_number_of_ranks_reads_it(tmp_path):
     run_ranks(saving, 2, str(tmp_path))
     assert run_ranks(loading, 3, str(tmp_path)) == [[]] * 3
     assert unlike(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict(), gpt2().state_dict()) == []
+    tied_weights_of_a_checkpoint(tmp_path / "dcp", tmp_path)
+
+
+def tied_weights_of_a_checkpoint(checkpoint, config):
+    """``zero-compiler export`` writes them once where the configuration ties them and their values are the same."""
+    names = gpt2().state_dict().keys()
+    untied, out = config / "untied", config / "out"
+    gpt2(tie_word_embeddings=False).config.save_pretrained(untied)
+    for given, written in ((config, names - {"lm_head.weight"}), (untied, names), (None, names)):
+        assert export(checkpoint, out, config=given) == ("model", len(written))
+        assert load_file(out / "model.safetensors").keys() == written
+        plain, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        assert unlike(plain.state_dict(), gpt2().state_dict()) == []
+        assert not any(info.values())
+    values = gpt2().state_dict() | {"lm_head.weight": torch.ones(33, 16)}
+    dcp.save(values, checkpoint_id=str(config / "other"), no_dist=True)
+    assert export(config / "other", out, config=config) == ("", len(names))

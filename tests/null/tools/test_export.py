@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -21,6 +22,19 @@ from zero_compiler.tools.cli import app
 from zero_compiler.tools.export import export
 
 
+class Training:
+    """All of a job by one name, as ``examples/resume.py`` saves it."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        raise AssertionError("an export loads nothing")
+
+
 def saved(folder, key="model"):
     model = zero.shard(mlp(), device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -29,7 +43,9 @@ def saved(folder, key="model"):
     state = {**model.state_dict(), "scalar": torch.tensor(2.5), "half": torch.ones(3, dtype=torch.bfloat16)}
     state["empty"] = torch.empty(0, 3)
     if key is not None:
-        state = {key: state, "optim": optimizer.state_dict(), "step": 3}
+        state = {key: state, "optim": optimizer.state_dict(), "random": pickle.dumps(3), "data": {"taken": 3}}
+    if key == "model":
+        state = {"training": Training(state)}
     dcp.save(state, checkpoint_id=str(folder), no_dist=True)
     values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     return values | {
@@ -46,19 +62,29 @@ def same(found, wanted):
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("key", ["model", None])
-def test_weights_of_a_checkpoint(tmp_path, key):
-    wanted = saved(tmp_path / "dcp", key)
+@pytest.mark.parametrize(
+    ("saved_as", "options", "found"),
+    [
+        ("model", [], "training.model"),
+        ("model", ["--key", "training.model"], "training.model"),
+        ("net", [], "net"),
+        (None, [], ""),
+        (None, ["--key", ""], ""),
+    ],
+)
+def test_weights_of_a_checkpoint(tmp_path, saved_as, options, found):
+    wanted = saved(tmp_path / "dcp", saved_as)
     (tmp_path / "config.json").write_text("{}")
-    call = ["export", str(tmp_path / "dcp"), str(tmp_path / "out"), "--config", str(tmp_path)]
+    call = ["export", str(tmp_path / "dcp"), str(tmp_path / "out"), "--config", str(tmp_path), *options]
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, result.output
-    assert f"{len(wanted)} tensors written" in result.output
+    under = f" under {found!r}" if found else ""
+    assert f"{len(wanted)} tensors{under} written" in result.output
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
     same(load_file(tmp_path / "out" / "model.safetensors"), wanted)
 
 
-def test_several_files_and_another_key(tmp_path):
+def test_several_files(tmp_path):
     wanted = saved(tmp_path / "dcp", "net")
     export(tmp_path / "dcp", tmp_path / "out", key="net", max_file_bytes=64)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -174,10 +200,39 @@ def test_what_it_refuses(tmp_path):
     with pytest.raises(StorageError, match="is no whole checkpoint"):
         export(tmp_path / "none", tmp_path / "out")
     saved(tmp_path / "dcp", "net")
-    with pytest.raises(ConfigError, match="has no weights of its own; give --key, one of net, optim"):
-        export(tmp_path / "dcp", tmp_path / "out")
-    with pytest.raises(ConfigError, match="has no weights under 'ema'"):
-        export(tmp_path / "dcp", tmp_path / "out", key="ema")
+    for key in ("ema", "net.half"):
+        with pytest.raises(ConfigError, match=f"has no weights under '{key}'; give --key, one of net$"):
+            export(tmp_path / "dcp", tmp_path / "out", key=key)
     with pytest.raises(ConfigError, match=r"is no config\.json"):
         export(tmp_path / "dcp", tmp_path / "out", key="net", config=tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+ONE = {"w": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("state", "key", "wanted"),
+    [
+        ({"net": ONE, "ema": ONE}, None, "several places that hold weights; give --key, one of ema, net$"),
+        ({**ONE, "ema": ONE}, None, "several places that hold weights; give --key, one of '', ema$"),
+        ({"a": {"model": ONE}, "b": {"model": ONE}}, None, "give --key, one of a.model, b.model$"),
+        (
+            {"all": {"model": ONE, "step": 3}},
+            "all",
+            "'all.step' of .* is no tensor.*; give --key, one of all.model$",
+        ),
+        ({"step": 3}, None, "has no weights; nothing in it holds tensors alone$"),
+    ],
+)
+def test_places_that_could_be_meant_are_named(tmp_path, state, key, wanted):
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    with pytest.raises(ConfigError, match=wanted):
+        export(tmp_path / "dcp", tmp_path / "out", key=key)
+
+
+def test_what_is_named_model_is_taken_first(tmp_path):
+    state = {"model": {"a": ONE, "model": ONE}, "ema": ONE, "other": {"model": ONE}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert export(tmp_path / "dcp", tmp_path / "out") == ("model", 2)
+    same(load_file(tmp_path / "out" / "model.safetensors"), {"a.w": ONE["w"], "model.w": ONE["w"]})
