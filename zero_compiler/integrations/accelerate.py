@@ -55,7 +55,6 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
             fields["stage"] = stage
         self.config = Config.make(config, fields)
         self.who = "Accelerator"  # what the user trains with, for messages
-        self.schedulers: list[Any] = []  # made by the user, and not given to prepare
         super().__init__(
             fsdp_version=2,
             reshard_after_forward=self.config.stage == 3,
@@ -100,7 +99,7 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         made = []
         for obj in objects:
             if isinstance(obj, torch.optim.Optimizer):
-                obj = self._prepare_optimizer(accelerator, obj, objects)
+                obj = self._prepare_optimizer(accelerator, obj)
             elif not isinstance(obj, nn.Module):
                 obj = accelerator._prepare_one(obj, first_pass=True)
             made.append(obj)
@@ -152,17 +151,12 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         return model
 
     def _prepare_optimizer(
-        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, beside: tuple[object, ...]
+        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
     ) -> torch.optim.Optimizer:
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return accelerator._prepare_one(optimizer, first_pass=True)
         follow(optimizer)
-        made = streamed(optimizer, self.config)
-        if made is not optimizer:
-            for other in (*beside, *self.schedulers):
-                if getattr(other, "optimizer", None) is optimizer:
-                    other.optimizer = made  # a learning-rate scheduler's
-        return accelerator.prepare_optimizer(made, device_placement=False)
+        return accelerator.prepare_optimizer(streamed(optimizer, self.config), device_placement=False)
 
 
 def plugin_of(accelerator: Accelerator) -> ZeroPlugin | None:

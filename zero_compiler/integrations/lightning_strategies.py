@@ -173,15 +173,9 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
 
         def setup_optimizers(self, trainer: object) -> None:
             super().setup_optimizers(trainer)
-            made = []
             for optimizer in self.optimizers:
                 prepared.follow(optimizer)
-                new = prepared.streamed(optimizer, self.config)
-                for configured in self.lr_scheduler_configs:
-                    if configured.scheduler.optimizer is optimizer:
-                        configured.scheduler.optimizer = new
-                made.append(new)
-            self.optimizers = made
+            self.optimizers = [prepared.streamed(optimizer, self.config) for optimizer in self.optimizers]
 
         def model_to_device(self) -> None:
             """Sharding has done that."""
@@ -243,10 +237,6 @@ def _fabric_strategy(base: Any, name: str) -> Any:
         ) -> Any:
             self._shard(module, optimizers)
             made = [self.setup_optimizer(optimizer) for optimizer in optimizers]
-            if scheduler is not None:
-                for old, new in zip(optimizers, made, strict=True):
-                    if scheduler.optimizer is old:
-                        scheduler.optimizer = new
             return module, made, scheduler
 
         def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -96,10 +96,31 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
 
 def streamed(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.Optimizer:
     """The optimizer itself, or, where states, gradients or parameters may rest on another tier, a ``zero.optimizer`` of
-    the same class over the same groups."""
+    the same class over the same groups.
+
+    The two share the list of these groups from then on, also when states are loaded. So a scheduler of the old
+    optimizer sets the rates of the new one, whoever holds it: another scheduler, or the user alone.
+    """
     if isinstance(optimizer, StreamedOptimizer) or not moves(config):
         return optimizer
-    return zero_optimizer(type(optimizer), optimizer.param_groups, **_arguments(optimizer))
+    made = zero_optimizer(type(optimizer), optimizer.param_groups, **_arguments(optimizer))
+    optimizer.param_groups = made.param_groups
+    # A scheduler warns where its optimizer has made no step before it.
+    made.register_step_post_hook(lambda *_: optimizer.__dict__.update(_opt_called=True))
+    optimizer.register_state_dict_pre_hook(_refuse_states)
+    optimizer.register_load_state_dict_pre_hook(_refuse_states)
+    return made
+
+
+def _refuse_states(replaced: torch.optim.Optimizer, *_: object) -> None:
+    """
+    Raises:
+        IntegrationError: always. An optimizer that was replaced would save no states, and load them for nobody.
+    """
+    raise IntegrationError(
+        f"this {type(replaced).__name__} was replaced by a zero.optimizer when it was prepared, and has no states of "
+        "its own: save and load those of the optimizer that prepare() or setup() returned"
+    )
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -65,7 +65,6 @@ def init_trainer(
         trainer.optimizer = optimizers[0]
     if optimizers[1] is not None:
         trainer.lr_scheduler = optimizers[1]
-        plugin.schedulers.append(optimizers[1])
 
 
 def prepare_reference(original: Callable[..., object]) -> Callable[..., Any]:

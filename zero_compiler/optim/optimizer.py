@@ -600,7 +600,12 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         # The class itself completes what an older torch has saved, in place: options that are new since, and counts of
         # steps that are tensors now.
         self.cls([torch.zeros(1)], **self.kw).__setstate__(state)
+        # load_state_dict comes with a new list. The old list goes on, with what is in the new one: an optimizer that
+        # this one replaced has it too, and schedulers of that optimizer go on with the groups that were loaded.
+        held = self.param_groups
         super().__setstate__(state)
+        held[:] = self.param_groups
+        self.param_groups = held
         self.link_groups()  # load_state_dict makes new ones
         self.place_found()
         for sub_group in self._sub_groups:

@@ -329,8 +329,34 @@ def accumulation_sends_each_time_where_whole_gradients_do_not_fit(rank: int) -> 
     return errors
 
 
+def scheduled(acc: Any, kind: str, model: Any, opt: Any) -> tuple[Any, Any, Any]:
+    """Model, optimizer and a scheduler, which is prepared with them, in a call of its own ("apart"), or never."""
+    schedulers = torch.optim.lr_scheduler
+    if kind == "sequential":
+        parts = [schedulers.LinearLR(opt, 0.5, 1.0, 3), schedulers.ExponentialLR(opt, 0.9)]
+        return acc.prepare(model, opt, schedulers.SequentialLR(opt, parts, [3]))
+    sched = schedulers.LambdaLR(opt, lambda step: 1 / (1 + step))
+    if kind == "together":
+        return acc.prepare(model, opt, sched)
+    model, opt = acc.prepare(model, opt)
+    if kind == "apart":
+        return model, opt, acc.prepare(sched)
+    acc.register_for_checkpointing(sched)
+    return model, opt, sched
+
+
 @cases.add
 def states_in_files_make_the_optimizer_a_zero_optimizer(rank: int) -> list[str]:
+    """Whose scheduler goes on after a resume, whatever it is made of and whether accelerate knows it."""
+    return [e for kind in ("sequential", "never") for e in in_files(rank, kind)]
+
+
+@cases.add_thorough
+def schedulers_of_a_zero_optimizer(rank: int) -> list[str]:
+    return [e for kind in ("together", "apart") for e in in_files(rank, kind)]
+
+
+def in_files(rank: int, kind: str) -> list[str]:
     with shared_folder() as folder:
 
         def run(acc: Any, resume: bool = False) -> tuple[dict[str, Any], Any]:
@@ -340,15 +366,15 @@ def states_in_files_make_the_optimizer_a_zero_optimizer(rank: int) -> list[str]:
                 {"params": list(model[2].parameters()), "lr": 3e-3},
             ]
             opt = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, betas=(0.8, 0.9))
-            sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
-            model, opt, sched = acc.prepare(model, opt, sched)
+            model, opt, sched = scheduled(acc, kind, model, opt)
             batches = list(acc.prepare(loader()))
             if resume:
                 acc.load_state(str(folder / "state"))
             else:
                 train(acc, model, opt, batches[:4], sched)
                 acc.save_state(str(folder / "state"))
-            return train(acc, model, opt, batches[4:], sched), opt.optimizer
+            said = train(acc, model, opt, batches[4:], sched)
+            return said | {"rates": [group["lr"] for group in opt.param_groups]}, opt.optimizer
 
         fields = {"offload_optimizer": "nvme", "nvme_dir": str(folder)}
         ours, opt = run(zero_accelerator(fields=fields))
@@ -356,7 +382,8 @@ def states_in_files_make_the_optimizer_a_zero_optimizer(rank: int) -> list[str]:
         (folder / "state").rename(folder / "ours") if rank == 0 else None
         dist.barrier()
         plain, _ = run(accelerator())
-    errors = differences("in files", ours, plain, CLOSE) + differences("resumed", again, ours, 0.0)
+    errors = differences(f"{kind} in files", ours, plain, CLOSE)
+    errors += differences(f"{kind} resumed", again, ours, 0.0)
     if not isinstance(opt, StreamedOptimizer) or opt.cls is not torch.optim.AdamW:
         errors.append(f"the optimizer is {opt}")
     return errors

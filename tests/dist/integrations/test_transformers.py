@@ -242,7 +242,8 @@ def states_in_files_with_a_scheduler_that_is_given(rank: int) -> list[str]:
     def run(ours: bool, resume: bool = False, folder: Any = None) -> dict[str, Any]:
         made = model()
         opt = torch.optim.AdamW(made.parameters(), lr=1e-3, eps=1e-4)
-        sched = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        parts = [torch.optim.lr_scheduler.StepLR(opt, 1, gamma) for gamma in (0.5, 0.9)]
+        sched = torch.optim.lr_scheduler.SequentialLR(opt, parts, [2])
         more = (
             {"zero": zero.Config(compute="aten", offload_optimizer="nvme", nvme_dir=str(folder))}
             if ours

@@ -234,7 +234,6 @@ TESTED_ELSEWHERE = {
     # What stands between a library and the class that its users name is tested by training with that.
     "zero_compiler.integrations.launch": "dist/tools/test_run.py",
     "zero_compiler.integrations.lightning_strategies": "dist/integrations/test_lightning.py",
-    "zero_compiler.integrations.prepared": "dist/integrations/test_accelerate.py",
     # Parts of a sharded model, which only zero.shard puts together.
     "zero_compiler.sharded.agreed_choices": "dist/plan/test_budget.py",
     "zero_compiler.sharded.call_protocol": "dist/ranks/test_call_handshake.py",
