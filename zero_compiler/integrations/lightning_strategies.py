@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -244,11 +244,13 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             return prepared.streamed(optimizer, self.config)
 
         def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            _refuse_several(state.values(), "save")
             prepared.come_together(state.values(), "Fabric.save()")
             super().save_checkpoint(path, state, *args, **kwargs)
 
         def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
             loaded = state.values() if isinstance(state, dict) else [state]
+            _refuse_several(loaded, "load")
             prepared.come_together(loaded, "Fabric.load()")
             return super().load_checkpoint(path, state, *args, **kwargs)
 
@@ -300,6 +302,20 @@ def _refuse_copies(callbacks: list[Any]) -> None:
             )
 
 
+def _refuse_several(objects: Iterable[object], verb: str) -> None:
+    """
+    Raises:
+        IntegrationError: there is more than one sharded model among the objects of a checkpoint.
+    """
+    sharded = [o for o in objects if isinstance(o, nn.Module) and sharded_models_of(o)]
+    if len(sharded) > 1:
+        raise IntegrationError(
+            f"the state of Fabric.{verb}() has {len(sharded)} models that zero shards "
+            f"({', '.join(type(model).__name__ for model in sharded)}), and a checkpoint of Fabric holds one: {verb} "
+            "each model alone, with its optimizer, in a folder of its own"
+        )
+
+
 def _precision(ours: Any) -> Callable[..., Any]:
     """Which precision a run has. Lightning knows our strategies as its own for FSDP2, and refuses what zero takes."""
 
@@ -332,7 +348,9 @@ def _say_if_nothing_compiled(module: nn.Module) -> None:
     if module.__dict__.get("_zero_compiled_said"):
         return
     module.__dict__["_zero_compiled_said"] = True
-    if not any(sharded_model.frames for sharded_model in sharded_models_of(module)):
+    # A validation before it may have compiled what it calls, which training may not.
+    frames = [frame for sharded_model in sharded_models_of(module) for frame in sharded_model.frames]
+    if not any("forward" in frame.programs for frame in frames):
         log.warning(
             "%s: training_step calls no module that zero could compile, so it trains sharded but eagerly, which is "
             "slow: compute in the forward of a module that training_step calls",

@@ -51,7 +51,8 @@ def rows() -> Any:
 
 
 def module(pl: Any, kind: str = "parts", lr: float = 1e-2) -> Any:
-    """A LightningModule whose step calls parts of it ("parts"), itself ("whole"), or computes by itself ("bare")."""
+    """A LightningModule whose step calls parts of it ("parts"), itself ("whole"), or computes by itself ("bare"), which
+    a validation of it does not."""
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
@@ -81,7 +82,8 @@ def module(pl: Any, kind: str = "parts", lr: float = 1e-2) -> Any:
             return loss
 
         def validation_step(self, batch: Any, index: int) -> None:
-            loss = F.mse_loss(self.computed(batch[0]).float(), batch[1])
+            computed = self(batch[0]) if kind == "bare" else self.computed(batch[0])
+            loss = F.mse_loss(computed.float(), batch[1])
             self.log("val", loss, sync_dist=True)
             self.validated.append(loss.item())
 
@@ -151,14 +153,15 @@ def fit_has_the_numbers_of_ddp(rank: int) -> list[str]:
 
 @cases.add
 def a_step_without_modules_is_eager_and_says_so(rank: int) -> list[str]:
+    """Also where a validation before it was compiled."""
     import logging
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zero_compiler").addHandler(handler)
-    _, _, plain = fitted("ddp", "bare", num_sanity_val_steps=0)
-    _, _, ours = fitted(zero_strategy(), "bare", num_sanity_val_steps=0)
+    _, _, plain = fitted("ddp", "bare")
+    _, _, ours = fitted(zero_strategy(), "bare")
     logging.getLogger("zero_compiler").removeHandler(handler)
     errors = differences("bare", ours, plain, CLOSE)
     return errors + ([] if sum("trains sharded but eagerly" in s for s in said) == 1 else [f"said: {said}"])
@@ -446,6 +449,25 @@ def fabric_loops(rank: int) -> list[str]:
     in_float64 = run("ddp", False, precision="64-true")
     errors += differences("64-true", run("zero", False, precision="64-true"), in_float64, CLOSE)
     errors += differences("fabric apart", run(ZeroFabricStrategy(compute="aten"), True), plain, CLOSE)
+    return errors
+
+
+@cases.add
+def a_checkpoint_of_fabric_holds_one_model(rank: int) -> list[str]:
+    from lightning.fabric import Fabric
+
+    import zero_compiler.integrations.lightning  # noqa: F401
+
+    as_elastic()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="zero")
+    fabric.launch()
+    state = {name: fabric.setup_module(nn.Linear(8, 3)) for name in ("one", "two")}
+    errors = []
+    for verb, call in (("save", fabric.save), ("load", fabric.load)):
+        said = f"Fabric.{verb}() has 2 models that zero shards (Linear, Linear)"
+        errors += refused(
+            lambda c=call: c("nowhere", state), IntegrationError, said, f"{verb} each model alone"
+        )
     return errors
 
 
