@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..config import Config
 from ..errors import ConfigError, IntegrationError
 from . import overrides
-from .prepared import come_together, follow, ranks, shard_and_compile, streamed, tell
+from .prepared import come_together, configured, follow, ranks, shard_and_compile, streamed, tell
 
 log = logging.getLogger("zero_compiler")
 
@@ -53,7 +53,7 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
     ) -> None:
         if stage is not None:
             fields["stage"] = stage
-        self.config = Config.make(config, fields)
+        self.config = configured("ZeroPlugin", config, fields)
         self.who = "Accelerator"  # what the user trains with, for messages
         super().__init__(
             fsdp_version=2,

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import importlib.util
 import inspect
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -33,8 +32,9 @@ class Launch:
     """What this rank was asked to do, and what has come of it."""
 
     def __init__(self, config: Config, script: str) -> None:
-        self.config, self.script = config, script
+        self.script = script
         self.said: list[str] = []
+        prepared.flags = config
         prepared.listeners.append(self.hear)
 
     def hear(self, who: str, config: Config) -> None:
@@ -62,6 +62,7 @@ class Launch:
     def hooks(self) -> dict[str, Callable[[], None]]:
         made = {
             "accelerate": self.prepare_accelerate,
+            "transformers.training_args": self.prepare_arguments,
             "transformers.trainer": self.prepare_trainer,
             "trl.models.utils": self.prepare_trl,
         }
@@ -72,8 +73,6 @@ class Launch:
     def prepare_accelerate(self) -> None:
         from . import accelerate
 
-        config = self.config
-
         def make(original: Callable[..., None]) -> Callable[..., None]:
             signature = inspect.signature(original)
 
@@ -81,17 +80,27 @@ class Launch:
                 given = signature.bind(self, *args, **kwargs)
                 _refuse_plugins(given.arguments, accelerate.ZeroPlugin)
                 if given.arguments.get("fsdp_plugin") is None:
-                    given.arguments["fsdp_plugin"] = accelerate.ZeroPlugin(config=config)
+                    given.arguments["fsdp_plugin"] = accelerate.ZeroPlugin()
                 original(*given.args, **given.kwargs)
 
             return init
 
         overrides.replace("accelerate.accelerator.Accelerator.__init__", make)
 
+    def prepare_arguments(self) -> None:
+        def make(original: Callable[..., None]) -> Callable[..., None]:
+            def post_init(self: Any) -> None:
+                from . import transformers
+
+                transformers.refuse_sharding(self)
+                original(self)
+
+            return post_init
+
+        overrides.replace("transformers.training_args.TrainingArguments.__post_init__", make)
+
     def prepare_trainer(self) -> None:
         from . import transformers
-
-        config = self.config
 
         def make_init(original: Callable[..., None]) -> Callable[..., None]:
             def init(self: Any, *args: object, **kwargs: object) -> None:
@@ -99,7 +108,7 @@ class Launch:
                 if isinstance(self, transformers.ZeroMixin):
                     bound(*args, **kwargs)
                 else:
-                    transformers.init_trainer(bound, self, config, args, kwargs)
+                    transformers.init_trainer(bound, self, prepared.configured("Trainer"), args, kwargs)
 
             return init
 
@@ -141,8 +150,6 @@ class Launch:
                 overrides.replace(f"{name}.{module}.{connector}.__init__", self._connector(strategy))
 
     def _connector(self, strategy: Any) -> Callable[..., Any]:
-        config = self.config
-
         def make(original: Callable[..., None]) -> Callable[..., None]:
             signature = inspect.signature(original)
 
@@ -150,7 +157,7 @@ class Launch:
                 given = signature.bind(self, *args, **kwargs).arguments
                 asked = given.get("strategy", "auto")
                 if isinstance(asked, str) and asked.lower() in STRATEGIES_TAKEN:
-                    given["strategy"] = strategy(config=config)
+                    given["strategy"] = strategy()
                 elif not isinstance(asked, strategy) and not str(asked).lower().startswith("zero"):
                     named = repr(asked) if isinstance(asked, str) else type(asked).__name__
                     raise IntegrationError(
@@ -178,21 +185,31 @@ def _refuse_plugins(given: dict[str, object], ours: type) -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls what is to be done when a module was imported, by the module's name."""
+    """Calls what is to be done when a module was executed, by its name: once, however often it was looked for."""
 
     def __init__(self, hooks: dict[str, Callable[[], None]]) -> None:
         self.hooks = dict(hooks)
 
-    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
-        hook = self.hooks.pop(name, None)
-        if hook is None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # Libraries look for one another without importing what they find, so that the hook stays until the module runs.
+        if name not in self.hooks:
             return None
-        spec = importlib.util.find_spec(
-            name
-        )  # asks the other finders, now that the name is not here any more
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Calls(spec.loader, hook)
-        return spec
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Calls(spec.loader, functools.partial(self._executed, name))
+                return spec
+        return None
+
+    def _executed(self, name: str) -> None:
+        hook = self.hooks.pop(name, None)
+        if hook is not None:
+            hook()
 
 
 class _Calls(importlib.abc.Loader):

@@ -148,7 +148,7 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
         ) -> None:
             if stage is not None:
                 fields["stage"] = stage
-            self.config = Config.make(config, fields)
+            self.config = prepared.configured(type(self).__name__, config, fields)
             super().__init__(
                 tensor_parallel_size=1,
                 save_distributed_checkpoint=save_distributed_checkpoint,
@@ -215,7 +215,7 @@ def _fabric_strategy(base: Any, name: str) -> Any:
         ) -> None:
             if stage is not None:
                 fields["stage"] = stage
-            self.config = Config.make(config, fields)
+            self.config = prepared.configured(type(self).__name__, config, fields)
             super().__init__(
                 parallelize_fn=lambda module, mesh: module,
                 tensor_parallel_size=1,
@@ -376,7 +376,7 @@ def _register(registry: Any, strategy: Any) -> None:
 
     offload = {"offload_params": "host", "offload_grads": "host", "offload_optimizer": "host"}
     for name, make, fields in (
-        ("zero", strategy, {"stage": 3}),
+        ("zero", strategy, {}),  # of stage 3, unless zero-compiler run says another
         ("zero_stage_1", strategy, {"stage": 1}),
         ("zero_stage_2", strategy, {"stage": 2}),
         ("zero_stage_3_offload", strategy, {"stage": 3, **offload}),

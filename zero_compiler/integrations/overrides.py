@@ -141,6 +141,14 @@ OVERRIDES = tuple(
         (
             "transformers",
             ">=5.23,<5.24",
+            "transformers.training_args",
+            "TrainingArguments.__post_init__",
+            (),
+            "under zero-compiler run: it loads DeepSpeed, or fails without it, before there is a Trainer",
+        ),
+        (
+            "transformers",
+            ">=5.23,<5.24",
             "transformers.trainer",
             "Trainer.__init__",
             ("optimizers",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import PLACED_FIELDS, Config
-from ..errors import IntegrationError, TransferError
+from ..errors import ConfigError, IntegrationError, TransferError
 from ..optim.optimizer import StreamedOptimizer
 from ..optim.optimizer import optimizer as zero_optimizer
 from ..params.modules import is_root, sharded_models_of, state_of
@@ -196,6 +196,40 @@ _ALL = (
 
 def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# Of `zero-compiler run`, in a process that it has started: what its flags and its --config say.
+flags: Config | None = None
+
+
+def configured(who: str, base: Config | None = None, fields: Mapping[str, Any] | None = None) -> Config:
+    """How a script trains: what it says itself (``fields`` over ``base``) and what ``zero-compiler run`` was given, laid
+    together. As everywhere, a field that is given twice must agree.
+
+    Args:
+        who: what of the script has said it, for the message.
+
+    Raises:
+        ConfigError: unknown or contradictory fields, or two values for one field.
+    """
+    of_script = {} if fields is None else dict(fields)
+    of_run = {} if flags is None else {name: getattr(flags, name) for name in flags._given}
+    if isinstance(base, Config):
+        _refuse_contradiction(who, base, base._given, of_run)
+    made = Config.make(base, {**of_run, **of_script})
+    _refuse_contradiction(who, made, of_script, of_run)
+    return made
+
+
+def _refuse_contradiction(
+    who: str, config: Config, said: Collection[str], of_run: Mapping[str, object]
+) -> None:
+    for name, value in of_run.items():
+        if name in said and getattr(config, name) != value:
+            raise ConfigError(
+                f"{name} was given twice: zero-compiler run says {value!r}, and {who} in the script says "
+                f"{getattr(config, name)!r}; give it once"
+            )
 
 
 # What `zero-compiler run` hears of models that are sharded: called with who trains them and how.

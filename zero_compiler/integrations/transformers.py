@@ -14,6 +14,7 @@ from ..config import Config
 from ..errors import IntegrationError
 from . import overrides
 from .accelerate import ZeroPlugin, plugin_of
+from .prepared import configured
 
 
 class ZeroMixin:
@@ -29,7 +30,7 @@ class ZeroMixin:
     """
 
     def __init__(self, *args: Any, zero: Config | None = None, **kwargs: Any) -> None:
-        init_trainer(super().__init__, self, Config.make(zero), args, kwargs)
+        init_trainer(super().__init__, self, configured("ZeroMixin", zero), args, kwargs)
 
     def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
         above: Any = super()
@@ -80,6 +81,18 @@ def prepare_reference(original: Callable[..., object]) -> Callable[..., Any]:
     return prepare_fsdp
 
 
+def refuse_sharding(args: Any) -> None:
+    """
+    Raises:
+        IntegrationError: TrainingArguments that ask for FSDP or DeepSpeed.
+    """
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            raise IntegrationError(
+                f"TrainingArguments({name}=...) and zero shard the same model: leave out {name}"
+            )
+
+
 def accelerator_args(
     original: Callable[..., dict[str, object]], trainer: Any, **kwargs: object
 ) -> dict[str, Any]:
@@ -89,11 +102,7 @@ def accelerator_args(
         IntegrationError: the arguments ask for FSDP or DeepSpeed, or for weights of another dtype in evaluations.
     """
     args = trainer.args
-    for name in ("fsdp", "deepspeed"):
-        if getattr(args, name, None):
-            raise IntegrationError(
-                f"TrainingArguments({name}=...) and zero shard the same model: leave out {name}"
-            )
+    refuse_sharding(args)
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name, False):
             raise IntegrationError(

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.dist]
 RANKS = ["--nproc-per-node", "2"]
 
 ACCELERATE = """
-import json, sys, torch
+import contextlib, json, sys, torch
+with contextlib.suppress(ImportError):
+    import transformers  # which looks for accelerate, and does not import it
 from accelerate import Accelerator
 acc = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)
@@ -135,6 +137,21 @@ if fabric.global_rank == 0:
     json.dump(losses, open(sys.argv[1], "w"))
 """
 
+# The packages that Lightning is also published as, under --stage 2 --compute aten. Its last line contradicts that.
+NAMES = (
+    LIGHTNING.replace("lightning.pytorch", "pytorch_lightning").replace("EXTRA", "strategy='zero'")
+    + """
+import lightning_fabric
+def said(config):
+    print("said", config.stage, config.compute, config.bucket_bytes, config.offload_params, flush=True)
+said(trainer.strategy.config)
+for strategy in ("ddp", type(trainer.strategy)(bucket_bytes=100)):
+    said(pl.Trainer(logger=False, enable_checkpointing=False, strategy=strategy).strategy.config)
+said(lightning_fabric.Fabric(strategy="zero_stage_2").strategy.config)
+pl.Trainer(logger=False, enable_checkpointing=False, strategy="zero_stage_3_offload")
+"""
+)
+
 PLAIN = """
 import torch
 model = torch.nn.Linear(4, 4)
@@ -173,27 +190,46 @@ LIGHTNING_PLAIN = "accelerator='cpu', strategy='ddp', devices=2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("library", "script", "who", "plain_extra"),
+    ("library", "script", "who", "extra", "plain_extra"),
     [
-        pytest.param("accelerate", ACCELERATE, "Accelerator", "", id="accelerate"),
-        pytest.param("transformers", TRAINER, "Trainer", "use_cpu=True", id="trainer"),
-        pytest.param("trl", DPO, "DPOTrainer", "use_cpu=True", id="dpo", marks=pytest.mark.thorough),
-        pytest.param("lightning", LIGHTNING, "Trainer", LIGHTNING_PLAIN, id="lightning"),
-        pytest.param("lightning", FABRIC, "Fabric", LIGHTNING_PLAIN, id="fabric", marks=pytest.mark.thorough),
+        pytest.param("accelerate", ACCELERATE, "Accelerator", "", "", id="accelerate"),
+        pytest.param("transformers", TRAINER, "Trainer", "", "use_cpu=True", id="trainer"),
+        pytest.param("trl", DPO, "DPOTrainer", "", "use_cpu=True", id="dpo", marks=pytest.mark.thorough),
+        pytest.param("lightning", LIGHTNING, "Trainer", "strategy='ddp'", LIGHTNING_PLAIN, id="lightning"),
+        pytest.param(
+            "lightning", FABRIC, "Fabric", "", LIGHTNING_PLAIN, id="fabric", marks=pytest.mark.thorough
+        ),
     ],
 )
-def test_an_unmodified_script_trains_sharded(library, script, who, plain_extra, tmp_path):
+def test_an_unmodified_script_trains_sharded(library, script, who, extra, plain_extra, tmp_path):
     if (
         importlib.util.find_spec(library) is None
     ):  # not imported: Lightning replaces torch.compile in its process
         pytest.skip(f"needs the extra {library}")
-    status, said, losses = start(ZERO, script, tmp_path)
+    status, said, losses = start(ZERO, script, tmp_path, extra)
     assert status == 0, said
     assert said.count(f"{who}: zero stage 3 over 2 ranks") == 1, said
     status, said, plain = start(TORCHRUN, script, tmp_path, plain_extra, ACCELERATE_USE_CPU="true")
     assert status == 0, said
     assert plain
     assert not differences(who, losses, plain, 2e-5)
+
+
+@pytest.mark.slow
+def test_flags_and_a_strategy_of_the_script_are_laid_together(tmp_path):
+    if importlib.util.find_spec("pytorch_lightning") is None:
+        pytest.skip("needs pytorch_lightning, which comes with the extra lightning")
+    command = ["zero_compiler", "run", "--nproc-per-node", "1", "--stage", "2", "--compute", "aten"]
+    status, said, losses = start(command, NAMES, tmp_path)
+    assert status == 2, said
+    assert losses
+    assert "Trainer: zero stage 2 over 1 rank\n" in said
+    lines = [line for line in said.splitlines() if line.startswith("said ")]
+    assert lines == [f"said 2 aten {bucket} None" for bucket in (None, None, 100, None)], said
+    assert (
+        "zero-compiler run: stage was given twice: zero-compiler run says 2, and ZeroStrategy in the script says 3"
+        in said
+    )
 
 
 @pytest.mark.slow
@@ -205,8 +241,8 @@ def test_an_unmodified_script_trains_sharded(library, script, who, plain_extra, 
         (
             "transformers",
             TRAINER,
-            "fsdp='full_shard'",
-            "TrainingArguments(fsdp=...) and zero shard the same model",
+            "deepspeed={'zero_optimization': {'stage': 2}}",  # DeepSpeed need not be installed
+            "TrainingArguments(deepspeed=...) and zero shard the same model: leave out deepspeed",
         ),
         ("lightning", LIGHTNING, "strategy='deepspeed'", "the script asks for strategy='deepspeed'"),
         ("lightning", FABRIC, "strategy='fsdp'", "the script asks for strategy='fsdp'"),
@@ -217,7 +253,7 @@ def test_an_unmodified_script_trains_sharded(library, script, who, plain_extra, 
             "the script gives it a fsdp_plugin",
         ),
     ],
-    ids=["plain", "nothing", "trainer-fsdp", "lightning-deepspeed", "fabric-fsdp", "accelerate-fsdp"],
+    ids=["plain", "nothing", "trainer-deepspeed", "lightning-deepspeed", "fabric-fsdp", "accelerate-fsdp"],
 )
 def test_what_would_train_unsharded_is_refused(library, script, extra, sentence, tmp_path):
     if (

@@ -232,7 +232,6 @@ TESTED_ELSEWHERE = {
     "zero_compiler.report.frame": "null/tools/test_inspect.py",
     "zero_compiler.report.memory": "null/plan/test_budget.py",
     # What stands between a library and the class that its users name is tested by training with that.
-    "zero_compiler.integrations.launch": "dist/tools/test_run.py",
     "zero_compiler.integrations.lightning_strategies": "dist/integrations/test_lightning.py",
     # Parts of a sharded model, which only zero.shard puts together.
     "zero_compiler.sharded.agreed_choices": "dist/plan/test_budget.py",
