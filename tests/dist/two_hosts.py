@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _MTU = 65_000  # of a delayed link: fewer packets for the process that carries them
@@ -39,10 +39,14 @@ def started(command: list[str], **more: str) -> subprocess.Popen[str]:
     )
 
 
-def torchrun(host: int, ranks: int) -> list[str]:
-    """Begins the command of one host, for so many ranks on each of two."""
+def torchrun(host: int, ranks: int, launcher: Sequence[str] = ("torch.distributed.run",)) -> list[str]:
+    """Begins the command of one host, for so many ranks on each of two.
+
+    Args:
+        launcher: what takes the flags of torchrun: a module, and what stands before those flags.
+    """
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--nnodes", "2"),
+        *(sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), "--nnodes", "2"),
         *("--local-addr", f"10.77.0.{host + 1}", "--rdzv-backend", "c10d", "--rdzv-id", "t"),
         *("--rdzv-endpoint", "10.77.0.1:29500"),
         *("--rdzv-conf", f"is_host={host == 0}"),  # names of these hosts say nothing of their addresses

@@ -203,8 +203,8 @@ flags: Config | None = None
 
 
 def configured(who: str, base: Config | None = None, fields: Mapping[str, Any] | None = None) -> Config:
-    """How a script trains: what it says itself (``fields`` over ``base``) and what ``zero-compiler run`` was given, laid
-    together. As everywhere, a field that is given twice must agree.
+    """How a script trains: what it says itself (``fields`` over ``base``), and what ``zero-compiler run`` was given. As
+    everywhere, a field that is given twice must agree.
 
     Args:
         who: what of the script has said it, for the message.

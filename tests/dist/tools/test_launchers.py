@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -48,6 +49,30 @@ out = sys.argv[1]
     + TRAINING
     + "dist.destroy_process_group()\n"
 )
+# The same training, by a script that knows nothing of zero.
+FABRIC = """
+import json, sys, torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+fabric = Fabric()
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 18), torch.nn.GELU(), torch.nn.Linear(18, 3))
+model, opt = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+losses = []
+for step in range(4):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + fabric.global_rank))
+    loss = F.mse_loss(model(x), x[:, :3])
+    fabric.backward(loss)
+    opt.step()
+    opt.zero_grad()
+    losses.append(fabric.all_reduce(loss.detach(), reduce_op="sum").item())
+if fabric.global_rank == 0:
+    import zero_compiler as zero  # to see what was made of it
+    said = next(line for line in str(zero.inspect(model.module)).splitlines() if line.startswith("transport"))
+    found = {"losses": losses, "said": said, "world": fabric.world_size, "hosts": fabric.strategy.num_nodes}
+    json.dump(found, open(sys.argv[1], "w"))
+"""
 FROM_SLURM = """
 os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"],
                "LOCAL_RANK": os.environ["SLURM_LOCALID"], "MASTER_ADDR": os.environ["SLURM_LAUNCH_NODE_IPADDR"]}
@@ -59,18 +84,30 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def test_two_hosts_with_torchrun(tmp_path):
-    """Two ranks on each of two hosts, with the losses of four on one."""
+def test_two_hosts_with_the_flags_of_torchrun(tmp_path):
+    """Two ranks on each of two hosts, where ``zero-compiler run`` starts a script that it shards, with the losses of four
+    ranks on one that torchrun starts."""
     if not can_have_hosts():
         pytest.skip("needs root, ip and unshare: network namespaces")
-    script = tmp_path / "script.py"
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("needs the extra lightning")
+    script, fabric = tmp_path / "script.py", tmp_path / "fabric.py"
     script.write_text(SCRIPT % "")
+    fabric.write_text(FABRIC)
+    flags = ["--stage", "3", "--compute", "aten"]
     alone = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     with two_hosts() as hosts:
         ended(
             [
                 started(
-                    [*host, *torchrun(i, 2), str(script), str(tmp_path / "two")], GLOO_SOCKET_IFNAME="eth0"
+                    [
+                        *host,
+                        *torchrun(i, 2, ["zero_compiler", "run"]),
+                        *flags,
+                        str(fabric),
+                        str(tmp_path / "two"),
+                    ],
+                    GLOO_SOCKET_IFNAME="eth0",
                 )
                 for i, host in enumerate(hosts)
             ]
@@ -78,6 +115,7 @@ def test_two_hosts_with_torchrun(tmp_path):
     ended([started([*alone, str(script), str(tmp_path / "one")])])
     two, one = (json.loads((tmp_path / name).read_text()) for name in ("two", "one"))
     assert two["world"] == one["world"] == 4
+    assert two["hosts"] == 2
     assert "2 hosts" in two["said"], two["said"]
     assert not differences("two hosts", two["losses"], one["losses"], 1e-5)
 
