@@ -20,6 +20,7 @@ from ..tensors.fused import register_kernels
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from .ddp_fallback import check_averaged
+from .mixed_operands import sharded_rule, watch_operands
 from .penalties import watch_terms
 
 _CHECKED = "_zero_checked"
@@ -38,9 +39,10 @@ def guard_optimizers() -> None:
         _installed = True
         register_kernels()
         register_unscaling()
-        count_writes()
+        count_writes(sharded_rule)
         watch_draws()
         watch_terms()
+        watch_operands()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_withdraw_norms)

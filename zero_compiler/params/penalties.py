@@ -19,7 +19,7 @@ from ..errors import GradientError
 from ..ir import ops
 from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
-from ..tensors.foreach import MANAGED
+from .mixed_operands import managed_leaf, sharded_rule
 
 # Operators that make one loss of several; DTensor takes a plain number beside a DTensor. Those that write to a plain
 # tensor take no DTensor.
@@ -93,7 +93,7 @@ def _joined(
         plain = [t for t in terms if not isinstance(t, (DTensor, FakeTensor))]
         if plain and (group := _group_of(terms)) is not None:
             watch_outputs(plain, group)
-    return NotImplemented
+    return sharded_rule(cls, op, types, args, kwargs)
 
 
 def _written(
@@ -103,7 +103,7 @@ def _written(
     if not isinstance(args[0], (DTensor, FakeTensor)) and not torch.compiler.is_compiling():
         if (group := _group_of(args[1:2])) is not None:
             _refuse(group, f"and {op.name().split('::')[-1].split('.')[0]} writes it to a plain tensor")
-    return NotImplemented
+    return sharded_rule(cls, op, types, args, kwargs)
 
 
 def _group_of(terms: Iterable[object]) -> Group | None:
@@ -112,14 +112,4 @@ def _group_of(terms: Iterable[object]) -> Group | None:
     if term is None:
         return None
     group: Group | None = next((p.group for p in ops.owners() if p.group.mesh == term.device_mesh), None)
-    seen: set[object] = set()
-    left = [] if group is None else [term.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(getattr(node, "variable", None), MANAGED):
-            return group
-        left += [follower for follower, _ in node.next_functions]
-    return None
+    return None if group is None or managed_leaf(term.grad_fn) is None else group

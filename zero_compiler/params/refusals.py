@@ -37,7 +37,7 @@ _MERGE = (
 )
 _SHAPES = "the shape of a sharded parameter cannot change: call {call} before zero.shard, and make the optimizer behind"
 # Methods of models and layers of libraries that read or write whole parameters. Inside zero.gathered they work.
-_METHODS = {
+METHODS = {
     "save_pretrained": _SAVE,
     "push_to_hub": _SAVE,
     "merge": _MERGE,
@@ -68,7 +68,7 @@ def refusing(base: type) -> dict[str, Any]:
     body |= _passed_over()
     body["qconfig"] = _RefusedAttribute("qconfig", _refuse_quantization)
     body["__prepare_scriptable__"] = _refuse_scripting
-    for name, reason in _METHODS.items():
+    for name, reason in METHODS.items():
         method = getattr(base, name, None)
         if method is None or (name in _OF_ADAPTERS and not hasattr(base, "get_delta_weight")):
             continue

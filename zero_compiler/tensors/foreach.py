@@ -8,7 +8,7 @@ nobody counts (torch 2.13).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +20,24 @@ MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-
 
 
 @functools.cache
-def count_writes() -> None:
-    """Have torch call :func:`counted` where such an operator is given DTensors; once a process."""
+def count_writes(then: Callable[..., object]) -> None:
+    """Have torch count where such an operator is given DTensors, as autograd would have done; once a process.
+
+    Args:
+        then: the rule that goes on.
+    """
+
+    def counted(
+        cls: type, op: object, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+    ) -> object:
+        count_as_written(args[0])
+        return then(cls, op, types, args, kwargs)
+
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.partition(".")
         if base.startswith("aten::_foreach_") and base.endswith("_"):
             op = getattr(getattr(torch.ops.aten, base.removeprefix("aten::")), overload or "default")
             torch.library.register_torch_dispatch(op, DTensor, counted)
-
-
-def counted(
-    cls: type, op: object, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
-) -> object:
-    """What autograd would have done; then DTensor's rule."""
-    count_as_written(args[0])
-    return NotImplemented
 
 
 def count_as_written(tensors: Iterable[torch.Tensor]) -> None:

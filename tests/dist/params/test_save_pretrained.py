@@ -171,6 +171,45 @@ def adapters_of_peft(rank):
     return out
 
 
+@cases.add
+def adapters_that_were_added_to_a_sharded_model(rank):
+    """What merges them computes with the rows of a rank and with whole adapters, which is for whole weights."""
+    if importlib.util.find_spec("peft") is None:
+        return []
+    from peft import LoraConfig, get_peft_model
+
+    out = []
+    plain, model = gpt2(), zero.shard(gpt2(), device="cpu", compute="aten")
+    lora = LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    torch.manual_seed(1)
+    plain = get_peft_model(plain, lora).eval()
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, lora).eval()
+    x = torch.arange(8)[None]
+    wanted = plain(input_ids=x).logits
+    for call, name in (
+        (adapted.merge_adapter, "merge_adapter()"),
+        (lambda: adapted.merge_adapter(safe_merge=True), "merge_adapter()"),
+        (adapted.merge_and_unload, "merge_and_unload()"),
+    ):
+        if rank == 0:
+            out += refused(call, ShardError, f"{name} computes with ")
+        else:
+            out += refused(
+                lambda: adapted(input_ids=x), ZeroError, f"rank 0 of 2 could not go on behind {name}: {name}"
+            )
+        torch.testing.assert_close(adapted(input_ids=x).logits, wanted)  # ranks meet again
+    told = "the sharded parameter 'transformer.h.0.attn.c_attn.weight'", "zero.gathered(model, write=True)"
+    out += refused(adapted.merge_adapter, ShardError, *told)
+    for merged in (adapted, plain):
+        with zero.gathered(merged, write=True):
+            merged.merge_adapter()
+    found = whole(adapted)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value)
+    return out
+
+
 @pytest.mark.parametrize("name", cases.names)
 def test_it(name):
     cases.check(name)
