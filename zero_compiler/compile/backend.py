@@ -34,6 +34,7 @@ from ..memory.verify import verify_accumulating
 from ..params import ddp_fallback, eager, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
+from ..params.refusals import look_for_late_hooks, process_wide_hooks
 from ..plan import dynamic_shape_memory, tiling
 from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import Broken
@@ -239,6 +240,7 @@ def _entry(
     # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
     sources: list[tuple[bool, int]] = []
     at = {s.at: k for k, s in enumerate(shards)}
+    hooks = process_wide_hooks()
     rest = iter(keep)
     for i in range(len(shards) + len(keep)):
         sources.append((True, at[i]) if i in at else (False, next(rest)))
@@ -252,6 +254,7 @@ def _entry(
             write.run(args, sharded_model.params[write.name].layout, sharded_model.group.rank)
         params = [args[i] for i in shard_args]
         known.check(params)
+        look_for_late_hooks(hooks)
         scope = ops.owner_of(owners[0]).scope if owners else None
         if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
             scope.compiled_reads.update(map(id, params))

@@ -230,6 +230,7 @@ _HOOKS = (
     "register_full_backward_pre_hook",
     "register_backward_hook",
 )
+_PROCESS_WIDE = "register_module_forward_hook"
 _said_late: set[str] = set()
 
 
@@ -241,21 +242,44 @@ def _hook_registration(name: str) -> Callable[..., object]:
         _check_hook(hook)
         if "forward" in name and code_may_write(hook):  # as the code of the module may
             self._zero.sharded_model.writes = True
-        if (
-            any(sharded_model.frames for sharded_model in self._zero.sharded_model.scope.members)
-            and name not in _said_late
+        if name not in _said_late and any(
+            sharded_model.frames for sharded_model in self._zero.sharded_model.scope.members
         ):
-            _said_late.add(name)
-            log.warning(
-                "%s on a %s of a model that was compiled and called already: torch.compile does not look for new "
-                "hooks, and compiled calls may leave this one out; register hooks before the first call, or call "
-                "torch._dynamo.reset() behind the registration, which compiles the model anew",
-                name,
-                type(self).__name__,
-            )
+            _say_late(name, f"{name} on a {type(self).__name__}")
         return register(self, hook, *args, **kwargs)
 
     return call
+
+
+def _say_late(name: str, registered: str) -> None:
+    _said_late.add(name)
+    log.warning(
+        "%s of a model that was compiled and called already: torch.compile does not look for new hooks, and compiled "
+        "calls may leave this one out; register hooks before the first call, or call torch._dynamo.reset() behind the "
+        "registration, which compiles the model anew",
+        registered,
+    )
+
+
+def process_wide_hooks() -> set[int]:
+    """Hooks that are called for all modules (``torch.nn.modules.module.register_module_forward_hook``), by their
+    numbers."""
+    of = nn.modules.module
+    return {
+        *of._global_forward_hooks,
+        *of._global_forward_pre_hooks,
+        *of._global_backward_hooks,
+        *of._global_backward_pre_hooks,
+    }
+
+
+def look_for_late_hooks(known: set[int]) -> None:
+    """A compiled frame is called: say it once where a hook for all modules is not among those that are ``known`` since
+    the frame was compiled. Nothing of ours is asked when one is registered."""
+    if _PROCESS_WIDE not in _said_late and not process_wide_hooks() <= known:
+        _say_late(
+            _PROCESS_WIDE, "a hook for all modules (register_module_forward_hook or the like) on the modules"
+        )
 
 
 def _check_hook(hook: object) -> None:

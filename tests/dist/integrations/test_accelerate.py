@@ -101,6 +101,21 @@ def the_documented_loop_has_the_numbers_of_ddp(rank: int) -> list[str]:
 
 
 @cases.add
+def a_model_that_was_not_prepared(rank: int) -> list[str]:
+    """accelerate's loop over a model that zero.shard made, beside the prepared one under DDP."""
+    acc = accelerator(gradient_accumulation_steps=2)
+    model = zero.shard(net(), device="cpu", compute="aten")
+    opt, batches = acc.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), loader())
+    ours = train(acc, model, opt, batches)
+    gathered = acc.gather_for_metrics(torch.full((1,), float(rank))).tolist()
+    out = [] if acc.unwrap_model(model) is model and gathered == [0.0, 1.0] else [f"gathered {gathered}"]
+    theirs = accelerator(gradient_accumulation_steps=2)
+    plain = theirs.prepare(net())
+    opt, batches = theirs.prepare(torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4), loader())
+    return out + differences("not prepared", ours, train(theirs, plain, opt, batches), CLOSE)
+
+
+@cases.add
 def clipping_by_value(rank: int) -> list[str]:
     return differences("clipped", script(zero_accelerator(), "value"), script(accelerator(), "value"), CLOSE)
 

@@ -98,6 +98,12 @@ class Saves(nn.Module):
     def save_pretrained(self, folder):
         self.called.append(folder)
 
+    def get_input_embeddings(self):
+        return self.inner
+
+    def resize_token_embeddings(self, new_num_tokens=None):
+        self.called.append(new_num_tokens)
+
 
 @cases.add
 def saving_by_one_rank_alone(rank):
@@ -131,6 +137,22 @@ def saving_by_all_ranks(rank):
     )
     model(torch.randn(2, 4)).sum().backward()
     return out
+
+
+@cases.add
+def token_embeddings_of_another_number(rank):
+    """By all ranks, and by one alone."""
+    model, x = zero.shard(Saves(), device="cpu", compute="aten"), torch.randn(2, 4)
+    model.resize_token_embeddings(3)
+    words = "call resize_token_embeddings() before zero.shard"
+    out = wrong(lambda: model.resize_token_embeddings(5), words)
+    model(x)
+    if rank == 1:
+        out += wrong(lambda: model.resize_token_embeddings(5), words)
+    else:
+        out += wrong(lambda: model(x), "rank 1 of 2 could not go on behind resize_token_embeddings(): ")
+    model(x).sum().backward()
+    return out + [f"called with {n}" for n in model.called if n != 3]
 
 
 @cases.add

@@ -158,6 +158,38 @@ def transforms_of_inputs(rank: int) -> list[str]:
 
 
 @cases.add
+def gradients_of_each_sample(rank: int) -> list[str]:
+    """Of this rank's samples, with respect to whole weights: they are its own, and no rank waits for another one."""
+    errors, x, names = [], data(rank), [name for name, _ in net().named_parameters()]
+
+    def of_each(model: nn.Module, params: dict[str, torch.Tensor]) -> Any:
+        return vmap(grad(lambda params, v: functional_call(model, params, (v,)).square().sum()), (None, 0))(
+            params, x
+        )
+
+    plain = net()
+    want = of_each(plain, {name: plain.get_parameter(name).detach() for name in names})
+    for stage in (0, 3):
+        model = zero.shard(net(), stage=stage)
+        full = {name: whole(model.get_parameter(name)).detach() for name in names}
+        found = [of_each(model, full) if rank == 0 or stage == 3 else want]  # of stage 0 one rank alone
+        if stage == 3:
+            try:
+                of_each(model, {name: model.get_parameter(name) for name in names})
+                errors.append("gradients with respect to shards")
+            except ShardError as error:
+                errors += [] if "full_tensor" in str(error) else [str(error)]
+        with zero.gathered(model):
+            found.append(of_each(model, dict(model.named_parameters())))
+        for each in found:
+            for name in names:
+                if not torch.allclose(each[name], want[name], rtol=1e-4, atol=1e-5):
+                    errors.append(f"stage {stage}: {name} is {each[name].flatten()[:3]}")
+        model(x).sum().backward()
+    return errors
+
+
+@cases.add
 def other_memory(rank: int) -> list[str]:
     """Whoever refers to a parameter goes on with it."""
     errors = []

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from marks import slow
 from null.small import batch, both_ways, mlp, use
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -155,6 +156,8 @@ def test_dynamo_takes_no_sharded_module_for_one_of_fsdp(marked):
         pytest.param("register_forward_hook", False, marks=pytest.mark.slow),
         pytest.param("register_forward_pre_hook", False, marks=pytest.mark.slow),
         pytest.param("register_forward_pre_hook", True, marks=pytest.mark.slow),
+        pytest.param("register_full_backward_hook", True, marks=pytest.mark.slow),
+        pytest.param("register_full_backward_pre_hook", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_hook_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypatch, hook, inner):
@@ -170,8 +173,31 @@ def test_a_hook_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypat
     assert hook in record.getMessage()
     assert "compiled calls may leave this one out" in record.getMessage()
     torch._dynamo.reset()  # as it says
-    call(batch())
+    call(batch()).sum().backward()
     assert called == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "hook", ["register_module_forward_hook", *slow("register_module_full_backward_hook")]
+)
+def test_a_hook_for_all_modules_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypatch, hook):
+    monkeypatch.setattr(refusals, "_said_late", set())
+    model = zero.shard(mlp(), compute="aten")
+    called = []
+    call = use(model, "compiled")
+    call(batch())
+    with caplog.at_level(logging.WARNING, logger="zero_compiler"):
+        with getattr(nn.modules.module, hook)(lambda module, *_: called.append(type(module))):
+            for _ in range(2):
+                call(batch())
+            (record,) = [r for r in caplog.records if r.name == "zero_compiler"]
+            assert "register_module_forward_hook" in record.getMessage()
+            torch._dynamo.reset()  # as it says
+            refusals._said_late.clear()
+            called.clear()
+            call(batch()).sum().backward()
+    assert sum(issubclass(kind, nn.Linear) for kind in called) == 2
+    assert len([r for r in caplog.records if r.name == "zero_compiler"]) == 1
 
 
 def test_hooks_of_a_model_that_is_not_compiled_are_no_news(caplog, monkeypatch):
