@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -63,6 +64,14 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
+
+
+def reduced_seldom(what: str, counts: list[int], every: int) -> list[str]:
+    """What is wrong with the bytes that micro-batches have reduced, which ``counts`` sums up after each: the last of
+    ``every`` many reduces the same as any other last one, and those before it reduce none."""
+    sent = [after - before for before, after in itertools.pairwise([0, *counts])]
+    expected = [sent[every - 1] if (i + 1) % every == 0 else 0 for i in range(len(sent))]
+    return [] if sent == expected and sent[every - 1] > 0 else [f"{what}: bytes reduced: {sent}"]
 
 
 def differences(what: str, ours: Any, theirs: Any, tolerance: float) -> list[str]:

@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist.cases import Cases, refused
-from dist.library_runs import as_rank, differences, one_rank_alone, shared_folder, weights
+from dist.library_runs import (
+    as_rank,
+    differences,
+    one_rank_alone,
+    reduced_seldom,
+    shared_folder,
+    weights,
+)
+from dist.loops import counters
 from torch import nn
 
 from zero_compiler.errors import ConfigError, IntegrationError
@@ -63,6 +71,7 @@ def module(pl: Any, kind: str = "parts", lr: float = 1e-2) -> Any:
             self.scale = nn.Parameter(torch.ones(3))
             self.losses: list[float] = []
             self.validated: list[float] = []
+            self.reduced: list[int] = []  # bytes so far, after each micro-batch
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.heads[0](self.body(x)) * self.scale
@@ -86,6 +95,13 @@ def module(pl: Any, kind: str = "parts", lr: float = 1e-2) -> Any:
             loss = F.mse_loss(computed.float(), batch[1])
             self.log("val", loss, sync_dist=True)
             self.validated.append(loss.item())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if is_root(self):
+                self.reduced.append(counters(self)["bytes_reduced"])
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.validation_step(batch, index)
 
         def predict_step(self, batch: Any, index: int) -> torch.Tensor:
             return self(batch[0])
@@ -175,8 +191,9 @@ def accumulation_and_clipping(rank: int) -> list[str]:
         {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
     ):
         _, _, plain = fitted("ddp", **kwargs)
-        _, _, ours = fitted(zero_strategy(), **kwargs)
+        _, model, ours = fitted(zero_strategy(), **kwargs)
         errors += differences(str(kwargs), ours, plain, CLOSE)
+        errors += reduced_seldom("Trainer", model.reduced, kwargs.get("accumulate_grad_batches", 1))
     return errors
 
 
@@ -292,27 +309,69 @@ def callbacks_that_copy_the_model_are_refused(rank: int) -> list[str]:
 
 @cases.add
 def checkpoints_go_on_and_load_plainly(rank: int) -> list[str]:
+    return [e for sharded in (False, True) for e in resumed(save_distributed_checkpoint=sharded)]
+
+
+@cases.add_thorough
+def checkpoints_of_what_lies_in_files_go_on(rank: int) -> list[str]:
+    """With clipping, and as ``zero_stage_3_nvme``."""
+    away = dict.fromkeys(("offload_params", "offload_grads", "offload_optimizer"), "nvme")
+    with shared_folder() as folder:
+        return resumed(**away, nvme_dir=str(folder))
+
+
+def resumed(**fields: Any) -> list[str]:
+    """What is wrong with a second epoch that goes on from a checkpoint."""
     import lightning.pytorch as pl
 
-    errors = []
-    for sharded in (False, True):
+    def run(folder: Path, epochs: int, go_on: str | None = None) -> tuple[Any, Any]:
+        model = module(pl)
+        t = trainer(pl, zero_strategy(**fields), folder, max_epochs=epochs, gradient_clip_val=0.3)
+        t.fit(model, loader(), ckpt_path=go_on)
+        return t, model
+
+    with shared_folder() as folder:
+        file = folder / "last.ckpt"
+        t, model = run(folder, 1)
+        t.save_checkpoint(file)
+        held = weights(model)
+        dist.barrier()
+        (_, again), (_, whole) = run(folder, 2, str(file)), run(folder, 2)
+        errors = differences(f"{fields}", weights(again), weights(whole), 0.0)
+        if file.is_file():
+            found = torch.load(file, weights_only=False)["state_dict"]
+            errors += differences("plain file", dict(found), held, 0.0)
+        elif not fields.get("save_distributed_checkpoint"):
+            errors.append(f"{fields}: no plain file")
+    return errors
+
+
+@cases.add_thorough
+def the_best_checkpoint_and_early_stopping(rank: int) -> list[str]:
+    """After a validation that comes before training."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    def run(strategy: Any) -> dict[str, Any]:
         with shared_folder() as folder:
             model = module(pl)
-            t = trainer(pl, zero_strategy(save_distributed_checkpoint=sharded), folder, max_epochs=1)
-            t.fit(model, loader())
-            t.save_checkpoint(folder / "last.ckpt")
-            held = weights(model)
-            dist.barrier()
-            whole = module(pl)
-            t = trainer(pl, zero_strategy(save_distributed_checkpoint=sharded), folder, max_epochs=2)
-            t.fit(whole, loader(), ckpt_path=str(folder / "last.ckpt"))
-            again = module(pl)
-            t = trainer(pl, zero_strategy(), folder, max_epochs=2)
-            t.fit(again, loader())
-            errors += differences(f"sharded={sharded}", weights(whole), weights(again), 0.0)
-            if not sharded:
-                found = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
-                errors += differences("plain file", dict(found), held, 0.0)
+            kept = ModelCheckpoint(dirpath=folder, monitor="val", mode="max")
+            callbacks = [kept, EarlyStopping("val", mode="max", patience=1)]
+            t = trainer(pl, strategy, folder, max_epochs=6, enable_checkpointing=True, callbacks=callbacks)
+            before = t.validate(model, loader(), verbose=False)[0]
+            t.fit(model, loader(), loader())
+            epochs, losses = t.current_epoch, list(model.losses)
+            tested = t.test(model, loader(), ckpt_path="best", verbose=False)[0]
+            return {
+                "before": before, "epochs": epochs, "losses": losses, "best": kept.best_model_score,
+                "tested": tested, "weights": weights(model),
+            }  # fmt: skip
+
+    plain = run("ddp")
+    errors = [] if plain["epochs"] < 6 else ["training did not end early"]
+    for sharded in (False, True):
+        ours = run(zero_strategy(save_distributed_checkpoint=sharded))
+        errors += differences(f"sharded={sharded}", ours, plain, CLOSE)
     return errors
 
 
@@ -417,18 +476,21 @@ def fabric_loops(rank: int) -> list[str]:
             opt = fabric.setup_optimizers(opt)
         else:
             model, opt = fabric.setup(model, opt)
-        losses = []
+        losses, counts = [], []
         for step, (x, y) in enumerate(fabric.setup_dataloaders(loader())):
             waits = step % 2 == 0
             with fabric.no_backward_sync(model, enabled=waits):
                 loss = F.mse_loss(model(x).float(), y)
                 fabric.backward(loss)
             losses.append(loss.item())
+            if is_root(model.module):
+                counts.append(counters(model.module)["bytes_reduced"])
             if not waits:
                 fabric.clip_gradients(model, opt, max_norm=0.5)
                 opt.step()
                 opt.zero_grad()
         if apart:
+            errors.extend(reduced_seldom("fabric", counts, 2))
             errors.extend(
                 one_rank_alone(
                     "Fabric.save()",
@@ -450,6 +512,71 @@ def fabric_loops(rank: int) -> list[str]:
     errors += differences("64-true", run("zero", False, precision="64-true"), in_float64, CLOSE)
     errors += differences("fabric apart", run(ZeroFabricStrategy(compute="aten"), True), plain, CLOSE)
     return errors
+
+
+def distilled(strategy: str, folder: Path, resume: bool = False, **kwargs: Any) -> dict[str, Any]:
+    """A loop of Fabric with a frozen model beside the one that is trained, clipped by value, with a scheduler that
+    Fabric does not know. It is saved in the middle, or goes on from there."""
+    from lightning.fabric import Fabric
+
+    as_elastic()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **kwargs)
+    fabric.launch()
+    torch.manual_seed(0)
+    student, teacher = (nn.Sequential(nn.Linear(8, 17), nn.GELU(), nn.Linear(17, 3)) for _ in range(2))
+    opt = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-4)
+    sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    student, opt = fabric.setup(student, opt)
+    teacher = teacher.requires_grad_(False)
+    if strategy != "ddp":
+        teacher = fabric.setup_module(teacher)
+    state = {"student": student, "opt": opt}
+    if resume:
+        sched.load_state_dict(fabric.load(folder / "state", state)["sched"])
+    losses = []
+    for step, (x, _) in enumerate(fabric.setup_dataloaders(loader())):
+        if step < 3 and resume:
+            continue
+        if step == 3 and not resume and strategy != "ddp":
+            fabric.save(folder / "state", {**state, "sched": sched.state_dict()})
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = F.mse_loss(student(x).float(), wanted.float())
+        fabric.backward(loss)
+        fabric.clip_gradients(student, opt, clip_val=0.05)
+        opt.step()
+        sched.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return {
+        "losses": losses[-3:],
+        "rate": opt.param_groups[0]["lr"],
+        "weights": weights(student.module),
+    }
+
+
+def fabric_goes_on(name: str, close: float = CLOSE, **kwargs: Any) -> list[str]:
+    import zero_compiler.integrations.lightning  # noqa: F401
+
+    with shared_folder() as folder:
+        os.environ["ZERO_NVME_DIR"] = str(folder)
+        plain = distilled("ddp", folder, **kwargs)
+        ours = distilled(name, folder, **kwargs)
+        again = distilled(name, folder, True, **kwargs)
+        errors = differences(name, ours, plain, close)
+        return errors + differences(f"{name} resumed", again, ours, 0.0)
+
+
+@cases.add
+def fabric_goes_on_in_files(rank: int) -> list[str]:
+    return fabric_goes_on("zero_stage_3_nvme")
+
+
+@cases.add_thorough
+def fabric_goes_on_by_other_names(rank: int) -> list[str]:
+    names = ("zero_stage_1", "zero_stage_2", "zero_stage_3_offload")
+    errors = [e for name in names for e in fabric_goes_on(name)]
+    return errors + fabric_goes_on("zero", CLOSE_BF16, precision="bf16-mixed")
 
 
 @cases.add

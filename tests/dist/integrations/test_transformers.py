@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.cases import Cases, refused
-from dist.library_runs import as_rank, differences, shared_folder, weights
+from dist.library_runs import as_rank, differences, reduced_seldom, shared_folder, weights
+from dist.loops import counters
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -122,7 +123,24 @@ def it_trains_with_the_numbers_of_ddp(rank: int) -> list[str]:
 
 @cases.add
 def accumulation_and_clipping(rank: int) -> list[str]:
-    return both(args={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3})
+    """All micro-batches of a step are reduced together."""
+    from transformers import TrainerCallback
+
+    counts: list[int] = []
+
+    class Counts(TrainerCallback):
+        def on_substep_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+            if is_root(model):
+                counts.append(counters(model)["bytes_reduced"])
+
+        on_step_end = on_substep_end
+
+    def run(t: Any) -> None:
+        t.add_callback(Counts())
+        t.train()
+
+    errors = both(run=run, args={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3})
+    return errors + reduced_seldom("Trainer", counts, 3)
 
 
 @cases.add_thorough
@@ -270,11 +288,21 @@ def states_in_files_with_a_scheduler_that_is_given(rank: int) -> list[str]:
 
 @cases.add_thorough
 def the_best_model_at_the_end_and_early_stopping(rank: int) -> list[str]:
+    return best_at_the_end("FULL_STATE_DICT")
+
+
+@cases.add_thorough
+def the_best_of_sharded_checkpoints_at_the_end(rank: int) -> list[str]:
+    return best_at_the_end("SHARDED_STATE_DICT")
+
+
+def best_at_the_end(kind: str) -> list[str]:
     from transformers import EarlyStoppingCallback
 
     args = {
         "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 8,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "fsdp_config": {"state_dict_type": kind},
     }  # fmt: skip
 
     def run(t: Any) -> dict[str, Any]:
