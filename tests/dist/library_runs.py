@@ -6,7 +6,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,13 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def reduced_seldom(what: str, counts: list[int], every: int) -> list[str]:
-    """What is wrong with the bytes that micro-batches have reduced, which ``counts`` sums up after each: the last of
-    ``every`` many reduces the same as any other last one, and those before it reduce none."""
+def reduced_seldom(what: str, counts: list[int], last: Collection[int]) -> list[str]:
+    """What is wrong with the bytes that micro-batches have reduced, which ``counts`` sums up after each: those whose
+    index is in ``last`` end an accumulation and reduce the same bytes each, and the others reduce none."""
     sent = [after - before for before, after in itertools.pairwise([0, *counts])]
-    expected = [sent[every - 1] if (i + 1) % every == 0 else 0 for i in range(len(sent))]
-    return [] if sent == expected and sent[every - 1] > 0 else [f"{what}: bytes reduced: {sent}"]
+    at_once = max(sent, default=0)
+    expected = [at_once if i in last else 0 for i in range(len(sent))]
+    return [] if sent == expected and at_once > 0 else [f"{what}: bytes reduced: {sent}"]
 
 
 def differences(what: str, ours: Any, theirs: Any, tolerance: float) -> list[str]:

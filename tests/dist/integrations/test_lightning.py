@@ -193,7 +193,8 @@ def accumulation_and_clipping(rank: int) -> list[str]:
         _, _, plain = fitted("ddp", **kwargs)
         _, model, ours = fitted(zero_strategy(), **kwargs)
         errors += differences(str(kwargs), ours, plain, CLOSE)
-        errors += reduced_seldom("Trainer", model.reduced, kwargs.get("accumulate_grad_batches", 1))
+        every = kwargs.get("accumulate_grad_batches", 1)
+        errors += reduced_seldom("Trainer", model.reduced, range(every - 1, 6, every))
     return errors
 
 
@@ -490,7 +491,7 @@ def fabric_loops(rank: int) -> list[str]:
                 opt.step()
                 opt.zero_grad()
         if apart:
-            errors.extend(reduced_seldom("fabric", counts, 2))
+            errors.extend(reduced_seldom("fabric", counts, (1, 3, 5)))
             errors.extend(
                 one_rank_alone(
                     "Fabric.save()",

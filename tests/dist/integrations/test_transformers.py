@@ -123,7 +123,7 @@ def it_trains_with_the_numbers_of_ddp(rank: int) -> list[str]:
 
 @cases.add
 def accumulation_and_clipping(rank: int) -> list[str]:
-    """All micro-batches of a step are reduced together."""
+    """All micro-batches of a step are reduced together; the last step of an epoch has fewer."""
     from transformers import TrainerCallback
 
     counts: list[int] = []
@@ -140,7 +140,7 @@ def accumulation_and_clipping(rank: int) -> list[str]:
         t.train()
 
     errors = both(run=run, args={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3})
-    return errors + reduced_seldom("Trainer", counts, 3)
+    return errors + reduced_seldom("Trainer", counts, (2, 5, 7, 10))
 
 
 @cases.add_thorough
