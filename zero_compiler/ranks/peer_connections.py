@@ -208,6 +208,7 @@ class Peers:
         self._pg = weakref.ref(group.pg)
         self.rank, self.world = group.rank, group.world
         self._peers = [_Peer(group.name_of(r)) for r in range(group.world)]
+        self._gone: list[int] = []  # ranks in the order in which they went, as far as that is known
         self._links: dict[int, PeerLink] = {}
         self._server: socket.socket | None = None
         self._token = ""
@@ -225,15 +226,17 @@ class Peers:
     # --- for those who wait for a rank ---------------------------------------------------------------------------
 
     def gone(self, rank: int) -> str | None:
-        """A sentence if that rank is gone."""
-        return self._peers[rank].gone
+        """A sentence if that rank is gone, about the first that went: others end because of it."""
+        return None if self._peers[rank].gone is None else self._first_gone()
+
+    def _first_gone(self) -> str | None:
+        return self._peers[self._gone[0]].gone if self._gone else None
 
     def any_gone(self, rank: int | None = None, wait_s: float = 0.0) -> str | None:
-        """The same of any rank, or of that one; it may still become known for some seconds."""
+        """The same if any rank is gone, or that one; it may still become known for some seconds."""
         end = time.monotonic() + wait_s
         while True:
-            ranks = range(self.world) if rank is None else (rank,)
-            found = next((gone for r in ranks if (gone := self._peers[r].gone) is not None), None)
+            found = self._first_gone() if rank is None else self.gone(rank)
             if found is not None or not self._links or time.monotonic() > end:
                 return found
             time.sleep(0.01)
@@ -384,7 +387,7 @@ class Peers:
         self._from_other(rank, message)
         known = {r: p.shown() for r, p in enumerate(self._peers)}
         known[0] = self._own()
-        gone = {r: p.gone for r, p in enumerate(self._peers) if p.gone is not None}
+        gone = {r: self._peers[r].gone for r in self._gone}
         link.send({"ranks": known, "silent": self._silent(), "gone": gone})
 
     def _from_other(self, rank: int, message: dict[str, object]) -> None:
@@ -400,8 +403,7 @@ class Peers:
         for rank, said in message.get("ranks", {}).items():
             self._peers[int(rank)].update(*said)
         for rank, gone in message.get("gone", {}).items():
-            peer = self._peers[int(rank)]
-            peer.gone = peer.gone or gone
+            self._goes(int(rank), gone)
         if "left" in message:
             self._lost(0, str(message["left"]))
         now, silent = time.monotonic(), message.get("silent")
@@ -416,10 +418,15 @@ class Peers:
         peer = self._peers[rank]
         if peer.gone is not None:
             return
-        peer.gone = f"{peer.name} is gone: {why}"
+        self._goes(rank, f"{peer.name} is gone: {why}")
         if self.rank == 0:
             for link in list(self._links.values()):
                 link.send({"gone": {rank: peer.gone}})
+
+    def _goes(self, rank: int, gone: str) -> None:
+        if rank not in self._gone:
+            self._gone.append(rank)
+            self._peers[rank].gone = gone
 
     def _silent(self) -> list[int]:
         now, most = time.monotonic(), SILENT_S

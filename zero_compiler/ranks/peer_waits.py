@@ -150,7 +150,7 @@ def explained(
     me = group.name_of(group.rank)
     reason = "" if error is None else str(error)
     if " is gone: " in reason:
-        return None
+        return _went_before(peers, reason)
     gone = None if peers is None else peers.any_gone(rank, within_s if error is None else _SOON_S)
     if gone is not None:
         return TransferError(f"{what}: {me} waited for an answer in vain: {gone}")
@@ -163,6 +163,14 @@ def explained(
             "group, before it came to this"
         )
     return None
+
+
+def _went_before(peers: Peers | None, reason: str) -> TransferError | None:
+    """Where a ``reason`` names a rank that is gone, and another one went before, of which that may have come."""
+    first = None if peers is None else peers.any_gone()
+    if first is None or first.partition(": ")[0] in reason:
+        return None
+    return TransferError(f"{reason}; before that {first}")
 
 
 def late(group: Group, rank: int | None, what: str, timeout_s: float | None) -> TransferError:

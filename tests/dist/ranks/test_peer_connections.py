@@ -96,7 +96,11 @@ def test_a_rank_that_raises_in_a_call_has_said_why(place):
 )
 def test_any_rank_may_go(place, world, gone):
     """Rank 0 serves the store too."""
-    check(leave(place, "killed", world, gone), " is gone")
+    ends = leave(place, "killed", world, gone)
+    check(ends, f"rank {gone} of {world}", " is gone")
+    assert all(re.search(rf"rank {gone} of {world}(, which)? is gone", text) for *_, text in ends.values()), (
+        ends
+    )
 
 
 @pytest.mark.slow
