@@ -53,6 +53,7 @@ LEFT_OUT = {
     "buys",
     "compile_time",
     "gpu",  # has a test of its own
+    "integrations",  # needs transformers, accelerate and Lightning
     "io_deepspeed",
     "large",
     "plan_quality",
