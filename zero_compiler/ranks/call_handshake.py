@@ -156,12 +156,23 @@ class Exchange:
             return
         self._got[group.rank] = self._sent
         others = [r for r in range(group.world) if r != group.rank]
-        for peer in others:
-            with naming_peer(group, peer, what):
-                self._works.append((peer, pg.recv([self._got[peer]], peer, _HEADER_TAG)))
-        for peer in others:
-            with naming_peer(group, peer, what):
-                self._works.append((peer, pg.send([self._sent], peer, _HEADER_TAG)))
+        # Where a peer is gone the others are to have this header all the same: they find out when they wait for it.
+        failed: tuple[int, RuntimeError] | None = None
+        for post in (self._receive, self._send):
+            for peer in others:
+                try:
+                    self._works.append((peer, post(peer)))
+                except RuntimeError as error:
+                    failed = failed or (peer, error)
+        if failed is not None:
+            with naming_peer(group, failed[0], what):
+                raise failed[1]
+
+    def _receive(self, peer: int) -> Any:
+        return self._group.pg.recv([self._got[peer]], peer, _HEADER_TAG)
+
+    def _send(self, peer: int) -> Any:
+        return self._group.pg.send([self._sent], peer, _HEADER_TAG)
 
     def wait(self, what: str) -> list[bytes]:
         """The headers of all ranks, in order.

@@ -1,10 +1,12 @@
-"""Headers of calls on a group that has no gloo, as an accelerator's own backend is: one all-gather carries them.
+"""Headers of calls: of ranks of which one is gone, and on a group that has no gloo, as an accelerator's own backend is.
 
-Here that all-gather runs over gloo, which the ranks are told not to see.
+There one all-gather carries them. Here that runs over gloo, which the ranks are told not to see.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -98,3 +100,29 @@ def alone(rank: int, world: int) -> None:
 
 def test_a_rank_that_never_comes() -> None:
     run_ranks(alone, 2, timeout=60.0, group_timeout=1.5)
+
+
+def one_comes_late_where_another_is_gone(rank: int, world: int) -> str:
+    """What each says. Rank 0 lives on behind its error, as under a script that goes on."""
+    model = zero.shard(nn.Linear(4, 4), device="cpu")
+    with zero.gathered(model):
+        pass
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        time.sleep(2.0)
+    begun = time.monotonic()
+    try:
+        with zero.gathered(model):
+            return "no error"
+    except TransferError as error:
+        return (
+            str(error)
+            if time.monotonic() - begun < 10
+            else f"after {time.monotonic() - begun:.0f} s: {error}"
+        )
+
+
+def test_a_rank_that_finds_another_one_gone_does_not_leave_the_rest_waiting():
+    said = run_ranks(one_comes_late_where_another_is_gone, 3, timeout=60.0, group_timeout=120.0, may_die=(2,))
+    assert all("rank 2 of 3 is gone: its process has ended" in text for text in said[:2]), said

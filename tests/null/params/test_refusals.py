@@ -189,9 +189,13 @@ def test_a_hook_for_all_modules_behind_the_first_compiled_call_is_told_of_once(c
     with caplog.at_level(logging.WARNING, logger="zero_compiler"):
         with getattr(nn.modules.module, hook)(lambda module, *_: called.append(type(module))):
             for _ in range(2):
-                call(batch())
-            (record,) = [r for r in caplog.records if r.name == "zero_compiler"]
-            assert "register_module_forward_hook" in record.getMessage()
+                call(batch()).sum().backward()
+            told = [r.getMessage() for r in caplog.records if r.name == "zero_compiler"]
+            if not told:  # a release of torch that compiles anew for it
+                assert sum(issubclass(kind, nn.Linear) for kind in called) == 4
+                return
+            assert len(told) == 1
+            assert "register_module_forward_hook" in told[0]
             torch._dynamo.reset()  # as it says
             refusals._said_late.clear()
             called.clear()
