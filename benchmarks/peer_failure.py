@@ -50,6 +50,8 @@ def main() -> None:
     args = parser.parse_args()
     m = common.machine()
     print(common.machine_text(m), flush=True)
+    slow = measure((2, 0, True, "deciding a plan", "slow"))
+    print(slow_line(slow), flush=True)
     results: list[dict[str, Any]] = []
     for job, (world, gone, gloo) in enumerate(JOBS[: args.jobs]):
         places = [p for p in PLACES if args.places in p and (job == 0 or p in SOME)]
@@ -58,19 +60,17 @@ def main() -> None:
             rows = list(pool.map(measure, cases))
         results += rows
         common.print_table(*shown(rows))
-    results.append(measure((2, 0, True, "deciding a plan", "slow")))
-    print(slow_line(results[-1]))
-    if args.json:
-        common.save(args.json, {"machine": m, "rows": results}, markdown(m, results))
+        if args.json:
+            common.save(args.json, {"machine": m, "rows": [*results, slow]}, markdown(m, results, slow))
 
 
-def markdown(m: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def markdown(m: dict[str, Any], results: list[dict[str, Any]], slow: dict[str, Any]) -> str:
     text = common.heading("Ranks that go, and when the others end", m)
     for world, gone, gloo in JOBS:
-        rows = [r for r in results[:-1] if (r["world"], r["gone"], r["gloo"]) == (world, gone, gloo)]
+        rows = [r for r in results if (r["world"], r["gone"], r["gloo"]) == (world, gone, gloo)]
         if rows:
             text += common.table(*shown(rows)) + "\n"
-    return text + slow_line(results[-1]) + "\n"
+    return text + slow_line(slow) + "\n"
 
 
 def shown(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
