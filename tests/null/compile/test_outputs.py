@@ -231,7 +231,7 @@ def test_random_frames(steps, ends, sizes, mode, trained):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4),
     ends=st.lists(st.sampled_from(sorted(ENDS)), max_size=5),

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from marks import thorough
 from torch import nn
 
 import zero_compiler as zero
@@ -37,7 +38,7 @@ class Enlarged(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Pooled, Enlarged])
+@pytest.mark.parametrize("make", [Pooled, *thorough(Enlarged)])
 def test_images_of_many_sizes(make):
     """The third size ran code that was made for the second."""
     torch._dynamo.reset()

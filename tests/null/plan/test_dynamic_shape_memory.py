@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from marks import thorough
 from torch import nn
 
 import zero_compiler as zero
@@ -130,7 +131,7 @@ def test_sizes_that_ran_run_after_a_second_size_was_refused():
 
 
 # Inductor itself compiles again for much larger sizes, and so they are planned for themselves.
-@pytest.mark.parametrize(("compute", "many"), [("aten", MANY), ("inductor", 128)])
+@pytest.mark.parametrize(("compute", "many"), [("aten", MANY), *thorough(("inductor", 128))])
 def test_a_call_that_passes_the_budget_is_refused_before_it_begins(compute, many):
     budget, want = (planned(count, compute=compute).peak for count in (64, many))
     run = Run(budget, compute=compute).warm()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import thorough
 from null.small import ATEN
 from torch import nn
 from torch.autograd import forward_ad
@@ -89,7 +90,7 @@ def equal(found: Any, want: Any) -> None:
 
 
 # At the stages between, transforms meet nothing else than at these.
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
+@pytest.mark.parametrize("stage", [0, 3, *thorough(1, 2)])
 @pytest.mark.parametrize(
     "name", [n if n != "linearize" else pytest.param(n, marks=pytest.mark.slow) for n in EAGER]
 )

@@ -66,7 +66,7 @@ def test_the_passes_keep_the_numbers(world, tile_bytes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [*slow(False), True])
+@pytest.mark.parametrize("bias", [*thorough(False), True])
 @pytest.mark.parametrize("of", LOSSES)
 def test_every_loss_is_tiled_and_equal_to_plain(of, bias):
     model = SimulatedModel(Head(of, bias), 2, stage=3, tile_bytes=TILE)
@@ -360,7 +360,7 @@ _AFTERWARDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["nan_to_num", "squared", *slow("where", "over itself", "focal")])
+@pytest.mark.parametrize("how", ["nan_to_num", "squared", *thorough("where", "over itself", "focal")])
 @pytest.mark.parametrize("tile_bytes", [None, 4 * ROW])
 def test_nothing_but_ignored_labels_before_more_is_made_of_the_loss(how, tile_bytes):
     class After(Head):

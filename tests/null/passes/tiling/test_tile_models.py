@@ -75,10 +75,18 @@ WAYS: dict[str, tuple[Any, ...]] = {
 }
 
 
+COMPILED = (*list(WAYS)[:2], "positions")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", [*thorough("aten"), "inductor"])
 @pytest.mark.parametrize(
-    "way", [*list(WAYS)[:2], "positions", *slow(*(w for w in list(WAYS)[2:] if w != "positions"))]
+    ("way", "compute"),
+    [
+        *((way, "inductor") for way in COMPILED),
+        *((way, "aten") for way in WAYS if way not in COMPILED),
+        *thorough(*((way, "aten") for way in COMPILED)),
+        *thorough(*((way, "inductor") for way in WAYS if way not in COMPILED)),
+    ],
 )
 def test_gradients_are_those_of_whole_weights(way, compute):
     fn, *shapes = WAYS[way]

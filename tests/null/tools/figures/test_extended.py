@@ -64,7 +64,7 @@ def test_operations_are_counted_as_the_papers_do():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [*thorough({}, ON_HOST), {**IN_FILES, "offload_activations": "host"}, {"tile_bytes": 1 << 18}]
+    "fields", [*thorough({}, ON_HOST, {"tile_bytes": 1 << 18}), {**IN_FILES, "offload_activations": "host"}]
 )
 def test_what_is_extended_is_what_all_layers_take(fields):
     setup = replace(SMALL, fields={"stage": 3, **fields})
