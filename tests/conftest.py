@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from dist.spawn import collect_seldom
 
+VARIANTS = 4  # of a slow test of one process
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -22,10 +23,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--thorough"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    left_out = {item for item in items if item.get_closest_marker("thorough")}
+    left_out |= not_sampled([item for item in items if item not in left_out])
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of a slow test with more variants than ``VARIANTS`` those that are left to --thorough: the rest lies evenly among
+    them. Those of ranks are not concerns of this: what looks like variants are cases that share their processes."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("dist"):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for of in variants.values():
+        kept = {round(k * (len(of) - 1) / (VARIANTS - 1)) for k in range(VARIANTS)}
+        left_out |= {item for k, item in enumerate(of) if k not in kept}
+    return left_out
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.spawn import RankFailed, run_ranks
+from marks import thorough
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -181,8 +182,9 @@ def peaks(rank, world, transport, file):
     return rows
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "transport"), [(2, "shared"), (3, "c10d"), *thorough((2, "c10d"), (3, "shared"))]
+)
 def test_peak_is_the_shards_and_one_owner(world, transport, tmp_path):
     file = os.fspath(tmp_path / "model.safetensors")
     save_file({k: v for k, v in Stack().state_dict().items() if k != "head.weight"}, file)

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SHORT = ["--compute", "aten", "--layers", "1", "--width", "64", "--batch", "4", "--context", "32"]
-both = pytest.mark.parametrize("ranks", [1, 2])
+both = pytest.mark.parametrize("ranks", [*thorough(1), 2])
 
 
 def command(name: str, *args: str, ranks: int = 1) -> list[str]:

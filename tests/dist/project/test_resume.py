@@ -91,7 +91,7 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, s
 
 @pytest.mark.parametrize(
     ("ranks", "given"),
-    [(4, FILES), *thorough((1, ()), (1, FILES), (2, FILES), (4, ()))],
+    thorough((4, FILES), (1, ()), (1, FILES), (2, FILES), (4, ())),
 )
 def test_other_ranks_and_tiers_go_on_with_the_same_samples(tmp_path, halfway, ranks, given):
     saved, wanted = halfway
