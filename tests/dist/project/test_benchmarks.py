@@ -68,7 +68,7 @@ def test_every_script_is_run_or_left_out():
 
 
 # The others share with these how they begin, measure and save.
-OFTEN = ("bench", "one_layer", "pass_time")
+OFTEN = ("one_layer", "pass_time")
 
 
 @pytest.mark.parametrize("script", [*OFTEN, *thorough(*(s for s in CALLS if s not in OFTEN))])
