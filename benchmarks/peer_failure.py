@@ -44,7 +44,12 @@ def main() -> None:
 
     parser = common.parser(__doc__)
     parser.add_argument("--places", default="", help="only those whose name has this in it")
-    parser.add_argument("--jobs", type=int, default=len(JOBS), help="of the kinds of jobs, the first so many")
+    parser.add_argument(
+        "--jobs",
+        type=lambda s: [int(k) for k in s.split(",")],
+        default=list(range(1, len(JOBS) + 1)),
+        help="of the kinds of jobs, by number",
+    )
     parser.add_argument("--at-once", type=int, default=1, help="cases that run at the same time")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -53,8 +58,9 @@ def main() -> None:
     slow = measure((2, 0, True, "deciding a plan", "slow"))
     print(slow_line(slow), flush=True)
     results: list[dict[str, Any]] = []
-    for job, (world, gone, gloo) in enumerate(JOBS[: args.jobs]):
-        places = [p for p in PLACES if args.places in p and (job == 0 or p in SOME)]
+    for job in args.jobs:
+        world, gone, gloo = JOBS[job - 1]
+        places = [p for p in PLACES if args.places in p and (job == 1 or p in SOME)]
         cases = [(world, gone, gloo, place, how) for place in places for how in HOWS]
         with ThreadPoolExecutor(args.at_once) as pool:
             rows = list(pool.map(measure, cases))
