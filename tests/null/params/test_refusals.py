@@ -149,6 +149,15 @@ def test_dynamo_takes_no_sharded_module_for_one_of_fsdp(marked):
     assert len(model._zero.sharded_model.frames) == 1
 
 
+def called_once(monkeypatch):
+    """A model whose compiled call has run, of which no late hook has been told; and that call."""
+    monkeypatch.setattr(refusals, "_said_late", set())
+    model = zero.shard(mlp(), compute="aten")
+    call = use(model, "compiled")
+    call(batch())
+    return model, call
+
+
 @pytest.mark.parametrize(
     ("hook", "inner"),
     [
@@ -161,11 +170,8 @@ def test_dynamo_takes_no_sharded_module_for_one_of_fsdp(marked):
     ],
 )
 def test_a_hook_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypatch, hook, inner):
-    monkeypatch.setattr(refusals, "_said_late", set())
-    model = zero.shard(mlp(), compute="aten")
+    model, call = called_once(monkeypatch)
     called = []
-    call = use(model, "compiled")
-    call(batch())
     with caplog.at_level(logging.WARNING, logger="zero_compiler"):
         for _ in range(2):
             getattr(model[0] if inner else model, hook)(lambda *_: called.append(1))
@@ -181,11 +187,8 @@ def test_a_hook_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypat
     "hook", ["register_module_forward_hook", *slow("register_module_full_backward_hook")]
 )
 def test_a_hook_for_all_modules_behind_the_first_compiled_call_is_told_of_once(caplog, monkeypatch, hook):
-    monkeypatch.setattr(refusals, "_said_late", set())
-    model = zero.shard(mlp(), compute="aten")
+    _, call = called_once(monkeypatch)
     called = []
-    call = use(model, "compiled")
-    call(batch())
     with caplog.at_level(logging.WARNING, logger="zero_compiler"):
         with getattr(nn.modules.module, hook)(lambda module, *_: called.append(type(module))):
             for _ in range(2):
