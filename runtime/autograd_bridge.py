@@ -77,17 +77,18 @@ class _GradientRows(torch.autograd.Function):
 
 
 class ForwardWeights:
-    """The parameters of one call of a compiled frame, as its forward finds them. Its backward gathers what it does not
-    keep once more, so they are to be the same then."""
+    """Parameters as the forward of one call of a compiled frame finds them, with which its backward computes too. It
+    gathers what is not kept once more, so they are to be the same then."""
 
     def __init__(
-        self,
-        refs: Sequence[ParamRef],
-        models: Mapping[str, ShardedModel],
-        frame: Frame,
-        params: Sequence[DTensor],
+        self, refs: Sequence[ParamRef], models: Mapping[str, ShardedModel], params: Sequence[DTensor]
     ) -> None:
-        self._models, self._frame = models, frame
+        """
+        Args:
+            refs: owner and name of each of ``params``, those that backward computes with or gives gradients.
+            models: by owner.
+        """
+        self._models = models
         self._found = [(ref, param, param._version) for ref, param in zip(refs, params, strict=True)]
 
     def check(self, gradients: object) -> None:
@@ -97,21 +98,22 @@ class ForwardWeights:
         Raises:
             ShardError: naming the first that was written to or replaced. The other ranks are told.
         """
-        # Of every parameter at every backward: so it calls no function where nothing is wrong.
+        # Of every parameter at every backward: so it calls next to nothing where nothing is wrong.
         places = {owner: model.places for owner, model in self._models.items()}
-        in_backward = self._frame.in_backward
         for ref, param, version in self._found:
-            if ref not in in_backward:  # a frozen weight, or one that is read under no_grad
-                continue
             # Backward gathers what stands in the module.
-            stands = any(m._parameters.get(name) is param for m, name in places[ref.owner][ref.name])
-            if stands and param._version == version:
-                continue
-            model = self._models[ref.owner]
-            try:
-                parameter_errors.check_unmodified(param, ref.name, version)
-                model.param(ref.name)  # raises where there is none
-                parameter_errors.exchanged(ref.name)
-            except ShardError as error:
-                cannot_begin(model.group, error)
-                raise
+            for module, attribute in places[ref.owner][ref.name]:
+                if module._parameters.get(attribute) is param and param._version == version:
+                    break
+            else:
+                self._refuse(ref, param, version)
+
+    def _refuse(self, ref: ParamRef, param: DTensor, version: int) -> NoReturn:
+        model = self._models[ref.owner]
+        try:
+            parameter_errors.check_unmodified(param, ref.name, version)
+            model.param(ref.name)  # raises where there is none
+            parameter_errors.exchanged(ref.name)
+        except ShardError as error:
+            cannot_begin(model.group, error)
+            raise

@@ -237,6 +237,11 @@ def _entry(
     writes, refs = captured.writes, [s.ref for s in shards]  # and not `captured`, which has a graph
     owners = list(dict.fromkeys(ref.owner for ref in refs))
     shard_args = [s.arg for s in shards]
+    in_backward = (
+        frame.in_backward
+    )  # not a frozen weight at the bottom, and not one that is read under no_grad
+    refs_in_backward = [s.ref for s in shards if s.ref in in_backward]
+    args_in_backward = [s.arg for s in shards if s.ref in in_backward]
     # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
     sources: list[tuple[bool, int]] = []
     at = {s.at: k for k, s in enumerate(shards)}
@@ -262,7 +267,7 @@ def _entry(
         if params and torch.is_grad_enabled():
             # The graph of autograd keeps the models that its backward needs.
             models = {key: ops.owner_of(key) for key in owners}
-            weights = ForwardWeights(refs, models, frame, params)
+            weights = ForwardWeights(refs_in_backward, models, [args[i] for i in args_in_backward])
             rows = LocalRows.apply(refs, models, frame, *params)
         else:
             rows = [p._local_tensor for p in params]

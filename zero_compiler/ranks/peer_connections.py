@@ -425,8 +425,8 @@ class Peers:
 
     def _goes(self, rank: int, gone: str) -> None:
         if rank not in self._gone:
+            self._peers[rank].gone = gone  # first: who waits reads the list meanwhile
             self._gone.append(rank)
-            self._peers[rank].gone = gone
 
     def _silent(self) -> list[int]:
         now, most = time.monotonic(), SILENT_S

@@ -64,19 +64,15 @@ class Frame:
     calls: weakref.WeakSet[PendingForward] = field(
         default_factory=weakref.WeakSet
     )  # whose backward is still due
-    _in_backward: tuple[Program | None, frozenset[ParamRef]] = None, frozenset()
 
     @property
     def in_backward(self) -> frozenset[ParamRef]:
         """The parameters that its backward gathers, to compute with them, or gives gradients."""
         backward = self.programs.get("backward")
-        if backward is not self._in_backward[0]:
-            descs: list[GatherDesc | ReduceDesc] = (
-                [] if backward is None else [*backward.gathers, *backward.reduces]
-            )
-            refs = frozenset(ParamRef(desc.owner, name) for desc in descs for name in desc.names)
-            self._in_backward = backward, refs
-        return self._in_backward[1]
+        if backward is None:
+            return frozenset()
+        descs: list[GatherDesc | ReduceDesc] = [*backward.gathers, *backward.reduces]
+        return frozenset(ParamRef(desc.owner, name) for desc in descs for name in desc.names)
 
     @property
     def saved_now(self) -> int:
