@@ -6,6 +6,7 @@ One process reads them, one tensor at a time, whatever number of ranks has writt
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..errors import ConfigError, StorageError
 from ..storage.safetensors_folder import TensorEntry, WeightsFolder, files_of
 from . import transformers_models
+
+log = logging.getLogger("zero_compiler")
 
 _WHAT = "zero-compiler export"
 _COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model
@@ -199,12 +202,15 @@ def _copies(
 
 
 def _tied(beside: Sequence[Path]) -> dict[str, str]:
-    """What the model of a configuration fills from others, by name; of one that transformers does not know, nothing."""
+    """What the model of a configuration fills from others, by name. Where none can be made: nothing, and that is said."""
     file = next((path for path in beside if path.name == "config.json"), None)
     if file is None:
         return {}
     try:
         model = transformers_models.model_of(transformers_models.config_in(file))
-    except Exception:  # transformers is not there, or the model is made by code of its own
+    except Exception as error:  # transformers is not there, or the model is made by code of its own
+        log.warning(
+            "%s: every name is written, also tied ones: no model of %s can be made: %s", _WHAT, file, error
+        )
         return {}
     return dict(getattr(model, "all_tied_weights_keys", None) or {})

@@ -208,6 +208,17 @@ def test_what_it_refuses(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_configuration_of_no_model_is_told_of(tmp_path, caplog):
+    wanted = saved(tmp_path / "dcp")
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    export(tmp_path / "dcp", tmp_path / "out", config=tmp_path)
+    (record,) = [r for r in caplog.records if r.name == "zero_compiler"]
+    assert "every name is written, also tied ones" in record.getMessage()
+    assert "own" in record.getMessage()
+    assert (tmp_path / "out" / "config.json").exists()
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == wanted.keys()
+
+
 ONE = {"w": torch.ones(1)}
 
 
