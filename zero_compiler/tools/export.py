@@ -202,7 +202,7 @@ def _copies(
 
 
 def _tied(beside: Sequence[Path]) -> dict[str, str]:
-    """What the model of a configuration fills from others, by name. Where none can be made: nothing, and that is said."""
+    """What the model of a configuration fills from others, by name. Where none can be made: nothing, which is said."""
     file = next((path for path in beside if path.name == "config.json"), None)
     if file is None:
         return {}
