@@ -181,8 +181,6 @@ class Gathers:
         if g.kept:
             runtime.fresh.difference_update(g.names)
         if g.from_second:
-            for where in self._second[which]:
-                runtime.check_second(where)
             runtime.host_engine.gather_start(index, [runtime.second_shard(w) for w in self._second[which]])
             return
         if not self._whole[which]:
@@ -222,7 +220,6 @@ class Gathers:
             if not part:
                 continue
             flat, second = full.view(-1), runtime.second_shard(where)
-            runtime.leave_second(where, g.tile is not None)
             for to, begin, size in second_runs(flat.numel(), part, runtime.host_place, chunk, tile):
                 second[to : to + size].copy_(flat[begin : begin + size], non_blocking=True)
 

@@ -99,9 +99,6 @@ class ModelRuntime:
         self.host_engine: Any = None
         # By name, dtype, number of elements and those of a tile. They last: frames that share a weight share them.
         self._second: dict[tuple[str, str, int, int], torch.Tensor] = {}
-        # Of each, and where a tile of it begins (None: of all of it): how many writes the parameter had seen when
-        # forward left it.
-        self._left: dict[tuple[str, str, int, int, int | None], int] = {}
         host = sharded_model.storage.host_ranks
         if host is None:
             return
@@ -136,27 +133,6 @@ class ModelRuntime:
                 device = self.sharded_model.group.device
                 self._second[key] = torch.zeros(where.numel, dtype=getattr(torch, where.dtype), device=device)
             return self._second[key][where.begin : where.begin + where.size]
-
-    def leave_second(self, where: SecondPlace, tiled: bool) -> None:
-        """Forward has left there what the parameter is now; all of it, unless it has gathered it in tiles."""
-        self._left[*where[:4], where.begin if tiled else None] = self._writes(where)
-
-    def check_second(self, where: SecondPlace) -> None:
-        """What lies there is the parameter as it is now.
-
-        Raises:
-            ShardError: no forward has left it there since the parameter was last written to.
-        """
-        key, writes = where[:4], self._writes(where)
-        if writes not in (self._left.get((*key, None)), self._left.get((*key, where.begin))):
-            raise ShardError(
-                f'second_shard="host": backward gathers {where.name!r} from second shards, and no forward has left '
-                "them there since it was last written to; leave second_shard out where a weight changes between "
-                "forward and backward"
-            )
-
-    def _writes(self, where: SecondPlace) -> int:
-        return int(self.sharded_model.param(where.name)._version)
 
     @property
     def sharded_model(self) -> Any:
@@ -280,7 +256,6 @@ class ModelRuntime:
         self.pools.leave(self)
         self.parcels.close()
         self._second.clear()
-        self._left.clear()
         for engine in self.engines:
             engine.close()
         self.host_engine = None
