@@ -6,6 +6,7 @@ To accelerate the plugin is one of FSDP2, whose paths for saving, loading and ac
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -165,6 +167,34 @@ def plugin_of(accelerator: Accelerator) -> ZeroPlugin | None:
     return plugin if isinstance(plugin, ZeroPlugin) else None
 
 
+def refuse_another_kind(plugin: ZeroPlugin, checkpoint: str, argument: str, give: str) -> None:
+    """
+    Args:
+        argument: the one by which the user names ``checkpoint``.
+        give: how the user chooses a kind, with "%s" in its place.
+
+    Raises:
+        IntegrationError: the checkpoint is of another kind than ``plugin`` writes, or was written without it.
+    """
+    files = {
+        kind: os.path.join(checkpoint, FSDP_MODEL_NAME + end)
+        for kind, end in (("FULL_STATE_DICT", ".bin"), ("SHARDED_STATE_DICT", "_0"))
+    }
+    wanted = next((kind for kind in files if kind in str(plugin.state_dict_type)), None)
+    if wanted is None or not os.path.isdir(checkpoint) or os.path.exists(files[wanted]):
+        return
+    for kind, file in files.items():
+        if os.path.exists(file):
+            raise IntegrationError(
+                f"{argument}={checkpoint!r} was written with the state_dict_type {kind!r}, and this run has "
+                f"{wanted!r}: give {give % kind}"
+            )
+    raise IntegrationError(
+        f"{argument}={checkpoint!r} was not written with zero ({files[wanted]!r} is not there), so that its optimizer "
+        "cannot go on: begin anew from its weights"
+    )
+
+
 def _keep_master_weights(model: nn.Module) -> None:
     """Trainable parameters rest in float32 and are computed with in the dtype of mixed precision, as accelerate does
     with FSDP2.
@@ -292,7 +322,11 @@ def _clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_pairs(original: Callable[..., object]) -> Callable[..., Any]:
     def called(self: Accelerator, *args: object, **kwargs: object) -> Any:
-        if plugin_of(self) is not None:
+        plugin = plugin_of(self)
+        if plugin is not None:
+            given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("input_dir")
+            if given is not None:
+                refuse_another_kind(plugin, str(given), "input_dir", 'ZeroPlugin(state_dict_type="%s")')
             self._models = _paired(self._models, self._optimizers)
             come_together(self._models[:1], f"Accelerator.{original.__name__}()")
         return original(self, *args, **kwargs)
@@ -302,12 +336,24 @@ def _with_pairs(original: Callable[..., object]) -> Callable[..., Any]:
 
 def _get_state_dict(original: Callable[..., object]) -> Callable[..., Any]:
     def get_state_dict(self: Accelerator, model: nn.Module, unwrap: bool = True) -> Any:
-        if plugin_of(self) is not None:
-            also = " (as Accelerator.save_model() and Trainer.save_model() do)"
-            come_together([model], "Accelerator.get_state_dict()", also)
-        return original(self, model, unwrap)
+        if plugin_of(self) is None:
+            return original(self, model, unwrap)
+        also = " (as Accelerator.save_model() and Trainer.save_model() do)"
+        come_together([model], "Accelerator.get_state_dict()", also)
+        return _with_ties(original(self, model, unwrap), model)
 
     return get_state_dict
+
+
+def _with_ties(state: Any, model: nn.Module) -> Any:
+    """Collected weights, in which the names of one tied parameter share one tensor: what writes them to files looks at
+    that, and writes it once."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if other in state and name in state:
+            state[name] = state[other]
+    return state
 
 
 def _paired(models: list[nn.Module], optimizers: list[Any]) -> list[nn.Module]:

@@ -26,6 +26,7 @@ from ..tools.run import CONFIG, STRATEGIES_TAKEN
 from . import overrides, prepared
 
 KNOWN = "transformers.Trainer, a trainer of TRL, accelerate.Accelerator, Lightning's Trainer and Lightning's Fabric"
+_COMPILES = "The first training step and the first evaluation compile the model."
 
 
 class Launch:
@@ -42,9 +43,14 @@ class Launch:
         ranks = prepared.ranks()
         text = f"{who}: zero stage {config.stage} over {ranks} rank{'s' if ranks > 1 else ''}"
         if text not in self.said:
+            lines = (
+                [text]
+                if self.said
+                else [text, "The first training step and the first evaluation compile the model."]
+            )
             self.said.append(text)
             if os.environ.get("RANK", "0") == "0":
-                print(text, file=sys.stderr, flush=True)
+                print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def check(self, *_: Any) -> None:
         """
@@ -130,9 +136,17 @@ class Launch:
 
             return save
 
+        def make_load(original: Callable[..., None]) -> Callable[..., None]:
+            def load(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+                bound: Any = original.__get__(self)
+                transformers.load_checkpoint(bound, self, resume_from_checkpoint, model)
+
+            return load
+
         overrides.replace("transformers.trainer.Trainer.__init__", make_init)
         overrides.replace("transformers.trainer.Trainer._build_accelerator_args", make_args)
         overrides.replace("transformers.trainer.Trainer.save_model", make_save)
+        overrides.replace("transformers.trainer.Trainer._load_from_checkpoint", make_load)
 
     def prepare_trl(self) -> None:
         from . import transformers

@@ -13,7 +13,7 @@ from typing import Any
 from ..config import Config
 from ..errors import IntegrationError
 from . import overrides
-from .accelerate import ZeroPlugin, plugin_of
+from .accelerate import ZeroPlugin, plugin_of, refuse_another_kind
 from .prepared import configured
 
 
@@ -39,6 +39,10 @@ class ZeroMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         above: Any = super()
         save_model(above.save_model, self, output_dir, _internal_call)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        above: Any = super()
+        load_checkpoint(above._load_from_checkpoint, self, resume_from_checkpoint, model)
 
 
 def init_trainer(
@@ -132,6 +136,19 @@ def save_model(
     trainer._save(output_dir or trainer.args.output_dir, trainer.accelerator.get_state_dict(trainer.model))
     if trainer.args.push_to_hub:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+
+def load_checkpoint(original: Callable[..., None], trainer: Any, checkpoint: str, model: Any = None) -> None:
+    """What a trainer resumes from.
+
+    Raises:
+        IntegrationError: ``checkpoint`` is of another kind than this trainer writes, or was written without zero.
+    """
+    plugin = plugin_of(trainer.accelerator)
+    if plugin is not None:
+        give = 'TrainingArguments(fsdp_config={"state_dict_type": "%s"})'
+        refuse_another_kind(plugin, checkpoint, "resume_from_checkpoint", give)
+    original(checkpoint, model)
 
 
 __all__ = ["ZeroMixin"]

@@ -88,6 +88,8 @@ def export(
 
 
 def _opened(checkpoint: Path) -> tuple[FileSystemReader, Any]:
+    if checkpoint.is_file() or (checkpoint.is_dir() and not (checkpoint / ".metadata").exists()):
+        _refuse_another_kind(checkpoint)
     reader = FileSystemReader(checkpoint)
     try:
         metadata = reader.read_metadata()
@@ -99,6 +101,27 @@ def _opened(checkpoint: Path) -> tuple[FileSystemReader, Any]:
         ) from error
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     return reader, metadata
+
+
+def _refuse_another_kind(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: it can be read without an export, or what is to be exported is a folder in it.
+    """
+    inner = sorted(p.parent.name for p in path.glob("*/.metadata"))
+    if inner:
+        raise ConfigError(
+            f"{_WHAT}: the checkpoints of torch.distributed.checkpoint in {str(path)!r} are {', '.join(inner)}; give "
+            f"the one of the model, {str(path / inner[0])!r} say"
+        )
+    if path.is_file():
+        raise ConfigError(
+            f"{_WHAT}: {str(path)!r} is one file, which torch.load or safetensors reads as it is"
+        )
+    if any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"{_WHAT}: {str(path)!r} has safetensors files already, which from_pretrained reads"
+        )
 
 
 def _weights(metadata: Any, key: str | None, checkpoint: Path) -> tuple[str, dict[str, str]]:

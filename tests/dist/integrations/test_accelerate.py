@@ -513,6 +513,11 @@ def alone(rank: int, world: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         acc.save_state(folder)
         acc.load_state(folder)
+        acc.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        with pytest.raises(
+            IntegrationError, match=r'give ZeroPlugin\(state_dict_type="SHARDED_STATE_DICT"\)'
+        ):
+            acc.load_state(folder)
     return differences("one process", ours, plain, CLOSE)
 
 

@@ -338,6 +338,24 @@ def resume_from_sharded_files(rank: int) -> list[str]:
 
 
 @cases.add
+def checkpoints_of_another_kind_are_refused(rank: int) -> list[str]:
+    whole, sharded = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+    errors = []
+    with shared_folder() as folder:
+        for kind in (whole, sharded, "none"):
+            args = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+            if kind != "none":
+                args["fsdp_config"] = {"state_dict_type": kind}
+            trainer(kind != "none", arguments(folder / kind, **args)).train()
+        for kind, written in ((whole, sharded), (sharded, whole), (whole, "none")):
+            args = arguments(folder / "other", fsdp_config={"state_dict_type": kind})
+            at = str(folder / written / "out" / "checkpoint-1")
+            match = "was not written with zero" if written == "none" else f'"state_dict_type": "{written}"'
+            errors += refused(lambda: trainer(True, args).train(at), IntegrationError, match)
+    return errors
+
+
+@cases.add
 def save_model_is_read_by_from_pretrained(rank: int) -> list[str]:
     from transformers import GPT2LMHeadModel
 
@@ -348,6 +366,10 @@ def save_model_is_read_by_from_pretrained(rank: int) -> list[str]:
             t.train()
             t.save_model(str(folder / "saved"))
             dist.barrier()
+            if {"lm_head.weight", "transformer.wte.weight"} <= set(
+                load_file(folder / "saved" / "model.safetensors")
+            ):
+                errors.append(f"{kind}: a tied weight was written twice")
             loaded = GPT2LMHeadModel.from_pretrained(folder / "saved")
             errors += differences(kind, weights(loaded), weights(t.model), 0.0)
     return errors

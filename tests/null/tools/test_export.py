@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -205,6 +206,18 @@ def test_what_it_refuses(tmp_path):
             export(tmp_path / "dcp", tmp_path / "out", key=key)
     with pytest.raises(ConfigError, match=r"is no config\.json"):
         export(tmp_path / "dcp", tmp_path / "out", key="net", config=tmp_path)
+    outer = tmp_path / "checkpoint-8"
+    saved(outer / "pytorch_model_fsdp_0")
+    (outer / "model.safetensors").touch()
+    for path, match in (
+        (outer, "pytorch_model_fsdp_0' say"),
+        (outer / "model.safetensors", "is one file"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            export(path, tmp_path / "out")
+    shutil.rmtree(outer / "pytorch_model_fsdp_0")
+    with pytest.raises(ConfigError, match="has safetensors files already"):
+        export(outer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
