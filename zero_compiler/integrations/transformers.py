@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import IntegrationError
-from . import overrides
+from . import overrides, pretrained
 from .accelerate import ZeroPlugin, plugin_of
 from .prepared import configured
 
@@ -133,5 +133,7 @@ def save_model(
     if trainer.args.push_to_hub:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
+
+overrides.replace(pretrained.LOAD, pretrained.load_once)
 
 __all__ = ["ZeroMixin"]
