@@ -1,8 +1,10 @@
-"""A net of MLPs, and its training on ranks with the memory that it takes."""
+"""Memory that is taken: what the kernel counts of a process; a net of MLPs, and its training on ranks."""
 
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,17 @@ class Net(nn.Module):
         for block in self.h:
             x = block(x)
         return x.square().mean()
+
+
+def resident(line: str) -> int:
+    """Bytes that the kernel counts of this process: ``VmRSS`` now, ``RssAnon`` of it, which are no file's, ``VmHWM`` at
+    most since :func:`restart_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{line}:\s+(\d+) kB", status)[1]) * 1024
+
+
+def restart_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def settled() -> int:

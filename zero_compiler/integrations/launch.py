@@ -68,6 +68,7 @@ class Launch:
     def hooks(self) -> dict[str, Callable[[], None]]:
         made = {
             "accelerate": self.prepare_accelerate,
+            "transformers.modeling_utils": self.prepare_models,
             "transformers.training_args": self.prepare_arguments,
             "transformers.trainer": self.prepare_trainer,
             "trl.models.utils": self.prepare_trl,
@@ -92,6 +93,11 @@ class Launch:
             return init
 
         overrides.replace("accelerate.accelerator.Accelerator.__init__", make)
+
+    def prepare_models(self) -> None:
+        from . import pretrained
+
+        overrides.replace(pretrained.LOAD, pretrained.load_once)
 
     def prepare_arguments(self) -> None:
         def make(original: Callable[..., None]) -> Callable[..., None]:

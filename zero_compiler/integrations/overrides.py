@@ -178,6 +178,14 @@ OVERRIDES = tuple(
             ("resume_from_checkpoint", "model"),
             "under zero-compiler run: a checkpoint of another kind ends in an error about a file or an assertion",
         ),
+        (
+            "transformers",
+            ">=5.23,<5.24",
+            "transformers.modeling_utils",
+            "PreTrainedModel._load_pretrained_model",
+            ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
+            "where it makes a copy of the files, it makes one on every rank of a host",
+        ),
         *(
             (
                 package.partition(".")[0],
@@ -240,7 +248,8 @@ def replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]])
         )
     made: Any = functools.wraps(original)(make(original))
     made.__zero_override__ = original
-    setattr(found, last, made)
+    static = isinstance(found, type) and isinstance(inspect.getattr_static(found, last), staticmethod)
+    setattr(found, last, staticmethod(made) if static else made)
     if not path:
         # Modules that had imported the function by its name hold it themselves.
         package = override.module.split(".")[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import IntegrationError
-from . import overrides
+from . import overrides, pretrained
 from .accelerate import ZeroPlugin, plugin_of, refuse_another_kind
 from .prepared import configured
 
@@ -150,5 +150,7 @@ def load_checkpoint(original: Callable[..., None], trainer: Any, checkpoint: str
         refuse_another_kind(plugin, checkpoint, "resume_from_checkpoint", give)
     original(checkpoint, model)
 
+
+overrides.replace(pretrained.LOAD, pretrained.load_once)
 
 __all__ = ["ZeroMixin"]

@@ -118,10 +118,12 @@ def shard_over(model: nn.Module, group: Group, config: Config) -> nn.Module:
     sharded_model.tiers.place(sharded_model.params, params, sharded_model.hardware)
     sharded_model.hardware = sharded_model.storage.choose_transport(sharded_model.hardware)
     sharded_model.storage.make_room(params)
+    params.clear()
     with (
         heap.apart()
     ):  # what a rank receives of one parameter after the other is dropped when it lies where it rests
-        for name, (param, places) in targets.items():
+        for name in list(targets):
+            param, places = targets.pop(name)  # and so is the whole one
             info, local = sharded_model.params[name], local_of(param)
             if group.tensor is not None and info.part is None:
                 local = blocking_transfers.from_first(group.tensor, local.to(group.device))

@@ -29,7 +29,7 @@ from ..errors import ConfigError, StorageError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNFINISHED = ".zero-export"  # the folder in which files are that are being written
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -78,7 +78,7 @@ class WeightFile:
         for entry in self.entries:
             end = at + entry.nbytes
             text[entry.name] = {
-                "dtype": _NAMES[entry.dtype],
+                "dtype": DTYPE_NAMES[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": [at, end],
             }
@@ -102,7 +102,7 @@ def files_of(entries: Sequence[TensorEntry], max_file_bytes: int) -> list[Weight
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ConfigError(f"max_file_bytes must be a number of bytes above 0, not {max_file_bytes!r}")
     for entry in entries:
-        if entry.dtype not in _NAMES:
+        if entry.dtype not in DTYPE_NAMES:
             raise ConfigError(f"{entry.name} is of {entry.dtype}, which a safetensors file cannot hold")
     groups: list[list[TensorEntry]] = [[]]
     size = 0

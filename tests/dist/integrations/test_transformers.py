@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dist.cases import Cases, refused
 from dist.library_runs import as_rank, differences, reduced_seldom, shared_folder, weights
 from dist.loops import counters
+from dist.measured import resident, restart_peak
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -521,25 +522,22 @@ def adapters_on_a_base_of_4_bits(rank: int) -> list[str]:
     return differences("4 bits", found[1], found[0], CLOSE)
 
 
-def from_status(name: str) -> int:
-    """Bytes that the kernel counts for this process: "RssAnon" now, which are no mapped file's, or "VmHWM", the most
-    that it had in memory."""
-    with open("/proc/self/status") as f:
-        found = next(line for line in f if line.startswith(f"{name}:"))
-    return int(found.split()[1]) << 10
-
-
 @cases.add
-def from_pretrained_leaves_the_file_where_it_is(rank: int) -> list[str]:
-    """Weights in the dtype of the file stay mapped until they are sharded, and rank 0 alone reads them: no other rank
-    ever has a whole model in memory. With ``bf16=True`` weights of bfloat16 rest in float32."""
+def from_pretrained_gives_no_rank_memory_of_its_own(rank: int) -> list[str]:
+    """Weights stay mapped until they are sharded, in the dtype of the file and in another one, and rank 0 alone reads
+    them: no other rank has a whole model in memory while it is sharded. With ``bf16=True`` weights of bfloat16 rest in
+    float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     errors = []
     with shared_folder() as folder:  # what is imported on the way is imported before
         t = trainer(True, arguments(folder))
         t.accelerator.prepare_model(t.model)
-    for dtype, args in ((torch.float32, {}), (torch.bfloat16, {"bf16": True})):
+    for dtype, asked, args in (
+        (torch.float32, "auto", {}),
+        (torch.bfloat16, "auto", {"bf16": True}),
+        (torch.float32, torch.bfloat16, {"bf16": True}),
+    ):
         with shared_folder() as folder:
             if rank == 0:
                 config = LlamaConfig(
@@ -549,23 +547,23 @@ def from_pretrained_leaves_the_file_where_it_is(rank: int) -> list[str]:
                 LlamaForCausalLM(config).to(dtype).save_pretrained(folder / "saved")
             dist.barrier()
             heap.give_back()
-            before = from_status("RssAnon")
-            loaded = LlamaForCausalLM.from_pretrained(folder / "saved")
+            before = resident("RssAnon")
+            loaded = LlamaForCausalLM.from_pretrained(folder / "saved", dtype=asked)
             whole = sum(p.numel() for p in loaded.parameters()) * 4
-            if (read := from_status("RssAnon") - before) > whole // 8:
+            if (read := resident("RssAnon") - before) > whole // 8:
                 errors.append(
-                    f"{dtype}: {read} bytes of its own after from_pretrained, of a model of {whole}"
+                    f"{dtype} as {asked}: {read} bytes of its own after from_pretrained, of a model of {whole}"
                 )
             t = trainer(True, arguments(folder, **args), model=loaded)
-            Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
-            first = from_status("VmHWM")
+            restart_peak()
+            first = resident("VmHWM")
             t.accelerator.prepare_model(t.model)
-            if rank > 0 and (most := from_status("VmHWM") - first) > whole * 3 // 4:
+            if rank > 0 and (most := resident("VmHWM") - first) > whole * 3 // 4:
                 errors.append(
-                    f"{dtype}: {most} bytes more at most, of a model of {whole}, half of which is its own"
+                    f"{dtype} as {asked}: {most} bytes more at most, of a model of {whole}, half of which is its own"
                 )
             if any(p.dtype != torch.float32 for p in t.model.parameters()):
-                errors.append(f"{dtype}: weights rest in another type than float32")
+                errors.append(f"{dtype} as {asked}: weights rest in another type than float32")
             dist.barrier()
     return errors
 

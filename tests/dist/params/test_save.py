@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist.cases import Cases, refused
 from dist.library_runs import shared_folder
+from dist.measured import resident, restart_peak
 from dist.spawn import run_ranks
 from safetensors import safe_open
 from torch import nn
@@ -312,16 +312,6 @@ def test_it(name):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 TENSOR_BYTES = 64 << 20
-
-
-def resident(line: str) -> int:
-    """Bytes that the kernel counts of this process: ``VmRSS`` now, ``VmHWM`` at most since :func:`restart_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{line}:\s+(\d+) kB", status)[1]) * 1024
-
-
-def restart_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def growth(rank, world, folder, fields):

@@ -66,6 +66,25 @@ if args.process_index == 0:
     json.dump([h["loss"] for h in trainer.state.log_history if "loss" in h], open(sys.argv[1], "w"))
 """
 
+PRETRAINED = """
+import pathlib, sys, torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def kernel(line):
+    said = pathlib.Path("/proc/self/status").read_text().split(line + ":")[1]
+    return int(said.split()[0]) << 10
+AutoModelForCausalLM.from_pretrained("saved")  # mapped; what is imported on the way is there
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+own, most = kernel("RssAnon"), kernel("VmHWM")
+model = AutoModelForCausalLM.from_pretrained("saved", dtype=torch.bfloat16)
+own, most = kernel("RssAnon") - own, kernel("VmHWM") - most
+whole = sum(p.nbytes for p in model.parameters())
+ids = torch.randint(0, 60, (32, 12), generator=torch.Generator().manual_seed(1))
+args = TrainingArguments(sys.argv[1] + ".out", max_steps=1, per_device_train_batch_size=2, report_to=[],
+                         disable_tqdm=True, save_strategy="no", bf16=True, use_cpu=True)
+Trainer(model, args, train_dataset=[{"input_ids": i, "labels": i} for i in ids]).train()
+print("kernel:", own, most, whole, "zero-pretrained" in pathlib.Path("/proc/self/maps").read_text(), flush=True)
+"""
+
 DPO = """
 import json, sys, torch
 from datasets import Dataset
@@ -213,6 +232,24 @@ def test_an_unmodified_script_trains_sharded(library, script, who, extra, plain_
     assert status == 0, said
     assert plain
     assert not differences(who, losses, plain, 2e-5)
+
+
+@pytest.mark.slow
+def test_a_model_of_another_dtype_than_its_files_is_read_by_one_rank(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=768, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "saved")
+    status, said, _ = start(ZERO, PRETRAINED, tmp_path)
+    assert status == 0, said
+    assert "Trainer: zero stage 3 over 2 ranks" in said
+    lines = [line.split()[1:] for line in said.splitlines() if line.startswith("kernel: ")]
+    own, most, whole = ([int(line[i]) for line in lines] for i in range(3))
+    assert len(lines) == 2, said
+    assert max(own) < whole[0] // 4, said
+    assert min(most) < whole[0] // 2, said
+    assert [line[3] for line in lines] == ["False", "False"]
 
 
 @pytest.mark.slow

@@ -47,6 +47,15 @@ def test_a_function_is_replaced_once_wherever_it_was_imported(library):
     assert made.work(1) == user.work(1) == ("replaced", "original", 1)
 
 
+def test_a_static_method_stays_one(library, monkeypatch):
+    made, _, row = library
+    made.Worker = type("Worker", (), {"work": staticmethod(lambda model: ("original", model))})
+    row = dataclasses.replace(row, attribute="Worker.work")
+    monkeypatch.setattr(overrides, "OVERRIDES", (row,))
+    overrides.replace(row.name, lambda original: lambda model: ("replaced", *original(model)))
+    assert made.Worker.work(1) == made.Worker().work(1) == ("replaced", "original", 1)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

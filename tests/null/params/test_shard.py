@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 import zero_compiler as zero
 from zero_compiler.config import Config
 from zero_compiler.errors import ConfigError, ShardError
-from zero_compiler.params.shard import shard_over
+from zero_compiler.params.shard import install, shard_over
 from zero_compiler.sharded import rest_tiers
 from zero_compiler.tools.planning import planned_group
 
@@ -123,6 +125,20 @@ def test_sharding_what_is_a_dtensor_already():
         ShardError, match="parameter weight is a DTensor over .* already.* pass the mesh of both"
     ):
         zero.shard(other)
+
+
+def test_each_whole_parameter_is_dropped_when_it_is_cut(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    whole = [weakref.ref(p) for p in model.parameters()]
+    alive = []
+
+    def look(*args: Any) -> nn.Parameter:
+        alive.append(sum(ref() is not None for ref in whole))
+        return install(*args)
+
+    monkeypatch.setattr("zero_compiler.params.shard.install", look)
+    zero.shard(model)
+    assert alive == [6, 5, 4, 3, 2, 1]
 
 
 def test_a_failed_shard_leaves_the_model_as_it_was():

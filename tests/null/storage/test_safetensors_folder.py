@@ -13,7 +13,7 @@ from zero_compiler.errors import ConfigError, StorageError
 from zero_compiler.storage import safetensors_folder
 from zero_compiler.storage.safetensors_folder import TensorEntry, WeightsFolder, files_of
 
-VALUES = {dtype: (torch.arange(7) % 2).to(dtype) for dtype in safetensors_folder._NAMES}
+VALUES = {dtype: (torch.arange(7) % 2).to(dtype) for dtype in safetensors_folder.DTYPE_NAMES}
 
 
 def entries(*sizes):
