@@ -16,6 +16,7 @@ from ..ranges import ranged
 from ..ranks.failure_broadcast import cannot_begin
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.sharded_model import ShardedModel
+from ..sharded.write_detector import only_written_again
 from ..tensors import transforms
 from ..tensors.foreach import MANAGED
 from ..tensors.full_weight import AsParameter, full_parameter, registrable
@@ -44,7 +45,7 @@ class Unshard(torch.autograd.Function):
         sharded_model, name = ctx.sharded_model, ctx.name
         info = sharded_model.params[name]
         param = ctx.param
-        if ctx.version is not None and param._version != ctx.version:
+        if ctx.version not in (None, param._version) and not only_written_again(param, ctx.version):
             try:
                 parameter_errors.check_unmodified(param, name, ctx.version)
             except ShardError as error:

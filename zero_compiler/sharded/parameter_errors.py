@@ -60,7 +60,8 @@ def replaced(name: str) -> NoReturn:
     """Raise: a plain tensor stands where a sharded parameter was."""
     raise ShardError(
         f"parameter {name!r} was replaced by a plain tensor after zero.shard; write new "
-        "values inside zero.gathered(model, write=True), or shard a model that holds them"
+        "values inside zero.gathered(model, write=True), or shard a model that holds them. To "
+        "torch.func.functional_call give value.view_as(value) in the place of an nn.Parameter"
     )
 
 

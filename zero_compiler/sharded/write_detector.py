@@ -30,6 +30,7 @@ from ..tensors.row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_ro
 from . import parameter_errors
 
 _NOTE = "_zero_copy"  # of a copy, and of what its .data is: which parameter it is one of
+_AGAIN = "_zero_writes_made_again"  # attribute of a parameter: from which version to which
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -135,6 +136,13 @@ def _known_by(fn: types.FunctionType, names: frozenset[str]) -> Iterator[object]
         with contextlib.suppress(ValueError):  # one that is empty yet
             yield cell.cell_contents
     yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+
+
+def only_written_again(param: DTensor, version: int) -> bool:
+    """Whether all that was written to ``param`` since it was of ``version`` are writes of its forward, which a
+    checkpoint has made again in backward."""
+    begin, end = param.__dict__.get(_AGAIN, (0, -1))
+    return begin <= version and end == param._version
 
 
 class Copies:
@@ -275,8 +283,14 @@ class _Copy:
         data.__dict__[_NOTE] = again
         return data
 
-    def write(self, method: str, args: object, kwargs: object) -> None:
-        """``method`` was called on the copy: do the same to the shard."""
+    def write(
+        self, method: str, args: object, kwargs: object, uncounted: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """``method`` was called on the copy: do the same to the shard.
+
+        Args:
+            uncounted: of what shares its counter of writes with these tensors none is counted.
+        """
 
         def write(rows: torch.Tensor) -> None:
             ours, named = pytree.tree_map(
@@ -284,7 +298,7 @@ class _Copy:
             )
             getattr(rows, method)(*ours, **named)
 
-        with self.told():
+        with self.told(), torch.autograd._unsafe_preserve_version_counter(uncounted):
             write_rows(self.param, write)
 
     @contextlib.contextmanager
@@ -292,8 +306,12 @@ class _Copy:
         """The parameter is written to, and the copy as well: who made that knows that it is of this version."""
         before = self.param._version
         yield
-        if self.made_by is not None and self.made_by.version == before:
-            self.made_by.version = self.param._version
+        after = self.param._version
+        if torch._C._current_graph_task_id() != -1:
+            begin, end = self.param.__dict__.get(_AGAIN, (before, before))
+            self.param.__dict__[_AGAIN] = (begin if end == before else before, after)
+        elif self.made_by is not None and self.made_by.version == before:
+            self.made_by.version = after
 
     def wrote(self) -> None:
         """What has been written until now is in the shard as well."""
@@ -324,7 +342,7 @@ def _heard(base: type) -> type:
             raise ShardError(parameter_errors.written(copy.name))
         data.__set__(self, value)
         if copy is not None and copy.exact and copy.param.dtype == value.dtype:  # else see `_writing`
-            copy.write("copy_", (value,), {})
+            copy.write("copy_", (value,), {}, (self,))
             copy.count(self)
 
     def detach(self: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,17 @@
-"""Which classes of modules have code that writes in place."""
+"""Which classes of modules have code that writes in place, and what becomes of what a forward writes."""
 
 from __future__ import annotations
 
 import functools
 
+import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+import zero_compiler as zero
 from zero_compiler.sharded.write_detector import code_may_write, may_write, own_code_may_write
 
 
@@ -161,3 +167,59 @@ def test_hooks_and_functions_of_one_module_are_searched():
     assert [own_code_may_write(m) for m in (plain, hooked, holding)] == [False, True, True]
     assert code_may_write(Clamper())
     assert not code_may_write(Reads.forward)
+
+
+class Binary(nn.Module):
+    """The product is of the signs of a weight, whose values are back when the forward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        weight = self.last.weight
+        values = weight.data.clone()
+        weight.data = weight.data.sign()
+        y = F.linear(torch.relu(self.inner(x)), weight)
+        weight.data = values
+        return y
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return torch.relu(super().forward(x))
+
+
+class Checkpointed(nn.Module):
+    """A block that bounds its weight in every forward, and is made again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(6, 6), Clamped(6, 6)
+
+    def forward(self, x):
+        return checkpoint(self.block, self.first(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("made", [Binary, Checkpointed])
+def test_writes_of_a_forward_where_the_copy_is_the_shard(made, stage):
+    """On one rank the full weight is the memory of the parameter, and counts its writes with it."""
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = made()
+        if sharded:
+            zero.shard(model, stage=stage, device="cpu")
+        model(torch.ones(3, 6)).square().sum().backward()
+        results.append({name: (whole(p), whole(p.grad)) for name, p in model.named_parameters()})
+    plain, ours = results
+    for name, (weight, grad) in plain.items():
+        assert torch.equal(weight, ours[name][0])
+        assert ours[name][1] is None if grad is None else torch.equal(grad, ours[name][1])
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
