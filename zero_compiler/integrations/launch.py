@@ -43,13 +43,9 @@ class Launch:
         ranks = prepared.ranks()
         text = f"{who}: zero stage {config.stage} over {ranks} rank{'s' if ranks > 1 else ''}"
         if text not in self.said:
-            lines = (
-                [text]
-                if self.said
-                else [text, "The first training step and the first evaluation compile the model."]
-            )
             self.said.append(text)
             if os.environ.get("RANK", "0") == "0":
+                lines = [text, _COMPILES] if len(self.said) == 1 else [text]
                 print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def check(self, *_: Any) -> None:
