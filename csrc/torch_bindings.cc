@@ -1,9 +1,11 @@
 // Python bindings of what torch's C++ interface has and its Python has not:
 // zero_compiler._torch_cpp. zero_compiler/ranges.py says how ranges are used.
 
+#include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -76,6 +78,23 @@ void share_version_counters(
   }
 }
 
+// Give the storage of a tensor of the CPU, where others than this tensor hold it too,
+// other memory with a copy of what it has: all of them, views of every kind, see that
+// from here on, and the memory that they saw before is nobody's. False where nobody
+// else holds it, and nothing was done.
+bool move_if_shared(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  TORCH_CHECK(storage.device().is_cpu(), "a storage on ", storage.device());
+  if (storage.use_count() == 1) {
+    return false;
+  }
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(impl->nbytes());
+  std::memcpy(copy.get(), impl->data(), impl->nbytes());
+  impl->set_data_ptr_noswap(std::move(copy));
+  return true;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -85,6 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("profiled", &zero::profiled);
   module.def(
       "share_version_counters", &share_version_counters, py::arg("tensors"), py::arg("of"));
+  module.def("move_if_shared", &move_if_shared, py::arg("tensor"));
   py::class_<Context>(module, "Range")
       .def(py::init<const std::string&, const std::string&>(), py::arg("lane"), py::arg("what"))
       .def("__enter__", &Context::enter)

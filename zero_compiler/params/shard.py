@@ -7,6 +7,7 @@ be sharded. What its module then does with it is in `modules.py`.
 from __future__ import annotations
 
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,7 @@ from ..storage import heap
 from ..tensors.foreach import MANAGED
 from ..tensors.whole_parameters import describe_whole, stays_whole
 from . import ddp_fallback
-from .held import at_rest
+from .memory_ties import check_memory
 from .modules import is_root, state_of, swap_classes
 from .optimizer_guards import STALE, guard_optimizers, held_elsewhere, mark_stale
 
@@ -76,7 +77,8 @@ def shard(
     Raises:
         ConfigError: unknown or contradictory options.
         ShardError: ``model`` is no plain module (compiled, under DDP, TorchScript), is sharded already, or has a
-            parameter that cannot be sharded (lazy, sparse, complex and trainable, on another mesh) or tied.
+            parameter that cannot be sharded (lazy, sparse, complex and trainable, on another mesh) or tied, or that
+            shares memory with another tensor.
         MemoryBudgetError: what is to rest passes the rest budgets.
         StorageError: ``nvme_dir`` takes no files, or has no room.
         RankMismatchError: ranks have different models or configurations.
@@ -178,11 +180,11 @@ def collect(
                     f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
                     "that zero.shard replaces; register hooks after zero.shard"
                 )
-            if name is None and _stands_in(model, _replaced.get(param)):
+            if name is None and _replaced_already(param):
                 raise ShardError(
-                    f"parameter {_joined(prefix, attribute)} was tied to {param.__dict__[STALE][0]!r} of a module that "
-                    "is sharded by itself, which now has another parameter in its place; leave out the zero.shard of "
-                    "that module"
+                    f"parameter {_joined(prefix, attribute)} is {param.__dict__[STALE][0]!r} of a module that is "
+                    "sharded already, and has another parameter in its place now: the two would be trained apart; "
+                    "give zero.shard one module that holds both, and leave out that of its parts"
                 )
             if name is None:
                 name = _joined(prefix, attribute)
@@ -191,6 +193,7 @@ def collect(
                 part = None if ours(param) else part_of(name, param, sharded_model.group)
                 sharded_model.params[name] = describe_param(name, param, sharded_model, part)
             targets[name][1].append((module, attribute))
+    check_memory(model)
     _check_held(model, {id(param): name for name, (param, _) in targets.items() if not ours(param)})
     return targets
 
@@ -251,9 +254,12 @@ def _kept_by(value: object) -> Iterable[object]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _stands_in(model: nn.Module, param: weakref.ref[nn.Parameter] | None) -> bool:
-    found = None if param is None else param()
-    return found is not None and any(found is p for _, p in at_rest(model))
+def _replaced_already(param: torch.Tensor) -> bool:
+    """Whether an earlier zero.shard has put another parameter in the place of this one, which still stands there."""
+    by = _replaced.get(param)
+    if by is not None and by() is not None:
+        gc.collect()  # a model that is gone may lie in memory until then
+    return by is not None and by() is not None
 
 
 def _check_table(prefix: str, module: nn.Module) -> None:

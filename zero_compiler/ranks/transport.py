@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ..alignment import arena_aligned
 from ..errors import ShardError, TransferError
 from ..layout import Layout
+from ..torch_cpp import move_if_shared
 from .agreement import post_text, read_texts
 from .group import DESTROYED, Group, first_rank, group_timeout_s, store_of
 from .peer_waits import answered
@@ -71,12 +72,18 @@ class Segment:
         self.fulls[name] = whole[: layout.numel].view(layout.shape)
 
     def back(self, name: str) -> torch.Tensor:
-        """This rank's flat padded chunk of a parameter, with memory behind it from here on; zeros at first.
+        """This rank's flat padded chunk of a parameter, to be written, with memory behind it from here on; zeros at
+        first.
+
+        What lies there is left to whoever still holds it, in other memory: another parameter, where two have exchanged
+        places or one was put into another model, a state_dict, or what autograd has saved.
 
         Raises:
             ShardError: there is no memory. (A touch would end the process then.)
         """
         chunk = self.chunks[name]
+        if move_if_shared(chunk):
+            chunk = self.chunks[name] = self._at(self._begins[name], chunk.nbytes, chunk.dtype)
         try:
             os.posix_fallocate(self.fd, _HOME + self._begins[name], chunk.nbytes)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import time
@@ -225,6 +226,51 @@ def replaced_storage(rank, world):
 
 def test_replaced_storage_is_published_again():
     run_ranks(replaced_storage, 2, timeout=120.0)
+
+
+def other_places(rank, world):
+    """Rows that lie where those of another parameter belong stay theirs, whoever holds them."""
+
+    def exchange(model, other):
+        model[0].weight, model[2].weight = model[2].weight, model[0].weight
+
+    def rotate(model, other):
+        state = model.state_dict()
+        took = {f"{k}.weight": state[f"{(k + 2) % 6}.weight"] for k in (0, 2, 4)}
+        model.load_state_dict({**state, **took}, assign=True)
+
+    def between_models(model, other):
+        model[0].weight, other[0].weight = other[0].weight, model[0].weight
+
+    x = torch.ones(3, 4)
+    for stage, change, early in ((3, exchange, False), (1, rotate, True), (3, between_models, True)):
+        torch._dynamo.reset()
+        plain, ours = [], []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+            plain.append(nn.Sequential(*layers))
+            ours.append(zero.shard(copy.deepcopy(plain[-1]), stage=stage, transport="shared"))
+        compiled = [torch.compile(m, backend="zero", options={"compute": "aten"}) for m in ours]
+        with torch.no_grad():
+            _ = [c(x) for c in compiled if early]
+            saved = ours[0].state_dict()
+            want = {k: v.clone() for k, v in plain[0].state_dict().items()}
+            change(*plain)
+            change(*ours)
+            for c, p in zip(compiled, plain, strict=True):
+                torch.testing.assert_close(c(x), p(x), rtol=1e-6, atol=1e-6)
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert all(
+                torch.equal(a.full_tensor(), b)
+                for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
+            )
+        # What was taken of the model before has the values of then.
+        assert all(torch.equal(v.full_tensor(), want[k]) for k, v in saved.items())
+
+
+def test_parameters_that_exchange_places_keep_their_rows():
+    run_ranks(other_places, 2, timeout=120.0)
 
 
 def given_storage(rank, world):

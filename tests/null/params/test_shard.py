@@ -33,25 +33,28 @@ def test_sharding_a_part_of_a_sharded_model():
         zero.shard(model[0])
 
 
-def test_a_weight_that_another_model_had_before_is_sharded():
+def test_a_weight_that_a_model_had_before_is_sharded():
     linear = nn.Linear(4, 4)
     weight = linear.weight
     zero.shard(nn.Sequential(linear, nn.Linear(4, 4)))
+    del linear
     other = nn.Linear(4, 4)
     other.weight = weight
     zero.shard(nn.Sequential(other))
-    assert torch.equal(other.weight.full_tensor(), linear.weight.full_tensor())
+    assert torch.equal(other.weight.full_tensor(), weight)
 
 
-def test_a_weight_tied_to_a_part_that_is_sharded_by_itself_is_refused():
+@pytest.mark.parametrize("part", [False, True])
+def test_a_weight_tied_to_a_part_that_is_sharded_by_itself_is_refused(part):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     zero.shard(model[0])
+    name = "weight" if part else "1.weight"
     with pytest.raises(
         ShardError,
-        match=r"parameter 1.weight was tied to 'weight' of a module .* leave out the zero.shard of that",
+        match=rf"parameter {name} is 'weight' of a module that is sharded already.* give zero.shard one module that holds both",
     ):
-        zero.shard(model)
+        zero.shard(model[1] if part else model)
 
 
 def test_an_inner_shard_first_is_fine():
