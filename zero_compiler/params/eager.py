@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import ShardError
+from ..errors import ZeroError
 from ..ranges import ranged
-from ..ranks.failure_broadcast import cannot_begin
+from ..ranks.failing import BACKWARD
+from ..ranks.failure_broadcast import tell
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.sharded_model import ShardedModel
 from ..sharded.write_detector import only_written_again
@@ -45,20 +46,22 @@ class Unshard(torch.autograd.Function):
         sharded_model, name = ctx.sharded_model, ctx.name
         info = sharded_model.params[name]
         param = ctx.param
-        if ctx.version not in (None, param._version) and not only_written_again(param, ctx.version):
-            try:
+        again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
+        try:
+            if ctx.version is not None and not only_written_again(param, ctx.version):
                 parameter_errors.check_unmodified(param, name, ctx.version)
-            except ShardError as error:
-                cannot_begin(sharded_model.group, error)  # peers whose weight stands reduce its gradient
-                raise
+            if sharded_model.defers:
+                grads.check_unhooked(param, name)
+                if again and grads.goes_to_grad(param):
+                    raise parameter_errors.keeps_no_graph(name)
+        except ZeroError as error:
+            # Peers go on to reduce the gradient, and under zero.no_sync they go on without any meeting.
+            tell(lambda: sharded_model.group, error, BACKWARD)
+            raise
         if transforms.batched(grad):
             raise parameter_errors.one_gradient_at_a_time(f"parameter {name!r}, which is sharded,")
         last_call, ctx.call = grads.is_last_call(sharded_model, name), None
-        again = torch.is_grad_enabled() and grad.requires_grad  # create_graph=True
         if sharded_model.defers:
-            grads.check_unhooked(param, name)
-            if again and grads.goes_to_grad(param):
-                raise parameter_errors.keeps_no_graph(name)
             grads.keep(param, grad, info.reduce_dtype, info.layout)
             return None, None, None
         grad = grads.to_reduce(sharded_model, name, param, grad.to(info.reduce_dtype), info.reduce_dtype)

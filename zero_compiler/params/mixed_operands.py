@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
 from ..ir import ops
-from ..ranks.failure_broadcast import fail_later
 from ..sharded import parameter_errors
 from ..sharded.sharded_model import ShardedModel
 from ..tensors.foreach import MANAGED
@@ -81,18 +80,17 @@ def _refuse_ours(op: Any, args: Any, error: RuntimeError) -> None:
     for tensor in _tensors(args):
         found = _source(tensor) if isinstance(tensor, DTensor) else None
         if found is not None and not found[0].scope.calls:  # inside a forward the module says it
-            _refuse(*found, op, next(list(t.shape) for t in _tensors(args) if _is_plain(t)), error)
+            _refuse(found[1], op, next(list(t.shape) for t in _tensors(args) if _is_plain(t)), error)
 
 
-def _refuse(model: ShardedModel, what: str, op: Any, shape: list[int], error: RuntimeError) -> NoReturn:
+def _refuse(what: str, op: Any, shape: list[int], error: RuntimeError) -> NoReturn:
     call = _called() or op.name()
-    refusal = ShardError(
+    # Nothing is written by then, and no rank waits for this one: where the caller goes on, all do.
+    raise ShardError(
         f"{call} computes with {what} and a plain tensor of shape {shape} outside of a forward, where a sharded "
         "parameter is rows of this rank: write `with zero.gathered(model, write=True):` around it, which all ranks "
         "enter, or read the parameter's full_tensor()"
-    )
-    fail_later(model.group, refusal, f"go on behind {call}")
-    raise refusal from error
+    ) from error
 
 
 def _called() -> str | None:

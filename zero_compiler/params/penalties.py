@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError
 from ..ir import ops
-from ..ranks.failure_broadcast import cannot_begin
+from ..ranks.failing import BACKWARD
+from ..ranks.failure_broadcast import tell
 from ..ranks.group import Group
 from .mixed_operands import managed_leaf, sharded_rule
 
@@ -63,7 +64,8 @@ def _refuse(group: Group, why: str) -> NoReturn:
         'p.full_tensor(grad_placements=[Partial("avg")]), with Partial of torch.distributed.tensor (once for each '
         "dimension of the mesh), whose gradient is the mean over ranks"
     )
-    cannot_begin(group, error)  # peers whose loss has no such term begin their backward
+    # Peers whose loss has no such term begin their backward, which under zero.no_sync may meet nobody.
+    tell(lambda: group, error, BACKWARD)
     raise error
 
 

@@ -2,8 +2,9 @@
 
 A library reaches a sharded model by a method of it, by an attribute that the library sets on it, by a hook, or by
 making it a part of a wrapper. Those are the places where the refusals stand; nothing of torch or of the library is
-changed. Each is a :class:`~zero_compiler.errors.ShardError` that says what to write. A rank that meets one where its
-peers may not lets them end at their next call with the same reason.
+changed. Each is a :class:`~zero_compiler.errors.ShardError` that says what to write. Nothing has been done by then, so
+that a caller who catches it goes on. A rank that saves, for which its peers may wait, lets them end at their next call
+with the same reason.
 """
 
 from __future__ import annotations
@@ -56,9 +57,13 @@ _OF_ADAPTERS = frozenset({"merge", "unmerge"})
 
 def refuse(module: Any, call: str, reason: str) -> NoReturn:
     """Raise, and let the next call of every other rank end with this: it may be that this rank alone is here."""
-    error = ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
+    error = _refusal(module, call, reason)
     fail_later(module._zero.sharded_model.group, error, f"go on behind {call}")
     raise error
+
+
+def _refusal(module: Any, call: str, reason: str) -> ShardError:
+    return ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
 
 
 def refusing(base: type) -> dict[str, Any]:
@@ -81,6 +86,8 @@ def _refused_method(name: str, method: Callable[..., object], reason: str) -> Ca
     def call(self: Any, *args: object, **kwargs: object) -> object:
         if self._zero.sharded_model.opened or _changes_nothing(self, name, args, kwargs):
             return method(self, *args, **kwargs)
+        if reason is not _SAVE:
+            raise _refusal(self, name + "()", reason)
         if name not in together or not together[name](self, method, args, kwargs):
             refuse(self, name + "()", reason)
         return None

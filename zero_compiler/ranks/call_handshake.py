@@ -267,13 +267,23 @@ def has_gloo(group: Group) -> bool:
 
 
 def _explain(group: Group, digests: list[bytes], text: str) -> NoReturn:
-    with naming_peer(group, None, TELLING):
+    with contextlib.suppress(RuntimeError):  # the store is gone: what this rank is in it can say all the same
         store_of(group).set(in_store(group, f"call/{digests[group.rank].hex()}"), text)
     # The same two ranks on every rank, so that all say the same.
     other = next(r for r, d in enumerate(digests) if d != digests[0])
-    texts = [laid_text(group, digests[r]) or "a call that it does not describe" for r in (0, other)]
-    found = first_difference(texts[0], texts[1], group.name_of(0), group.name_of(other))
-    raise mark_known(RankMismatchError(f"ranks are in different calls; first difference: {found}"))
+    texts = {r: text if r == group.rank else laid_text(group, digests[r]) for r in (0, other)}
+    first, second = texts[0], texts[other]
+    if first is not None and second is not None:
+        found = first_difference(first, second, group.name_of(0), group.name_of(other))
+        raise mark_known(RankMismatchError(f"ranks are in different calls; first difference: {found}"))
+    me = group.name_of(group.rank)
+    unread = " and ".join(group.name_of(r) for r, t in texts.items() if t is None)
+    raise mark_known(
+        RankMismatchError(
+            f"ranks are in different calls: {me} begins {text.splitlines()[0]!r}, and the call of {unread} could not "
+            "be read: that process, or the one that serves the store of the process group, may have ended since"
+        )
+    )
 
 
 def _told(group: Group, header: bytes) -> ZeroError:

@@ -16,7 +16,7 @@ from .group import Group, in_store, store_of
 E = TypeVar("E", bound=BaseException)
 SOON_S = 3.0  # within which the store is to answer a rank that has an error already
 COMPILE, BEGIN = "compile its part of this call", "begin its part of this call"
-COMPLETE = "complete its part of this call"
+COMPLETE, BACKWARD = "complete its part of this call", "complete its backward"
 STEP, MAKE = "complete a step of its zero.optimizer", "make its zero.optimizer"
 
 

@@ -141,7 +141,7 @@ def saving_by_all_ranks(rank):
 
 @cases.add
 def token_embeddings_of_another_number(rank):
-    """By all ranks, and by one alone."""
+    """By all ranks, and by one alone, whose caller catches the refusal: both go on."""
     model, x = zero.shard(Saves(), device="cpu", compute="aten"), torch.randn(2, 4)
     model.resize_token_embeddings(3)
     words = "call resize_token_embeddings() before zero.shard"
@@ -149,8 +149,6 @@ def token_embeddings_of_another_number(rank):
     model(x)
     if rank == 1:
         out += wrong(lambda: model.resize_token_embeddings(5), words)
-    else:
-        out += wrong(lambda: model(x), "rank 1 of 2 could not go on behind resize_token_embeddings(): ")
     model(x).sum().backward()
     return out + [f"called with {n}" for n in model.called if n != 3]
 

@@ -192,13 +192,9 @@ def adapters_that_were_added_to_a_sharded_model(rank):
         (lambda: adapted.merge_adapter(safe_merge=True), "merge_adapter()"),
         (adapted.merge_and_unload, "merge_and_unload()"),
     ):
-        if rank == 0:
+        if rank == 0:  # whose caller catches the refusal: both go on
             out += refused(call, ShardError, f"{name} computes with ")
-        else:
-            out += refused(
-                lambda: adapted(input_ids=x), ZeroError, f"rank 0 of 2 could not go on behind {name}: {name}"
-            )
-        torch.testing.assert_close(adapted(input_ids=x).logits, wanted)  # ranks meet again
+        torch.testing.assert_close(adapted(input_ids=x).logits, wanted)
     told = "the sharded parameter 'transformer.h.0.attn.c_attn.weight'", "zero.gathered(model, write=True)"
     out += refused(adapted.merge_adapter, ShardError, *told)
     for merged in (adapted, plain):

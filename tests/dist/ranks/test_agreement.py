@@ -10,6 +10,7 @@ import json
 import socket
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError, RankMismatchError, ShardError
+from zero_compiler.ranks import call_handshake
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -202,12 +204,17 @@ def test_ranks_in_different_calls(how, world, stage):
 def eager_and_compiled(rank, world):
     model = zero.shard(net())
     call = use(model, "compiled")
-    return expect(
-        RankMismatchError,
-        lambda: (call if rank else model)(batch()),
-        "eager gather of first.weight",
-        "phase forward",
-    )
+
+    def calls():
+        (call if rank else model)(batch())
+
+    told = expect(RankMismatchError, calls, "eager gather of first.weight", "phase forward")
+    # As where the other rank, which serves the store, has ended before this one has read what that was in.
+    with mock.patch.object(call_handshake, "laid_text", return_value=None):
+        mine = "phase forward" if rank else "eager gather of first.weight"
+        unread = f"rank {rank} of 2 begins '{mine}', and the call of rank {1 - rank} of 2 could not be read"
+        expect(RankMismatchError, calls, unread)
+    return told
 
 
 def test_one_rank_compiles_and_another_does_not():
