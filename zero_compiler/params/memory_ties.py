@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ShardError
 
 
-class _Span(NamedTuple):
+class _MemoryRange(NamedTuple):
     """The bytes that a tensor fills, with what it is called."""
 
     device: str
@@ -34,36 +34,36 @@ def check_memory(model: nn.Module) -> None:
     Raises:
         ShardError: naming the two.
     """
-    # The one of the spans before that reaches furthest: of all, and of those that are trained.
-    furthest: _Span | None = None
-    trained: _Span | None = None
-    for span in sorted(_spans(model)):
-        before = furthest if span.trained else trained
-        if before is not None and before.device == span.device and span.begin < before.end:
+    # The one of the ranges before that reaches furthest: of all, and of those that are trained.
+    furthest: _MemoryRange | None = None
+    trained: _MemoryRange | None = None
+    for this in sorted(_ranges(model)):
+        before = furthest if this.trained else trained
+        if before is not None and before.device == this.device and this.begin < before.end:
             raise ShardError(
-                f"{before.what} {before.name} and {span.what} {span.name} lie in the same memory, and would be trained "
+                f"{before.what} {before.name} and {this.what} {this.name} lie in the same memory, and would be trained "
                 "apart once they are sharded; assign one parameter to both places (b.weight = a.weight), or give one "
                 "of them memory of its own with .clone()"
             )
-        if furthest is None or (furthest.device, furthest.end) < (span.device, span.end):
-            furthest = span
-        if span.trained and (trained is None or (trained.device, trained.end) < (span.device, span.end)):
-            trained = span
+        if furthest is None or (furthest.device, furthest.end) < (this.device, this.end):
+            furthest = this
+        if this.trained and (trained is None or (trained.device, trained.end) < (this.device, this.end)):
+            trained = this
 
 
-def _spans(model: nn.Module) -> Iterator[_Span]:
+def _ranges(model: nn.Module) -> Iterator[_MemoryRange]:
     """Of each parameter and buffer whose bytes are known, once where it stands in several places."""
     for name, param in model.named_parameters():
         if _fills_a_range(param):
-            yield _span(param, "parameter", name, param.requires_grad)
+            yield _range_of(param, "parameter", name, param.requires_grad)
     for name, buffer in model.named_buffers():
         if _fills_a_range(buffer):
-            yield _span(buffer, "buffer", name, False)
+            yield _range_of(buffer, "buffer", name, False)
 
 
-def _span(tensor: torch.Tensor, what: str, name: str, trained: bool) -> _Span:
+def _range_of(tensor: torch.Tensor, what: str, name: str, trained: bool) -> _MemoryRange:
     begin = tensor.data_ptr()
-    return _Span(str(tensor.device), begin, begin + tensor.nbytes, what, name, trained)
+    return _MemoryRange(str(tensor.device), begin, begin + tensor.nbytes, what, name, trained)
 
 
 def _fills_a_range(tensor: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ class _Default(int):
 DEFAULT_STAGE = _Default(3)
 # Attribute of a whole parameter that was sharded while somebody kept it: the sharded one. They share their values.
 SUCCESSOR = "_zero_successor"
-# Of a parameter that zero.shard has replaced, the one in its place.
+# Of a parameter that zero.shard has replaced, its name then and the one in its place.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -180,9 +180,9 @@ def collect(
                     f"parameter {_joined(prefix, attribute)} has a hook for its gradient, which belongs to the tensor "
                     "that zero.shard replaces; register hooks after zero.shard"
                 )
-            if name is None and _replaced_already(param):
+            if name is None and (known := _replaced_already(param)) is not None:
                 raise ShardError(
-                    f"parameter {_joined(prefix, attribute)} is {param.__dict__[STALE][0]!r} of a module that is "
+                    f"parameter {_joined(prefix, attribute)} is {known!r} of a module that is "
                     "sharded already, and has another parameter in its place now: the two would be trained apart; "
                     "give zero.shard one module that holds both, and leave out that of its parts"
                 )
@@ -254,12 +254,12 @@ def _kept_by(value: object) -> Iterable[object]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _replaced_already(param: torch.Tensor) -> bool:
-    """Whether an earlier zero.shard has put another parameter in the place of this one, which still stands there."""
-    by = _replaced.get(param)
-    if by is not None and by() is not None:
+def _replaced_already(param: torch.Tensor) -> str | None:
+    """What a parameter was called in whose place an earlier zero.shard has put another one that is still there."""
+    name, by = _replaced.get(param) or (None, lambda: None)
+    if by() is not None:
         gc.collect()  # a model that is gone may lie in memory until then
-    return by is not None and by() is not None
+    return None if by() is None else name
 
 
 def _check_table(prefix: str, module: nn.Module) -> None:
@@ -307,7 +307,7 @@ def install(
     param = sharded_parameter(sharded_model.group, layout, local, old.requires_grad, info.part)
     inherit(param, old)
     mark_stale(old, name, "zero.shard")
-    _replaced[old] = weakref.ref(param)
+    _replaced[old] = name, weakref.ref(param)
     for module, attribute in places:
         module._parameters[attribute] = param
     sharded_model.places[name] = places
