@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "frame_bindings.h"
+#include "optimizer_bindings.h"
 #include "zero/compiled_for.h"
 #include "zero/lane.h"
 #include "zero/range.h"
@@ -98,4 +99,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         lane.settle();
       });
   zero::bind_frames(module);
+  zero::bind_optimizers(module);
 }
