@@ -24,6 +24,7 @@ from ..ir.instructions import Compute
 from ..ir.program import Program
 from ..passes import Context, PassOptions, run_passes
 from ..plan import gather_precision, schedule
+from . import garbage
 from .frame_state import FrameState
 from .segment_codegen import count_compiled
 
@@ -175,9 +176,9 @@ class Lowering:
         """
         return [self._trial(gm, phase) for phase, gm in graphs.items()]
 
-    def predicted_us(self, graphs: Mapping[str, fx.GraphModule]) -> float:
-        """Predicted time of the phases as they are, one after the other."""
-        lowered = [self._in_full(gm, phase, proves=False) for phase, gm in graphs.items()]
+    def predicted_us(self, graphs: Mapping[str, fx.GraphModule], proves: bool = False) -> float:
+        """Predicted time of the phases as they are, one after the other; see :meth:`_in_full`."""
+        lowered = [self._in_full(gm, phase, proves=proves) for phase, gm in graphs.items()]
         return sum(self.simulated(low.emitted.program).total_us for low in lowered)
 
     def simulated(self, program: Program) -> Timeline:
@@ -285,6 +286,7 @@ class Lowering:
             some_tiles: of weights that have many are written out.
             proves: verify the graph after every pass, and the Program; a trial is never verified.
         """
+        garbage.collect_newest()  # graphs that were lowered before
         proves = proves and not trial
         state = self.state
         context, options = self._asked(phase)
@@ -292,6 +294,8 @@ class Lowering:
         options = replace(options, bytes_only=some, some_tiles=some and some_tiles)
         if proves:
             gm, pipeline = facts.copy_module(gm), passes.phase_passes(options)
+            if not state.fused:  # else a compiler asks which values share a storage
+                facts.share_results(gm.graph, self._results)
         else:
             gm, pipeline = self._copy_without_markers(gm, context), passes.schedule_passes(options)
         run_passes(gm.graph, pipeline, context, state.trace, state.dump_dir(), trial=not proves)

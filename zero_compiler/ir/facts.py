@@ -5,11 +5,10 @@ Sizes are in elements or bytes as the name says; symbolic sizes are taken at the
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -21,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from . import ops
+
+_Found = TypeVar("_Found")
 
 _PARAMS = "zero_params"
 _UNIT = "zero_unit"
@@ -390,6 +391,19 @@ def depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
     return out
 
 
+def _known_by_target(find: Callable[[fx.node.Target], _Found]) -> Callable[[fx.node.Target], _Found]:
+    """As ``functools.cache``, for what is asked of each node of a graph: operators have a hash that is slow to make."""
+    known: dict[int, tuple[fx.node.Target, _Found]] = {}  # by id, which is not given again while the target is here
+
+    def found(target: fx.node.Target) -> _Found:
+        pair = known.get(id(target))
+        if pair is None:
+            pair = known[id(target)] = target, find(target)
+        return pair[1]
+
+    return found
+
+
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs that the node writes to, by the operator's schema."""
     if node.op != "call_function":
@@ -401,7 +415,7 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return out
 
 
-@functools.cache
+@_known_by_target
 def _written_arguments(target: fx.node.Target) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments that an operator writes to."""
     schema = getattr(target, "_schema", None)
@@ -433,7 +447,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     return out
 
 
-@functools.cache
+@_known_by_target
 def _aliased_arguments(target: fx.node.Target) -> tuple[tuple[int, str], ...] | None:
     """Places and names of the arguments whose storage an operator's result may share, or that it writes to; None: it
     has no schema that would say so.
@@ -482,6 +496,18 @@ class Sizes:
             number = size.xreplace(self._values)
             self._known[size] = int(number) if number.is_number else None
         return self._known[size]
+
+
+def mapped(change: Callable[[object], object], given: object) -> Any:
+    """Arguments of a node with each of them, in lists and dicts too, changed. As ``tree_map``, which takes longer for
+    the few that there are than the rest of what is done for a node."""
+    if isinstance(given, list):
+        return [mapped(change, item) for item in given]
+    if type(given) is tuple:
+        return tuple([mapped(change, item) for item in given])
+    if isinstance(given, dict):
+        return {key: mapped(change, item) for key, item in given.items()}
+    return change(given)
 
 
 def leaves(val: object) -> Iterable[object]:

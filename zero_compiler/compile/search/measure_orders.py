@@ -180,7 +180,8 @@ class MeasureOrders:
         graphs = self._again(plan)
         self.weight_tiles.fit(graphs, self.weight_tiles.undecided(graphs), budget_bytes)
         over = max(0, self.overrun.over(graphs, budget_bytes))
-        return over, 0.0 if over else self.lowering.predicted_us(graphs)
+        # Most often this is what is run.
+        return over, 0.0 if over else self.lowering.predicted_us(graphs, proves=True)
 
     def _noted(self, graphs: Phases) -> Plan:
         return Plan(graphs, tiles_in(graphs), self.state.choice)
