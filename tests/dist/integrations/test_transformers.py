@@ -581,5 +581,5 @@ def what_cannot_be_is_refused(rank: int) -> list[str]:
 @pytest.mark.parametrize("name", cases.names)
 def test_trainer(name):
     if name == "adapters_on_a_base_of_4_bits":
-        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, which no extra installs")
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     cases.check(name)

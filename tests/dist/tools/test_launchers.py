@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 
+import nbclient
+import nbformat
 import pytest
 from dist.library_runs import differences
 from dist.two_hosts import can_have_hosts, ended, environment, started, torchrun, two_hosts
@@ -169,7 +171,8 @@ def test_workers_of_ray_train(tmp_path):
     assert not differences("ray", ray["losses"], plain["losses"], 1e-6)
 
 
-CELLS = """
+CELLS = (
+    """
 import torch, zero_compiler as zero
 model = torch.nn.Linear(4, 2)
 model = zero.shard(model, stage=3)
@@ -177,21 +180,29 @@ call = torch.compile(model, backend="zero", options={"compute": "aten"})
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     loss = call(torch.ones(2, 4)).square().mean(); loss.backward(); opt.step(); opt.zero_grad(); print(loss.item())
-
-model = zero.shard(torch.nn.Linear(4, 2), stage=3)  # the cell is run again
+""",
+    """
+model = zero.shard(torch.nn.Linear(4, 2), stage=3)  # a cell that is run again
 print(type(zero.inspect(model, torch.ones(2, 4))).__name__)
-"""
+""",
+    "zero.shard(model, stage=3)",  # an error is the cell's, and the kernel lives on
+    "print(model(torch.ones(2, 4)).shape)",
+)
 
 
-def test_a_notebook_is_one_process(tmp_path):
-    """Cells run one after the other, in a process that no launcher has started."""
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"], input=CELLS, env=environment(), capture_output=True, text=True,
-        timeout=100, cwd=tmp_path,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line]
-    assert done.returncode == 0
-    assert "Error" not in done.stderr, done.stderr
+def test_a_notebook_is_one_process(tmp_path, monkeypatch):
+    """Cells run one after the other, in a Jupyter kernel that no launcher has started."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    client = nbclient.NotebookClient(
+        notebook, timeout=100, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    *trained, refused, after = (cell.outputs for cell in notebook.cells)
+    lines = "".join(output.text for cell in trained for output in cell if output.get("name") == "stdout").split("\n")
     losses = [float(line) for line in lines[:3]]
     assert losses == sorted(losses, reverse=True)
-    assert lines[-1] == "Report", lines
+    assert lines[3] == "Report", lines
+    assert [output.output_type for output in refused] == ["error"]
+    assert "already" in refused[0].evalue, refused
+    assert after[0].text == "torch.Size([2, 2])\n", after
