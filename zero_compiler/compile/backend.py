@@ -41,14 +41,22 @@ from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
 from ..report.frame import Frame
 from ..runtime.autograd_bridge import ForwardWeights, LocalRows
-from ..sharded import parameter_errors
+from ..sharded import kept_weights, parameter_errors
 from ..sharded.managed_parameters import check_not_replaced
 from ..storage.resident_memory import Footprint
 from ..tensors.full_weight import FULL, AsParameter
 from . import garbage, stored_plans
 from .budget_check import check_budget, lend_gradients
 from .budget_search import Fitting
-from .capture import Captured, WeightOutput, check_gradients, check_outputs, lower_parameters, owners_in
+from .capture import (
+    Captured,
+    WeightOutput,
+    WeightView,
+    check_gradients,
+    check_outputs,
+    lower_parameters,
+    owners_in,
+)
 from .frame_state import FrameState
 from .loader import EngineLoader, Loader
 from .parameter_guards import KnownParameters, drop_guards
@@ -259,6 +267,7 @@ def _entry(
             write.run(args, sharded_model.params[write.name].layout, sharded_model.group.rank)
         params = [args[i] for i in shard_args]
         known.check(params)
+        kept_weights.check(args[i] for i in keep)
         look_for_late_hooks(hooks)
         scope = ops.owner_of(owners[0]).scope if owners else None
         if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
@@ -278,10 +287,13 @@ def _entry(
         watch_outputs(outputs, models[owners[0]].group)
         return outputs
 
-    return _with_weights(call, captured.weights) if captured.weights else call
+    returned = captured.weights, captured.views
+    return _with_weights(call, *returned) if any(returned) else call
 
 
-def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) -> Callable[..., object]:
+def _with_weights(
+    frame: Callable[..., Any], weights: Sequence[WeightOutput], views: Sequence[WeightView]
+) -> Callable[..., object]:
     """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
@@ -292,6 +304,9 @@ def _with_weights(frame: Callable[..., Any], weights: Sequence[WeightOutput]) ->
                 out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
             else:
                 out[w.at] = AsParameter.apply(out[w.at])
+        for o in (*weights, *views):
+            scope, whole = ops.owner_of(o.ref.owner).scope, isinstance(o, WeightOutput)
+            kept_weights.add(scope, o.ref.name, args[o.arg], out[o.at], whole)
         return out
 
     return call

@@ -58,10 +58,19 @@ class WeightOutput:
 
 
 @dataclass(frozen=True)
+class WeightView:
+    """What a frame returns at position ``at`` is a view of the full weight of ``ref``, which is argument ``arg``."""
+
+    at: int
+    arg: int
+    ref: ParamRef
+
+
+@dataclass(frozen=True)
 class Captured:
     """A frame's graph with local rows for parameters; ``keep`` lists Dynamo's arguments that it still takes.
 
-    ``weights`` are full weights that it returns, most of them to code behind a graph break;
+    ``weights`` are full weights that it returns, most of them to code behind a graph break; ``views`` are of others;
     ``differentiated`` are the parameters to which the gradient of an output comes in plain PyTorch.
     ``code`` names what Dynamo compiles: the same when it compiles that again, another behind a graph break or for other
     weights; "" where it does not say. ``goes_on``: a graph break has ended the frame, and others follow. ``writes`` are
@@ -76,6 +85,7 @@ class Captured:
     code: str = ""
     goes_on: bool = False
     writes: Sequence[CapturedWrite] = ()
+    views: Sequence[WeightView] = ()
 
 
 def _refuse_writes(gm: fx.GraphModule, taken: Sequence[CapturedWrite]) -> None:
@@ -178,6 +188,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tu
     _read_once_where_hooked(gm, goes_on)
     _read_with_gradients(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    views = _views_returned(gm, placeholders)
     weights = _weights_returned(gm, placeholders, taken=goes_on)
     reached = _reached_by_gradients(gm)
     differentiated: set[ParamRef] = set()
@@ -225,6 +236,7 @@ def lower_parameters(gm: fx.GraphModule, example_inputs: Sequence[object]) -> tu
         code=_code(shards),
         goes_on=goes_on,
         writes=writes,
+        views=views,
     )
     return captured, inputs
 
@@ -402,6 +414,26 @@ def _weights_returned(gm: fx.GraphModule, placeholders: Sequence[fx.Node], taken
     for node in returned:
         if isinstance(node, fx.Node) and node.target is weight and not node.users:
             gm.graph.erase_node(node)
+    return found
+
+
+def _views_returned(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> list[WeightView]:
+    """Views of full weights among the outputs: Dynamo has made them of values that share a storage."""
+    (output,) = gm.graph.find_nodes(op="output")
+    of: dict[int, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=weight):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and node.args[0] in placeholders:
+            of[value.untyped_storage()._cdata] = node
+    found = []
+    for at, node in enumerate(output.args[0] if isinstance(output.args[0], (list, tuple)) else ()):
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if not isinstance(value, FakeTensor) or node.target is weight or value.layout is not torch.strided:
+            continue
+        source = of.get(value.untyped_storage()._cdata)
+        if source is not None:
+            ref = ParamRef(str(source.args[1]), str(source.args[2]))
+            found.append(WeightView(at, placeholders.index(source.args[0]), ref))
     return found
 
 

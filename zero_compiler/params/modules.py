@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import GradientError, ShardError, ZeroError
 from ..ranks.group import Group
-from ..sharded import grads, parameter_errors
+from ..sharded import grads, kept_weights, parameter_errors
 from ..sharded.gather_wire import wire_of
 from ..sharded.sharded_model import ShardedModel
 from ..sharded.write_detector import Copies, may_write, own_code_may_write
@@ -445,6 +445,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     if not torch.compiler.is_compiling():
         scope.begun = state, getattr(type(self).forward, "__code__", None)
         ddp_fallback.watch_beside(self)
+        kept_weights.look(scope)
         scope.copies = Copies()
     scope.calls.append(state)
     scope.read = {}
@@ -584,6 +585,7 @@ def read_eager(param: DTensor, name: str, sharded_model: ShardedModel) -> Any:
                 local = full._local_tensor if isinstance(full, DTensor) else full
                 rank, wire = sharded_model.group.rank, wire_of(sharded_model, name)
                 scope.copies.add(info, param, local, rank, sharded_model.writes, wire)
+            kept_weights.add(scope, name, param, full, whole=False)
             if scope.calls:
                 remember(scope.read, param, full)
         return full

@@ -56,6 +56,26 @@ def computes_with_shards() -> ShardError:
     )
 
 
+READ_ANEW = "read it from its module (self.weight) in each forward, or keep the module in place of its weight"
+
+
+def kept(name: str) -> str:
+    """What to say of a compiled forward that is given a weight which an earlier one has kept."""
+    return (
+        f"a compiled forward computes with weight {name!r} as an earlier forward has read and kept it (or with a view "
+        f"of it): that is a copy, which does not follow the parameter and gives it no gradient; {READ_ANEW}"
+    )
+
+
+def still_held(name: str) -> str:
+    """What to say of a weight whose memory outlives its forward and a change of the parameter."""
+    return (
+        f"memory of weight {name!r} that an earlier forward has read is still held, and the parameter has changed "
+        f"since. If the model has kept it (or a view of it) to compute with, that is stale: {READ_ANEW}. If it was "
+        "returned, or belongs to a graph without a backward, it only takes memory"
+    )
+
+
 def replaced(name: str) -> NoReturn:
     """Raise: a plain tensor stands where a sharded parameter was."""
     raise ShardError(
