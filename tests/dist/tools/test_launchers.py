@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
-import subprocess
 import sys
 import textwrap
 
@@ -13,7 +12,7 @@ import nbclient
 import nbformat
 import pytest
 from dist.library_runs import differences
-from dist.two_hosts import can_have_hosts, ended, environment, started, torchrun, two_hosts
+from dist.two_hosts import can_have_hosts, ended, started, torchrun, two_hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -195,11 +194,17 @@ def test_a_notebook_is_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     client = nbclient.NotebookClient(
-        notebook, timeout=100, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": tmp_path}}
+        notebook,
+        timeout=100,
+        kernel_name="python3",
+        allow_errors=True,
+        resources={"metadata": {"path": tmp_path}},
     )
     client.execute()
     *trained, refused, after = (cell.outputs for cell in notebook.cells)
-    lines = "".join(output.text for cell in trained for output in cell if output.get("name") == "stdout").split("\n")
+    lines = "".join(
+        output.text for cell in trained for output in cell if output.get("name") == "stdout"
+    ).split("\n")
     losses = [float(line) for line in lines[:3]]
     assert losses == sorted(losses, reverse=True)
     assert lines[3] == "Report", lines

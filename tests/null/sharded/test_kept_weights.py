@@ -60,7 +60,9 @@ def test_a_compiled_forward_refuses_a_weight_that_gives_no_gradient(stage):
     with torch.no_grad():
         first = call(x)
         assert torch.equal(call(x), first)  # unchanged, and nobody asks for a gradient
-    with pytest.raises(ShardError, match=r"weight 'second\.weight' as an earlier forward has read and kept it"):
+    with pytest.raises(
+        ShardError, match=r"weight 'second\.weight' as an earlier forward has read and kept it"
+    ):
         call(x)
 
 
@@ -113,5 +115,7 @@ def test_weights_that_are_read_anew_train_as_in_plain_pytorch(compiled, caplog):
                 of.losses.append(loss.item())
                 del out, weight, loss
                 of.last = None
-    assert model.losses == pytest.approx(plain.losses, rel=1e-6)  # gradients of two uses add up in another order
+    assert model.losses == pytest.approx(
+        plain.losses, rel=1e-6
+    )  # gradients of two uses add up in another order
     assert "still held" not in caplog.text
