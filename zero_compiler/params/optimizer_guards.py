@@ -17,6 +17,7 @@ from ..sharded.parameter_errors import dropped, was_dropped
 from ..storage import heap
 from ..tensors.foreach import MANAGED, count_writes
 from ..tensors.fused import register_kernels
+from ..tensors.partial_numbers import watch_numbers
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from .ddp_fallback import check_averaged
@@ -33,7 +34,7 @@ _installed = False
 
 def guard_optimizers() -> None:
     """Have torch call :func:`check` before steps, fused kernels and loss scalers take shards, kernels over lists count
-    as writes, and losses be watched; once a process. Optimizers of other models cost one look."""
+    as writes, and losses and numbers be watched; once a process. Optimizers of other models cost one look."""
     global _installed
     if not _installed:
         _installed = True
@@ -41,6 +42,7 @@ def guard_optimizers() -> None:
         register_unscaling()
         count_writes(sharded_rule)
         watch_draws()
+        watch_numbers()
         watch_terms()
         watch_operands()
         register_optimizer_step_pre_hook(check)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import ShardError
 from . import parameter_errors
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("zero_compiler")
 
 
 @dataclass(frozen=True)
