@@ -27,7 +27,7 @@ log = logging.getLogger("zero_compiler")
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _HeldCopy:
     """Memory of a full weight: of which parameter, that parameter's version then, and in whose forward.
 
     ``copy``: it is not the memory of the parameter. ``whole``: what has it is the weight itself and no view of it.
@@ -53,7 +53,7 @@ class _Kept:
 
 
 _kept: dict[
-    int, _Kept
+    int, _HeldCopy
 ] = {}  # by the address of torch's storage, which is no other's while a weak reference holds it
 _said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()  # names, by scope
 
@@ -67,7 +67,7 @@ def add(scope: object, name: str, param: DTensor, full: torch.Tensor, whole: boo
     copy = storage._cdata != param._local_tensor.untyped_storage()._cdata
     if copy or whole:
         of = weakref.ref(param), param._version, name, weakref.ref(scope)
-        _kept[storage._cdata] = _Kept(StorageWeakRef(storage), *of, copy, whole)
+        _kept[storage._cdata] = _HeldCopy(StorageWeakRef(storage), *of, copy, whole)
 
 
 def _drop_freed() -> None:
