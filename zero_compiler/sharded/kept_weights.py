@@ -71,8 +71,9 @@ def add(scope: object, name: str, param: DTensor, full: torch.Tensor, whole: boo
 
 
 def _drop_freed() -> None:
-    for key in [key for key, kept in _kept.items() if kept.storage.expired()]:
-        del _kept[key]
+    for key, kept in list(_kept.items()):  # a copy: other threads add to it
+        if kept.storage.expired():
+            _kept.pop(key, None)
 
 
 def look(scope: object) -> None:
@@ -85,7 +86,7 @@ def look(scope: object) -> None:
     _drop_freed()
     for key, kept in list(_kept.items()):
         if kept.scope() is scope and kept.stale():
-            del _kept[key]
+            _kept.pop(key, None)
             said = _said.setdefault(scope, set())
             if kept.name not in said and _stays(kept.storage):
                 said.add(kept.name)
