@@ -24,6 +24,7 @@ from ..sharded.gather_wire import wire_of
 from ..sharded.sharded_model import ShardedModel
 from ..sharded.write_detector import Copies, may_write, own_code_may_write
 from ..tensors import transforms
+from ..tensors.dispatch_modes import never_cached
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
 from . import ddp_fallback, eager, parameter_memory, recompile_limit
@@ -576,7 +577,7 @@ def read_eager(param: DTensor, name: str, sharded_model: ShardedModel) -> Any:
     recompile_limit.outside_budget(sharded_model, name)
     info = managed(param, name, sharded_model)
     scope = sharded_model.scope
-    with transforms.below():
+    with never_cached(), transforms.below():
         full = known(scope.read, param) if scope.calls else None
         if full is None:
             full = eager.read(param, sharded_model, name)
