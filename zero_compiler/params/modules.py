@@ -6,6 +6,7 @@ module changes, and nothing of torch.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterable
@@ -161,6 +162,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce_ex,
+        "__deepcopy__": _deepcopy(base),
         "__init_subclass__": classmethod(_derived),
         "_zero_base": base,
         "_zero": None,  # of what a method of the module makes by its class, as slices and copies of containers are
@@ -334,6 +336,30 @@ def _reduce_ex(self: _Sharded, protocol: int) -> str | tuple[object, ...]:
     # The group comes first: where it is not found again, nothing else is worth reading.
     made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.sharded_model.group)
     return (_rebuild, made, *reduced[2:])
+
+
+def _deepcopy(base: type) -> Callable[..., object]:
+    """``__deepcopy__`` of a module whose class was ``base``: with parameters that have no gradients, as
+    ``nn.Parameter`` copies itself. A DTensor is copied with its gradient, to which the copy's first backward would add."""
+    own: Callable[..., object] | None = getattr(base, "__deepcopy__", None)
+    reconstruct: Callable[..., object] = copy._reconstruct  # type: ignore[attr-defined]
+
+    @torch._dynamo.disable(reason="a sharded module is copied")
+    def deepcopy(self: _Sharded, memo: dict[int, object]) -> object:
+        for param in self._parameters.values():
+            if isinstance(param, DTensor) and param.grad is not None and id(param) not in memo:
+                grad, param.grad = param.grad, None
+                try:
+                    copy.deepcopy(param, memo)
+                finally:
+                    param.grad = grad
+        if own is not None:
+            return own(self, memo)
+        return reconstruct(
+            self, memo, *self.__reduce_ex__(4)
+        )  # as copy.deepcopy, which has asked for this method
+
+    return deepcopy
 
 
 def _flat_weights(self: Any) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Modes of torch that see every operator (a ``TorchDispatchMode`` or ``TorchFunctionMode`` that a user has entered), and
-operators of this project that are no part of the model: they would count or refuse what the model does not do.
+"""Modes of torch that see every operator (a ``TorchDispatchMode`` or ``TorchFunctionMode`` that a user has entered),
+and operators of this project that are no part of the model: they would count or refuse what the model does not do.
 
 A mode that fakes what it sees (``FakeTensorMode``) is such a mode too: inside :func:`unseen` tensors are real.
 """
