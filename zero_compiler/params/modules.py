@@ -602,6 +602,7 @@ def read_eager(param: DTensor, name: str, sharded_model: ShardedModel) -> Any:
     sharded_model.group.check_still_valid()
     recompile_limit.outside_budget(sharded_model, name)
     info = managed(param, name, sharded_model)
+    parameter_memory.check_closed(param, name)
     scope = sharded_model.scope
     with never_cached(), transforms.below():
         full = known(scope.read, param) if scope.calls else None

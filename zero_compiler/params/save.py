@@ -33,6 +33,7 @@ from ..sharded.sharded_model import ShardedModel
 from ..storage import aio
 from ..storage.safetensors_folder import TensorEntry, WeightFile, WeightsFolder, files_of
 from ..storage.stores import Region, region_of
+from . import parameter_memory
 from .load import Destination, slots_of
 from .modules import sharded_models_of
 
@@ -255,6 +256,7 @@ def _source(name: str, slot: Destination) -> _Source:
     elif isinstance(tensor, DTensor):
         if parameter_errors.was_dropped(tensor):
             parameter_errors.dropped(managed)
+        parameter_memory.check_closed(tensor, managed)
         values, shape = tensor._local_tensor, state.sharded_model.params[managed].shape
         pieces = _pieces(state.sharded_model, managed)
     else:
