@@ -340,7 +340,8 @@ def _reduce_ex(self: _Sharded, protocol: int) -> str | tuple[object, ...]:
 
 def _deepcopy(base: type) -> Callable[..., object]:
     """``__deepcopy__`` of a module whose class was ``base``: with parameters that have no gradients, as
-    ``nn.Parameter`` copies itself. A DTensor is copied with its gradient, to which the copy's first backward would add."""
+    ``nn.Parameter`` copies itself. A DTensor is copied with its gradient, to which the first backward of the copy would
+    add."""
     own: Callable[..., object] | None = getattr(base, "__deepcopy__", None)
     reconstruct: Callable[..., object] = copy._reconstruct  # type: ignore[attr-defined]
 

@@ -88,7 +88,8 @@ def was_dropped(param: DTensor) -> bool:
         return False
     # A DTensor's own storage has no bytes, and .data takes over that of the other.
     whose, storage = param.__dict__.get(_OWN, (0, 0))
-    with torch._C.DisableTorchFunction():  # inside zero.init() the question would be answered of the full tensor
+    # Inside zero.init() the question would be answered of the full tensor.
+    with torch._C.DisableTorchFunction():
         return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
 
 
@@ -147,7 +148,7 @@ def check_unmodified(param: torch.Tensor, name: str, version: int, compiled: boo
         return
     if version < param.__dict__.get(EXCHANGED, 0):
         exchanged(name)
-    kept = " (or a forward computed with a weight that an earlier one had read and kept: read it anew in each)"
+    kept = " (or a forward computed with a weight that an earlier one read and kept: read it anew in each)"
     raise ShardError(
         f"parameter {name!r} was modified in place between forward and backward; step the optimizer after backward"
         + ("" if compiled else kept)

@@ -294,9 +294,13 @@ def what_cannot_be_saved_is_refused(rank):
         out += refused(saving(nn.Linear(2, 2)), ShardError, "takes a sharded model")
         out += refused(saving(model, max_file_bytes=0), ZeroError, "max_file_bytes")
         for path in (None, 5, b"folder"):
-            out += refused(saving(model, path), ConfigError, "folder must be a path", f"not {path!r}, which is")
+            out += refused(
+                saving(model, path), ConfigError, "folder must be a path", f"not {path!r}, which is"
+            )
         out += refused(saving(model, f"{folder}/a\0b"), ConfigError, "folder must", "null character")
-        out += refused(saving(model, None if rank else folder), ConfigError, "folder must be a path", "not None")
+        out += refused(
+            saving(model, None if rank else folder), ConfigError, "folder must be a path", "not None"
+        )
         out += refused(saving(model, folder / f"{rank}"), RankMismatchError, "folder")
         with zero.gathered(model):
             out += refused(saving(model), ShardError, "outside of zero.gathered")

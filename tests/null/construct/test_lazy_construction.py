@@ -337,7 +337,9 @@ class Taught(nn.Module):
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_sharded_model_is_called_while_another_is_built(how, tmp_path):
     teacher = zero.shard(nn.Linear(4, 3).requires_grad_(False))
-    call = torch.compile(teacher, backend="zero", options={"compute": "aten"}) if how == "compiled" else teacher
+    call = (
+        torch.compile(teacher, backend="zero", options={"compute": "aten"}) if how == "compiled" else teacher
+    )
     with zero.init():
         made = Taught(teacher, call)
         zero.save_safetensors(teacher, tmp_path / "teacher")

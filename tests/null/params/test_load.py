@@ -107,7 +107,9 @@ def test_load_safetensors_that_do_not_fit(tmp_path, file):
         zero.load_safetensors(model, tmp_path / "absent.safetensors")
     for given in (None, 5, b"part.safetensors", [tmp_path / "part.safetensors", None]):
         found = given[1] if isinstance(given, list) else given
-        with pytest.raises(ConfigError, match=rf"paths must be a path, or several .*, not {found!r}, which is"):
+        with pytest.raises(
+            ConfigError, match=rf"paths must be a path, or several .*, not {found!r}, which is"
+        ):
             zero.load_safetensors(model, given)
     with pytest.raises(ConfigError, match="paths .*null character"):
         zero.load_safetensors(model, "a\0b")

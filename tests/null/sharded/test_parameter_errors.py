@@ -215,5 +215,5 @@ def test_a_weight_that_an_earlier_forward_has_kept():
     model(batch())
     with torch.no_grad():
         model.layer.weight.mul_(2)
-    with pytest.raises(ShardError, match="an earlier one had read and kept: read it anew in each"):
+    with pytest.raises(ShardError, match="an earlier one read and kept: read it anew in each"):
         model(batch()).sum().backward()
