@@ -111,7 +111,7 @@ class ForwardWeights:
     def _refuse(self, ref: ParamRef, param: DTensor, version: int) -> NoReturn:
         model = self._models[ref.owner]
         try:
-            parameter_errors.check_unmodified(param, ref.name, version)
+            parameter_errors.check_unmodified(param, ref.name, version, compiled=True)
             model.param(ref.name)  # raises where there is none
             parameter_errors.exchanged(ref.name)
         except ShardError as error:

@@ -179,6 +179,7 @@ class Openings(TorchFunctionMode):
         self._held: list[PartitionedTensor] = []  # whose full value exists
         self._adopted: list[torch.Tensor] = []
 
+    @torch._dynamo.disable(reason="a model is being built")
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, object] | None = None
     ) -> Any:

@@ -23,7 +23,7 @@ from ..sharded import blocking_transfers, parameter_errors
 from ..sharded.managed_parameters import Places, local_of
 from ..sharded.sharded_model import ShardedModel
 from ..tensors.full_weight import FULL
-from . import ddp_fallback
+from . import ddp_fallback, parameter_memory
 from .modules import check_accumulates, sharded_models_of
 
 
@@ -135,6 +135,7 @@ def _open(sharded_model: ShardedModel, opened: list[_Opened]) -> None:
         for name, (param, _) in found.items():
             if parameter_errors.was_dropped(param):
                 parameter_errors.dropped(name)
+            parameter_memory.check_closed(param, name)
     except ShardError as error:
         cannot_begin(sharded_model.group, error)
         raise

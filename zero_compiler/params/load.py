@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..alignment import BLOCK_BYTES
-from ..errors import ShardError
+from ..errors import ConfigError, ShardError
 from ..ranks.failure_broadcast import together
 from ..ranks.group import group_of
 from ..storage import heap
@@ -67,6 +67,7 @@ def load_safetensors(model: nn.Module, paths: Paths, *, strict: bool = True) -> 
         strict: raise where names are missing or unexpected, instead of returning them.
 
     Raises:
+        ConfigError: ``paths`` is none.
         ShardError: a file that is missing or damaged, a shape that differs, or (``strict``) names that differ.
     """
     model = getattr(model, "_orig_mod", model)
@@ -125,9 +126,9 @@ def _load_files(model: nn.Module, paths: Paths, strict: bool) -> IncompatibleKey
 
 
 def _files(paths: Paths) -> list[str]:
-    if not isinstance(paths, (str, os.PathLike)):
+    if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes, os.PathLike)):
         return [file for path in paths for file in _files(path)]
-    path = os.fspath(paths)
+    path = path_of("zero.load_safetensors", "paths", paths, "a path, or several")
     if os.path.isdir(path):
         for name in ("model.safetensors.index.json", "model.safetensors"):
             if os.path.exists(os.path.join(path, name)):
@@ -146,6 +147,26 @@ def _files(paths: Paths) -> list[str]:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ShardError(f"zero.load_safetensors: {path!r} is no index with a weight_map") from None
     return [file for part in parts for file in _files(os.path.join(os.path.dirname(path), part))]
+
+
+def path_of(call: str, parameter: str, value: object, expected: str = "a path") -> str:
+    """``value`` as a str.
+
+    Args:
+        expected: what ``call`` takes as this parameter, for the message.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"{call}: {parameter} must be {expected} (a str or a pathlib.Path), not {value!r}, which is of type "
+            f"{type(value).__name__}"
+        )
+    if "\0" in path:
+        raise ConfigError(f"{call}: {parameter} must be {expected}, and {path!r} has a null character in it")
+    return path
 
 
 def slots_of(model: nn.Module) -> dict[str, Destination]:

@@ -6,6 +6,7 @@ module changes, and nothing of torch.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from ..sharded.gather_wire import wire_of
 from ..sharded.sharded_model import ShardedModel
 from ..sharded.write_detector import Copies, may_write, own_code_may_write
 from ..tensors import transforms
+from ..tensors.dispatch_modes import never_cached
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
 from . import ddp_fallback, eager, parameter_memory, recompile_limit
@@ -160,6 +162,7 @@ def sharded_class(base: type, names: dict[str, str], recurrent: bool = False) ->
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce_ex,
+        "__deepcopy__": _deepcopy(base),
         "__init_subclass__": classmethod(_derived),
         "_zero_base": base,
         "_zero": None,  # of what a method of the module makes by its class, as slices and copies of containers are
@@ -333,6 +336,31 @@ def _reduce_ex(self: _Sharded, protocol: int) -> str | tuple[object, ...]:
     # The group comes first: where it is not found again, nothing else is worth reading.
     made = (cls._zero_base, dict(state.names), "_flat_weights" in cls.__dict__, state.sharded_model.group)
     return (_rebuild, made, *reduced[2:])
+
+
+def _deepcopy(base: type) -> Callable[..., object]:
+    """``__deepcopy__`` of a module whose class was ``base``: with parameters that have no gradients, as
+    ``nn.Parameter`` copies itself. A DTensor is copied with its gradient, to which the first backward of the copy would
+    add."""
+    own: Callable[..., object] | None = getattr(base, "__deepcopy__", None)
+    reconstruct: Callable[..., object] = copy._reconstruct  # type: ignore[attr-defined]
+
+    @torch._dynamo.disable(reason="a sharded module is copied")
+    def deepcopy(self: _Sharded, memo: dict[int, object]) -> object:
+        for param in self._parameters.values():
+            if isinstance(param, DTensor) and param.grad is not None and id(param) not in memo:
+                grad, param.grad = param.grad, None
+                try:
+                    copy.deepcopy(param, memo)
+                finally:
+                    param.grad = grad
+        if own is not None:
+            return own(self, memo)
+        return reconstruct(
+            self, memo, *self.__reduce_ex__(4)
+        )  # as copy.deepcopy, which has asked for this method
+
+    return deepcopy
 
 
 def _flat_weights(self: Any) -> list[torch.Tensor]:
@@ -576,8 +604,9 @@ def read_eager(param: DTensor, name: str, sharded_model: ShardedModel) -> Any:
     sharded_model.group.check_still_valid()
     recompile_limit.outside_budget(sharded_model, name)
     info = managed(param, name, sharded_model)
+    parameter_memory.check_closed(param, name)
     scope = sharded_model.scope
-    with transforms.below():
+    with never_cached(), transforms.below():
         full = known(scope.read, param) if scope.calls else None
         if full is None:
             full = eager.read(param, sharded_model, name)

@@ -15,6 +15,7 @@ from ..ir import ops
 from ..sharded.grads import HOOKS, check_reduced
 from ..sharded.parameter_errors import dropped, was_dropped
 from ..storage import heap
+from ..tensors.anomaly import register_anomaly_checks
 from ..tensors.foreach import MANAGED, count_writes
 from ..tensors.fused import register_kernels
 from ..tensors.partial_numbers import watch_numbers
@@ -45,6 +46,7 @@ def guard_optimizers() -> None:
         watch_numbers()
         watch_terms()
         watch_operands()
+        register_anomaly_checks()
         register_optimizer_step_pre_hook(check)
         register_optimizer_step_pre_hook(_lend_norms)
         register_optimizer_step_post_hook(_withdraw_norms)

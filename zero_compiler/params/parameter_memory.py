@@ -48,6 +48,16 @@ def give(param: Any, made: Any, name: str) -> None:
         parameter_errors.remember_storage(param)
 
 
+def check_closed(param: Any, name: str) -> None:
+    """Raise where a construction still holds the whole value of the parameter ``name`` for somebody who may write to
+    it: the shard, which is to be read, has none of that yet."""
+    entry = param.__dict__.get(KEY)
+    if entry is not None and entry.full is not None:
+        with torch._C.DisableTorchFunction():
+            if entry.in_use():
+                parameter_errors.held_open(name)
+
+
 def _refuse_backwards(param: torch.Tensor, name: str) -> None:
     """A graph that was made with the present memory would add to the gradient of nobody."""
 

@@ -33,7 +33,8 @@ from ..sharded.sharded_model import ShardedModel
 from ..storage import aio
 from ..storage.safetensors_folder import TensorEntry, WeightFile, WeightsFolder, files_of
 from ..storage.stores import Region, region_of
-from .load import Destination, slots_of
+from . import parameter_memory
+from .load import Destination, path_of, slots_of
 from .modules import sharded_models_of
 
 CALL = "zero.save_safetensors"
@@ -97,6 +98,7 @@ def save_safetensors(
         max_file_bytes: bytes of weights in one file, at most; a tensor of more has a file of its own.
 
     Raises:
+        ConfigError: ``folder`` is no path, or ``max_file_bytes`` no number of bytes.
         ShardError: the model is not sharded, is gathered, or its ``state_dict()`` has values that are no plain tensors.
         StorageError: the files cannot be written, or values in files cannot be read.
         RankMismatchError: ranks are in different calls, or were given different folders.
@@ -116,12 +118,13 @@ def write_together(model: nn.Module, folder: str | os.PathLike[str], max_file_by
             )
         lead = sharded_models[0]
         with _told(lead.group):
+            path = path_of(CALL, "folder", folder)
             sources = _sources(model, sharded_models)
             files = files_of([source.entry for source in sources.values()], max_file_bytes)
-        details = [f"folder {os.fspath(folder)!r}", f"max_file_bytes {max_file_bytes}"]
+        details = [f"folder {path!r}", f"max_file_bytes {max_file_bytes}"]
         lead.meet(CALL, "\n".join(details + [str(file) for file in files]))
         first = lead.group.everyone.rank == 0
-        out = WeightsFolder(folder, files, CALL) if first else None
+        out = WeightsFolder(path, files, CALL) if first else None
         try:
             _write(lead, out, files, sources, lambda unfinished: write_configuration(model, unfinished))
         finally:
@@ -255,6 +258,7 @@ def _source(name: str, slot: Destination) -> _Source:
     elif isinstance(tensor, DTensor):
         if parameter_errors.was_dropped(tensor):
             parameter_errors.dropped(managed)
+        parameter_memory.check_closed(tensor, managed)
         values, shape = tensor._local_tensor, state.sharded_model.params[managed].shape
         pieces = _pieces(state.sharded_model, managed)
     else:

@@ -108,7 +108,9 @@ def was_dropped(param: DTensor) -> bool:
         return False
     # A DTensor's own storage has no bytes, and .data takes over that of the other.
     whose, storage = param.__dict__.get(_OWN, (0, 0))
-    return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
+    # Inside zero.init() the question would be answered of the full tensor.
+    with torch._C.DisableTorchFunction():
+        return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
 
 
 def dropped(name: str) -> NoReturn:
@@ -117,6 +119,14 @@ def dropped(name: str) -> NoReturn:
         f"parameter {name!r} was given another tensor by .data = (torch.nn.utils.vector_to_parameters does so), and a "
         "DTensor keeps its old values then: write param.data.copy_(value) under torch.no_grad(), with the rows of this "
         "rank, or do it in zero.gathered(model, write=True); make the model anew"
+    )
+
+
+def held_open(name: str) -> NoReturn:
+    """Raise: a model is used while a construction holds a whole weight of it."""
+    raise ShardError(
+        f"parameter {name!r} is used while zero.init() holds its whole value, for a tensor that shares it (a view, "
+        "weight.data, weight.detach()): let go of that tensor before the model is called, or call it behind zero.init()"
     )
 
 
@@ -148,14 +158,20 @@ def hooked(name: str) -> str:
 EXCHANGED = "_zero_exchanged"  # of a parameter: the count of its writes when it was given other memory
 
 
-def check_unmodified(param: torch.Tensor, name: str, version: int) -> None:
-    """Raise where a weight is not what the forward of this backward used: its count of writes is not ``version``."""
+def check_unmodified(param: torch.Tensor, name: str, version: int, compiled: bool = False) -> None:
+    """Raise where a weight is not what the forward of this backward used: its count of writes is not ``version``.
+
+    Args:
+        compiled: the forward read the weight itself, and computed with none that was read before it.
+    """
     if param._version == version:
         return
     if version < param.__dict__.get(EXCHANGED, 0):
         exchanged(name)
+    kept = " (or a forward computed with a weight that an earlier one read and kept: read it anew in each)"
     raise ShardError(
         f"parameter {name!r} was modified in place between forward and backward; step the optimizer after backward"
+        + ("" if compiled else kept)
     )
 
 

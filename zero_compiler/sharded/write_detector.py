@@ -26,6 +26,7 @@ from ..errors import ShardError
 from ..layout import Layout
 from ..quantised_blocks import round_trip
 from ..tensors import transforms
+from ..tensors.dispatch_modes import unseen
 from ..tensors.row_writes import IN_PLACE, OPERATORS_IN_PLACE, rows_of, write_rows
 from . import parameter_errors
 
@@ -173,7 +174,8 @@ class Copies:
         itself = full.untyped_storage()._cdata == param._local_tensor.untyped_storage()._cdata
         exact = wire is None and param.dtype == full.dtype
         copy = _Copy(info.name, param, info.layout, rank, weakref.ref(self), itself, exact, full.grad_fn)
-        copy.count(full)
+        with unseen():
+            copy.count(full)
         if heard and info.part is None and full.__class__ in (torch.Tensor, torch.nn.Parameter):
             full.__class__ = _heard(full.__class__)
             full.__dict__[_NOTE] = copy
@@ -194,8 +196,9 @@ class Copies:
             ShardError: naming the first parameter that was written to otherwise. Nothing is sent: no rank need meet
                 another one behind a forward.
         """
-        if self._changed and bool(torch.stack([changed for _, changed in self._changed]).any()):
-            raise ShardError(parameter_errors.written(next(name for name, lost in self._changed if lost)))
+        with unseen():
+            if self._changed and bool(torch.stack([changed for _, changed in self._changed]).any()):
+                raise ShardError(parameter_errors.written(next(name for name, lost in self._changed if lost)))
         for counted in self._counted:
             if counted.counter._version != counted.writes:
                 raise ShardError(parameter_errors.written(counted.name))
@@ -230,7 +233,7 @@ class _GivenCopy:
             return None
         if full.untyped_storage()._cdata == local.untyped_storage()._cdata:
             return None
-        with transforms.below(), torch.no_grad():
+        with unseen(), transforms.below(), torch.no_grad():
             if full.shape != layout.shape:
                 return torch.ones((), dtype=torch.bool, device=full.device)
             rows = full.detach()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError, StorageError
+from zero_compiler.errors import RankMismatchError, ShardError, StorageError
 from zero_compiler.ranks.transport import Segment
 from zero_compiler.runtime import _C
 from zero_compiler.storage.stores import Nvme
@@ -469,3 +469,28 @@ def test_a_rank_that_cannot_build_tells_the_others(tmp_path):
         f"StorageError: {begin}: no room",
         f"RankMismatchError: {begin}: FileNotFoundError: words.txt; its own traceback says where",
     ]
+
+
+# --- a model that was sharded before -----------------------------------------------------------------------------
+
+
+def used_while_another_is_built(rank, world):
+    model = zero.shard(nn.Linear(4, 3, bias=False), stage=3, device="cpu")
+    x, said = torch.ones(1, 4), []
+    with zero.init():
+        view = model.weight.data[0]
+        view.fill_(2.0)
+        for use in (lambda: model(x), lambda: zero.gathered(model).__enter__()):
+            with pytest.raises(ShardError) as refused:
+                use()
+            said.append(str(refused.value))
+        del view
+        model.weight.data[2].fill_(1.0)
+        out = model(x).detach()[0, ::2].tolist()
+    return said, out
+
+
+def test_a_whole_weight_that_is_held_is_not_computed_with():
+    for said, out in run_ranks(used_while_another_is_built, 2):
+        assert all("'weight' is used while zero.init() holds its whole value" in text for text in said)
+        assert out == [8.0, 4.0]

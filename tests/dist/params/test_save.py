@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError, ShardError, StorageError, ZeroError
+from zero_compiler.errors import ConfigError, RankMismatchError, ShardError, StorageError, ZeroError
 from zero_compiler.params import save
 from zero_compiler.storage import aio
 from zero_compiler.storage.safetensors_folder import WeightsFolder
@@ -293,6 +293,14 @@ def what_cannot_be_saved_is_refused(rank):
         model = sharded()
         out += refused(saving(nn.Linear(2, 2)), ShardError, "takes a sharded model")
         out += refused(saving(model, max_file_bytes=0), ZeroError, "max_file_bytes")
+        for path in (None, 5, b"folder"):
+            out += refused(
+                saving(model, path), ConfigError, "folder must be a path", f"not {path!r}, which is"
+            )
+        out += refused(saving(model, f"{folder}/a\0b"), ConfigError, "folder must", "null character")
+        out += refused(
+            saving(model, None if rank else folder), ConfigError, "folder must be a path", "not None"
+        )
         out += refused(saving(model, folder / f"{rank}"), RankMismatchError, "folder")
         with zero.gathered(model):
             out += refused(saving(model), ShardError, "outside of zero.gathered")

@@ -320,3 +320,29 @@ except ShardError as error:
 """
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=120)
     assert "told: SGD was made before zero.shard" in done.stdout, done.stderr
+
+
+class Taught(nn.Module):
+    """As a constructor that measures a frozen teacher."""
+
+    def __init__(self, teacher, call):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        with torch.no_grad():
+            self.layer.bias.copy_(call(torch.ones(1, 4))[0])
+            with zero.gathered(teacher):
+                self.layer.weight.copy_(teacher.weight)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_sharded_model_is_called_while_another_is_built(how, tmp_path):
+    teacher = zero.shard(nn.Linear(4, 3).requires_grad_(False))
+    call = (
+        torch.compile(teacher, backend="zero", options={"compute": "aten"}) if how == "compiled" else teacher
+    )
+    with zero.init():
+        made = Taught(teacher, call)
+        zero.save_safetensors(teacher, tmp_path / "teacher")
+    assert torch.equal(made.layer.weight.full_tensor(), teacher.weight.full_tensor())
+    assert torch.equal(made.layer.bias.full_tensor(), teacher(torch.ones(1, 4))[0])
+    zero.load_safetensors(teacher, tmp_path / "teacher")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.errors import ShardError
+from zero_compiler.errors import ConfigError, ShardError
 
 pytestmark = pytest.mark.usefixtures("no_trace_left")
 
@@ -105,6 +105,14 @@ def test_load_safetensors_that_do_not_fit(tmp_path, file):
         zero.load_safetensors(model, tmp_path / "shape.safetensors")
     with pytest.raises(ShardError, match="no file .*absent.safetensors"):
         zero.load_safetensors(model, tmp_path / "absent.safetensors")
+    for given in (None, 5, b"part.safetensors", [tmp_path / "part.safetensors", None]):
+        found = given[1] if isinstance(given, list) else given
+        with pytest.raises(
+            ConfigError, match=rf"paths must be a path, or several .*, not {found!r}, which is"
+        ):
+            zero.load_safetensors(model, given)
+    with pytest.raises(ConfigError, match="paths .*null character"):
+        zero.load_safetensors(model, "a\0b")
     (tmp_path / "damaged.safetensors").write_bytes(file.read_bytes()[:40])
     with pytest.raises(ShardError, match="damaged.safetensors cannot be read"):
         zero.load_safetensors(model, tmp_path / "damaged.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
-from null.small import REFERENCE, Net, batch, compiled, net, train, use
+from null.small import REFERENCE, Net, batch, compiled, grads, net, same, train, use
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -308,3 +309,35 @@ def test_ties_survive_a_copy():
     twin = copy.deepcopy(zero.shard(model))
     assert twin[1].weight is twin[0].weight
     assert twin[1].weight is not model[0].weight
+
+
+class CopiesItself(nn.Linear):
+    """As a class of a library may: what it does not name is left out."""
+
+    def __deepcopy__(self, memo):
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "left_out"})
+        return made
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, CopiesItself])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_deep_copy_has_no_gradients_as_in_plain_torch(cls, waits):
+    model = nn.Sequential(cls(4, 4), nn.Tanh(), cls(4, 4))
+    model[2].weight = model[0].weight
+    model[0].left_out = torch.ones(())
+    twin = zero.shard(copy.deepcopy(model))
+    with zero.no_sync(twin) if waits else contextlib.nullcontext():
+        twin(batch()).sum().backward()
+    twin[0].kept = None if waits else twin[2].bias.grad
+    given = {name: p.grad for name, p in twin.named_parameters()}
+    again = copy.deepcopy(twin)
+    assert all(p.grad is given[name] is not None for name, p in twin.named_parameters())
+    assert all(p.grad is None for p in again.parameters())
+    assert (again[0].kept is None) == waits
+    assert again[2].weight is again[0].weight
+    assert hasattr(again[0], "left_out") == (cls is nn.Linear)
+    for made in (model, again):
+        made(batch(3)).square().sum().backward()
+    same(grads(again), grads(model))

@@ -196,3 +196,24 @@ def test_tables_with_a_limited_norm_or_sparse_gradients(cls):
         zero.shard(nn.Sequential(cls(5, 3, max_norm=1.0)))
     with pytest.raises(ShardError, match=r"sparse=True\) has sparse gradients.*sparse=False"):
         zero.shard(nn.Sequential(cls(5, 3, sparse=True)))
+
+
+class Keeps(nn.Module):
+    """Reads a weight in its first forward alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 4, bias=False), []
+
+    def forward(self, x):
+        self.kept = self.kept or [self.layer.weight]
+        return x @ self.kept[0]
+
+
+def test_a_weight_that_an_earlier_forward_has_kept():
+    model = zero.shard(Keeps(), param_dtype=torch.bfloat16)
+    model(batch())
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    with pytest.raises(ShardError, match="an earlier one read and kept: read it anew in each"):
+        model(batch()).sum().backward()
