@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,8 @@ from ..layout import Layout, tiled_rows
 from ..ranges import ranged
 from ..ranks.group import Group
 from . import blocking_transfers
+
+T = TypeVar("T")
 
 
 class PendingGrad(torch.Tensor):
@@ -383,7 +386,7 @@ class _Trained(Protocol):
 
     def find(self, name: str) -> Any: ...
 
-    def meet(self, operation: str) -> None: ...
+    def transfer(self, operation: str, do: Callable[[], T]) -> T: ...
 
 
 def opened(sharded_model: _Trained, names: Iterable[str]) -> ForwardCall | None:
@@ -417,11 +420,17 @@ def flush_at_end(sharded_model: _Trained) -> None:
             if isinstance(grad, PendingGrad):
                 what = f"eager reduction of the gradient of {name}"
                 with ranged(what):
-                    sharded_model.meet(what)
-                    param.grad = grad.base
-                    rows = blocking_transfers.reduce(
-                        sharded_model.group, info.layout, grad.full, info.reduce_dtype
+                    rows = sharded_model.transfer(
+                        what,
+                        partial(
+                            blocking_transfers.reduce,
+                            sharded_model.group,
+                            info.layout,
+                            grad.full,
+                            info.reduce_dtype,
+                        ),
                     )
+                param.grad = grad.base
                 publish(param, rows.to(param._local_tensor.device))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)
