@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,10 +141,10 @@ def _open(sharded_model: ShardedModel, opened: list[_Opened]) -> None:
     except ShardError as error:
         cannot_begin(sharded_model.group, error)
         raise
-    sharded_model.transfer(
-        "zero.gathered",
-        lambda: _gather(sharded_model, found, opened),
-        "\n".join(f"gathers {name}" for name in found),
+    details = "\n".join(f"gathers {name}" for name in found)
+    sharded_model.protocol.transfer(
+        partial(sharded_model.meet, "zero.gathered", details),
+        partial(_gather, sharded_model, found, opened),
     )
     sharded_model.opened = True
 
@@ -250,8 +251,9 @@ def _check_equal(sharded_model: ShardedModel, fulls: list[tuple[str, torch.Tenso
         with answered(everyone, "zero.gathered(write=True)"):
             wait(dist.all_gather(every, sums, group=everyone.pg, async_op=True), everyone)
 
-    sharded_model.transfer(
-        "end of zero.gathered(write=True)", show, "\n".join(f"writes {name}" for name, _ in fulls)
+    details = "\n".join(f"writes {name}" for name, _ in fulls)
+    sharded_model.protocol.transfer(
+        partial(sharded_model.meet, "end of zero.gathered(write=True)", details), show
     )
     for rank, theirs in enumerate(every):
         first = next(r for r, t in enumerate(every) if torch.equal(t[-1], theirs[-1]))

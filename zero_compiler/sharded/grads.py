@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,8 +26,6 @@ from ..layout import Layout, tiled_rows
 from ..ranges import ranged
 from ..ranks.group import Group
 from . import blocking_transfers
-
-T = TypeVar("T")
 
 
 class PendingGrad(torch.Tensor):
@@ -383,10 +381,11 @@ class _Trained(Protocol):
     sinks: weakref.WeakValueDictionary[str, Sink]
     calls: weakref.WeakSet[ForwardCall]
     flush_queued: int | None
+    protocol: Any
 
     def find(self, name: str) -> Any: ...
 
-    def transfer(self, operation: str, do: Callable[[], T]) -> T: ...
+    def meet(self, operation: str) -> None: ...
 
 
 def opened(sharded_model: _Trained, names: Iterable[str]) -> ForwardCall | None:
@@ -420,8 +419,8 @@ def flush_at_end(sharded_model: _Trained) -> None:
             if isinstance(grad, PendingGrad):
                 what = f"eager reduction of the gradient of {name}"
                 with ranged(what):
-                    rows = sharded_model.transfer(
-                        what,
+                    rows = sharded_model.protocol.transfer(
+                        partial(sharded_model.meet, what),
                         partial(
                             blocking_transfers.reduce,
                             sharded_model.group,

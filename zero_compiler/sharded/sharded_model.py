@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol, TypedDict, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypedDict
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
@@ -36,7 +37,6 @@ from .model_identity import ModelIdentity
 from .rest_tiers import RestTiers
 from .write_detector import Copies
 
-T = TypeVar("T")
 _keys = itertools.count()  # not the serial, which another process may have given out too
 
 
@@ -311,8 +311,8 @@ class ShardedModel:
         wire = wire_of(self, name)
         what = f"eager gather of {name}" + ("" if wire is None else f" as {self.config.gather_dtype}")
         with ranged(what):
-            return self.transfer(
-                what,
+            return self.protocol.transfer(
+                partial(self.meet, what),
                 lambda: blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype, wire),
             )
 
@@ -324,17 +324,14 @@ class ShardedModel:
         info = self.params[name]
         what = f"eager reduction of the gradient of {name}"
         with ranged(what):
-            return self.transfer(
-                what, lambda: blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype)
+            return self.protocol.transfer(
+                partial(self.meet, what),
+                lambda: blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype),
             )
 
     def meet(self, operation: str, details: str = "") -> None:
         """Before a part of a call that all ranks make, see :meth:`CallProtocol.meet`."""
         self.protocol.meet(operation, details, self.scope.told)
-
-    def transfer(self, operation: str, do: Callable[[], T], details: str = "") -> T:
-        """``do`` eager collectives of this model, see :meth:`CallProtocol.transfer`."""
-        return self.protocol.transfer(lambda: self.meet(operation, details), do)
 
 
 def agree_on_processor(model: ShardedModel) -> None:
