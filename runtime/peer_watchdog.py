@@ -12,17 +12,13 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from zero_compiler.errors import ZeroError
 from zero_compiler.ranks import peer_connections
-from zero_compiler.ranks.failing import COMPLETE, noticed
 from zero_compiler.ranks.group import Group
+from zero_compiler.ranks.peer_waits import LOOK_S, broken_off
 
 log = logging.getLogger("zero_compiler")
-
-LOOK_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +30,7 @@ class WatchedCall:
 
     def look(self) -> None:
         """End the waits of the call if it has ended on a peer."""
-        told = _broken_off(self.group)
+        told = broken_off(self.group)
         if told is not None:
             for engine in self.engines:
                 engine.stop_waiting(str(told))
@@ -51,34 +47,6 @@ def _say_gone(gone: str) -> None:
     log.error(
         "%s; the call of the model that this rank is in ends with the timeout of the process group", gone
     )
-
-
-def _broken_off(group: Group) -> ZeroError | None:
-    """The error of a peer that cannot complete its part of a call. One that has failed behind it (in a step of its
-    optimizer, say) still has sent all that is waited for."""
-    told = noticed(group)
-    return told if told is not None and getattr(told.failure, "what", None) == COMPLETE else None
-
-
-def wait(work: Any, group: Group) -> None:
-    """Wait for a collective of a call of ``group``, which another thread cannot end.
-
-    Raises:
-        RuntimeError: it failed, or the call has ended on a peer.
-    """
-    if group.device.type != "cpu":
-        work.wait()
-        return
-    while True:
-        try:
-            work.wait(timedelta(seconds=LOOK_S))
-            return
-        except RuntimeError:  # gloo's goes on after this time, until the group's timeout
-            if work.is_completed():
-                work.wait()  # it may have ended well since: then the error was that of this time
-                return
-            if _broken_off(group) is not None:
-                raise
 
 
 class _Watchdog:

@@ -12,9 +12,9 @@ from zero_compiler.errors import TransferError
 from zero_compiler.ir.instructions import Compute, Reduce
 from zero_compiler.ir.program import Program
 from zero_compiler.ir.transfers import ReduceDesc
+from zero_compiler.ranks import peer_waits
 from zero_compiler.sharded import grads
 
-from . import peer_watchdog
 from .model import ModelRuntime
 
 
@@ -162,7 +162,7 @@ class Reductions:
         for s in self._summing:
             try:
                 if s.work is not None:
-                    peer_watchdog.wait(s.work, self._all[s.which].runtime.sharded_model.group)
+                    peer_waits.wait(s.work, self._all[s.which].runtime.sharded_model.group)
             except RuntimeError as error:
                 raise TransferError(f"{s.label} failed: {str(error).splitlines()[0]}") from error
             out_dtype = getattr(torch, self._all[s.which].desc.out_dtype)

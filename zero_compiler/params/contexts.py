@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..ranges import ranged
 from ..ranks.failing import is_known, mark_known
 from ..ranks.failure_broadcast import cannot_begin, fail, failure_of, together
 from ..ranks.group import Group, group_of
-from ..ranks.peer_waits import answered
+from ..ranks.peer_waits import answered, wait
 from ..sharded import blocking_transfers, parameter_errors
 from ..sharded.managed_parameters import Places, local_of
 from ..sharded.sharded_model import ShardedModel
@@ -86,13 +87,15 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
             raise ShardError("zero.gathered: this model is gathered already; leave the first one before")
     with together(lambda: group_of(sharded_models), "zero.gathered", works=False):
         opened: list[_Opened] = []
-        all_there = True
+        inside, all_there = False, True
         try:
             for sharded_model in sharded_models:
                 _open(sharded_model, opened)
+            inside = True
             yield
         except BaseException as error:
-            all_there = not write or _all_fail(sharded_models, error)
+            # Peers come to the end only of what they have entered.
+            all_there = inside and (not write or _all_fail(sharded_models, error))
             raise
         finally:
             # Shards first, so that the model is whole again whatever the check of the written values says.
@@ -139,7 +142,17 @@ def _open(sharded_model: ShardedModel, opened: list[_Opened]) -> None:
     except ShardError as error:
         cannot_begin(sharded_model.group, error)
         raise
-    sharded_model.meet("zero.gathered", "\n".join(f"gathers {name}" for name in found))
+    details = "\n".join(f"gathers {name}" for name in found)
+    sharded_model.protocol.transfer(
+        partial(sharded_model.meet, "zero.gathered", details),
+        partial(_gather, sharded_model, found, opened),
+    )
+    sharded_model.opened = True
+
+
+def _gather(
+    sharded_model: ShardedModel, found: dict[str, tuple[DTensor, Places]], opened: list[_Opened]
+) -> None:
     for name, (param, at) in found.items():
         info = sharded_model.params[name]
         # What was tied after zero.shard stays tied.
@@ -156,7 +169,6 @@ def _open(sharded_model: ShardedModel, opened: list[_Opened]) -> None:
         opened.append(_Opened(sharded_model, name, param, whole, at))
         for module, attribute in at:
             module._parameters[attribute] = whole
-    sharded_model.opened = True
 
 
 def _standing(sharded_model: ShardedModel) -> dict[str, tuple[DTensor, Places]]:
@@ -233,11 +245,17 @@ def _check_equal(sharded_model: ShardedModel, fulls: list[tuple[str, torch.Tenso
             bytearray(hashlib.blake2b(raw, digest_size=16).digest()), dtype=torch.uint8
         )
     sums = sums.to(group.device)
-    sharded_model.meet("end of zero.gathered(write=True)", "\n".join(f"writes {name}" for name, _ in fulls))
     everyone = group.everyone
     every = [torch.empty_like(sums) for _ in range(everyone.world)]
-    with answered(everyone, "zero.gathered(write=True)"):
-        dist.all_gather(every, sums, group=everyone.pg)
+
+    def show() -> None:
+        with answered(everyone, "zero.gathered(write=True)"):
+            wait(dist.all_gather(every, sums, group=everyone.pg, async_op=True), everyone)
+
+    details = "\n".join(f"writes {name}" for name, _ in fulls)
+    sharded_model.protocol.transfer(
+        partial(sharded_model.meet, "end of zero.gathered(write=True)", details), show
+    )
     for rank, theirs in enumerate(every):
         first = next(r for r, t in enumerate(every) if torch.equal(t[-1], theirs[-1]))
         differ = (theirs != every[first]).any(dim=1).nonzero().flatten().tolist()

@@ -6,6 +6,7 @@ overlaps, and a gathered weight that autograd saves lives until backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,15 +135,19 @@ def _whole(sharded_model: ShardedModel, name: str, local: torch.Tensor) -> torch
     info = sharded_model.params[name]
     what = f"eager gather of {name}"
     with ranged(what):
-        sharded_model.meet(what)
-        return blocking_transfers.gather(sharded_model.group, info.layout, local, info.gather_dtype)
+        return sharded_model.protocol.transfer(
+            partial(sharded_model.meet, what),
+            lambda: blocking_transfers.gather(sharded_model.group, info.layout, local, info.gather_dtype),
+        )
 
 
 def _averaged(sharded_model: ShardedModel, name: str, full: torch.Tensor, param: DTensor) -> torch.Tensor:
     info = sharded_model.params[name]
     what = f"eager reduction of the gradient of {name}"
     with ranged(what):
-        sharded_model.meet(what)
-        return blocking_transfers.reduce(sharded_model.group, info.layout, full, info.reduce_dtype).to(
-            param._local_tensor.device
+        return sharded_model.protocol.transfer(
+            partial(sharded_model.meet, what),
+            lambda: blocking_transfers.reduce(sharded_model.group, info.layout, full, info.reduce_dtype).to(
+                param._local_tensor.device
+            ),
         )

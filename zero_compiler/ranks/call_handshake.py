@@ -96,6 +96,8 @@ def begin(group: Group, what: str) -> None:
     gloo = has_gloo(group)
     if group.rank == 0 or not gloo:
         _connect(group, what)  # the others connect when all are here
+    else:
+        peer_connections.ready(group)  # where that fails, all learn it before they go on
     if gloo:
         with plain_torch():
             meet(group, short_digest(what), lambda: what, what)

@@ -1,9 +1,9 @@
 """A rank failed, and says so to the others: those that wait for it in a call, and those that come to their next one.
 
 Ways of saying that in calls are here; while ranks agree through the store, `give_up` and `raise_together` of
-`agreement.py` say it. A rank in the middle of a call learns of it in `runtime/peer_watchdog.py`. How a failure is
-written down, and where ranks look for one, is in `failing.py`; the headers that carry it are those of
-`call_handshake.py`.
+`agreement.py` say it. A rank in the middle of a call learns of it in `runtime/peer_watchdog.py`, or, in an eager
+collective, in `peer_waits.py`. How a failure is written down, and where ranks look for one, is in `failing.py`; the
+headers that carry it are those of `call_handshake.py`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _met(group: Group) -> bool:
 
 def broke_off(group: Group, error: BaseException, titles: Sequence[str]) -> None:
     """The same for a call that an ``error`` has ended on this rank among its collectives. Peers that are in it look for
-    that (`runtime/peer_watchdog.py`), and none can call the models of these ``titles`` again.
+    that (`runtime/peer_watchdog.py`, `peer_waits.py`), and none can call the models of these ``titles`` again.
 
     A group without gloo would take a header for one of those collectives: there peers find why, and no more.
     """

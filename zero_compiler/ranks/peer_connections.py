@@ -521,13 +521,24 @@ def of(group: Group) -> Peers | None:
     Raises:
         TransferError: the process group has been destroyed.
     """
+    found = ready(group)
+    if found is not None:
+        found.join(group)
+    return found
+
+
+def ready(group: Group) -> Peers | None:
+    """The same before this rank connects to others: all that it needs for that it has.
+
+    Raises:
+        TransferError: the process group has been destroyed, or no thread can be started.
+    """
     if group.link is None or group.world == 1:
         return None
     pg = group.pg
     found = _known.get(pg)
     if found is None:
         found = _known[pg] = Peers(group)
-    found.join(group)
     return found
 
 

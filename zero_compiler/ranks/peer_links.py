@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Any, Protocol
 
+from ..errors import TransferError
+
 BEAT_S = 1.0  # how often a rank says that it is alive
 _MOST_BYTES = 1 << 20  # of a message, and of what waits to be sent
 
@@ -116,14 +118,26 @@ class PeerThread:
         self._thread: threading.Thread | None = None
 
     def add(self, peers: Served) -> None:
+        """Serve these from here on.
+
+        Raises:
+            TransferError: the process cannot start a thread.
+        """
         with self._lock:
             if self._selector is None:
                 self._selector = selectors.DefaultSelector()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="zero-peers", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise TransferError(
+                        f"no thread can be started that looks after other ranks ({error}); the process, or its user, "
+                        "may have reached its limit of threads or of memory"
+                    ) from error
+                self._thread = thread
             self._all.append(peers)
             peers.attach()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="zero-peers", daemon=True)
-                self._thread.start()
 
     def register(self, connection: socket.socket, read: object) -> None:
         self._selector.register(connection, selectors.EVENT_READ, read)

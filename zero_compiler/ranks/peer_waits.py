@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import RankMismatchError, TransferError, ZeroError
+from .failing import COMPLETE, noticed
 from .group import Group, store_of
 from .peer_connections import LONGEST_PAUSE_S, Peers, known, of, waiting
 from .store_clients import clients_of
 from .store_requests import Unanswered
 
 log = logging.getLogger("zero_compiler")
+
+LOOK_S = 0.5  # how often a rank that waits in a collective looks whether a peer has failed
 
 _SOON_S = 1.0  # within which a connection is closed that ends with another one of the same process
 _ASK_S = 0.5  # after which a rank that waits for one that has not come asks the kernel for it
@@ -196,3 +201,36 @@ def answered(group: Group, what: str) -> Iterator[None]:
         if found is None:
             raise
         raise found from error
+
+
+def broken_off(group: Group) -> ZeroError | None:
+    """The error of a peer that cannot complete its part of a call. One that has failed behind it (in a step of its
+    optimizer, say) still has sent all that is waited for."""
+    told = noticed(group)
+    return told if told is not None and getattr(told.failure, "what", None) == COMPLETE else None
+
+
+def wait(work: Any, group: Group, told: Callable[[Group], ZeroError | None] = broken_off) -> None:
+    """Wait for a collective of ``group``, which another thread cannot end.
+
+    Args:
+        told: looks for the error of a peer with which the collective has ended.
+
+    Raises:
+        RuntimeError: it failed.
+        ZeroError: that of the peer.
+    """
+    if group.device.type != "cpu":
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(timedelta(seconds=LOOK_S))
+            return
+        except RuntimeError:  # gloo's goes on after this time, until the group's timeout
+            if work.is_completed():
+                work.wait()  # it may have ended well since: then the error was that of this time
+                return
+            error = told(group)
+            if error is not None:
+                raise error from None

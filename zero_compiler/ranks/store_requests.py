@@ -58,8 +58,13 @@ class StoreRequests:
         """What ``request`` returns, given the store, on the thread that asks."""
         asking = _asking.get(self.store)
         if asking is None:
-            with _lock:
-                asking = _asking.get(self.store) or _asking.setdefault(self.store, _Asking(self.store))
+            try:
+                with _lock:
+                    asking = _asking.get(self.store) or _asking.setdefault(self.store, _Asking(self.store))
+            except (
+                RuntimeError
+            ):  # no thread can be started: peers are to be told that, which has no limit then
+                return request(self.store)
         return asking.ask(self.store, request, self._within_s)
 
 
@@ -79,8 +84,8 @@ class _Asking:
     def __init__(self, store: object) -> None:
         self._queue: queue.SimpleQueue[_StoreRequest | None] = queue.SimpleQueue()
         self._since: float | None = None  # when the request was made that has no answer yet
-        weakref.finalize(store, self._queue.put, None).atexit = False
         threading.Thread(target=self._run, name="zero-store", daemon=True).start()
+        weakref.finalize(store, self._queue.put, None).atexit = False
 
     def ask(self, store: object, call: Callable[[Any], Any], within_s: float) -> Any:
         now, since = time.monotonic(), self._since

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,10 +10,9 @@ from ..layout import Layout
 from ..quantised_blocks import pack, unpack
 from ..ranks.failing import noticed
 from ..ranks.group import Group, first_rank
-from ..ranks.peer_waits import answered
+from ..ranks.peer_waits import answered, wait
 from ..torch_versions import all_gather_flat, reduce_scatter_flat
 
-_LOOK_S = 0.5
 _SCATTERED_BYTES = 64 << 20  # of the rows of all ranks, at a time
 
 
@@ -60,7 +57,7 @@ def gather(
 
 def _all_gather(group: Group, out: torch.Tensor, chunk: torch.Tensor) -> None:
     with answered(group, "gather of a weight"):
-        all_gather_flat(out, chunk, group=group.pg)
+        wait(all_gather_flat(out, chunk, group=group.pg, async_op=True), group)
 
 
 def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch.dtype) -> torch.Tensor:
@@ -72,17 +69,22 @@ def reduce(group: Group, layout: Layout, grad: torch.Tensor, reduce_dtype: torch
         total = grad.clone(memory_format=torch.contiguous_format)
         if group.world > 1:
             with answered(group, "reduction of a gradient"):
-                dist.all_reduce(total, group=group.pg)
+                wait(dist.all_reduce(total, group=group.pg, async_op=True), group)
     else:
         padded = torch.zeros(group.world * layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
         padded[: layout.numel].copy_(grad.reshape(-1))
-        out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
         with answered(group, "reduction of a gradient"):
-            reduce_scatter_flat(out, padded, group=group.pg)
+            if group.device.type == "cpu":
+                # All that gloo does for a reduce-scatter, whose own work can be waited for to its end alone.
+                wait(dist.all_reduce(padded, group=group.pg, async_op=True), group)
+                out = padded.view(group.world, -1)[group.rank].clone()
+            else:
+                out = torch.empty(layout.chunk_numel, dtype=reduce_dtype, device=grad.device)
+                reduce_scatter_flat(out, padded, group=group.pg)
         total = out[: layout.rows(group.rank) * layout.row_numel].view(layout.local_shape(group.rank))
     if group.across is not None and total.numel():
         with answered(group, "reduction of a gradient"):
-            dist.all_reduce(total, group=group.across.pg)
+            wait(dist.all_reduce(total, group=group.across.pg, async_op=True), group)
     return total.div_(group.data_ranks).to(layout.dtype)
 
 
@@ -117,17 +119,7 @@ def sent(group: Group, work: dist.Work) -> None:
         ZeroError: of one that has failed.
     """
     with answered(group, "sending of the values of parameters"):
-        while group.device.type == "cpu":
-            try:
-                work.wait(timedelta(seconds=_LOOK_S))
-                return
-            except RuntimeError:  # gloo goes on after this time, until the group's timeout
-                if work.is_completed():
-                    break
-                told = noticed(group)
-                if told is not None:
-                    raise told from None
-        work.wait()
+        wait(work, group, noticed)
 
 
 def from_first(group: Group, tensor: torch.Tensor) -> torch.Tensor:

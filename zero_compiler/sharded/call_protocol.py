@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ..config import Config
 from ..cost.hardware import HardwareSpec
-from ..errors import CaptureError, TransferError
+from ..errors import CaptureError, TransferError, ZeroError
 from ..ir.plan_file import digest_at
-from ..ranks.call_handshake import meet, short_digest
+from ..ranks.call_handshake import meet, plain_torch, short_digest
+from ..ranks.failing import Failure, is_known
+from ..ranks.failure_broadcast import broke_off
 from ..ranks.group import Group
 from .managed_parameters import ParamInfo
 from .model_identity import ModelIdentity
 
+T = TypeVar("T")
 NOTHING_CAPTURED = (
     "there is no plan of this call: torch.compile captures nothing of the model's forward before a parameter is read "
     "by code that runs eagerly (an RNN, say, or a graph break within a loop; TORCH_LOGS=graph_breaks says where)"
 )
+
+# Of each process group: whose eager collective it is that runs, with the header before it. Collectives that two threads
+# begin at once gloo would not tell apart.
+_turns: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+_new_turn = threading.Lock()
+
+
+def _turn(group: Group) -> threading.RLock:
+    with _new_turn:
+        return _turns.setdefault(group.everyone.pg, threading.RLock())
 
 
 class CallProtocol:
@@ -76,6 +92,28 @@ class CallProtocol:
         if doing is None:
             doing = self._digests[operation, details] = short_digest(text())
         meet(self._group, doing, lambda: told(text()), operation)
+
+    def transfer(self, meet: Callable[[], None], do: Callable[[], T]) -> T:
+        """:meth:`meet`, and then ``do`` the collectives of which that was the beginning.
+
+        Whatever ends that on this rank alone (no memory, Ctrl-C) is told to its peers, which may be in the collectives;
+        and no rank can call the model again. It is no context manager, as Ctrl-C may come when one has been entered.
+        """
+        if self._group.one_rank:
+            meet()
+            return do()
+        with _turn(self._group):
+            try:
+                meet()
+                return do()
+            except BaseException as error:
+                told = isinstance(getattr(error, "failure", None), Failure)
+                # All ranks have an error of ours, but for one that a peer has told this rank amid the collective.
+                if not is_known(error) and (told or not isinstance(error, ZeroError)):
+                    self.break_off(f"{type(error).__name__}: {error}")
+                    with plain_torch():
+                        broke_off(self._group, error, [self._identity.title()])
+                raise
 
     def check_whole(self) -> None:
         """Raise where an earlier call of this model broke off among its collectives."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -380,6 +381,7 @@ class _Trained(Protocol):
     sinks: weakref.WeakValueDictionary[str, Sink]
     calls: weakref.WeakSet[ForwardCall]
     flush_queued: int | None
+    protocol: Any
 
     def find(self, name: str) -> Any: ...
 
@@ -417,11 +419,17 @@ def flush_at_end(sharded_model: _Trained) -> None:
             if isinstance(grad, PendingGrad):
                 what = f"eager reduction of the gradient of {name}"
                 with ranged(what):
-                    sharded_model.meet(what)
-                    param.grad = grad.base
-                    rows = blocking_transfers.reduce(
-                        sharded_model.group, info.layout, grad.full, info.reduce_dtype
+                    rows = sharded_model.protocol.transfer(
+                        partial(sharded_model.meet, what),
+                        partial(
+                            blocking_transfers.reduce,
+                            sharded_model.group,
+                            info.layout,
+                            grad.full,
+                            info.reduce_dtype,
+                        ),
                     )
+                param.grad = grad.base
                 publish(param, rows.to(param._local_tensor.device))
 
     torch.autograd.Variable._execution_engine.queue_callback(flush)

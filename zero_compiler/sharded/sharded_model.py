@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypedDict
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -310,8 +311,10 @@ class ShardedModel:
         wire = wire_of(self, name)
         what = f"eager gather of {name}" + ("" if wire is None else f" as {self.config.gather_dtype}")
         with ranged(what):
-            self.meet(what)
-            return blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype, wire)
+            return self.protocol.transfer(
+                partial(self.meet, what),
+                lambda: blocking_transfers.gather(self.group, self.params[name].layout, shard_, dtype, wire),
+            )
 
     def reduce_now(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         if self.defers:
@@ -321,11 +324,13 @@ class ShardedModel:
         info = self.params[name]
         what = f"eager reduction of the gradient of {name}"
         with ranged(what):
-            self.meet(what)
-            return blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype)
+            return self.protocol.transfer(
+                partial(self.meet, what),
+                lambda: blocking_transfers.reduce(self.group, info.layout, grad, info.reduce_dtype),
+            )
 
     def meet(self, operation: str, details: str = "") -> None:
-        """Before an eager collective of this model, see :meth:`CallProtocol.meet`."""
+        """Before a part of a call that all ranks make, see :meth:`CallProtocol.meet`."""
         self.protocol.meet(operation, details, self.scope.told)
 
 

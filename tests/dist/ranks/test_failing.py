@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero_compiler as zero
 from zero_compiler.errors import RankMismatchError, ShardError, StorageError, TransferError
 from zero_compiler.params.modules import sharded_models_of
+from zero_compiler.ranks import peer_waits
 from zero_compiler.ranks.failing import STEP
 from zero_compiler.ranks.failure_broadcast import fail_later
-from zero_compiler.runtime import peer_watchdog, pools
+from zero_compiler.runtime import pools
 from zero_compiler.storage.stores import FileStore
 
 pytestmark = pytest.mark.dist
@@ -165,7 +166,7 @@ def fails_after_a_call(rank: int, world: int) -> str:
         group = sharded_models_of(model)[0].group
         fail_later(group, ValueError("out of luck"), STEP)
         return ""
-    _slow.append(3 * peer_watchdog.LOOK_S)
+    _slow.append(3 * peer_waits.LOOK_S)
     loss = call(torch.ones(4, 16))
     return raised(RankMismatchError, loss.backward)
 

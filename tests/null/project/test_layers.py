@@ -235,7 +235,6 @@ TESTED_ELSEWHERE = {
     "zero_compiler.integrations.lightning_strategies": "dist/integrations/test_lightning.py",
     # Parts of a sharded model, which only zero.shard puts together.
     "zero_compiler.sharded.agreed_choices": "dist/plan/test_budget.py",
-    "zero_compiler.sharded.call_protocol": "dist/ranks/test_call_handshake.py",
     "zero_compiler.sharded.chunk_storage": "dist/sharded/test_files.py",
     "zero_compiler.sharded.gradient_storage": "dist/sharded/test_files.py",
     "zero_compiler.sharded.managed_parameters": "null/params/test_shard.py",
@@ -243,6 +242,7 @@ TESTED_ELSEWHERE = {
     "zero_compiler.sharded.rest_tiers": "null/cost/test_tier_placement.py",
     "zero_compiler.sharded.sharded_model": "null/params/test_shard.py",
     "zero_compiler.sharded.blocking_transfers": "dist/training/test_loop.py",  # eager gathers, every layout
+    "zero_compiler.runtime.peer_watchdog": "dist/ranks/test_failing.py",
     "zero_compiler.runtime.session": "dist/training/test_loop.py",  # every kind of call
     "zero_compiler.runtime.reductions": "dist/training/test_loop.py",  # accumulation, sums, no_sync
     # Parts of one analysis, whose numbers are compared where a whole head, loss or operator is tiled.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_compiler.runtime import peer_watchdog
+from zero_compiler.ranks import peer_waits
 
 GROUP = SimpleNamespace(device=torch.device("cpu"))
 
@@ -32,9 +32,9 @@ class Late:
 
 
 def test_a_collective_that_ends_with_its_slice_has_not_failed():
-    peer_watchdog.wait(Late(), GROUP)
+    peer_waits.wait(Late(), GROUP)
 
 
 def test_one_that_has_failed_says_its_own_reason():
     with pytest.raises(RuntimeError, match="the peer is gone"):
-        peer_watchdog.wait(Late("the peer is gone"), GROUP)
+        peer_waits.wait(Late("the peer is gone"), GROUP)
