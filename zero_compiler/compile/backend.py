@@ -295,6 +295,7 @@ def _with_weights(
     frame: Callable[..., Any], weights: Sequence[WeightOutput], views: Sequence[WeightView]
 ) -> Callable[..., object]:
     """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
+    returned: list[WeightOutput | WeightView] = [*weights, *views]
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> object:
@@ -304,7 +305,7 @@ def _with_weights(
                 out[w.at] = eager.read(args[w.arg], ops.owner_of(w.ref.owner), w.ref.name)
             else:
                 out[w.at] = AsParameter.apply(out[w.at])
-        for o in (*weights, *views):
+        for o in returned:
             scope, whole = ops.owner_of(o.ref.owner).scope, isinstance(o, WeightOutput)
             kept_weights.add(scope, o.ref.name, args[o.arg], out[o.at], whole)
         return out
