@@ -455,9 +455,15 @@ def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[object]) -> None
     device = next(
         (t.device for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)), None
     )
+    # What takes the place of an operator that changes nothing (a product with 1) is given all that is known of its
+    # result, strides too; its own strides are those by which a segment that reads it is compiled.
+    values = {node: node.meta["val"] for node in gm.graph.nodes if "val" in node.meta}
     # Its patterns of random operators make fake values.
     with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
         joint_graph_passes(gm, device)
+    for node in gm.graph.nodes:
+        if node in values:
+            node.meta["val"] = values[node]
 
 
 def _boxed(fn: Callable[..., object]) -> Callable[..., object]:

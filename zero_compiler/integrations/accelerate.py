@@ -256,7 +256,7 @@ def _keep_plugin(state: AcceleratorState, plugin: ZeroPlugin) -> None:
                 "before other objects of accelerate, or pass use_cpu=True to TrainingArguments (ACCELERATE_USE_CPU=1)"
             )
         if not dist.is_initialized():
-            device = torch.accelerator.current_accelerator()
+            device = torch.accelerator.current_accelerator(check_available=True)
             backend = None if device is None else dist.get_default_backend_for_device(device)
             dist.init_process_group(
                 "gloo" if device is None else f"cpu:gloo,{device.type}:{backend}",

@@ -17,6 +17,7 @@ from torch import nn
 import zero_compiler as zero
 
 X = torch.ones(2, 8)
+OF_TORCH = "autograd's threading in combination with fork"
 
 
 def _in_child(work: Callable[[], object]) -> str:
@@ -90,14 +91,18 @@ def calls(rank: int, world: int) -> list[str]:
         ),
     }
     wrong = []
+    # torch 2.15, built for an accelerator, lets no child compute gradients by itself.
+    others = _in_child(lambda: nn.Linear(8, 8)(X).sum().backward())
+    if others != "fine" and OF_TORCH not in others:
+        wrong.append(f"a model of others: {others}")
     for what, work in refused.items():
         said = _in_child(work)
-        if "forked child of a process with a process group" not in said:
+        by_torch = others != "fine" and OF_TORCH in said
+        if "forked child of a process with a process group" not in said and not by_torch:
             wrong.append(f"{what}: {said}")
     # What needs no other rank is done, and what has a group of its own.
     for what, work in {
         "step": own.step,
-        "a model of others": lambda: nn.Linear(8, 8)(X).sum().backward(),
         "state_dict": lambda: {k: v.to_local().clone() for k, v in model.state_dict().items()},
     }.items():
         said = _in_child(work)

@@ -320,7 +320,10 @@ def child():
         p.grad = torch.ones_like(p)
     refused(optimizer.step)
     own, other = made()
-    assert step(own, other) == losses[0]
+    try:
+        assert step(own, other) == losses[0]
+    except RuntimeError as error:  # of torch itself (2.15, built for an accelerator)
+        assert "autograd's threading in combination with fork" in str(error), error
     model = optimizer = run = None
     gc.collect()
 

@@ -182,3 +182,23 @@ def test_full_weights_of_the_only_rank_are_looked_up_once():
     plain.load_state_dict(saved)
     model.load_state_dict(saved, assign=True)
     assert gathers() == first + 1  # another one
+
+
+class StretchedProduct(nn.Module):
+    """What it is given lies apart in memory, and is multiplied by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = x * torch.ones(3, 6)
+        return self.layer(y.amax(-1, keepdim=True) + y)
+
+
+def test_a_product_with_one_leaves_the_strides_of_what_it_is_given():
+    plain = StretchedProduct()
+    model = zero.shard(copy.deepcopy(plain), device="cpu")
+    call = torch.compile(model, backend="zero", options={"compute": "inductor"})
+    x = torch.randn(3, 64)[:, :6]
+    torch.testing.assert_close(call(x), plain(x))
