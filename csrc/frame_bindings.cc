@@ -3,45 +3,17 @@
 #include "frame_bindings.h"
 
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <tuple>
 #include <utility>
 #include <vector>
 
-namespace py = pybind11;
+#include "python_objects.h"
 
 namespace zero {
 namespace {
 
 using Numbers = std::vector<Py_ssize_t>;
-
-py::object owned(PyObject* object) {
-  if (object == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(object);
-}
-
-py::object attribute(PyObject* of, const char* name) {
-  return owned(PyObject_GetAttrString(of, name));
-}
-
-// The same of an attribute that is asked of many objects, whose name is made once.
-py::object attribute(PyObject* of, PyObject* name) {
-  return owned(PyObject_GetAttr(of, name));
-}
-
-// A name that lives as long as the process.
-PyObject* lasting(const char* name) {
-  return PyUnicode_InternFromString(name);
-}
-
-const at::Tensor& tensor_in(PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "a tensor was expected, not ", Py_TYPE(object)->tp_name);
-  return THPVariable_Unpack(object);
-}
 
 // Values of a Program in the list that has all of them, by number.
 PyObject* value_at(const py::list& values, Py_ssize_t at) {
@@ -123,11 +95,7 @@ class SegmentCall {
 bool stands(PyObject* module, PyObject* name, PyObject* param) {
   static PyObject* const parameters = lasting("_parameters");
   const py::object all = attribute(module, parameters);
-  PyObject* found = PyDict_GetItemWithError(all.ptr(), name);
-  if (found == nullptr && PyErr_Occurred() != nullptr) {
-    throw py::error_already_set();
-  }
-  return found == param;
+  return item(all.ptr(), name) == param;
 }
 
 // Each of `chunks` is (parameter, its local tensor, the address of that, places), and each of the
@@ -261,7 +229,7 @@ py::list set_gradients(const py::tuple& params, const py::tuple& given, const py
   static PyObject* const later_hooks = lasting("_post_accumulate_grad_hooks");
   const py::tuple names = py::make_tuple("requires_grad");
   TORCH_CHECK(params.size() == given.size());
-  const py::object make = attribute(dtensor.ptr(), "__new__");
+  const py::object make = attribute(dtensor.ptr(), lasting("__new__"));
   py::list left;
   for (size_t i = 0; i < params.size(); ++i) {
     PyObject* const object = PyTuple_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));

@@ -1,6 +1,7 @@
 """What torch's C++ interface has and its Python has not (csrc/torch_bindings.cc): ranges of the profiler that are begun
 and ended by hand, tensors that count their writes together, and storages that are given other memory. And what a call
-of a compiled frame does for every parameter and value, as one call for all of them (csrc/frame_bindings.cc)."""
+of a compiled frame, or a step of an optimizer, does for every parameter and value, as one call for all of them
+(csrc/frame_bindings.cc, csrc/optimizer_bindings.cc)."""
 
 from .engine_build import TORCH_CPP, check_installed
 
@@ -8,6 +9,7 @@ check_installed(TORCH_CPP)  # before it is loaded
 
 from ._torch_cpp import (  # noqa: E402
     Lane,
+    OptimizerRows,
     Range,
     Rows,
     SegmentCall,
@@ -16,16 +18,20 @@ from ._torch_cpp import (  # noqa: E402
     all_contiguous,
     all_stand,
     backward_runs_all,
+    count_steps,
+    first_with_other_storage,
     local_rows,
     move_if_shared,
     name_on,
     profiled,
     set_gradients,
     share_version_counters,
+    some_have,
 )
 
 __all__ = [
     "Lane",
+    "OptimizerRows",
     "Range",
     "Rows",
     "SegmentCall",
@@ -34,10 +40,13 @@ __all__ = [
     "all_contiguous",
     "all_stand",
     "backward_runs_all",
+    "count_steps",
+    "first_with_other_storage",
     "local_rows",
     "move_if_shared",
     "name_on",
     "profiled",
     "set_gradients",
     "share_version_counters",
+    "some_have",
 ]

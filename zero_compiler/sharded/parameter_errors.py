@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError, ShardError
+from ..torch_cpp import first_with_other_storage
 
 
 def keeps_no_graph(name: str) -> GradientError:
@@ -89,6 +90,11 @@ def was_dropped(param: DTensor) -> bool:
     # A DTensor's own storage has no bytes, and .data takes over that of the other.
     whose, storage = param.__dict__.get(_OWN, (0, 0))
     return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
+
+
+def any_was_dropped(params: list[Any]) -> bool:
+    """Whether :func:`was_dropped` is true of one of them."""
+    return first_with_other_storage(params, _OWN, DTensor) >= 0
 
 
 def dropped(name: str) -> NoReturn:
