@@ -204,6 +204,55 @@ class Rows {
   std::vector<Form> forms_;
 };
 
+// The local rows of the parameters of a frame, as long as these are the same and lie where they lay.
+class FrameRows {
+ public:
+  explicit FrameRows(const py::tuple& params) : params_(params), rows_(local_rows(params)[0]) {
+    for (const py::handle param : params) {
+      specs_.append(attribute(param.ptr(), spec()));
+      const py::object local = attribute(param.ptr(), local_tensor());
+      at_.push_back(tensor_in(local.ptr()).const_data_ptr());
+      locals_.append(local);
+    }
+  }
+
+  bool hold(const py::tuple& params) const {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params_.ptr()); ++i) {
+      PyObject* param = PyTuple_GetItem(params.ptr(), i);
+      if (param != PyTuple_GET_ITEM(params_.ptr(), i)) {
+        return false;
+      }
+      const py::object local = attribute(param, local_tensor());
+      if (local.ptr() != PyList_GET_ITEM(locals_.ptr(), i) ||
+          attribute(param, spec()).ptr() != PyList_GET_ITEM(specs_.ptr(), i) ||
+          tensor_in(local.ptr()).const_data_ptr() != at_[static_cast<size_t>(i)]) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  py::tuple rows() const {
+    return rows_;
+  }
+
+ private:
+  static PyObject* spec() {
+    static PyObject* const name = lasting("_spec");
+    return name;
+  }
+  static PyObject* local_tensor() {
+    static PyObject* const name = lasting("_local_tensor");
+    return name;
+  }
+
+  py::tuple params_;
+  py::tuple rows_;
+  py::list specs_;
+  py::list locals_;
+  std::vector<const void*> at_;
+};
+
 bool all_contiguous(const py::list& tensors) {
   for (const py::handle tensor : tensors) {
     if (!tensor_in(tensor.ptr()).is_contiguous()) {
@@ -277,6 +326,10 @@ void bind_frames(py::module_& module) {
       .def(py::init<const py::tuple&>(), py::arg("tensors"))
       .def("first_changed", &Versions::first_changed, py::arg("tensors"), py::arg("places"))
       .def("of", &Versions::of, py::arg("at"));
+  py::class_<FrameRows>(module, "FrameRows")
+      .def(py::init<const py::tuple&>(), py::arg("params"))
+      .def("hold", &FrameRows::hold, py::arg("params"))
+      .def_property_readonly("rows", &FrameRows::rows);
   py::class_<Rows>(module, "Rows")
       .def(py::init<std::vector<Rows::Form>>(), py::arg("forms"))
       .def("of", &Rows::of, py::arg("chunks"));

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,43 @@ from zero_compiler.report.frame import Frame
 from zero_compiler.sharded import grads, parameter_errors
 from zero_compiler.sharded.sharded_model import ShardedModel
 from zero_compiler.tensors.foreach import MANAGED
-from zero_compiler.torch_cpp import Versions, backward_runs_all, local_rows
+from zero_compiler.torch_cpp import Values, Versions, backward_runs_all, local_rows
+
+Gradients = list[torch.Tensor | None]
+
+
+class Handover(threading.local):
+    """Where the backward of a frame leaves the gradients of all local rows, for the node of their parameters.
+
+    One of the rows comes from that node, so that it runs behind the node of the frame; the others are the same tensors
+    from call to call, and have no history. Else autograd would make a tensor for each row in each forward, and take
+    each gradient from one node to the other.
+
+    ``grads``: those of the call whose backward runs in this thread.
+    """
+
+    grads: Gradients | None = None
+
+    def around(
+        self, backward: Callable[[list[Any]], list[Any]], at: Sequence[int]
+    ) -> Callable[[list[Any]], list[Any]]:
+        """``backward``, which gives the gradients of rows at the places ``at`` of its results."""
+        rows = Values(at)
+
+        def call(args: list[Any]) -> list[Any]:
+            out, grads = backward(args), self.grads
+            self.grads = None
+            assert grads is not None, "ForwardWeights.check has run before it"
+            grads[:] = rows.take(out)
+            rows.drop(out)
+            return out
+
+        return call
+
+
+def anchor(params: Sequence[torch.Tensor]) -> int:
+    """Which of the rows comes from the node of all parameters: one with a gradient, where there is any."""
+    return next((k for k, param in enumerate(params) if param.requires_grad), 0)
 
 
 class LocalRows(torch.autograd.Function):
@@ -27,14 +64,22 @@ class LocalRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, refs: Sequence[ParamRef], models: Mapping[str, ShardedModel], frame: Frame, *params: DTensor
+        ctx: Any,
+        refs: Sequence[ParamRef],
+        models: Mapping[str, ShardedModel],
+        frame: Frame,
+        handed: Gradients | None,
+        *params: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         """
         Args:
             refs: owner and name of each of ``params``.
             models: by owner.
+            handed: where the frame's backward leaves the gradients (:class:`Handover`); None: they come from autograd.
+
+        Returns the rows of :func:`anchor`, or of all where gradients come from autograd.
         """
-        ctx.params, ctx.refs, ctx.models = params, refs, models
+        ctx.params, ctx.refs, ctx.models, ctx.handed = params, refs, models, handed
         ctx.due = frame.opened()
         # One owner's names may be another's too: then an update waits for longer than it needs to.
         ctx.calls = [grads.opened(owner, (ref.name for ref in refs)) for owner in models.values()]
@@ -42,12 +87,15 @@ class LocalRows(torch.autograd.Function):
             param.__dict__[MANAGED] = True
         ctx.set_materialize_grads(False)
         # Autograd, which keeps for backward what that gathers from, notices what is written to the parameters.
-        rows, frozen = local_rows(params)
+        rows, frozen = local_rows(params if handed is None else (params[anchor(params)],))
         ctx.mark_non_differentiable(*frozen)
         return rows
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:
+        if ctx.handed is not None:
+            given = tuple(ctx.handed)
+            ctx.handed.clear()
         if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
             return _through_autograd(ctx, *given)
         ctx.calls = ctx.due = None
@@ -55,13 +103,13 @@ class LocalRows(torch.autograd.Function):
         if not backward_runs_all():
             # Of each tensor among the inputs, in order, what accumulates its gradient.
             runs = grads.will_run([node for node, _ in ctx.next_functions], given)
-        return (None, None, None, *grads.handed_on(ctx.params, given, runs))
+        return (None, None, None, None, *grads.handed_on(ctx.params, given, runs))
 
 
 def _through_autograd(ctx: Any, *given: torch.Tensor | None) -> tuple[object, ...]:
     ctx.calls = ctx.due = None
     grown = (None if g is None else _GradientRows.apply(g, p) for p, g in zip(ctx.params, given, strict=True))
-    return (None, None, None, *grown)
+    return (None, None, None, None, *grown)
 
 
 class _GradientRows(torch.autograd.Function):
@@ -81,13 +129,20 @@ class ForwardWeights:
     gathers what is not kept once more, so they are to be the same then."""
 
     def __init__(
-        self, refs: Sequence[ParamRef], models: Mapping[str, ShardedModel], params: Sequence[DTensor]
+        self,
+        refs: Sequence[ParamRef],
+        models: Mapping[str, ShardedModel],
+        params: Sequence[DTensor],
+        handover: Handover | None = None,
     ) -> None:
         """
         Args:
             refs: owner and name of each of ``params``, those that backward computes with or gives gradients.
             models: by owner.
+            handover: by which backward hands gradients on; ``grads`` are those of this call then.
         """
+        self._handover = handover
+        self.grads: Gradients | None = None if handover is None else []
         self._models, self._refs, self._params = models, refs, tuple(params)
         self._versions = Versions(self._params)
 
@@ -103,6 +158,8 @@ class ForwardWeights:
         at = self._versions.first_changed(self._params, [places[ref.owner][ref.name] for ref in self._refs])
         if at >= 0:
             self._refuse(self._refs[at], self._params[at], self._versions.of(at))
+        if self._handover is not None:
+            self._handover.grads = self.grads
 
     def _refuse(self, ref: ParamRef, param: DTensor, version: int) -> NoReturn:
         model = self._models[ref.owner]

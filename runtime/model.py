@@ -227,6 +227,8 @@ class ModelRuntime:
     def _flat_chunk(self, sharded_model: ShardedModel, name: str) -> torch.Tensor:
         if sharded_model.at_rest.pop(name, None) is not None:
             sharded_model.at_rest_together.clear()
+            for member in sharded_model.scope.members:
+                member.frame_rows.clear()  # of frames that may not be called again
         module, attribute = sharded_model.place_of(name)
         param: Any = module._parameters[attribute]
         layout = sharded_model.params[name].layout

@@ -8,6 +8,7 @@ from .engine_build import TORCH_CPP, check_installed
 check_installed(TORCH_CPP)  # before it is loaded
 
 from ._torch_cpp import (  # noqa: E402
+    FrameRows,
     Lane,
     OptimizerRows,
     Range,
@@ -30,6 +31,7 @@ from ._torch_cpp import (  # noqa: E402
 )
 
 __all__ = [
+    "FrameRows",
     "Lane",
     "OptimizerRows",
     "Range",

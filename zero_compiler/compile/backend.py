@@ -40,7 +40,7 @@ from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
 from ..report.frame import Frame
-from ..runtime.autograd_bridge import ForwardWeights, LocalRows
+from ..runtime.autograd_bridge import ForwardWeights, Handover, LocalRows, anchor
 from ..sharded import parameter_errors
 from ..sharded.managed_parameters import check_not_replaced
 from ..storage.resident_memory import Footprint
@@ -257,23 +257,33 @@ def _entry(
         for write in writes:
             sharded_model = ops.owner_of(write.owner)
             write.run(args, sharded_model.params[write.name].layout, sharded_model.group.rank)
-        params = [args[i] for i in shard_args]
-        known.check(params)
+        params = tuple([args[i] for i in shard_args])
+        linked = bool(params) and torch.is_grad_enabled()
+        rows: Sequence[torch.Tensor] = ()
+        if linked:
+            rows = known.rows(params)
+        else:
+            known.check(params)
         look_for_late_hooks(hooks)
         scope = ops.owner_of(owners[0]).scope if owners else None
         if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
             scope.compiled_reads.update(map(id, params))
             scope.refuse_lost_hooks()
-        if params and torch.is_grad_enabled():
-            # The graph of autograd keeps the models that its backward needs.
-            models = {key: ops.owner_of(key) for key in owners}
-            weights = ForwardWeights(refs_in_backward, models, [args[i] for i in args_in_backward])
-            rows = LocalRows.apply(refs, models, frame, *params)
-        else:
-            rows = [p._local_tensor for p in params]
+        if not linked:
+            local = [p._local_tensor for p in params]
+            return compiled(*(local[k] if shard else args[k] for shard, k in sources))
+        # The graph of autograd keeps the models that its backward needs.
+        models = {key: ops.owner_of(key) for key in owners}
+        weights = ForwardWeights(
+            refs_in_backward, models, [args[i] for i in args_in_backward], frame.handover
+        )
+        made = LocalRows.apply(refs, models, frame, weights.grads, *params)
         given = [rows[k] if shard else args[k] for shard, k in sources]
-        if not params or not torch.is_grad_enabled():
-            return compiled(*given)
+        if weights.grads is None:
+            for shard, row in zip(shards, made, strict=True):
+                given[shard.at] = row
+        else:
+            (given[shards[anchor(params)].at],) = made
         outputs = compiled(*given, before_backward=weights.check)
         watch_outputs(outputs, models[owners[0]].group)
         return outputs
@@ -406,7 +416,13 @@ class _FrameCompiler:
             self._accumulating(program)
         del emitted
         self.collect_garbage()
-        return _boxed(state.loader.load(program, fns, state.frame))
+        run = state.loader.load(program, fns, state.frame)
+        captured = self.captured
+        # Else AOTAutograd has joined arguments, or added some.
+        if phase == "backward" and len(program.outputs) == len(captured.shards) + len(captured.keep):
+            state.frame.handover = Handover()
+            run = state.frame.handover.around(run, [s.at for s in captured.shards])
+        return _boxed(run)
 
     def _accumulating(self, program: Program) -> None:
         """Show what a backward does under ``zero.no_sync``."""

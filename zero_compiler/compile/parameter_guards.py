@@ -27,6 +27,7 @@ from ..ir import ops
 from ..params.weight_op import managed
 from ..ranks.failure_broadcast import cannot_begin
 from ..sharded import parameter_errors
+from ..torch_cpp import FrameRows
 
 _spec_of = operator.attrgetter("_spec")
 _local_of = operator.attrgetter("_local_tensor")
@@ -86,6 +87,19 @@ class KnownParameters:
         self._specs = list(map(_spec_of, params))
         # Weak: the memory of a model goes with it, and compiled frames may outlive that.
         self._locals = [weakref.ref(local) for local in map(_local_of, params)]
+
+    def rows(self, params: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Aliases of their local tensors, which share version counters with the parameters: the same from call to call.
+
+        Raises:
+            ShardError: as :meth:`check` does.
+        """
+        known = ops.owner_of(self._refs[0].owner).frame_rows
+        held = known.get(self)
+        if held is None or not held.hold(params):
+            self.check(params)
+            held = known[self] = FrameRows(params)
+        return held.rows
 
     def check(self, params: Sequence[Any]) -> None:
         """What Dynamo and the compiler would do where something else stands in the place of a parameter.

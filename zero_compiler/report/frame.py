@@ -65,6 +65,9 @@ class Frame:
         default_factory=weakref.WeakSet
     )  # whose backward is still due
 
+    # By which its backward hands gradients on, as `autograd_bridge.Handover`; None: autograd does.
+    handover: Any = None
+
     @property
     def in_backward(self) -> frozenset[ParamRef]:
         """The parameters that its backward gathers, to compute with them, or gives gradients."""

@@ -154,3 +154,19 @@ def test_whether_a_backward_was_given_inputs(inputs, all_of_them):
     y.sum().backward(inputs=[x] if inputs else None)
     assert seen == [all_of_them]
     assert not torch_cpp.backward_runs_all()
+
+
+def test_rows_of_a_frame_hold_while_parameters_lie_where_they_lay():
+    params = _params(nn.Linear(3, 2))
+    held = torch_cpp.FrameRows(params)
+    assert held.hold(params)
+    assert held.rows is held.rows
+    assert [r.data_ptr() for r in held.rows] == [p._local_tensor.data_ptr() for p in params]
+    with torch.no_grad():
+        params[0].add_(1)
+    assert held.rows[0]._version == 1
+    assert held.hold(params)
+    other = nn.Parameter(params[1].detach())
+    assert not held.hold((params[0], other))  # type: ignore[arg-type]
+    params[1]._local_tensor.data = params[1]._local_tensor.clone()
+    assert not held.hold(params)
