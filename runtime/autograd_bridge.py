@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,24 +14,32 @@ from zero_compiler.ir.facts import ParamRef
 from zero_compiler.ranks.failure_broadcast import cannot_begin
 from zero_compiler.report.frame import Frame
 from zero_compiler.sharded import grads, parameter_errors
+from zero_compiler.sharded.frame_parameters import FrameParameters
 from zero_compiler.sharded.sharded_model import ShardedModel
 from zero_compiler.tensors.foreach import MANAGED
 from zero_compiler.torch_cpp import Values, Versions, backward_runs_all, local_rows
 
+T = TypeVar("T")
 Gradients = list[torch.Tensor | None]
 
 
-class Handover(threading.local):
+class Handover:
     """Where the backward of a frame leaves the gradients of all local rows, for the node of their parameters.
 
     One of the rows comes from that node, so that it runs behind the node of the frame; the others are the same tensors
     from call to call, and have no history. Else autograd would make a tensor for each row in each forward, and take
     each gradient from one node to the other.
 
-    ``grads``: those of the call whose backward runs in this thread.
+    ``used``: the frame is called with such rows. Else a caller has given each a history, and autograd does the rest.
     """
 
-    grads: Gradients | None = None
+    def __init__(self) -> None:
+        self.used = False
+        self._begun = threading.local()
+
+    def begin(self, call: ForwardWeights) -> None:
+        """The backward of a call comes next in this thread."""
+        self._begun.call = call
 
     def around(
         self, backward: Callable[[list[Any]], list[Any]], at: Sequence[int]
@@ -40,10 +48,13 @@ class Handover(threading.local):
         rows = Values(at)
 
         def call(args: list[Any]) -> list[Any]:
-            out, grads = backward(args), self.grads
-            self.grads = None
-            assert grads is not None, "ForwardWeights.check has run before it"
-            grads[:] = rows.take(out)
+            if not self.used:
+                return backward(args)
+            weights: ForwardWeights = self._begun.__dict__.pop(
+                "call"
+            )  # ForwardWeights.check has run before it
+            out = weights.run(lambda: backward(args))
+            weights.grads[:] = rows.take(out)
             rows.drop(out)
             return out
 
@@ -132,19 +143,25 @@ class ForwardWeights:
         self,
         refs: Sequence[ParamRef],
         models: Mapping[str, ShardedModel],
-        params: Sequence[DTensor],
-        handover: Handover | None = None,
+        found: tuple[FrameParameters, tuple[DTensor, ...]],
+        used: Sequence[int],
+        handover: Handover | None,
     ) -> None:
         """
         Args:
-            refs: owner and name of each of ``params``, those that backward computes with or gives gradients.
+            refs: owner and name of each parameter of the frame.
             models: by owner.
-            handover: by which backward hands gradients on; ``grads`` are those of this call then.
+            found: these parameters.
+            used: numbers of those that backward computes with or gives gradients.
+            handover: by which backward hands ``grads`` on; None: autograd does.
         """
-        self._handover = handover
-        self.grads: Gradients | None = None if handover is None else []
-        self._models, self._refs, self._params = models, refs, tuple(params)
-        self._versions = Versions(self._params)
+        self._models, self._refs, self._used, self._handover = models, refs, used, handover
+        self._held, self._params = found
+        self.grads: Gradients = []
+        self._versions = Versions(self._those())
+
+    def _those(self) -> tuple[DTensor, ...]:
+        return tuple([self._params[i] for i in self._used])
 
     def check(self, gradients: object) -> None:
         """Refuse a backward whose weights are others. Autograd asks this before each, also where none of the parameters
@@ -153,13 +170,18 @@ class ForwardWeights:
         Raises:
             ShardError: naming the first that was written to or replaced. The other ranks are told.
         """
-        places = {owner: model.places for owner, model in self._models.items()}
         # Backward gathers what stands in the module.
-        at = self._versions.first_changed(self._params, [places[ref.owner][ref.name] for ref in self._refs])
+        places = [self._held.places[i] for i in self._used]
+        at = self._versions.first_changed(self._those(), places)
         if at >= 0:
-            self._refuse(self._refs[at], self._params[at], self._versions.of(at))
+            self._refuse(self._refs[self._used[at]], self._params[self._used[at]], self._versions.of(at))
         if self._handover is not None:
-            self._handover.grads = self.grads
+            self._handover.begin(self)
+
+    def run(self, backward: Callable[[], T]) -> T:
+        """The backward of the frame, behind :meth:`check`."""
+        same = self._held.hold(self._params)
+        return self._held.run("backward", self._models.values(), same, backward)
 
     def _refuse(self, ref: ParamRef, param: DTensor, version: int) -> NoReturn:
         model = self._models[ref.owner]

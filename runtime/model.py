@@ -205,13 +205,13 @@ class ModelRuntime:
     def flat_chunks(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The flat padded chunks of parameters, as they lie at rest; the list is the same one until one lies elsewhere.
 
-        Of every parameter at every call: whether it stands where it stood, with the storage that it had. The cached
-        view holds that, so its address cannot have been given to another.
+        Unless the frame has found so: whether each stands where it stood, with the storage that it had. The cached view
+        holds that, so its address cannot have been given to another.
         """
         names = tuple(names)
         sharded_model = self.sharded_model
         known = sharded_model.at_rest_together.get(names)
-        if known is not None and all_stand(known[0]):
+        if known is not None and (sharded_model.stands or all_stand(known[0])):
             return known[1]
         at_rest = sharded_model.at_rest
         found = [
@@ -226,9 +226,10 @@ class ModelRuntime:
 
     def _flat_chunk(self, sharded_model: ShardedModel, name: str) -> torch.Tensor:
         if sharded_model.at_rest.pop(name, None) is not None:
+            sharded_model.at_rest_changes += 1
             sharded_model.at_rest_together.clear()
             for member in sharded_model.scope.members:
-                member.frame_rows.clear()  # of frames that may not be called again
+                member.frame_parameters.clear()  # of frames that may not be called again
         module, attribute = sharded_model.place_of(name)
         param: Any = module._parameters[attribute]
         layout = sharded_model.params[name].layout
@@ -244,6 +245,7 @@ class ModelRuntime:
         at = local.data_ptr()
         if at != 0 and flat.data_ptr() == at:
             sharded_model.at_rest[name] = (param, local, at, sharded_model.places[name]), flat
+            sharded_model.at_rest_changes += 1
         return flat
 
     def close(self) -> None:

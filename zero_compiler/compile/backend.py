@@ -237,11 +237,11 @@ def _entry(
     writes, refs = captured.writes, [s.ref for s in shards]  # and not `captured`, which has a graph
     owners = list(dict.fromkeys(ref.owner for ref in refs))
     shard_args = [s.arg for s in shards]
-    in_backward = (
-        frame.in_backward
-    )  # not a frozen weight at the bottom, and not one that is read under no_grad
-    refs_in_backward = [s.ref for s in shards if s.ref in in_backward]
-    args_in_backward = [s.arg for s in shards if s.ref in in_backward]
+    # Not a frozen weight at the bottom, and not one that is read under no_grad.
+    if frame.handover is not None:
+        frame.handover.used = True
+    read = frame.in_backward
+    in_backward = [k for k, ref in enumerate(refs) if ref in read]
     # Where each argument of the rewritten graph comes from: (True, k-th shard) or (False, Dynamo's argument).
     sources: list[tuple[bool, int]] = []
     at = {s.at: k for k, s in enumerate(shards)}
@@ -258,33 +258,29 @@ def _entry(
             sharded_model = ops.owner_of(write.owner)
             write.run(args, sharded_model.params[write.name].layout, sharded_model.group.rank)
         params = tuple([args[i] for i in shard_args])
-        linked = bool(params) and torch.is_grad_enabled()
-        rows: Sequence[torch.Tensor] = ()
-        if linked:
-            rows = known.rows(params)
-        else:
+        found = known.found(params) if params and torch.is_grad_enabled() else None
+        if found is None:
             known.check(params)
         look_for_late_hooks(hooks)
         scope = ops.owner_of(owners[0]).scope if owners else None
         if scope is not None and scope.calls:  # eager code of the same forward runs around this frame
             scope.compiled_reads.update(map(id, params))
             scope.refuse_lost_hooks()
-        if not linked:
+        if found is None:
             local = [p._local_tensor for p in params]
             return compiled(*(local[k] if shard else args[k] for shard, k in sources))
         # The graph of autograd keeps the models that its backward needs.
         models = {key: ops.owner_of(key) for key in owners}
-        weights = ForwardWeights(
-            refs_in_backward, models, [args[i] for i in args_in_backward], frame.handover
-        )
-        made = LocalRows.apply(refs, models, frame, weights.grads, *params)
+        (held, same), handover = found, frame.handover
+        weights = ForwardWeights(refs, models, (held, params), in_backward, handover)
+        made = LocalRows.apply(refs, models, frame, None if handover is None else weights.grads, *params)
+        rows = list(made if handover is None else held.rows)
+        if handover is not None:
+            (rows[anchor(params)],) = made
         given = [rows[k] if shard else args[k] for shard, k in sources]
-        if weights.grads is None:
-            for shard, row in zip(shards, made, strict=True):
-                given[shard.at] = row
-        else:
-            (given[shards[anchor(params)].at],) = made
-        outputs = compiled(*given, before_backward=weights.check)
+        outputs = held.run(
+            "forward", models.values(), same, lambda: compiled(*given, before_backward=weights.check)
+        )
         watch_outputs(outputs, models[owners[0]].group)
         return outputs
 
@@ -419,7 +415,8 @@ class _FrameCompiler:
         run = state.loader.load(program, fns, state.frame)
         captured = self.captured
         # Else AOTAutograd has joined arguments, or added some.
-        if phase == "backward" and len(program.outputs) == len(captured.shards) + len(captured.keep):
+        inputs = len(captured.shards) + len(captured.keep)
+        if phase == "backward" and captured.shards and len(program.outputs) == inputs:
             state.frame.handover = Handover()
             run = state.frame.handover.around(run, [s.at for s in captured.shards])
         return _boxed(run)

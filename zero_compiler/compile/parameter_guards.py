@@ -1,14 +1,15 @@
 """Fewer guards on sharded parameters: what Dynamo would ask in Python, of each at every call, is looked at once.
 
-Before every call of a compiled frame Dynamo evaluates its guards. Three kinds are Python, or ask a tensor for
-attributes that it does not have; there is one of them for each parameter or module, so that in a model of many small
-layers they take longer than the arithmetic:
+Before every call of a compiled frame Dynamo evaluates its guards. Some kinds are Python, or ask a tensor for
+attributes that it does not have, or say nothing that another one does not; there is one of them for each parameter or
+module, so that in a model of many small layers they take longer than the arithmetic:
 
 - that the spec of a DTensor equals the one that was compiled for, and that its local tensor is like the one of then.
   The frame's entry compares them by identity, for all parameters in one pass (:class:`KnownParameters`).
 - that one object is meant by two attributes (``a.device_mesh is b.device_mesh``, and the same of the sharded model of
   two modules). The mesh is a part of the spec. Of which sharded model a module is a part follows from its class, which
   no other module has (`params/modules.py`), and the classes are guarded.
+- that the property of a class that reads a parameter has the code that it had. It is made with the class.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, TypeSource
 
 from ..errors import ShardError
 from ..ir import ops
 from ..params.weight_op import managed
 from ..ranks.failure_broadcast import cannot_begin
 from ..sharded import parameter_errors
-from ..torch_cpp import FrameRows
+from ..sharded.frame_parameters import FrameParameters
 
 _spec_of = operator.attrgetter("_spec")
 _local_of = operator.attrgetter("_local_tensor")
@@ -44,7 +45,12 @@ def drop_guards(sources: Iterable[object]) -> None:
     if context is None:
         return
     parameters, guards = set(sources) - {None}, context.guards_context.dynamo_guards
-    left = [guard for guard in guards if not _is_dropped(guard, parameters)]
+    typed = {g.originating_source for g in guards if g.inner_create_fn() is GuardBuilder.TYPE_MATCH}
+    entries = [
+        (_attribute_of(p.base, "_parameters"), p.index) for p in parameters if type(p) is DictGetItemSource
+    ]
+    read = {entry for entry in entries if entry[0] in typed}
+    left = [guard for guard in guards if not (_is_dropped(guard, parameters) or _getter_in(guard, read))]
     if len(left) < len(guards):
         context.guards_context.dynamo_guards = type(guards)(type(guards.inner)(left))
 
@@ -62,6 +68,15 @@ def _is_dropped(guard: Any, parameters: set[object]) -> bool:
         return True
     states = [_attribute_of(one, "sharded_model") for one in both]
     return all(_is_state(one) for one in states)
+
+
+def _getter_in(guard: Any, read: set[tuple[object, str]]) -> bool:
+    """Whether a guard is that of the property which reads one of these parameters, each (module, attribute)."""
+    prop = _attribute_of(guard.originating_source, "fget")
+    if guard.inner_create_fn() is not GuardBuilder.CLOSURE_MATCH or type(prop) is not DictGetItemSource:
+        return False
+    cls = getattr(prop.base, "base", None)  # prop.base is its dictionary
+    return type(cls) is TypeSource and (cls.base, prop.index) in read
 
 
 def _attribute_of(source: object, name: str) -> object:
@@ -88,18 +103,20 @@ class KnownParameters:
         # Weak: the memory of a model goes with it, and compiled frames may outlive that.
         self._locals = [weakref.ref(local) for local in map(_local_of, params)]
 
-    def rows(self, params: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """Aliases of their local tensors, which share version counters with the parameters: the same from call to call.
+    def found(self, params: tuple[Any, ...]) -> tuple[FrameParameters, bool]:
+        """These parameters, and whether the call before was given the same.
 
         Raises:
             ShardError: as :meth:`check` does.
         """
-        known = ops.owner_of(self._refs[0].owner).frame_rows
+        known = ops.owner_of(self._refs[0].owner).frame_parameters
         held = known.get(self)
-        if held is None or not held.hold(params):
-            self.check(params)
-            held = known[self] = FrameRows(params)
-        return held.rows
+        if held is not None and held.hold(params):
+            return held, True
+        self.check(params)
+        places = [ops.owner_of(ref.owner).places[ref.name] for ref in self._refs]
+        held = known[self] = FrameParameters(params, places)
+        return held, False
 
     def check(self, params: Sequence[Any]) -> None:
         """What Dynamo and the compiler would do where something else stands in the place of a parameter.

@@ -25,11 +25,11 @@ from ..storage import heap
 from ..storage.resident_memory import Footprint
 from ..storage.stores import watch
 from ..tensors.full_weight import FULL, Read
-from ..torch_cpp import FrameRows
 from . import blocking_transfers, grads, parameter_errors
 from .agreed_choices import AgreedChoices
 from .call_protocol import CallProtocol
 from .chunk_storage import ChunkStorage
+from .frame_parameters import FrameParameters
 from .gather_wire import wire_of
 from .gradient_storage import GradientStorage
 from .managed_parameters import ParamInfo, Places, find, local_of, standing
@@ -193,8 +193,10 @@ class ShardedModel:
         self.at_rest: dict[str, tuple[AtRest, torch.Tensor]] = {}
         # The same of those that are asked for together.
         self.at_rest_together: dict[tuple[str, ...], tuple[list[AtRest], list[torch.Tensor]]] = {}
-        # The rows that frames are given, by what they know of their parameters.
-        self.frame_rows: WeakKeyDictionary[object, FrameRows] = WeakKeyDictionary()
+        self.at_rest_changes = 0
+        self.stands = False
+        # The parameters of frames, as calls have found them, by what these frames know of them.
+        self.frame_parameters: WeakKeyDictionary[object, FrameParameters] = WeakKeyDictionary()
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: WeakValueDictionary[str, grads.Sink] = WeakValueDictionary()
         self.calls: WeakSet[grads.ForwardCall] = WeakSet()
