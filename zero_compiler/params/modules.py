@@ -356,9 +356,8 @@ def _deepcopy(base: type) -> Callable[..., object]:
                     param.grad = grad
         if own is not None:
             return own(self, memo)
-        return reconstruct(
-            self, memo, *self.__reduce_ex__(4)
-        )  # as copy.deepcopy, which has asked for this method
+        # As copy.deepcopy goes on where there is no such method.
+        return reconstruct(self, memo, *self.__reduce_ex__(4))
 
     return deepcopy
 

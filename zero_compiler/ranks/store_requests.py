@@ -61,9 +61,8 @@ class StoreRequests:
             try:
                 with _lock:
                     asking = _asking.get(self.store) or _asking.setdefault(self.store, _Asking(self.store))
-            except (
-                RuntimeError
-            ):  # no thread can be started: peers are to be told that, which has no limit then
+            except RuntimeError:
+                # No thread can be started: peers are to be told that, and the request has no limit then.
                 return request(self.store)
         return asking.ask(self.store, request, self._within_s)
 

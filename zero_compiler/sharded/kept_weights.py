@@ -52,9 +52,8 @@ class _HeldCopy:
         return trained and self.whole and isinstance(given, nn.Parameter) and given.is_leaf
 
 
-_kept: dict[
-    int, _HeldCopy
-] = {}  # by the address of torch's storage, which is no other's while a weak reference holds it
+# By the address of torch's storage, which is no other's while a weak reference holds it.
+_kept: dict[int, _HeldCopy] = {}
 _said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()  # names, by scope
 
 
@@ -79,14 +78,12 @@ def _drop_freed() -> None:
 def look(scope: object) -> None:
     """A forward begins outside of compiled code: say once of each weight that memory of it is held since another
     forward, and that the parameter has changed."""
-    if (
-        not _kept or torch._C._current_graph_task_id() != -1
-    ):  # within a backward the graph still holds its own
+    # Within a backward the graph still holds its own.
+    if not _kept or torch._C._current_graph_task_id() != -1:
         return
     _drop_freed()
-    for key, kept in list(_kept.items()):
+    for kept in list(_kept.values()):
         if kept.scope() is scope and kept.stale():
-            _kept.pop(key, None)
             said = _said.setdefault(scope, set())
             if kept.name not in said and _stays(kept.storage):
                 said.add(kept.name)

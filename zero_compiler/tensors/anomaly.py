@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..ir import ops
+from .foreach import on_our_mesh
 
 
 @functools.cache
@@ -28,6 +28,4 @@ def of_own_rows(
     """Whether any value that this rank has is true, as a plain tensor: no rank meets another one for it, since the
     others may not be there."""
     asked = args[0]
-    groups = [sharded_model.group for sharded_model in ops.owners()]
-    meshes = [group.mesh for group in (*groups, *(group.tensor for group in groups)) if group is not None]
-    return op(asked._local_tensor) if asked.device_mesh in meshes else NotImplemented
+    return op(asked._local_tensor) if on_our_mesh(asked) else NotImplemented

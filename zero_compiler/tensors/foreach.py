@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..ir import ops
 from ..storage.stores import region_of
 
 MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-wide leaves all others alone
+
+
+def on_our_mesh(tensor: DTensor) -> bool:
+    """Whether ``tensor`` lies on the mesh of a sharded model or of its tensor-parallel ranks: that is all that a result
+    of operators on shards tells of whose it is."""
+    groups = [sharded_model.group for sharded_model in ops.owners()]
+    meshes = [group.mesh for group in (*groups, *(group.tensor for group in groups)) if group is not None]
+    return tensor.device_mesh in meshes
 
 
 @functools.cache

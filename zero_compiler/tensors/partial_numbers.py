@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..ir import ops
+from .foreach import on_our_mesh
 
 log = logging.getLogger("zero_compiler")
 
@@ -35,7 +35,7 @@ def taken(
     """Say it of what is reduced over the rows of several ranks of a sharded model; then DTensor's rule."""
     spec = args[0]._spec
     apart = any(p.is_partial() and spec.mesh.size(i) > 1 for i, p in enumerate(spec.placements))
-    if apart and not _said and any(spec.mesh == model.group.mesh for model in ops.owners()):
+    if apart and not _said and on_our_mesh(args[0]):
         _said.add(op.__name__)
         log.warning(
             "a number is taken (float(), .item()) from what was reduced over the rows of a sharded parameter or "

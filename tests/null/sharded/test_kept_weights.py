@@ -95,6 +95,18 @@ def test_an_eager_forward_says_once_that_memory_is_held(keep, caplog):
     assert "memory of weight 'second.weight' that an earlier forward has read is still held" in said
 
 
+def test_a_compiled_forward_refuses_what_was_said_of_eager_code(caplog):
+    model = zero.shard(KeepsFirst(), stage=3, param_dtype=torch.bfloat16)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        model(x)
+        model.second.weight.mul_(2)
+        model(x)
+        assert "still held" in caplog.text
+        with pytest.raises(ShardError, match=r"weight 'second\.weight' as an earlier forward"):
+            _compiled(model)(x)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_that_are_read_anew_train_as_in_plain_pytorch(compiled, caplog):
     plain = ReadsAnew()
