@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import json
 import os
 import signal
@@ -390,7 +391,7 @@ def leave(
     slow_s: float = 0.0,
 ) -> dict[int, tuple[float, str, str]]:
     """Of every other rank the seconds after which it ended, with which error, and its text. One that did not end by then
-    has ``patience_s`` and no text.
+    has ``patience_s``, no error, and for a text what it has printed, with the stacks of its threads.
 
     Args:
         how: one of `HOWS`, or "slow": nobody goes, and rank ``gone`` needs ``slow_s`` there.
@@ -423,7 +424,11 @@ def leave(
             pipes[ours] = rank
             processes.append(process)
         try:
-            return _collected(pipes, gone, how, patience_s)
+            ends = _collected(pipes, gone, how, patience_s)
+            return {
+                rank: end if end[1] else (*end[:2], _stacks(processes[rank], folder, rank))
+                for rank, end in ends.items()
+            }
         finally:
             for process in processes:
                 process.kill()
@@ -465,6 +470,12 @@ def _collected(
     return {rank: (at - went, kind, text) for rank, (at, kind, text) in sorted(ends.items())}
 
 
+def _stacks(process: Any, folder: str, rank: int) -> str:
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    return Path(folder, f"log.{rank}").read_text()
+
+
 def _rank_main(
     pipe, rank, world, port, place, how, gone, group_timeout_s, gloo, transport, folder, slow_s
 ) -> None:
@@ -472,6 +483,7 @@ def _rank_main(
     with open(log, "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     timeout = datetime.timedelta(seconds=group_timeout_s)

@@ -54,7 +54,7 @@ def sampled(places: Iterable[str], sample: Collection[str] = SAMPLE) -> list[Any
 
 def check(ends: dict[int, tuple[float, str, str]], *parts: str, soon_s: float = SOON_S) -> None:
     for seconds, kind, text in ends.values():
-        assert kind, f"waits for {seconds:.0f} s"
+        assert kind, f"waits for {seconds:.0f} s: {text}"
         assert seconds < soon_s, (seconds, text)
         assert all(part in text for part in parts), text
         assert not INTERNAL.search(text), text
