@@ -6,6 +6,7 @@ which has not come to its first call of this package, where the backend of the g
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import NamedTuple
 
@@ -70,10 +71,13 @@ def _owners(inodes: set[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
-            for fd in os.listdir(f"/proc/{pid}/fd"):
+            fds = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue  # it has ended, or is another user's
+        for fd in fds:
+            # Some are closed by now: that of the listing itself, where this process is the one that is listed.
+            with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/{pid}/fd/{fd}")
                 if target.startswith("socket:[") and target[8:-1] in inodes:
                     found.setdefault(target[8:-1], pid)
-        except OSError:
-            continue  # it has ended, or is another user's
     return found
