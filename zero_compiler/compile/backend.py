@@ -23,6 +23,7 @@ from torch._dynamo.exc import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import inductor_options, passes
+from ..call_stack import in_one_piece
 from ..cost.cost import CostModel
 from ..cost.transfer_costs import within_host_us
 from ..emit.no_sync_program import accumulating
@@ -181,6 +182,7 @@ def _watch_limit(gm: fx.GraphModule, options: object) -> None:
         recompile_limit.watch(getattr(context, "traced_code", None), scope)
 
 
+@in_one_piece
 def compile_frame(
     gm: fx.GraphModule, example_inputs: Sequence[object], options: object, loader: Loader
 ) -> tuple[Callable[..., object], Captured, Frame]:

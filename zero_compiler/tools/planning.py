@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from ..call_stack import in_one_piece
 from ..compile import garbage
 from ..compile.backend import compile_frame
 from ..compile.loader import PlanLoader
@@ -167,6 +168,7 @@ def rest(
     return memory_of(sharded_models_of(model), [], 0)
 
 
+@in_one_piece
 def _planned(
     model: nn.Module,
     example_inputs: object,
