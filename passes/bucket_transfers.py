@@ -61,7 +61,7 @@ def _sink_derived(graph: fx.Graph) -> None:
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if facts.is_weight(node) or (
-            facts.is_compute(node) and inputs and all(i in derived for i in inputs) and facts.is_pure(node)
+            inputs and all(i in derived for i in inputs) and facts.is_compute(node) and facts.is_pure(node)
         ):
             derived.add(node)
     for node in reversed(list(graph.nodes)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ class Emitter:
             symbolic = symbolic or isinstance(a, torch.SymInt)
             return a
 
-        given = mapped(known_value, (args, kwargs))
+        given = facts.mapped(known_value, (args, kwargs))
         if symbolic:
-            args, kwargs = mapped(
+            args, kwargs = facts.mapped(
                 lambda a: self.number(a) if isinstance(a, torch.SymInt) else a, (args, kwargs)
             )
-            given = mapped(known_value, (args, kwargs))
+            given = facts.mapped(known_value, (args, kwargs))
         if target is operator.getitem:  # no operator runs, and what it is taken from may be long
             return self.node(target, args, kwargs, given[0][0][given[0][1]])
         known = facts.shared_results(self.graph)
@@ -86,7 +86,7 @@ class Emitter:
 
     def like(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """``node`` once more, on other operands."""
-        args, kwargs = mapped(
+        args, kwargs = facts.mapped(
             lambda a: env.get(a, a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
         )
         return self(node.target, *args, **kwargs)
@@ -160,18 +160,6 @@ def _is_view(tensor: torch.Tensor, sizes: Sequence[object]) -> bool:
             return False
         begin, numel = stride[d - 1 : d], 1
     return not left
-
-
-def mapped(change: Callable[[object], object], given: object) -> Any:
-    """Arguments of a node with each of them, in lists and dicts too, changed. As ``tree_map``, which takes longer for
-    the few that there are than the rest of what is done for a node."""
-    if isinstance(given, list):
-        return [mapped(change, item) for item in given]
-    if type(given) is tuple:
-        return tuple([mapped(change, item) for item in given])
-    if isinstance(given, dict):
-        return {key: mapped(change, item) for key, item in given.items()}
-    return change(given)
 
 
 def _layout(given: object) -> object:

@@ -144,11 +144,11 @@ class InsertReleases:
         order = {n: i for i, n in enumerate(graph.nodes)}
         roots = facts.alias_roots(graph)
         last: dict[fx.Node, fx.Node] = {}
+        weights = frozenset(filter(facts.is_weight, graph.nodes))
         for node in graph.nodes:
             for used in node.all_input_nodes:
-                for root in roots[used]:
-                    if facts.is_weight(root):
-                        last[root] = node
+                for root in roots[used] & weights:
+                    last[root] = node
         ends = _segment_ends(graph, order)
         at_end: dict[fx.Node, list[list[fx.Node]]] = {}
         for gather in graph.find_nodes(op="call_function", target=ops.gather):

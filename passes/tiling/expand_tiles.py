@@ -15,7 +15,7 @@ from zero_compiler.ir import facts, ops
 from zero_compiler.ir.facts import ParamRef, TileOutput, Tiling
 
 from ..base import Context
-from ..emitter import Emitter, mapped
+from ..emitter import Emitter
 
 aten = torch.ops.aten
 LEAST_ROWS = 16  # rows of a tile: with fewer, products are no faster than reading the weight
@@ -246,7 +246,7 @@ def one_tile(
         if inner.op == "output":
             outs = [env[n] for n in inner.args[0]]
         elif inner.op == "call_function":
-            args, kwargs = mapped(
+            args, kwargs = facts.mapped(
                 lambda a: env[a] if isinstance(a, fx.Node) else a, (inner.args, inner.kwargs)
             )
             if inner in alike:

@@ -7,7 +7,7 @@ symbols; ``at_hints`` turns it into a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,7 +15,6 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..ir import facts, ops
@@ -160,7 +159,10 @@ def hints(graph: fx.Graph) -> dict[object, int]:
     known: dict[object, int] = {}
     for node in graph.nodes:
         for leaf in facts.leaves(facts.value(node)):
-            for size in leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]:
+            sizes: Iterable[object] = (leaf,)
+            if isinstance(leaf, torch.Tensor):
+                sizes = leaf.shape if leaf._has_symbolic_sizes_strides else ()
+            for size in sizes:
                 if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
                     known[size.node.expr] = facts.hint(size)
     return known
@@ -187,7 +189,7 @@ class CostModel:
         packet = getattr(node.target, "overloadpacket", None)
         if packet not in _FLOPS:
             return 0
-        args, kwargs = tree_map(
+        args, kwargs = facts.mapped(
             lambda a: _shaped(facts.value(a)) if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
         )
         return expr(_FLOPS[packet](*args, **kwargs, out_val=_shaped(facts.value(node))))
@@ -336,7 +338,7 @@ def _numel(val: object) -> object:
 
 
 def _shaped(val: object) -> object:
-    return tree_map(lambda t: t.shape if isinstance(t, torch.Tensor) else t, val)
+    return facts.mapped(lambda t: t.shape if isinstance(t, torch.Tensor) else t, val)
 
 
 def _mutates(node: fx.Node) -> bool:

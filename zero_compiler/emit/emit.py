@@ -157,7 +157,8 @@ class _Emission:
         """Emit all steps."""
         for i, step in enumerate(self._steps):
             nodes = step if isinstance(step, list) else [step]
-            self._arrive({n for node in nodes for n in node.all_input_nodes})
+            if self._leaving:
+                self._arrive({n for node in nodes for n in node.all_input_nodes})
             if isinstance(step, list):
                 self._compute(i, step)
             else:

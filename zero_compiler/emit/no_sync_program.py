@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..ir.instructions import Instruction, Keep, reducing
+from ..ir.instructions import Instruction, Keep
 from ..ir.program import Program
 from ..ir.transfers import KeepDesc, ReduceDesc
 from ..memory.arena_extents import ends_by_owner
@@ -40,8 +40,8 @@ def accumulating(program: Program, owners: Collection[str]) -> Program:
     instrs: list[Instruction] = []
     came_from: list[int] = []
     gone: set[int] = set()
-    for at, instr in enumerate(program.instrs):
-        if (of := reducing(program, instr)) is not None:
+    for at, (instr, of) in enumerate(zip(program.instrs, program.reductions, strict=True)):
+        if of is not None:
             kept = of.desc.owner in owners
             if kept and not of.starts:
                 gone.update(instr.writes)
@@ -93,8 +93,8 @@ def _live(program: Program, out: Program, came_from: list[int]) -> list[int]:
     before, added = moments(program, waiting=False), _added(program, {k.owner for k in out.keeps})
     beside = program.beside_bytes  # not what this Program holds
     rows, results, always = [], 0, out.buffer_bytes + out.waiting_bytes
-    for instr, at in zip(out.instrs, came_from, strict=True):
-        results += results_of(out, reducing(out, instr))
+    for instr, of, at in zip(out.instrs, out.reductions, came_from, strict=True):
+        results += results_of(out, of)
         cast = out.keeps[instr.index].cast_bytes if instr.table == "keeps" else 0
         others = before[at].others - beside - added[at] + cast
         rows.append(always + others + results)
@@ -111,8 +111,7 @@ def _added(program: Program, owners: Collection[str]) -> list[int]:
     holders = Counter(s for storages in program.lies_in for s in storages)
     reading: dict[int, tuple[int, int]] = {}
     passing = 0
-    for at, instr in enumerate(program.instrs):
-        of = reducing(program, instr)
+    for at, (instr, of) in enumerate(zip(program.instrs, program.reductions, strict=True)):
         if of is None or of.desc.owner not in owners:
             out[at] += passing
             continue

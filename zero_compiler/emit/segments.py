@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from ..ir import dump, facts
 from ..memory import generated_code
@@ -88,7 +87,7 @@ def structure(seg: SegmentGraph) -> str:
         elif node.op == "get_attr":
             lines.append(f"const {id(_attribute(seg.root, node.target))}")
         else:
-            args = tree_map(ref, (node.args, node.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
+            args = facts.mapped(ref, (node.args, node.kwargs))
             shares = sorted(names[r] for r in roots[node])
             lines.append(f"{dump.target_text(node)} {args} {_meta(facts.value(node), begin(node))} {shares}")
     lines.append(f"out {[names[n] for n in seg.outs]} {_meta([facts.value(n) for n in seg.outs])}")

@@ -620,7 +620,7 @@ class Reducing(NamedTuple):
 
 def reducing(of: Tables, instr: Instruction) -> Reducing | None:
     """None where an instruction is of no reduction."""
-    if instr.table != "reduces":
+    if instr.effects.table != "reduces":
         return None
     collective = Step("reduces", instr.index, 0)
     begun, waited = instr.starts(of), instr.ends(of)

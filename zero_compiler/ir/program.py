@@ -7,6 +7,7 @@ on the rank.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..alignment import block_aligned
 from .facts import ParamRef
-from .instructions import KINDS, Instruction
+from .instructions import KINDS, Instruction, Reducing, reducing
 from .transfers import GatherDesc, Hop, KeepDesc, OffloadDesc, Part, ReduceDesc
 
 VERSION = 7
@@ -122,6 +123,11 @@ class Program:
     def title_in(self, frame: int) -> str:
         """The same with the number of its frame, as traces name a run of it."""
         return f"frame {frame}, {self.title}"
+
+    @functools.cached_property
+    def reductions(self) -> list[Reducing | None]:
+        """What each instruction is to a reduction; None: nothing."""
+        return [reducing(self, instr) for instr in self.instrs]
 
     @property
     def beside_bytes(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from ..ir import facts, ops
-from ..ir.instructions import Compute, Instruction, Reducing, Step, reducing
+from ..ir.instructions import Compute, Instruction, Reducing, Step
 from ..ir.program import Program
 from ..ir.transfers import ReduceDesc
 from .segment_graph import SegmentGraph
@@ -42,7 +42,7 @@ def live_bytes(
     """
     roots = facts.alias_roots(graph) if roots is None else roots
     count = _LiveBytes(program, graph, numbers, segments, sizes, roots)
-    rows = [count.step(instr) for instr in program.instrs]
+    rows = list(map(count.step, program.instrs, program.reductions))
     return rows, count.beyond
 
 
@@ -81,10 +81,9 @@ class _LiveBytes:
             self._roots = {n: frozenset(owner.get(r, r) for r in rs) for n, rs in self._roots.items()}
         self._live = sum(self._made.values())
 
-    def step(self, instr: Instruction) -> int:
-        """Bytes live during an instruction, the next one."""
+    def step(self, instr: Instruction, of: Reducing | None) -> int:
+        """Bytes live during an instruction, the next one, which is ``of`` a reduction or none."""
         program = self._program
-        of = reducing(program, instr)
         inside = self._compute(instr) if isinstance(instr, Compute) else None
         free = self._given_up(instr)
         if of is not None:
@@ -216,8 +215,7 @@ def _written_there(program: Program, r: ReduceDesc) -> bool:
     return r.copies > 1 and lone and r.dtype != r.out_dtype
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """During one instruction: bytes of ``gradients`` that rest in memory and were reduced so far, of the ``full`` ones
     that these came from, and of all ``others`` beside them and the arenas: what other frames and the caller hold is
     among them, and memory of results that pass which waits for others."""
@@ -242,9 +240,9 @@ def waiting_of(program: Program) -> list[int]:
     summing: Counter[str] = Counter()  # until the next reduction is waited for
     held = taken = 0
     rows = []
-    for instr in program.instrs:
-        gone: Counter[str] = Counter()
-        if (of := reducing(program, instr)) is not None:
+    for instr, of in zip(program.instrs, program.reductions, strict=True):
+        gone = ""  # the owner of what is gone behind it
+        if of is not None:
             r = of.desc
             nbytes = passing[instr.index]
             if of.ends and summing:
@@ -258,12 +256,14 @@ def waiting_of(program: Program) -> list[int]:
                 more = max(0, now[r.owner] - most[r.owner])
                 most[r.owner] += more
                 taken += more
-            if of.completes:
-                (summing if of.ends and r.copies > 1 else gone)[r.owner] += nbytes
+            if of.completes and of.ends and r.copies > 1:
+                summing[r.owner] += nbytes
+            elif of.completes:
+                gone = r.owner
         rows.append(taken - held)
         if gone:
-            now -= gone
-            held -= gone.total()
+            now[gone] -= nbytes
+            held -= nbytes
     return rows
 
 
@@ -284,9 +284,9 @@ def moments(program: Program, waiting: bool = True) -> list[Moment]:
     beside, arenas = program.beside_bytes, program.buffer_bytes
     tiles: dict[tuple[str, str], int] = {}
     waits = waiting_of(program) if waiting else [0] * len(program.instrs)
-    for instr, live, wait in zip(program.instrs, program.live, waits, strict=True):
-        of = reducing(program, instr)
-        gradients += results_of(program, of)
+    for of, live, wait in zip(program.reductions, program.live, waits, strict=True):
+        if of is not None:
+            gradients += results_of(program, of)
         out.append(Moment(live - arenas - gradients + beside + wait, gradients, full))
         if of is not None and of.completes:
             r = of.desc

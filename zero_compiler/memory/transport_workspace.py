@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..ir.instructions import reducing
 from ..ir.program import Program
 from ..ir.transfers import ReduceDesc
 
@@ -54,12 +53,8 @@ def _exchanged(program: Program, sharded_models: Mapping[str, Any]) -> dict[str,
     """Of each reduction under way, the rows that come from all ranks but two (csrc/src/c10d_transport.cc)."""
     under_way: Counter[str] = Counter()
     most: dict[str, int] = dict.fromkeys(sharded_models, 0)
-    for instr in program.instrs:
-        if (
-            (of := reducing(program, instr)) is None
-            or of.desc.replicated
-            or of.desc.owner not in sharded_models
-        ):
+    for of in program.reductions:
+        if of is None or of.desc.replicated or of.desc.owner not in sharded_models:
             continue
         r = of.desc
         nbytes = (sharded_models[r.owner].group.world - 2) * _chunk_bytes(r)

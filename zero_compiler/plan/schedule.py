@@ -20,7 +20,7 @@ from ..cost.simulate import simulate
 from ..cost.timeline import HOST, READ, WRITE, duration
 from ..cost.transfer_costs import transfer_us, transfers, work_us
 from ..ir.facts import ParamRef
-from ..ir.instructions import Instruction, Step, reducing
+from ..ir.instructions import Instruction, Step
 from ..ir.program import Program
 from ..ir.transfers import GatherDesc
 from ..passes.base import ParamPlan
@@ -113,8 +113,7 @@ def look(program: Program, spec: HardwareSpec, world: int) -> Look:
             last_wait[index[unit]] = at
     ends = {at for at in last_wait.values()}
     between: list[list[Event]] = [[]]
-    for at, instr in enumerate(program.instrs):
-        of = reducing(program, instr)
+    for at, (instr, of) in enumerate(zip(program.instrs, program.reductions, strict=True)):
         if at in ends:
             between.append([])
         if (work := instr.work(program)) is not None:

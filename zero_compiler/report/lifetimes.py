@@ -309,9 +309,9 @@ class _Walk:
 def _full_gradients(program: Program) -> dict[int, tuple[str, str]]:
     """Storages of the full gradients that are reduced or kept, with parameter and layer."""
     found: dict[int, tuple[str, str]] = {}
-    for instr in program.instrs:
+    for instr, of in zip(program.instrs, program.reductions, strict=True):
         desc: ReduceDesc | KeepDesc
-        if (of := reducing(program, instr)) is not None and of.starts:
+        if of is not None and of.starts:
             desc, layer = of.desc, of.desc.unit
         elif instr.table == "keeps":
             desc = program.keeps[instr.index]
