@@ -318,7 +318,9 @@ def _tile_gradient(
             sweep.finish()
     again = 2 * sum(facts.bytes_of(facts.value(leaf.node)) for leaf in form.leaves()) * (plan.world > 1)
     facts.add_note(graph, note(f"gradient of {plan.ref.name}", "reduce_scatter", plan, how, again))
-    old.replace_all_uses_with(element)
-    for node in (old, wait, start):
+    # The old element becomes the new one: the output, with its thousands of gradients, is not copied for each of them.
+    element.append(old)
+    old.args, old.meta = element.args, element.meta
+    for node in (element, wait, start):
         graph.erase_node(node)
     erase_unread(graph, grad)

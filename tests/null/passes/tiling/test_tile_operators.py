@@ -22,9 +22,10 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import VerifyError
-from zero_compiler.ir import dump
+from zero_compiler.ir import dump, facts
 from zero_compiler.layout import Layout, tiled_rows
 from zero_compiler.memory.verify import verify_program
+from zero_compiler.passes import TileOperators
 from zero_compiler.plan.tiling import tile_rows
 
 
@@ -90,6 +91,20 @@ def test_a_trial_writes_nothing_for_tiles_that_it_leaves_out(phase):
             )
         nodes.append(len(lower(b, phase, some_tiles=True).nodes))
     assert nodes[0] == nodes[1]
+
+
+def test_the_output_is_not_written_anew_for_each_gradient():
+    """It has as many as the model has parameters: all of them together would take their square."""
+    b = Build(world=2, tile_rows={"w": 1}, w=(8, 6))
+    g, x = b.input("tangents_1", 4, 8), b.input("x", 4, 6)
+    b.done(b.reduced("w", b.op(aten.mm.default, b.op(aten.t.default, g), x)))
+    graph = lower(b, "backward", "clone-escapes")
+    (output,) = graph.find_nodes(op="output")
+    (before,) = output.args
+    (last,) = output.all_input_nodes
+    TileOperators().run(graph, b.context("backward"))
+    assert output.args[0] is before
+    assert facts.tile(last.args[0].args[0]).last
 
 
 def test_some_of_many_tiles_tell_what_all_take():
