@@ -1,55 +1,20 @@
 // What a call of a compiled frame does for every parameter and every value. In Python each takes some tenths
 // of a microsecond, which is longer than small layers compute. Nothing is decided here: each function says
 // what it does to its lists.
-//
-// Code of the user may run wherever an object of Python is asked for an attribute or is destroyed, and may
-// change lists meanwhile. So each look at a list checks its size, and what is used behind such code is owned.
 #include "frame_bindings.h"
 
-#include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
 #include <utility>
 #include <vector>
 
-namespace py = pybind11;
+#include "python_objects.h"
 
 namespace zero {
 namespace {
 
 using Numbers = std::vector<Py_ssize_t>;
-
-// A new reference that Python has returned, or the error that it has raised.
-py::object owned(PyObject* object) {
-  if (object == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(object);
-}
-
-py::object attribute(py::handle of, PyObject* name) {
-  return owned(PyObject_GetAttr(of.ptr(), name));
-}
-
-py::object item(py::handle sequence, size_t at) {
-  return owned(PySequence_GetItem(sequence.ptr(), static_cast<Py_ssize_t>(at)));
-}
-
-// The name of an attribute that is asked of many objects. It lives as long as the process.
-PyObject* lasting(const char* name) {
-  return owned(PyUnicode_InternFromString(name)).release().ptr();
-}
-
-// Valid as long as `object` lives.
-const at::Tensor& tensor_in(py::handle object) {
-  if (!THPVariable_Check(object.ptr())) {
-    throw py::type_error(c10::str("a tensor was expected, not ", Py_TYPE(object.ptr())->tp_name));
-  }
-  return THPVariable_Unpack(object.ptr());
-}
 
 py::list take(const py::list& values, const Numbers& numbers) {
   py::list taken(numbers.size());
@@ -138,11 +103,7 @@ bool stands(py::handle place, py::handle param) {
   const auto there = py::cast<py::tuple>(place);
   const py::object module = item(there, 0), name = item(there, 1);
   const py::object all = attribute(module, parameters);
-  PyObject* found = PyDict_GetItemWithError(all.ptr(), name.ptr());  // a borrowed reference
-  if (found == nullptr && PyErr_Occurred() != nullptr) {
-    throw py::error_already_set();
-  }
-  return found == param.ptr();
+  return entry(all, name) == param.ptr();
 }
 
 // Whether each parameter has its local tensor still, that has its address, and the parameter stands in all of

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "frame_bindings.h"
+#include "optimizer_bindings.h"
 #include "zero/compiled_for.h"
 #include "zero/lane.h"
 #include "zero/range.h"
@@ -118,4 +119,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         lane.settle();
       });
   zero::bind_frames(module);
+  zero::bind_optimizers(module);
 }

@@ -1,6 +1,7 @@
 """Tensors that count their writes together, storages that are given other memory, and what a call of a compiled frame
-does for every parameter and value."""
+or a step of an optimizer does for every parameter and value."""
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_compiler as zero
 from zero_compiler import torch_cpp
+from zero_compiler.sharded import parameter_errors
 
 
 def _params(model: nn.Module) -> tuple[DTensor, ...]:
@@ -197,3 +199,43 @@ def test_whether_a_backward_was_given_inputs(inputs, all_of_them):
     y.sum().backward(inputs=[x] if inputs else None)
     assert seen == [all_of_them]
     assert not torch_cpp.backward_runs_all()
+
+
+def test_attributes_of_some_parameters_are_found():
+    plain, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert not torch_cpp.some_have([plain, other], ("mark", "other"))
+    other.__dict__["other"] = None
+    assert torch_cpp.some_have([plain, other], ("mark", "other"))
+
+
+def test_a_parameter_that_was_given_another_storage_is_found():
+    model = nn.Linear(3, 2)
+    weight, bias = _params(model)
+    assert not parameter_errors.any_was_dropped([weight, bias, torch.ones(1)])
+    assert not parameter_errors.any_was_dropped([copy.deepcopy(bias)])
+    bias.data = bias.detach() + 1
+    assert parameter_errors.was_dropped(bias)
+    assert parameter_errors.any_was_dropped([weight, bias])
+
+
+def test_writes_count_where_the_mark_is():
+    weight, bias = _params(nn.Linear(3, 2))
+    weight.__dict__["mark"] = True
+    plain = torch.ones(1)
+    assert torch_cpp.count_written([weight, plain, bias], "mark", DTensor) == [bias]
+    assert [weight._version, plain._version, bias._version] == [1, 0, 0]
+
+
+def test_rows_of_lists_that_lie_alike():
+    params = _params(nn.Linear(3, 2))
+    states = [p.detach().clone() for p in params]
+    steps = [torch.tensor(1.0), torch.tensor(2.0)]
+    rows = torch_cpp.rows_alike((list(params), states, [], steps), DTensor)
+    assert rows is not None
+    assert rows[2] == []
+    for got, want in zip(rows[0] + rows[1] + rows[3], [*params, *states, *steps], strict=True):
+        assert got is (want._local_tensor if isinstance(want, DTensor) else want)
+    whole = [p.to_local() for p in params]  # no DTensors
+    shorter = [params[0].detach(), params[1].detach()[:1]]
+    for other in (whole, shorter, states[:1]):
+        assert torch_cpp.rows_alike((list(params), other), DTensor) is None
