@@ -64,7 +64,11 @@ engine = CppExtension(
 )
 torch_cpp = CppExtension(
     "zero_compiler._torch_cpp",
-    sources_of("csrc/src/ranges", "csrc/torch_bindings.cc"),
+    [
+        *sources_of("csrc/src/ranges", "csrc/torch_bindings.cc"),
+        "csrc/frame_bindings.cc",
+        "csrc/optimizer_bindings.cc",
+    ],
     extra_compile_args=[*flags, *system_includes],
 )
 for extension in (engine, torch_cpp):

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "frame_bindings.h"
+#include "optimizer_bindings.h"
 #include "zero/compiled_for.h"
 #include "zero/lane.h"
 #include "zero/range.h"
@@ -116,4 +118,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         const py::gil_scoped_release release;
         lane.settle();
       });
+  zero::bind_frames(module);
+  zero::bind_optimizers(module);
 }

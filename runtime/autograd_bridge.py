@@ -15,7 +15,7 @@ from zero_compiler.report.frame import Frame
 from zero_compiler.sharded import grads, parameter_errors
 from zero_compiler.sharded.sharded_model import ShardedModel
 from zero_compiler.tensors.foreach import MANAGED
-from zero_compiler.torch_cpp import share_version_counters
+from zero_compiler.torch_cpp import Versions, backward_runs_all, local_rows
 
 
 class LocalRows(torch.autograd.Function):
@@ -41,10 +41,9 @@ class LocalRows(torch.autograd.Function):
         for param in params:  # a copy of a parameter, or one that was assigned, has no such mark
             param.__dict__[MANAGED] = True
         ctx.set_materialize_grads(False)
-        rows = tuple(p._local_tensor.detach() for p in params)
         # Autograd, which keeps for backward what that gathers from, notices what is written to the parameters.
-        share_version_counters(rows, params)
-        ctx.mark_non_differentiable(*(r for r, p in zip(rows, params, strict=True) if not p.requires_grad))
+        rows, frozen = local_rows(params)
+        ctx.mark_non_differentiable(*frozen)
         return rows
 
     @staticmethod
@@ -52,9 +51,10 @@ class LocalRows(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: autograd is to know every gradient
             return _through_autograd(ctx, *given)
         ctx.calls = ctx.due = None
-        # Of each tensor among the inputs, in order, what accumulates its gradient.
-        nodes = [node for node, _ in ctx.next_functions]
-        runs = grads.will_run(nodes, given)
+        runs = None
+        if not backward_runs_all():
+            # Of each tensor among the inputs, in order, what accumulates its gradient.
+            runs = grads.will_run([node for node, _ in ctx.next_functions], given)
         return (None, None, None, *grads.handed_on(ctx.params, given, runs))
 
 
@@ -88,8 +88,8 @@ class ForwardWeights:
             refs: owner and name of each of ``params``, those that backward computes with or gives gradients.
             models: by owner.
         """
-        self._models = models
-        self._found = [(ref, param, param._version) for ref, param in zip(refs, params, strict=True)]
+        self._models, self._refs, self._params = models, refs, tuple(params)
+        self._versions = Versions(self._params)
 
     def check(self, gradients: object) -> None:
         """Refuse a backward whose weights are others. Autograd asks this before each, also where none of the parameters
@@ -98,15 +98,11 @@ class ForwardWeights:
         Raises:
             ShardError: naming the first that was written to or replaced. The other ranks are told.
         """
-        # Of every parameter at every backward: so it calls next to nothing where nothing is wrong.
         places = {owner: model.places for owner, model in self._models.items()}
-        for ref, param, version in self._found:
-            # Backward gathers what stands in the module.
-            for module, attribute in places[ref.owner][ref.name]:
-                if module._parameters.get(attribute) is param and param._version == version:
-                    break
-            else:
-                self._refuse(ref, param, version)
+        # Backward gathers what stands in the module.
+        at = self._versions.first_changed(self._params, [places[ref.owner][ref.name] for ref in self._refs])
+        if at >= 0:
+            self._refuse(self._refs[at], self._params[at], self._versions.of(at))
 
     def _refuse(self, ref: ParamRef, param: DTensor, version: int) -> NoReturn:
         model = self._models[ref.owner]

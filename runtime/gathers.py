@@ -188,7 +188,7 @@ class Gathers:
             return
         chunks = runtime.flat_chunks(g.names)
         held = runtime.whole.get(g.names)
-        if held is None or not all(map(operator.is_, held[0], chunks)):
+        if held is None or (held[0] is not chunks and not all(map(operator.is_, held[0], chunks))):
             runtime.engine.gather_start(index, chunks)
             runtime.whole[g.names] = (chunks, runtime.engine.gather_wait(index))
             runtime.engine.release(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from zero_compiler.ranks.peer_waits import explained
 from zero_compiler.runtime import _C
 from zero_compiler.sharded import blocking_transfers
 from zero_compiler.sharded.sharded_model import ShardedModel
+from zero_compiler.torch_cpp import all_stand
 
 from ..storage import heap
 from ..storage.activation_store import Parcels
@@ -201,29 +202,31 @@ class ModelRuntime:
         """Where a parameter rests in a file; None where it was put into memory meanwhile."""
         return region_of(self.sharded_model.param(name)._local_tensor)
 
-    def flat_chunks(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """The flat padded chunks of parameters, as they lie at rest."""
-        sharded_model, out = self.sharded_model, []
-        known = sharded_model.at_rest
-        for name in names:
-            seen = known.get(name)
-            if seen is not None:
-                # Of every parameter at every call, so without a function: whether it stands where it stood, with the
-                # storage that it had. The cached view holds that, so its address cannot have been given to another.
-                module, attribute, places, param, local, at, flat = seen
-                if (
-                    module._parameters.get(attribute) is param
-                    and param._local_tensor is local
-                    and local.data_ptr() == at
-                    and (len(places) == 1 or all(m._parameters.get(a) is param for m, a in places))
-                ):
-                    out.append(flat)
-                    continue
-            out.append(self._flat_chunk(sharded_model, name))
-        return out
+    def flat_chunks(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The flat padded chunks of parameters, as they lie at rest; the list is the same one until one lies elsewhere.
+
+        Of every parameter at every call: whether it stands where it stood, with the storage that it had. The cached
+        view holds that, so its address cannot have been given to another.
+        """
+        names = tuple(names)
+        sharded_model = self.sharded_model
+        known = sharded_model.at_rest_together.get(names)
+        if known is not None and all_stand(known[0]):
+            return known[1]
+        at_rest = sharded_model.at_rest
+        found = [
+            seen[1]
+            if (seen := at_rest.get(name)) is not None and all_stand([seen[0]])
+            else self._flat_chunk(sharded_model, name)
+            for name in names
+        ]
+        if all(name in at_rest for name in names):
+            sharded_model.at_rest_together[names] = [at_rest[name][0] for name in names], found
+        return found
 
     def _flat_chunk(self, sharded_model: ShardedModel, name: str) -> torch.Tensor:
-        sharded_model.at_rest.pop(name, None)
+        if sharded_model.at_rest.pop(name, None) is not None:
+            sharded_model.at_rest_together.clear()
         module, attribute = sharded_model.place_of(name)
         param: Any = module._parameters[attribute]
         layout = sharded_model.params[name].layout
@@ -238,15 +241,7 @@ class ModelRuntime:
             ]
         at = local.data_ptr()
         if at != 0 and flat.data_ptr() == at:
-            sharded_model.at_rest[name] = (
-                module,
-                attribute,
-                sharded_model.places[name],
-                param,
-                local,
-                at,
-                flat,
-            )
+            sharded_model.at_rest[name] = (param, local, at, sharded_model.places[name]), flat
         return flat
 
     def close(self) -> None:

@@ -14,8 +14,11 @@ from zero_compiler.ir.program import Program
 from zero_compiler.ir.transfers import ReduceDesc
 from zero_compiler.ranks import peer_waits
 from zero_compiler.sharded import grads
+from zero_compiler.torch_cpp import Rows, Values, all_contiguous
 
 from .model import ModelRuntime
+
+_NONE = Values(())
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Loaded:
     runtime: ModelRuntime
     index: int
     desc: ReduceDesc
-    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    rows: Rows
     one_rank: bool
 
 
@@ -56,7 +59,7 @@ def load(runtime: ModelRuntime, r: ReduceDesc) -> Loaded:
     same = r.dtype == r.out_dtype and r.grad_dtype in ("", r.dtype)
     whole = group.data_ranks == 1 and r.tile is None and not r.tiers
     one_rank = same and whole and [shape for shape, _ in rows] == list(r.shapes)
-    return Loaded(runtime, index, r, rows, one_rank)
+    return Loaded(runtime, index, r, Rows(rows), one_rank)
 
 
 def _rows(runtime: ModelRuntime, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -71,7 +74,7 @@ class _Sum:
 
     work: Any
     which: int
-    outs: Sequence[int]
+    outs: Values
     final: Sequence[bool]
     chunks: Sequence[torch.Tensor]
     label: str
@@ -120,12 +123,12 @@ class Reductions:
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
         sharded_model = runtime.sharded_model
-        for k, name in enumerate(r.names):
-            param = sharded_model.param(name)
-            if grads.PendingGrad.ever_made:
-                dtype = getattr(torch, r.dtype)
+        if grads.PendingGrad.ever_made:
+            dtype = getattr(torch, r.dtype)
+            for k, name in enumerate(r.names):
+                param = sharded_model.param(name)
                 given[k] = grads.to_reduce(sharded_model, name, param, given[k], dtype, r.tile)
-        if loaded.one_rank and all(grad.is_contiguous() for grad in given):
+        if loaded.one_rank and all_contiguous(given):
             self._handed_over[which] = given
         else:
             runtime.engine.reduce_start(loaded.index, given)
@@ -140,20 +143,25 @@ class Reductions:
     def store(self, env: list[Any], which: int) -> None:
         """Wait for a reduction whose result goes to the host, and start the copy."""
         self.finish_sums(env)
-        self._reduced(env, which, (), ())
+        self._reduced(env, which, _NONE, ())
 
-    def wait(self, env: list[Any], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
-        """Give a result to those that wait for it. ``final``: nothing reads the weight from here on."""
+    def reads(self, outs: Sequence[int]) -> bool:
+        """Whether an instruction computes with what a reduction gives."""
+        return not self._read.isdisjoint(outs)
+
+    def wait(self, env: list[Any], which: int, outs: Values, final: Sequence[bool], read: bool) -> None:
+        """Give a result to those that wait for it. ``final``: nothing reads the weight from here on. ``read``: see
+        :meth:`reads`."""
         runtime, r = self._all[which].runtime, self._all[which].desc
         self.finish_sums(env)
         if not r.copied:
             self._reduced(env, which, outs, final)
-            if not self._read.isdisjoint(outs):
+            if read:
                 self.finish_sums(env)
             return
         _, chunks, event = self._leaving.pop(which)
         runtime.aside.wait(event)
-        if r.tile is not None or runtime.sharded_model.sinks or not self._read.isdisjoint(outs):
+        if r.tile is not None or runtime.sharded_model.sinks or read:
             runtime.aside.await_copy(event)  # the host reads it at once
         self._deliver(env, which, outs, final, chunks)
 
@@ -169,7 +177,7 @@ class Reductions:
             self._send(env, s.which, s.outs, s.final, [c.to(out_dtype) for c in s.chunks])
         self._summing.clear()
 
-    def _reduced(self, env: list[object], which: int, outs: Sequence[int], final: Sequence[bool]) -> None:
+    def _reduced(self, env: list[object], which: int, outs: Values, final: Sequence[bool]) -> None:
         """Wait for a reduction; what it gives goes where it is to go."""
         loaded = self._all[which]
         runtime, r = loaded.runtime, loaded.desc
@@ -189,7 +197,7 @@ class Reductions:
         self,
         env: list[object],
         which: int,
-        outs: Sequence[int],
+        outs: Values,
         final: Sequence[bool],
         chunks: Sequence[torch.Tensor],
     ) -> None:
@@ -204,7 +212,7 @@ class Reductions:
         self,
         env: list[object],
         which: int,
-        outs: Sequence[int],
+        outs: Values,
         final: Sequence[bool],
         chunks: Sequence[torch.Tensor],
     ) -> None:
@@ -217,18 +225,13 @@ class Reductions:
             if whole is None:
                 return
             chunks = [whole]
-        out: list[Any] = [
-            chunk if chunk.shape == shape else chunk.as_strided(shape, stride)
-            for chunk, (shape, stride) in zip(chunks, loaded.rows, strict=True)
-        ]
+        out: list[Any] = loaded.rows.of(chunks)
         if sharded_model.sinks:
             for k, (name, last) in enumerate(zip(r.names, final, strict=True)):
                 done = last and grads.is_last_call(sharded_model, name)
                 if grads.deliver(sharded_model, name, sharded_model.param(name), out[k], done):
                     out[k] = None
-        for i, value in zip(outs, out, strict=True):
-            if i >= 0:
-                env[i] = value
+        outs.put(env, out)
 
     def _laid(
         self, runtime: ModelRuntime, r: ReduceDesc, part: torch.Tensor, final: bool

@@ -29,6 +29,7 @@ from zero_compiler.ranks.failing import noticed
 from zero_compiler.ranks.failure_broadcast import broke_off, cannot_begin
 from zero_compiler.ranks.group import Group
 from zero_compiler.ranks.peer_waits import explained
+from zero_compiler.torch_cpp import SegmentCall, Values
 
 from . import peer_watchdog
 from .gathers import Gathers
@@ -158,42 +159,34 @@ class Session:
         return lambda env: gathers.start(index)
 
     def _wait_gather(self, at: int, instr: WaitGather) -> _Step:
-        gathers, index, outs = self._gathers, instr.index, instr.outs
+        gathers, index, outs = self._gathers, instr.index, Values(instr.outs)
         if self.program.gathers[index].home:
             views = gathers.views(index)
-            return lambda env: _put(env, outs, views)
-        return lambda env: _put(env, outs, gathers.wait(index))
+            return lambda env: outs.put(env, views)
+        return lambda env: outs.put(env, gathers.wait(index))
 
     def _keep_part(self, at: int, instr: KeepPart) -> _Step:
         gathers, index = self._gathers, instr.index
         return lambda env: gathers.keep_part(index)
 
     def _release(self, at: int, instr: Release) -> _Step:
-        gathers, index, values = self._gathers, instr.index, instr.values
+        gathers, index, values = self._gathers, instr.index, Values(instr.values)
 
         def release(env: list[object]) -> None:
-            _drop(env, values)
+            values.drop(env)
             gathers.release(index)
 
         return release
 
     def _compute(self, at: int, instr: Compute) -> _Step:
-        segment, ins, outs, free = self.segments[instr.segment], instr.ins, instr.outs, instr.free
-
-        def compute(env: list[Any]) -> None:
-            args = [env[i] for i in ins]
-            for i in free:
-                env[i] = None
-            _put(env, outs, segment(args))
-
-        return compute
+        return SegmentCall(self.segments[instr.segment], instr.ins, instr.outs, instr.free)
 
     def _reduce(self, at: int, instr: Reduce) -> _Step:
-        reductions, index, ins, free = self._reductions, instr.index, instr.ins, instr.free
+        reductions, index, ins, free = self._reductions, instr.index, Values(instr.ins), Values(instr.free)
 
         def reduce(env: list[Any]) -> None:
-            reductions.start(index, [env[i] for i in ins])
-            _drop(env, free)
+            reductions.start(index, ins.take(env))
+            free.drop(env)
 
         return reduce
 
@@ -202,18 +195,18 @@ class Session:
         return lambda env: reductions.store(env, index)
 
     def _wait_reduce(self, at: int, instr: WaitReduce) -> _Step:
-        reductions, index, outs = self._reductions, instr.index, instr.outs
-        r = self.program.reduces[index]
+        reductions, index, outs = self._reductions, instr.index, Values(instr.outs)
+        r, read = self.program.reduces[index], self._reductions.reads(instr.outs)
         # For each gradient, whether nothing reads its weight from here on.
         final = tuple(self._last_read.get((r.owner, name), -1) < at for name in r.names)
-        return lambda env: reductions.wait(env, index, outs, final)
+        return lambda env: reductions.wait(env, index, outs, final, read)
 
     def _keep(self, at: int, instr: Keep) -> _Step:
-        reductions, index, ins, free = self._reductions, instr.index, instr.ins, instr.free
+        reductions, index, ins, free = self._reductions, instr.index, Values(instr.ins), Values(instr.free)
 
         def keep(env: list[Any]) -> None:
-            reductions.keep(index, [env[i] for i in ins])
-            _drop(env, free)
+            reductions.keep(index, ins.take(env))
+            free.drop(env)
 
         return keep
 
@@ -429,17 +422,3 @@ _STEPS: dict[type, Callable[[Session, int, Any], _Step]] = {
     WaitReduce: Session._wait_reduce,
     Keep: Session._keep,
 }
-
-
-def _put(env: list[object], at: Sequence[int], values: Sequence[object]) -> None:
-    """Store ``values`` at their numbers. A function of its own: no name of the walk's may keep a value alive that the
-    Program has given up (the last one of a segment, say, for as long as the next segment runs)."""
-    for i, value in zip(at, values, strict=True):
-        if i >= 0:
-            env[i] = value
-
-
-def _drop(env: list[object], values: Sequence[int]) -> None:
-    """Nothing reads these any more."""
-    for i in values:
-        env[i] = None

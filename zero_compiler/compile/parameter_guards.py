@@ -1,14 +1,16 @@
 """Fewer guards on sharded parameters: what Dynamo would ask in Python, of each at every call, is looked at once.
 
-Before every call of a compiled frame Dynamo evaluates its guards. Three kinds are Python, or ask a tensor for
-attributes that it does not have; there is one of them for each parameter or module, so that in a model of many small
-layers they take longer than the arithmetic:
+Before every call of a compiled frame Dynamo evaluates its guards. Some kinds are Python, or ask a tensor for
+attributes that it does not have, or say nothing that another one does not; there is one of them for each parameter or
+module, so that in a model of many small layers they take longer than the arithmetic:
 
 - that the spec of a DTensor equals the one that was compiled for, and that its local tensor is like the one of then.
   The frame's entry compares them by identity, for all parameters in one pass (:class:`KnownParameters`).
 - that one object is meant by two attributes (``a.device_mesh is b.device_mesh``, and the same of the sharded model of
   two modules). The mesh is a part of the spec. Of which sharded model a module is a part follows from its class, which
   no other module has (`params/modules.py`), and the classes are guarded.
+- that the property which reads a parameter has the code that it had. It stands in that class, which the module keeps;
+  whatever puts another property there takes the parameter out of the module, where its guards look for it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, TypeSource
 
 from ..errors import ShardError
 from ..ir import ops
@@ -43,7 +45,12 @@ def drop_guards(sources: Iterable[object]) -> None:
     if context is None:
         return
     parameters, guards = set(sources) - {None}, context.guards_context.dynamo_guards
-    left = [guard for guard in guards if not _is_dropped(guard, parameters)]
+    typed = {g.originating_source for g in guards if g.inner_create_fn() is GuardBuilder.TYPE_MATCH}
+    entries = [
+        (_attribute_of(p.base, "_parameters"), p.index) for p in parameters if type(p) is DictGetItemSource
+    ]
+    read = {entry for entry in entries if entry[0] in typed}
+    left = [guard for guard in guards if not (_is_dropped(guard, parameters) or _getter_in(guard, read))]
     if len(left) < len(guards):
         context.guards_context.dynamo_guards = type(guards)(type(guards.inner)(left))
 
@@ -61,6 +68,15 @@ def _is_dropped(guard: Any, parameters: set[object]) -> bool:
         return True
     states = [_attribute_of(one, "sharded_model") for one in both]
     return all(_is_state(one) for one in states)
+
+
+def _getter_in(guard: Any, read: set[tuple[object, str]]) -> bool:
+    """Whether a guard is that of the property which reads one of these parameters, each (module, attribute)."""
+    prop = _attribute_of(guard.originating_source, "fget")
+    if guard.inner_create_fn() is not GuardBuilder.CLOSURE_MATCH or type(prop) is not DictGetItemSource:
+        return False
+    cls = getattr(prop.base, "base", None)  # prop.base is its dictionary
+    return type(cls) is TypeSource and (cls.base, prop.index) in read
 
 
 def _attribute_of(source: object, name: str) -> object:

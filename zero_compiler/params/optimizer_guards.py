@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import ShardError
 from ..ir import ops
 from ..sharded.grads import HOOKS, check_reduced
-from ..sharded.parameter_errors import dropped, was_dropped
+from ..sharded.parameter_errors import any_was_dropped, dropped, was_dropped
 from ..storage import heap
 from ..tensors.anomaly import register_anomaly_checks
 from ..tensors.foreach import MANAGED, count_writes
@@ -21,7 +21,8 @@ from ..tensors.fused import register_kernels
 from ..tensors.partial_numbers import watch_numbers
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
-from .ddp_fallback import check_averaged
+from ..torch_cpp import some_have
+from .ddp_fallback import ATTRIBUTE, check_averaged
 from .mixed_operands import sharded_rule, watch_operands
 from .penalties import watch_terms
 
@@ -93,18 +94,8 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
         # A closure runs the backward that reduces them; one that it leaves waiting refuses the step's arithmetic.
         if closure is None:
             check_reduced(group["params"])
-        check_averaged(group["params"])
         # At every step: a model may be sharded between two steps of an optimizer.
-        for param in group["params"]:
-            stale = getattr(param, STALE, None)
-            if stale is not None:
-                name, by = stale
-                raise ShardError(
-                    f"{type(optimizer).__name__} was made before {by} and holds the parameter {name!r} that it "
-                    f"replaced; make the optimizer after {by}, from model.parameters()"
-                )
-            if was_dropped(param) and (found := _name_of(param)) is not None:
-                dropped(found)
+        _check_params(optimizer, group["params"])
     # Dynamo traces this, with the step of an optimizer that is compiled.
     if not any(hasattr(param, MANAGED) for group in optimizer.param_groups for param in group["params"]):
         return
@@ -116,6 +107,24 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
     optimizer.__dict__[_CHECKED] = count
     if any(hasattr(p, MANAGED) for g in optimizer.param_groups for p in g["params"]):
         optimizer.__dict__[_FIRST] = _FIRST_STEPS
+
+
+def _check_params(optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
+    compiling = torch.compiler.is_compiling()  # Dynamo follows no call of C++
+    if compiling or some_have(params, (STALE, ATTRIBUTE)):
+        check_averaged(params)
+        for param in params:
+            stale = getattr(param, STALE, None)
+            if stale is not None:
+                name, by = stale
+                raise ShardError(
+                    f"{type(optimizer).__name__} was made before {by} and holds the parameter {name!r} that it "
+                    f"replaced; make the optimizer after {by}, from model.parameters()"
+                )
+    if compiling or any_was_dropped(params):
+        for param in params:
+            if was_dropped(param) and (name := _name_of(param)) is not None:
+                dropped(name)
 
 
 def _give_back(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -25,6 +25,7 @@ from ..ir.transfers import Part
 from ..layout import Layout, tiled_rows
 from ..ranges import ranged
 from ..ranks.group import Group
+from ..torch_cpp import set_gradients
 from . import blocking_transfers
 
 
@@ -255,21 +256,22 @@ def _taker(sharded_model: _Trained, name: str, param: DTensor) -> Sink | None:
 
 
 def handed_on(
-    params: Sequence[DTensor], given: Sequence[torch.Tensor | None], runs: Sequence[bool]
+    params: tuple[DTensor, ...], given: tuple[torch.Tensor | None, ...], runs: Sequence[bool] | None
 ) -> list[DTensor | None]:
     """What autograd is to add to each ``.grad``, of this rank's reduced rows; None where there is nothing left to add.
 
     Args:
-        runs: whether the backward comes to where autograd adds to ``.grad``.
+        runs: whether the backward comes to where autograd adds to ``.grad``; None: to each of them.
     """
-    out: list[DTensor | None] = []
-    for param, local, run in zip(params, given, runs, strict=True):
+    out: list[DTensor | None] = [None] * len(params)
+    for at in set_gradients(params, given, DTensor) if runs is None else range(len(params)):
+        param, local = params[at], given[at]
         if local is None:
-            out.append(None)
             continue
         # What was frozen since the forward gets none; what has hooks gets it by way of them: autograd sees to it.
-        direct = run and param.requires_grad and not hooked(param)
-        out.append(None if direct and _added(param, local) else as_dtensor(param, local))
+        direct = (runs is None or runs[at]) and param.requires_grad and not hooked(param)
+        if not (direct and _added(param, local)):
+            out[at] = as_dtensor(param, local)
     return out
 
 

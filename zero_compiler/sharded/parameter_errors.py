@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import GradientError, ShardError
+from ..torch_cpp import some_have_another_storage
 
 
 def keeps_no_graph(name: str) -> GradientError:
@@ -111,6 +113,11 @@ def was_dropped(param: DTensor) -> bool:
     # Inside zero.init() the question would be answered of the full tensor.
     with torch._C.DisableTorchFunction():
         return bool(whose == id(param) and storage != param.untyped_storage()._cdata)
+
+
+def any_was_dropped(params: Sequence[torch.Tensor]) -> bool:
+    """Whether :func:`was_dropped` is true of one of them. Not for Dynamo, which follows no call of C++."""
+    return some_have_another_storage(params, _OWN, DTensor)
 
 
 def dropped(name: str) -> NoReturn:

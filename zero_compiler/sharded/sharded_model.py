@@ -37,6 +37,9 @@ from .model_identity import ModelIdentity
 from .rest_tiers import RestTiers
 from .write_detector import Copies
 
+# Of a parameter: that, its local tensor, the address of it, and all places.
+AtRest = tuple[DTensor, torch.Tensor, int, Places]
+
 _keys = itertools.count()  # not the serial, which another process may have given out too
 
 
@@ -186,9 +189,10 @@ class ShardedModel:
         self.runtime: Any = None  # made by the first compile; dies with this
         self.frames: list[Any] = []  # compiled ones, for the report
         self.compilers: dict[object, object] = {}
-        # Flat chunks by name, with where they were found: module, attribute, all places, parameter, local tensor and
-        # its address.
-        self.at_rest: dict[str, tuple[object, ...]] = {}
+        # Flat chunks by name, with where they were found.
+        self.at_rest: dict[str, tuple[AtRest, torch.Tensor]] = {}
+        # The same of those that are asked for together.
+        self.at_rest_together: dict[tuple[str, ...], tuple[list[AtRest], list[torch.Tensor]]] = {}
         # Who updates a parameter while backward runs, by its name; and forwards whose backward may still read weights.
         self.sinks: WeakValueDictionary[str, grads.Sink] = WeakValueDictionary()
         self.calls: WeakSet[grads.ForwardCall] = WeakSet()

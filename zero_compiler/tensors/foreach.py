@@ -8,7 +8,7 @@ nobody counts (torch 2.13).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ir import ops
 from ..storage.stores import region_of
+from ..torch_cpp import count_written
 
 MANAGED = "_zero_managed"  # of a parameter of a sharded model: what is process-wide leaves all others alone
 
@@ -49,17 +50,17 @@ def count_writes(then: Callable[..., object]) -> None:
             torch.library.register_torch_dispatch(op, DTensor, counted)
 
 
-def count_as_written(tensors: Iterable[torch.Tensor]) -> None:
+def count_as_written(tensors: Sequence[torch.Tensor]) -> None:
     """A kernel writes to ``tensors``; autograd counts for those that are no DTensors, and in inference mode nobody.
 
     Counted are those whose count this project reads: parameters of sharded models, and what lies in their files. What
     other libraries make of DTensors is written to as it is without this project.
     """
-    torch.autograd.graph.increment_version(
-        [t for t in tensors if isinstance(t, DTensor) and _is_read(t) and not t.is_inference()]
-    )
+    others = count_written(tensors, MANAGED, DTensor)
+    if others:
+        torch.autograd.graph.increment_version([t for t in others if _in_file(t) and not t.is_inference()])
 
 
-def _is_read(tensor: DTensor) -> bool:
+def _in_file(tensor: DTensor) -> bool:
     local = tensor._local_tensor
-    return MANAGED in tensor.__dict__ or (type(local) is torch.Tensor and region_of(local) is not None)
+    return type(local) is torch.Tensor and region_of(local) is not None

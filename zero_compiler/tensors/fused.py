@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..torch_cpp import rows_alike
 from .foreach import MANAGED, count_as_written
 
 KERNELS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -44,27 +45,5 @@ def on_rows(
     count_as_written(args[0])
     if kwargs.get("grad_scale") is not None:
         count_as_written(args[1])  # the kernel unscales gradients in place
-    local, first = [], None
-    for tensors in args:
-        rows, lie = _rows(tensors)
-        if first is None:
-            first = lie
-        if lie != first and not _are_steps(tensors):
-            return NotImplemented
-        local.append(rows)
-    return op(*local, **kwargs)
-
-
-def _rows(tensors: Sequence[Any]) -> tuple[list[torch.Tensor], tuple[list[Any], ...]]:
-    """This rank's rows of each tensor, and how they lie."""
-    specs = [t._spec if type(t) is DTensor else None for t in tensors]
-    rows = [t if s is None else t._local_tensor for t, s in zip(tensors, specs, strict=True)]
-    # Lists compare by identity first, and that is what these objects nearly always share.
-    meshes = [None if s is None else s.mesh for s in specs]
-    placements = [None if s is None else s.placements for s in specs]
-    return rows, (meshes, placements, [r.shape for r in rows])
-
-
-def _are_steps(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are numbers, one a parameter; or nothing, as a state that the optimizer does not have."""
-    return not any(isinstance(t, DTensor) or t.dim() for t in tensors)
+    rows = rows_alike(args, DTensor)
+    return NotImplemented if rows is None else op(*rows, **kwargs)
