@@ -40,6 +40,9 @@ TRANSFORM_BEGINNINGS = frozenset(
     if hasattr(module, name)
 )
 
+# By which Inductor's code checks the size and the strides of what an operator has returned: the second since 2.15.
+TELLS_SIZES = frozenset({"assert_size_stride", "assert_tensor_metadata"})
+
 
 def forget_instructions() -> None:
     """Dynamo's instructions of the functions that it has followed last are dropped, where it keeps them in a cache."""

@@ -29,7 +29,7 @@ from ..cost.transfer_costs import within_host_us
 from ..emit.no_sync_program import accumulating
 from ..emit.segments import SegmentCompiler
 from ..errors import VerifyError, ZeroError
-from ..ir import ops
+from ..ir import facts, ops
 from ..ir.program import Program
 from ..memory.verify import verify_accumulating
 from ..params import ddp_fallback, eager, recompile_limit
@@ -460,12 +460,38 @@ def _inductor_joint_passes(gm: fx.GraphModule, inputs: Sequence[object]) -> None
     # What takes the place of an operator that changes nothing (a product with 1) is given all that is known of its
     # result, strides too; its own strides are those by which a segment that reads it is compiled.
     values = {node: node.meta["val"] for node in gm.graph.nodes if "val" in node.meta}
+    outputs, sharing = gm.graph.output_node().args[0], _sharing(gm.graph)
     # Its patterns of random operators make fake values.
     with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
         joint_graph_passes(gm, device)
     for node in gm.graph.nodes:
         if node in values:
             node.meta["val"] = values[node]
+    _copy_what_shares(gm.graph, outputs, sharing)
+
+
+def _sharing(graph: fx.Graph) -> list[set[object]]:
+    """Of each output: the inputs, and the numbers of the outputs before it, with which it shares memory."""
+    roots = facts.alias_roots(graph)
+    outputs = [roots.get(out, frozenset()) for out in graph.output_node().args[0]]
+    return [
+        {root for root in mine if root.op == "placeholder"}
+        | {k for k, before in enumerate(outputs[:at]) if mine & before}
+        for at, mine in enumerate(outputs)
+    ]
+
+
+def _copy_what_shares(graph: fx.Graph, before: Sequence[Any], sharing: Sequence[set[object]]) -> None:
+    """An output that was memory of its own remains so, as the caller may write to it: in torch 2.15 Inductor returns an
+    input, or another output, in place of its product with 1, and such a write would change both."""
+    end = graph.output_node()
+    outputs = list(end.args[0])
+    for at, (shared, now) in enumerate(zip(sharing, _sharing(graph), strict=True)):
+        if now - shared:
+            with graph.inserting_before(end):
+                outputs[at] = graph.call_function(torch.ops.aten.clone.default, (outputs[at],))
+            outputs[at].meta = dict(before[at].meta)
+    end.args = (type(end.args[0])(outputs),)
 
 
 def _boxed(fn: Callable[..., object]) -> Callable[..., object]:

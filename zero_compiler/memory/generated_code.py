@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ..ir import facts
+from ..torch_versions import TELLS_SIZES
 
 log = logging.getLogger("zero_compiler")
 
@@ -317,7 +318,9 @@ class _CodeReader:
     def _call(self, made: ast.Call) -> str:
         """Follow a call; the operator of the graph that it is, or ""."""
         match made:
-            case ast.Call(func=ast.Name("assert_size_stride"), args=[ast.Name(name), size, stride, *_]):
+            case ast.Call(func=ast.Name(function), args=[ast.Name(name), size, stride, *_]) if (
+                function in TELLS_SIZES
+            ):
                 if name in self._unsized:
                     of, index = self._unsized.pop(name)
                     operator, results = self._calls[of]

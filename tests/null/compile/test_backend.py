@@ -202,3 +202,27 @@ def test_a_product_with_one_leaves_the_strides_of_what_it_is_given():
     call = torch.compile(model, backend="zero", options={"compute": "inductor"})
     x = torch.randn(3, 64)[:, :6]
     torch.testing.assert_close(call(x), plain(x))
+
+
+class OwnResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return x * 1.0, y, y * 1.0, y.t()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_product_with_one_that_is_returned_is_memory_of_its_own(trained):
+    """Inductor of torch 2.15 returns what was multiplied."""
+    model = zero.shard(OwnResults(), device="cpu")
+    call = torch.compile(model, backend="zero", options={"compute": "inductor"})
+    x = torch.randn(3, 6)
+    with torch.set_grad_enabled(trained):
+        same, y, again, view = call(x)
+    storages = [t.untyped_storage().data_ptr() for t in (x, same, y, again)]
+    assert len(set(storages)) == 4
+    assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
