@@ -486,8 +486,10 @@ def _copy_what_shares(graph: fx.Graph, before: Sequence[Any], sharing: Sequence[
     input, or another output, in place of its product with 1, and such a write would change both."""
     end = graph.output_node()
     outputs = list(end.args[0])
+    copied: set[object] = set()
     for at, (shared, now) in enumerate(zip(sharing, _sharing(graph), strict=True)):
-        if now - shared:
+        if now - shared - copied:
+            copied.add(at)
             with graph.inserting_before(end):
                 outputs[at] = graph.call_function(torch.ops.aten.clone.default, (outputs[at],))
             outputs[at].meta = dict(before[at].meta)
