@@ -70,7 +70,8 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         q, k, v = (t.view(batch, length, 4, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-        tail = torch.cat([mixed[:, :, length // 2 :], mixed], 2)
+        # An index in brackets is traced to a graph that holds `mixed` for longer where sizes are symbols (torch 2.15).
+        tail = torch.cat([mixed.narrow(2, length // 2, length - length // 2), mixed], 2)
         return self.out(tail.transpose(1, 2).reshape(-1, WIDTH)).square().mean()
 
 
