@@ -175,7 +175,7 @@ class Versions {
 // whose DTensor requires no gradient. Those of inference mode count nothing.
 py::tuple local_rows(const py::tuple& params) {
   static PyObject* const local_tensor = lasting("_local_tensor");
-  py::tuple rows(params.size());
+  py::list rows;  // grows: what torch calls meanwhile may look at every object, and finds none without a value
   py::list frozen;
   for (size_t i = 0; i < params.size(); ++i) {
     const py::handle object = PyTuple_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));
@@ -185,13 +185,13 @@ py::tuple local_rows(const py::tuple& params) {
     if (!row.is_inference() && !param.is_inference()) {
       row.unsafeGetTensorImpl()->set_version_counter(param.unsafeGetTensorImpl()->version_counter());
     }
-    py::object wrapped = owned(THPVariable_Wrap(row));
+    const py::object wrapped = owned(THPVariable_Wrap(row));
     if (!param.requires_grad()) {
       frozen.append(wrapped);
     }
-    PyTuple_SET_ITEM(rows.ptr(), static_cast<Py_ssize_t>(i), wrapped.release().ptr());
+    rows.append(wrapped);
   }
-  return py::make_tuple(std::move(rows), std::move(frozen));
+  return py::make_tuple(py::tuple(rows), std::move(frozen));
 }
 
 // This rank's rows of some chunks, which they are the beginning of: of each their shape and strides.
@@ -205,7 +205,7 @@ class Rows {
     if (chunks.size() != forms_.size()) {
       throw py::value_error(c10::str(chunks.size(), " chunks, not ", forms_.size()));
     }
-    py::list rows(forms_.size());
+    py::list rows;  // grows, as in `local_rows`
     for (size_t i = 0; i < forms_.size(); ++i) {
       const auto& [shape, strides] = forms_[i];
       py::object rest = item(chunks, i);
@@ -213,7 +213,7 @@ class Rows {
       if (chunk.sizes() != at::IntArrayRef(shape)) {
         rest = owned(THPVariable_Wrap(chunk.as_strided(shape, strides)));
       }
-      PyList_SET_ITEM(rows.ptr(), static_cast<Py_ssize_t>(i), rest.release().ptr());
+      rows.append(rest);
     }
     return rows;
   }

@@ -25,10 +25,14 @@ bool equal(py::handle one, py::handle other) {
   return found == 1;
 }
 
-// Whether one of `params` has an attribute of its own that has one of these names.
+// Whether one of the tensors among `params` has an attribute of its own that has one of these names.
 bool some_have(const py::sequence& params, const py::tuple& names) {
   for (size_t i = 0; i < params.size(); ++i) {
-    const py::object own = own_attributes(item(params, i));
+    const py::object param = item(params, i);
+    if (!THPVariable_Check(param.ptr())) {
+      continue;  // an optimizer of somebody else's may hold what it likes
+    }
+    const py::object own = own_attributes(param);
     for (const py::handle name : names) {
       if (entry(own, name) != nullptr) {
         return true;

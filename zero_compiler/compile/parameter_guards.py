@@ -71,7 +71,11 @@ def _is_dropped(guard: Any, parameters: set[object]) -> bool:
 
 
 def _getter_in(guard: Any, read: set[tuple[object, str]]) -> bool:
-    """Whether a guard is that of the property which reads one of these parameters, each (module, attribute)."""
+    """Whether a guard is that of the property which reads one of these parameters, each (module, attribute).
+
+    The class of the module, which has it, is made for this module alone and is guarded. Code that was compiled does not
+    notice who sets another property on that class by hand and leaves the parameter where it is.
+    """
     prop = _attribute_of(guard.originating_source, "fget")
     if guard.inner_create_fn() is not GuardBuilder.CLOSURE_MATCH or type(prop) is not DictGetItemSource:
         return False

@@ -143,3 +143,15 @@ def test_an_optimizer_of_another_model_is_left_alone():
     before = other[0].weight.detach().clone()
     opt.step()
     assert not torch.equal(other[0].weight, before)
+
+
+def test_an_optimizer_that_groups_what_is_no_tensor_is_left_alone():
+    zero.shard(nn.Linear(4, 4), device="cpu")
+
+    class Named(torch.optim.SGD):
+        def step(self, closure=None):
+            return 7
+
+    optimizer = Named([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["params"] = [("weight", param) for param in optimizer.param_groups[0]["params"]]
+    assert optimizer.step() == 7
