@@ -17,8 +17,7 @@ from torch import fx
 
 from ..torch_versions import forget_instructions
 
-# Of a process that only plans: Python looks by itself at a million new objects, and never at older ones.
-THRESHOLDS = 1_000_000, 1_000, 1_000
+THRESHOLDS = 20_000, 10, 5  # of a process that only plans: all of it after a million new objects
 LARGE = 200  # nodes of a frame's graph: what compiling a smaller one drops is less than a collection costs
 
 
@@ -47,21 +46,14 @@ def older_objects_set_aside(nodes: int) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Inside, Python collects by itself as rarely as a process may that only plans: it gives back nothing that a
-    training would need, and collections take a fifth of its time otherwise. What compiling drops is collected where
-    that happens, and here what a plan before has left."""
-    gc.collect()
+    """Inside, Python collects after so many new objects as a process may have that only plans: it gives back nothing
+    that a training would need, and collections take a sixth of its time otherwise."""
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def collect_newest() -> None:
-    """Collect of what no collection has looked at yet."""
-    gc.collect(0)
 
 
 def _collect() -> None:

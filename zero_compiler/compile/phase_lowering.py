@@ -24,7 +24,6 @@ from ..ir.instructions import Compute
 from ..ir.program import Program
 from ..passes import Context, PassOptions, run_passes
 from ..plan import gather_precision, schedule
-from . import garbage
 from .frame_state import FrameState
 from .segment_codegen import count_compiled
 
@@ -286,7 +285,6 @@ class Lowering:
             some_tiles: of weights that have many are written out.
             proves: verify the graph after every pass, and the Program; a trial is never verified.
         """
-        garbage.collect_newest()  # graphs that were lowered before
         proves = proves and not trial
         state = self.state
         context, options = self._asked(phase)

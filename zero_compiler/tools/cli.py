@@ -186,26 +186,24 @@ def plan(
     where it fits, 3 where it does not, 2 where what is asked is wrong. Unless --memory-budget-bytes is given, the
     budget is what the device has less the reserve that its hardware file states.
     """
-    from ..compile import garbage
     from .fitting_plan import Asked, fitting_report
     from .model_source import model_source
     from .what_helps import with_help
 
     for option, path in (("--json", json_path), ("--html", html), ("--trace", trace)):
         _check_folder(option, path)
-    with garbage.rarely_collected():
-        with _progress() as say:
-            say(f"building {model}")
-            source = model_source(model, batch, sequence)
-            asked = Asked(source, world, device, fields, source.batch, replicas, gradient_accumulation_steps)
-            made = fitting_report(asked, say)
-            if what_helps:
-                made = with_help(asked, made, say)
-        console.print(made.summary() if brief else str(made), highlight=False, markup=False)
-        for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
-            if path is not None:
-                save(str(path))
-                console.print(f"written: {path}")
+    with _progress() as say:
+        say(f"building {model}")
+        source = model_source(model, batch, sequence)
+        asked = Asked(source, world, device, fields, source.batch, replicas, gradient_accumulation_steps)
+        made = fitting_report(asked, say)
+        if what_helps:
+            made = with_help(asked, made, say)
+    console.print(made.summary() if brief else str(made), highlight=False, markup=False)
+    for path, save in ((json_path, made.save_json), (html, made.save_html), (trace, made.save_trace)):
+        if path is not None:
+            save(str(path))
+            console.print(f"written: {path}")
     if made.verdict is not None and made.verdict.fits is False:
         raise typer.Exit(DOES_NOT_FIT)
 
