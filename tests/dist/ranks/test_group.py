@@ -8,6 +8,7 @@ import copy
 import gc
 import io
 import os
+import time
 import pickle
 import subprocess
 import sys
@@ -97,6 +98,10 @@ def ends(rank, world, kind):
     dist.destroy_process_group()
     release_destroyed()  # by torch's meshes, which hold their groups with and without us
     gc.collect()
+    # The thread that looks after peers holds a group for as long as it looks at it, some milliseconds each second.
+    end = time.monotonic() + 5.0
+    while any(r() is not None for r in refs) and time.monotonic() < end:
+        time.sleep(0.05)
     return transports, alive, [r() is not None for r in refs], before, threads()
 
 
