@@ -156,13 +156,13 @@ def used_up(again: bool = False) -> GradientError:
     )
 
 
-def check_reduced(params: Iterable[torch.Tensor]) -> None:
-    """Raise where a gradient of ``params`` waits for its reduction.
+def check_reduced(params: Iterable[object]) -> None:
+    """Raise where a gradient of ``params``, of which some may be no tensors, waits for its reduction.
 
     Raises:
         GradientError: before any of them was touched.
     """
-    if PendingGrad.ever_made and any(type(param.grad) is PendingGrad for param in params):
+    if PendingGrad.ever_made and any(type(getattr(param, "grad", None)) is PendingGrad for param in params):
         raise _not_reduced()
 
 

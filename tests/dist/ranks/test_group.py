@@ -8,10 +8,10 @@ import copy
 import gc
 import io
 import os
-import time
 import pickle
 import subprocess
 import sys
+import time
 import weakref
 
 import pytest
