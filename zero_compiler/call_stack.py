@@ -17,8 +17,9 @@ def in_one_piece(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
     CPython lays what Python functions need while they run into pieces of 16 KiB (``push_chunk`` in Python/pystate.c,
     seen in 3.11 to 3.13). It takes a piece when a call does not fit the one before, and gives it back when that call
     returns: a loop that stands at the end of a piece takes one in every iteration, with a page that is touched for the
-    first time. That was a fifth of the CPU time of the plan of a trillion parameters in README.md. A piece is as large as the call that begins it needs: so
-    ``function`` is called by one that asks for a stack of 1 MiB, of which it uses none.
+    first time. A fifth of the CPU time of the plan of a trillion parameters in README.md went there. A piece is
+    as large as the call that begins it needs: so ``function`` is called by one that asks for a stack of 1 MiB, of
+    which it uses none.
     """
 
     @functools.wraps(function)
