@@ -68,6 +68,7 @@ torch_cpp = CppExtension(
         *sources_of("csrc/src/ranges", "csrc/torch_bindings.cc"),
         "csrc/frame_bindings.cc",
         "csrc/optimizer_bindings.cc",
+        "csrc/recorded_bindings.cc",
     ],
     extra_compile_args=[*flags, *system_includes],
 )

@@ -38,6 +38,7 @@ TIMES = [
     "with CUDA graphs, ms",
     "FSDP2, ms",
     "stage 3, ms",
+    "with CUDA graphs, ms",
     "/ plain",
     "/ FSDP2",
     "tokens/s",
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=21)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument(
-        "--cuda-graphs", choices=("yes", "no"), default="no", help="plain PyTorch with them too"
+        "--cuda-graphs", choices=("yes", "no"), default="no", help="plain PyTorch and ours with them too"
     )
     args = called(parser)
     results = Results(
@@ -79,7 +80,7 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.bfloat16 if args.dtype == "bf16" else None
     makers: list[Any] = [plain, fsdp2, ours]
     if args.cuda_graphs == "yes":
-        makers.append(partial(plain, mode="reduce-overhead"))
+        makers += [partial(make, mode="reduce-overhead") for make in (plain, ours)]
     made = [make(spec.build().to(at), dtype) for make in makers]
     times: list[list[float]] = [[] for _ in makers]
     losses: list[list[float]] = [[] for _ in makers]
@@ -104,6 +105,7 @@ def times_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "fsdp2_ms": times[1],
         "zero_ms": times[2],
         "graphs_ms": times[3] if len(times) > 3 else None,
+        "zero_graphs_ms": times[4] if len(times) > 4 else None,
         "ratio": common.spread([b / a for a, b in zip(times[0], times[2], strict=True)]),
         "fsdp2_ratio": common.spread([b / a for a, b in zip(times[1], times[2], strict=True)]),
         "tokens": batch[0].numel(),
@@ -121,7 +123,7 @@ def shown(values: list[float] | None) -> str:
 def time_row(r: dict[str, Any]) -> list[str]:
     return [
         r["model"],
-        *(shown(r[name]) for name in ("plain_ms", "graphs_ms", "fsdp2_ms", "zero_ms")),
+        *(shown(r[name]) for name in ("plain_ms", "graphs_ms", "fsdp2_ms", "zero_ms", "zero_graphs_ms")),
         *(common.show(r[name], 2) for name in ("ratio", "fsdp2_ratio")),
         f"{1e3 * r['tokens'] / common.spread(r['zero_ms'])['median']:,.0f}",
         f"{r['peak_bytes'] / GIB:.2f}",

@@ -7,7 +7,8 @@ short visits add up. Each stage is a process of its own: one that fails, or has 
 rows that it has written so far, and the next begins. Results are Markdown and JSON in the folder of `--results`.
 
   calibrate  rates of this machine, for the plans of all stages; kept in the folder of the results and not made again
-  a          a GPT of 1.5 B parameters, bf16, sequence 1024: plain compiled (without and with CUDA graphs), FSDP2, ours
+  a          a GPT of 1.5 B parameters, bf16, sequence 1024: plain compiled and ours, without and with CUDA graphs;
+             FSDP2
   b          the same with gradients and states on the host, beside DeepSpeed ZeRO-Offload where it can be imported, and
              beside the limit
   c          the largest GPT that trains with the host's memory, beside the largest by arithmetic

@@ -131,11 +131,11 @@ def fsdp2(
     return model, adamw(model)
 
 
-def ours(model: Any, dtype: torch.dtype | None, **fields: Any) -> tuple[Any, Any]:
+def ours(model: Any, dtype: torch.dtype | None, mode: str | None = None, **fields: Any) -> tuple[Any, Any]:
     import zero_compiler as zero
 
     model = zero.shard(model, hardware=os.environ[common.HARDWARE], param_dtype=dtype, **fields)
-    return torch.compile(model, backend="zero"), adamw(model)
+    return torch.compile(model, backend="zero", mode=mode), adamw(model)
 
 
 def check(losses: Sequence[Sequence[float]], what: str, low_precision: bool) -> float:

@@ -14,6 +14,7 @@
 
 #include "frame_bindings.h"
 #include "optimizer_bindings.h"
+#include "recorded_bindings.h"
 #include "zero/compiled_for.h"
 #include "zero/lane.h"
 #include "zero/range.h"
@@ -120,4 +121,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       });
   zero::bind_frames(module);
   zero::bind_optimizers(module);
+  zero::bind_recorded(module);
 }

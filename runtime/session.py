@@ -35,6 +35,7 @@ from . import peer_watchdog
 from .gathers import Gathers
 from .model import ModelRuntime
 from .pools import forsake, in_turn, join
+from .recorded_segments import RecordedSegments
 from .reductions import Reductions, load
 
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
@@ -68,6 +69,7 @@ class Session:
         runtimes: runtime of each owner that the Program names; ``first`` is the one that agrees with other ranks.
         decisions: what is decided of its calls.
         frame: number of the frame of which the Program is a phase.
+        recorded: what makes graphs of the device of the segments; None: nothing.
     """
 
     def __init__(
@@ -78,10 +80,12 @@ class Session:
         first: ModelRuntime | None,
         decisions: Decisions,
         frame: int = 0,
+        recorded: RecordedSegments | None = None,
     ) -> None:
         self._decisions = decisions
         self._frame = frame
-        self.segments = list(segments)
+        self._recorded = recorded
+        self.segments = list(segments) if recorded is None else list(map(recorded.of, segments))
         self.runtimes = runtimes
         self.first = first
         # Nothing runs in the memory that is made larger here.
@@ -133,6 +137,7 @@ class Session:
         if found is None:
             program = self._decisions.accumulating(owners)
             found = self._accumulating[owners] = copy.copy(self)
+            found._recorded = None  # values die at other instructions
             found._run_from_here(program)
         return found
 
@@ -303,6 +308,8 @@ class Session:
             beside = self._decisions.beside()
             for runtime in beside:
                 runtime.engine.trim(need.idle_bytes // len(beside))  # of -1 that is -1
+            if self._recorded is not None:
+                self._recorded.began(env)
             self._walk(env)
             self._finish_copies()
             if self._moves is not None:
@@ -318,7 +325,8 @@ class Session:
         finally:
             if call is not None:
                 peer_watchdog.end(call)
-        return outputs_of(self.program, env.__getitem__)
+        outputs = outputs_of(self.program, env.__getitem__)
+        return outputs if self._recorded is None else self._recorded.ended(outputs)
 
     def _told(self, error: BaseException) -> ZeroError | None:
         """What a peer has said that failed in this call, where this ``error`` comes of that."""

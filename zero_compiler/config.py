@@ -103,8 +103,9 @@ class Config:
             share, with the process group between several hosts; "auto" takes "shared" where it is possible on every
             rank. ``zero.inspect`` says which, and why.
         compute: "inductor" compiles segments between transfers; "aten" runs them node by node.
-        mode: how hard Inductor tries, as ``torch.compile(mode=...)`` says it: "default" or
-            "max-autotune-no-cudagraphs". None: Inductor's own configuration as it is.
+        mode: how hard Inductor tries, as ``torch.compile(mode=...)`` says it: "default", "max-autotune-no-cudagraphs",
+            or with segments recorded into CUDA graphs "reduce-overhead" and "max-autotune" (docs/semantics.md). None:
+            Inductor's own configuration as it is.
         inductor: fields of ``torch._inductor.config`` by name, for what segments are compiled with; over ``mode``.
             Held as their JSON.
         kernels: "auto" gives large float32 products on CPU to oneDNN where calibration found it faster than torch's

@@ -10,24 +10,30 @@ from collections.abc import Mapping
 from .errors import ConfigError
 
 _GRAPHS = "triton.cudagraphs"
-_NO_GRAPHS = "graphs of a device would copy gathered weights into memory of their own, which no plan has"
+_NO_GRAPHS = (
+    "Inductor's graphs of a device would copy gathered weights into memory of their own, which no plan has; "
+    'mode="reduce-overhead" records segments where weights lie'
+)
 
 
 def check_mode(mode: object) -> None:
-    """Raise where ``mode`` is none that segments can be compiled in.
+    """Raise where ``mode`` is none of ``torch.compile``.
 
     Raises:
-        ConfigError: it is unknown, or records graphs of a device.
+        ConfigError: it is unknown.
     """
     from torch._inductor import list_mode_options
 
     modes = list_mode_options()
-    plain = [name for name, fields in modes.items() if not fields.get(_GRAPHS)]
-    if mode in plain:
-        return
-    if isinstance(mode, str) and mode in modes:
-        raise ConfigError(f"mode={mode!r} is not possible: {_NO_GRAPHS}; use one of {', '.join(plain)}")
-    raise ConfigError(f"mode must be one of {', '.join(plain)}, not {reprlib.repr(mode)}")
+    if not isinstance(mode, str) or mode not in modes:
+        raise ConfigError(f"mode must be one of {', '.join(modes)}, not {reprlib.repr(mode)}")
+
+
+def records_graphs(mode: str | None) -> bool:
+    """Whether a mode asks for graphs of the device, as "reduce-overhead" does."""
+    from torch._inductor import list_mode_options
+
+    return mode is not None and bool(list_mode_options(mode).get(_GRAPHS))
 
 
 def as_held(fields: object) -> str | None:

@@ -419,6 +419,9 @@ class _FrameCompiler:
         state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
         if phase == "backward":
             state.frame.within_host_us = within_host_us(program, state.machine, state.world)
+        recorded = state.recorded(gm.graph, phase)
+        if recorded is not None:
+            state.frame.recorded[phase] = recorded
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)

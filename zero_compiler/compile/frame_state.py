@@ -13,17 +13,20 @@ from typing import Any
 
 from torch import fx
 
-from .. import passes
+from .. import inductor_options, passes
 from ..config import PLACEMENT_FIELDS, Config
 from ..cost import hardware
 from ..cost.cost import bucket_bytes, launch_bytes, smaller_buckets
 from ..cost.hardware import HardwareSpec
+from ..emit.emit import Emitted
 from ..emit.transfer_allocation import kept_bytes
 from ..errors import ConfigError
 from ..ir import ops
 from ..ir.decisions import SavedValues
 from ..ir.facts import ParamRef
 from ..ir.program import Program
+from ..ir.recorded_phase import RecordedPhase, given_bytes, recorded_phase
+from ..memory.live import most_made
 from ..passes import Context, ParamPlan, PassOptions, Trace
 from ..plan import budget, cross_frame_memory, tiling
 from ..plan.dynamic_shape_memory import Sized
@@ -31,6 +34,7 @@ from ..ranks.group import speaking
 from ..report.decisions import part_prefixes
 from ..report.frame import Frame
 from ..report.memory import Memory
+from ..runtime.recorded_segments import RECORDERS
 from ..sharded.gather_wire import sum_wire_of, wire_of
 from ..sharded.sharded_model import ShardedModel
 from .capture import Captured, ShardInput
@@ -60,8 +64,9 @@ class FrameState:
         self.config = self._config(options)
         # Units are those of the segments that will run, also where these are not made now.
         self._will_fuse = self.config.compute == "inductor"
-        if loader.compute is not None:
-            self.config = dataclasses.replace(self.config, compute=loader.compute)
+        self._records_graphs = inductor_options.records_graphs(self.config.mode)
+        if loader.compute is not None:  # in place of Inductor, whose options are for nothing then
+            self.config = dataclasses.replace(self.config, compute=loader.compute, mode=None, inductor=None)
         loader.prepare(list(self.sharded_models.values()), self.relatives)
         self.given = given_decisions(self.config, loader, list(self.sharded_models.values()), self.relatives)
         self.reads: tuple[ParamRef, ...] = ()  # as forward reads weights, once its joint graph is known
@@ -356,6 +361,25 @@ class FrameState:
         """The same of weights that stay gathered."""
         self.choice = dataclasses.replace(self.choice, kept=kept)
         self.plan_again()
+
+    def recorded(self, graph: fx.Graph, phase: str) -> RecordedPhase | None:
+        """What graphs of the device record of a phase, as AOTAutograd has it; None: nothing."""
+        device = None if self.first is None else self.first.group.device.type
+        if device not in RECORDERS or not self._records_graphs:
+            return None
+        shards = {s.at for s in self.captured.shards}
+        return recorded_phase(graph, phase, shards, self.frame.num_outputs)
+
+    def with_recorded_bytes(self, emitted: Emitted, phase: str) -> Emitted:
+        """The same with what graphs of the device take for its segments."""
+        recorded = self.recorded(emitted.graph, phase)
+        if recorded is None:
+            return emitted
+        made = most_made(emitted.program, emitted.graph, emitted.numbers, emitted.segments)
+        nbytes = made + given_bytes(emitted.graph, recorded)
+        return dataclasses.replace(
+            emitted, program=dataclasses.replace(emitted.program, recorded_bytes=nbytes)
+        )
 
     def memory(self, programs: Sequence[Program]) -> Memory:
         """What the frame takes with these Programs as its phases, together with frames that wait for it."""

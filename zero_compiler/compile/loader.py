@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -13,6 +14,7 @@ from ..ranks.failing import ended_calls
 from ..report.frame import Frame
 from ..runtime.model import ModelRuntime
 from ..runtime.pools import joined
+from ..runtime.recorded_segments import RECORDERS, RecordedSegments
 from ..runtime.session import Session
 from ..sharded.sharded_model import ShardedModel
 from .call_decisions import CallDecisions
@@ -125,7 +127,17 @@ class EngineLoader:
         self, program: Program, segments: Sequence[object], frame: Frame
     ) -> Callable[[list[object]], list[object]]:
         decisions = CallDecisions(program, self.runtimes, self.first, frame)
-        return Session(program, segments, self.runtimes, self.first, decisions, frame.index).run
+        recorded = self._recorded(program, frame)
+        return Session(program, segments, self.runtimes, self.first, decisions, frame.index, recorded).run
+
+    def _recorded(self, program: Program, frame: Frame) -> RecordedSegments | None:
+        """What makes graphs of the device of the segments of ``program``, where the frame asks for that."""
+        phase = frame.recorded.get(program.phase)
+        if phase is None or self.first is None:
+            return None
+        device = self.first.sharded_model.group.device
+        make = functools.partial(RECORDERS[device.type], device)
+        return RecordedSegments(phase, program.num_inputs, make, program.title_in(frame.index))
 
 
 class PlanLoader:

@@ -324,7 +324,8 @@ class Lowering:
     ) -> Emitted:
         state = self.state
         emitted = emit(gm, state.params, phase, state.loader.kept_offsets(), ahead, trial)
-        return replace(emitted, program=state.beside_others(emitted.program))
+        emitted = replace(emitted, program=state.beside_others(emitted.program))
+        return state.with_recorded_bytes(emitted, phase)
 
     def _timed(self, gm: fx.GraphModule) -> bool:
         """Whether times decide where something stands: what waits on another tier, or chunks copied to a device."""

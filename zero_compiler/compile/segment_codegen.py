@@ -41,7 +41,7 @@ def compile_segments(
     program = replace(
         emitted.program, segments=texts, structures=[numbers[artifact.key] for artifact in artifacts]
     )
-    return replace(emitted, program=program), [a.run for a in artifacts]
+    return state.with_recorded_bytes(replace(emitted, program=program), phase), [a.run for a in artifacts]
 
 
 def count_compiled(emitted: Emitted, compiler: SegmentCompiler, phase: str) -> tuple[Emitted, list[Artifact]]:

@@ -250,7 +250,8 @@ def _inductor(
     ]
     gm.recompile()
     mode = torch._guards.detect_fake_mode(seg.inputs)
-    # Graphs of a device would copy gathered weights into memory of their own, which no plan has.
+    # Inductor's graphs of a device would copy gathered weights: segments are recorded where weights lie
+    # (`recorded_segments.py`).
     patched = inductor_config.patch({**patches, "triton.cudagraphs": False})
     with V.set_fake_mode(mode), _strides_not_reported(), patched:
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)

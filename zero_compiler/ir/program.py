@@ -18,7 +18,7 @@ from .facts import ParamRef
 from .instructions import KINDS, Instruction, Reducing, reducing
 from .transfers import GatherDesc, Hop, KeepDesc, OffloadDesc, Part, ReduceDesc
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Program:
             it makes as well.
         returned_bytes: of a backward, what its forward has returned and it does not read: the caller may hold that
             until it has run.
+        recorded_bytes: memory of graphs of the device: what its segments make, and copies of what they are given. It
+            rests between calls.
         storages, lies_in: see `alias_table.py`.
         inside: for each ``Compute.segment``, most bytes that it holds beyond what is live before it.
         live: for each instruction, predicted bytes live after it on the compute device, with the arena and
@@ -109,6 +111,7 @@ class Program:
     before_bytes: int = 0
     again_bytes: int = 0
     returned_bytes: int = 0
+    recorded_bytes: int = 0
     storages: list[int] = field(default_factory=list)
     lies_in: list[tuple[int, ...]] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)

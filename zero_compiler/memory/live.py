@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -158,6 +159,21 @@ class _LiveBytes:
                     if not held and r in self._made:
                         gone += self._made.pop(r)
         return gone
+
+
+def most_made(
+    program: Program,
+    graph: fx.Graph,
+    numbers: Mapping[fx.Node, int],
+    segments: Sequence[SegmentGraph],
+) -> int:
+    """Most bytes that values which the segments of a Program make, and what they take inside, have at once: without
+    arenas, what a forward has saved, and means of gradients that lie elsewhere than the gradients."""
+    alone = replace(program, phase="forward", before_bytes=0, again_bytes=0, returned_bytes=0)
+    live, inside = live_bytes(alone, graph, numbers, segments)
+    rows = moments(replace(alone, live=live, inside=inside), waiting=False)
+    same = program.slots_ranks == 1 and all(r.copies == 1 for r in program.reduces)
+    return max((m.others + m.gradients * same for m in rows), default=0)
 
 
 def results_of(program: Program, of: Reducing | None) -> int:

@@ -211,6 +211,7 @@ def memory_of(
         waiting,
         accumulating,
         apart,
+        recorded=sum(p.recorded_bytes for p in programs),
         elsewhere=any(p.group.device.type != "cpu" for p in sharded_models),
         assumed_optimizer=", ".join(kinds),
     )

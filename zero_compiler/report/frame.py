@@ -14,6 +14,7 @@ from ..cost.timeline import Timeline
 from ..ir.decisions import FrameDecisions
 from ..ir.facts import ParamRef
 from ..ir.program import Program
+from ..ir.recorded_phase import RecordedPhase
 from ..ir.transfers import GatherDesc, ReduceDesc
 from ..passes.base import ParamPlan
 from .lifetimes import Origin
@@ -56,6 +57,7 @@ class Frame:
     saved_bytes: int = 0  # what forward hands to backward
     # Of what forward returns, the first so many are the caller's, and backward takes the rest.
     num_outputs: int = 0
+    recorded: dict[str, RecordedPhase] = field(default_factory=dict)  # into graphs of the device, by phase
     sized: Any = None  # under a budget: its Programs at sizes of later calls, as `Sized`
     planned_sizes: dict[str, int] = field(default_factory=dict)  # those that may change, as they were planned
     behind: set[str] = field(

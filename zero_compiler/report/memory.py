@@ -30,8 +30,10 @@ class Memory:
     the bytes of optimizer states, wherever they rest, that no ``zero.optimizer`` has told, and
     ``assumed_optimizer`` is whose (``Config.optimizer``). ``waiting`` are the full gradients that a step under
     ``zero.no_sync`` keeps from one backward to the next, in ``reduce_dtype``; ``accumulating`` is what such a
-    step holds when it holds most, in place of ``gradients`` and ``programs``. ``apart`` are bytes in the memory
-    of an accelerator's host, which do not count: what rests there, and the buffers of files. ``elsewhere``: the
+    step holds when it holds most, in place of ``gradients`` and ``programs``. ``recorded`` is the memory of graphs of
+    the device (``mode="reduce-overhead"``), which rests; ``programs`` counts beside it, for calls that run without
+    them. ``apart`` are bytes in the memory of an accelerator's host, which do not count: what rests there, and the
+    buffers of files. ``elsewhere``: the
     memory of the compute device is not the process's. ``footprint``: what the process has beside all of this,
     where it was measured.
     """
@@ -48,6 +50,7 @@ class Memory:
     waiting: int = 0
     accumulating: int = 0
     apart: int = 0
+    recorded: int = 0
     elsewhere: bool = False
     assumed_optimizer: str = ""
     footprint: Footprint | None = field(default=None, compare=False)
@@ -55,7 +58,8 @@ class Memory:
     @property
     def at_rest(self) -> int:
         """After ``optimizer.step()``, before ``zero_grad()``."""
-        return self.parameters + self.gradients + self.optimizer + self.kept + self.arena + self.host
+        held = self.kept + self.arena + self.recorded + self.host
+        return self.parameters + self.gradients + self.optimizer + held
 
     @property
     def peak(self) -> int:

@@ -58,7 +58,7 @@ def areas_of(program: Program, memory: Memory, buffers: Sequence[BufferLifetime]
                 whole,
                 memory.kept + gathered,
                 moment.others - whole - passing,
-                memory.arena + memory.host - gathered,
+                memory.arena + memory.recorded + memory.host - gathered,
             )
         )
     return out
@@ -73,7 +73,7 @@ def at_rest(memory: Memory) -> tuple[int, ...]:
         0,
         memory.kept,
         0,
-        memory.arena + memory.host,
+        memory.arena + memory.recorded + memory.host,
     )
 
 

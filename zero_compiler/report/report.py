@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import OPTIMIZERS
 from ..cost.timeline import Timeline, duration
+from ..inductor_options import records_graphs
 from ..ir.decisions import PlanDecisions
 from ..ir.program import Program
 from . import picture, trace
@@ -93,6 +94,7 @@ class Report:
                 "optimizer_assumed": self.memory.assumed_optimizer,
                 "kept_bytes": self.memory.kept,
                 "arena_bytes": self.memory.arena,
+                "recorded_bytes": self.memory.recorded,
                 "host_bytes": self.memory.host,
                 "apart_bytes": self.memory.apart,
                 "files_bytes": self.memory.files,
@@ -226,6 +228,7 @@ class Report:
             f"  optimizer states          {m.optimizer:>16,}   {_known(m)}",
             f"  weights kept gathered     {m.kept:>16,}",
             f"  arena for transfers       {m.arena:>16,}",
+            *([f"  graphs of the device      {m.recorded:>16,}"] if m.recorded else []),
             *([f"  buffers to read and write files {m.host:>10,}"] if m.host else []),
             f"  at rest, sum of these     {m.at_rest:>16,}",
             f"  most that a Program adds  {m.programs:>16,}   activations, and full gradients as they arise",
@@ -296,6 +299,7 @@ def _frame(frame: Frame, instructions: bool) -> list[str]:
     lines += _quantised(frame)
     lines += second_shard_lines(frame)
     lines += packed_sum_lines(frame)
+    lines += _recorded(frame)
     if frame.accumulation:
         lines.append(f"accumulation: {frame.accumulation}")
     if frame.stored:
@@ -310,6 +314,17 @@ def _frame(frame: Frame, instructions: bool) -> list[str]:
     lines += activation_lines("is made again in backward", frame.remade)
     lines.append(f"passes took {frame.trace.seconds:.3f} s")
     return lines
+
+
+def _recorded(frame: Frame) -> list[str]:
+    """What graphs of the device record, where it was asked for."""
+    if not frame.recorded:
+        asked = records_graphs(frame.config.mode)
+        return [f"mode={frame.config.mode!r}: nothing is recorded, as only CUDA devices have graphs"] * asked
+    nbytes = sum(program.recorded_bytes for program in frame.programs.values())
+    return [
+        f"segments are recorded into graphs of the device, whose memory is {nbytes:,} bytes, and replayed"
+    ]
 
 
 def _quantised(frame: Frame) -> list[str]:

@@ -105,7 +105,7 @@ def test_programs_survive_json():
 def test_another_version_is_refused():
     (frame,) = planned()
     data = frame.programs["forward"].to_dict() | {"version": 99}
-    with pytest.raises(ValueError, match="Program version must be 7, found 99"):
+    with pytest.raises(ValueError, match="Program version must be 8, found 99"):
         Program.from_dict(data)
 
 

@@ -37,7 +37,7 @@ def test_fields_are_held_as_json_and_come_back():
         ({"inductor": {"max_fusion_size": "5"}}, "the value must be of type int"),
         (
             {"inductor": {"triton.cudagraphs": True}},
-            "'triton.cudagraphs': True.* is not possible: graphs of a device",
+            "'triton.cudagraphs': True.* is not possible: .*; mode=\"reduce-overhead\" records",
         ),
         (
             {"inductor": {"post_grad_custom_pre_pass": print}},
@@ -45,10 +45,6 @@ def test_fields_are_held_as_json_and_come_back():
         ),
         ({"inductor": 3}, "inductor must be a dictionary of fields by name, not 3"),
         ({"inductor": "{"}, "inductor must be a dictionary or its JSON: "),
-        (
-            {"mode": "reduce-overhead"},
-            "mode='reduce-overhead' is not possible: .*; use one of default, .*max-autotune-no",
-        ),
         ({"mode": "fast"}, "mode must be one of default, .*max-autotune-no-cudagraphs, not 'fast'"),
         (
             {"mode": "default", "compute": "aten"},
@@ -59,6 +55,21 @@ def test_fields_are_held_as_json_and_come_back():
 def test_what_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
         zero.Config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("mode", "records"),
+    [
+        (None, False),
+        ("default", False),
+        ("max-autotune-no-cudagraphs", False),
+        ("reduce-overhead", True),
+        ("max-autotune", True),
+    ],
+)
+def test_modes_that_record_graphs(mode, records):
+    assert zero.Config(mode=mode).mode == mode
+    assert inductor_options.records_graphs(mode) is records
 
 
 @pytest.mark.slow
