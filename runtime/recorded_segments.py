@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,10 +30,13 @@ _MOST_UNSTEADY = (
 )
 
 
+Recording = tuple[Sequence[object], Callable[[], None]]
+
+
 class Recorder(Protocol):
     """Records what is given to a device. What is recorded, and its memory, lives as long as the recorder."""
 
-    def record(self, run: SegmentFn, args: list[Any]) -> tuple[Sequence[Any], Callable[[], None]]:
+    def record(self, run: SegmentFn, args: list[object]) -> Recording:
         """What ``run(args)`` returns, in that memory, and what does it again.
 
         Raises:
@@ -41,7 +44,7 @@ class Recorder(Protocol):
         """
 
 
-class CudaRecorder:
+class GraphRecorder:
     """CUDA graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +53,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # a default stream cannot be recorded
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, run: SegmentFn, args: list[Any]) -> tuple[Sequence[Any], Callable[[], None]]:
+    def record(self, run: SegmentFn, args: list[object]) -> Recording:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -69,7 +72,7 @@ class CudaRecorder:
         return out, graph.replay
 
 
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": GraphRecorder}
 
 
 class _Mode(Enum):
@@ -114,9 +117,9 @@ class RecordedSegments:
 
     def of(self, segment: SegmentFn) -> SegmentFn:
         """``segment`` as it runs in these calls."""
-        return _Segment(self, segment)
+        return _RecordedSegment(self, segment)
 
-    def began(self, env: list[Any]) -> None:
+    def began(self, env: list[object]) -> None:
         """Decide how this call runs. Of its inputs, the first values of ``env``, some are exchanged for copies."""
         self.replayed, self.mode = 0, _Mode.DIRECT
         given = env[: self._num_inputs]
@@ -128,16 +131,17 @@ class RecordedSegments:
         if self.mode is not _Mode.DIRECT:
             assert self._placed is not None
             for (i, copy), placed in zip(self._copies.items(), self._placed.make([]), strict=True):
-                copy.copy_(given[i])
-                env[i] = placed
+                if isinstance(value := given[i], torch.Tensor):
+                    copy.copy_(value)
+                    env[i] = placed
 
-    def ended(self, outputs: list[Any]) -> list[Any]:
+    def ended(self, outputs: list[object]) -> list[object]:
         """The outputs, of which those that are the caller's are in memory of their own."""
         mode, self.mode = self.mode, _Mode.DIRECT
         if mode is not _Mode.DIRECT:
             for at in self._phase.returned:
-                if isinstance(outputs[at], torch.Tensor):
-                    outputs[at] = outputs[at].clone()
+                if isinstance(value := outputs[at], torch.Tensor):
+                    outputs[at] = value.clone()
         return outputs
 
     def say(self, what: str) -> None:
@@ -146,7 +150,7 @@ class RecordedSegments:
             self._said.add(what)
             log.warning("%s: %s", self._name, what)
 
-    def _decided(self, given: Sequence[Any], lie: list[int]) -> tuple[_Mode, str]:
+    def _decided(self, given: Sequence[object], lie: list[int]) -> tuple[_Mode, str]:
         """How a call runs whose inputs ``given`` lie there, and why, where a user may want to know."""
         before, known = self._before, self._recorded
         if before is None:
@@ -177,13 +181,14 @@ class RecordedSegments:
         self._begin(given, lie)
         return _Mode.RECORD, ""
 
-    def _alike(self, given: Sequence[Any]) -> bool:
+    def _alike(self, given: Sequence[object]) -> bool:
+        values = [(copy, given[i]) for i, copy in self._copies.items()]
         return all(
-            (c.shape, c.stride(), c.dtype) == (given[i].shape, given[i].stride(), given[i].dtype)
-            for i, c in self._copies.items()
+            isinstance(v, torch.Tensor) and (c.shape, c.stride(), c.dtype) == (v.shape, v.stride(), v.dtype)
+            for c, v in values
         )
 
-    def _begin(self, given: Sequence[Any], lie: list[int]) -> None:
+    def _begin(self, given: Sequence[object], lie: list[int]) -> None:
         """Begin a recording, in memory of its own."""
         self._recordings += 1
         self._recorded, self.moved = lie, False
@@ -201,7 +206,7 @@ class RecordedSegments:
         self._placed = RecordedValues(self.held, [], copies)
 
 
-class _Segment:
+class _RecordedSegment:
     """One segment, called with its inputs in a list, which it empties."""
 
     def __init__(self, phase: RecordedSegments, run: SegmentFn) -> None:
@@ -210,7 +215,7 @@ class _Segment:
         self._held: Held | None = None  # of the recording that these are of
         self._replay: Callable[[], None] = lambda: None
 
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
+    def __call__(self, args: list[object]) -> Sequence[object]:
         phase = self._phase
         if phase.mode is _Mode.RECORD:
             return self._record(args)
@@ -225,13 +230,13 @@ class _Segment:
         phase.replayed += 1
         return made
 
-    def _record(self, args: list[Any]) -> Sequence[Any]:
+    def _record(self, args: list[object]) -> Sequence[object]:
         phase, given = self._phase, list(args)
         self._values, self._held = None, phase.held
         assert phase.recorder is not None
         assert phase.held is not None
-        devices = {a.device if isinstance(a, torch.Tensor) else None for a in given}
-        if len(devices) != 1 or None in devices:
+        tensors = [a for a in given if isinstance(a, torch.Tensor)]
+        if len(tensors) < len(given) or len({t.device for t in tensors}) != 1:
             phase.say("a segment is not recorded: what it is given is not all on the device")
             return self._run(args)
         try:
@@ -239,7 +244,7 @@ class _Segment:
         except RuntimeError as error:
             phase.say(f"a segment is not recorded: {str(error).splitlines()[0]}")
             return self._run(given)
-        theirs = {v.untyped_storage()._cdata for v in given}
+        theirs = {t.untyped_storage()._cdata for t in tensors}
         phase.first += [
             StorageWeakRef(v.untyped_storage())
             for v in made

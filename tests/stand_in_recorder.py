@@ -18,7 +18,7 @@ def at_its_address(tensors: Sequence[Any], owner: object) -> list[Any]:
 
 
 class StandIn:
-    """One pool of memory, as a :class:`~zero_compiler.runtime.recorded_segments.CudaRecorder` has one."""
+    """One pool of memory, as a :class:`~zero_compiler.runtime.recorded_segments.GraphRecorder` has one."""
 
     replays = 0  # of all
     recordings = 0

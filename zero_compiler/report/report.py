@@ -320,7 +320,7 @@ def _recorded(frame: Frame) -> list[str]:
     """What graphs of the device record, where it was asked for."""
     if not frame.recorded:
         asked = records_graphs(frame.config.mode)
-        return [f"mode={frame.config.mode!r}: nothing is recorded, as only CUDA devices have graphs"] * asked
+        return [f"mode={frame.config.mode!r}: nothing is recorded, as the device has no graphs"] * asked
     nbytes = sum(program.recorded_bytes for program in frame.programs.values())
     return [
         f"segments are recorded into graphs of the device, whose memory is {nbytes:,} bytes, and replayed"
