@@ -70,6 +70,7 @@ _WHOLE_HOST = {"host": papers.NODE_HOST_BYTES}
 _WHOLE_FILES = {**_WHOLE_HOST, "nvme": papers.USABLE_FILES_BYTES}
 _TO_HOST = {**_AWAY, **ON_HOST}
 _TO_FILES = {**_AWAY, **IN_FILES}
+_IN_SMALL_TILES = {**_TO_FILES, "tile_bytes": 1 << 30}  # of one device each tile is whole on it
 _EFFICIENT = "what the host has room for; the post says how much trains efficiently"
 _ROUND = "16 bytes of a parameter on the host, where DeepSpeed has 20; the post names round numbers"
 
@@ -79,7 +80,15 @@ _PLACEMENTS: tuple[tuple[str, int, int, Mapping[str, object], Mapping[str, float
     ("16 devices, states on the host", 16, 8192, _TO_HOST, _HOST, papers.PLACED_ON_HOST, ""),
     ("16 devices, states in files", 16, 25600, _TO_FILES, _FILES, papers.PLACED_IN_FILES, _SMALLER),
     ("one device, states on the host", 1, 8192, _TO_HOST, _WHOLE_HOST, papers.ONE_DEVICE_ON_HOST, _EFFICIENT),
-    ("one device, states in files", 1, 25600, _TO_FILES, _WHOLE_FILES, papers.ONE_DEVICE_IN_FILES, _SMALLER),
+    (
+        "one device, states in files",
+        1,
+        25600,
+        _IN_SMALL_TILES,
+        _WHOLE_FILES,
+        papers.ONE_DEVICE_IN_FILES,
+        f"{_SMALLER}; in tiles of 1 GiB",
+    ),
     ("256 devices, states on hosts", 256, 25600, _TO_HOST, _HOST, papers.HOST_OF_16_NODES, _ROUND),
     ("512 devices, states on hosts", 512, 32768, _TO_HOST, _HOST, papers.HOST_OF_32_NODES, _ROUND),
 )
@@ -89,7 +98,7 @@ def placement(planner: Planner) -> Figure:
     """On one node by where model states rest, on one of its devices, and with a host's memory alone."""
     rows = []
     for what, ranks, width, fields, room, fact, why in _PLACEMENTS:
-        setup = Setup(Shape(0, width), ranks, 1, {**fields, **_tiles(width)})
+        setup = Setup(Shape(0, width), ranks, 1, {**_tiles(width), **fields})
         depths = TILED if "offload_activations" in fields else DEPTHS
         plan = planner.most_layers(setup, {"device": _device_bytes(), **room}, depths)
         rows.append(_row(what, fact, plan, why))
