@@ -162,14 +162,14 @@ def compile_with(
     measured = next((p.footprint for p in owners if p.footprint is not None), None)
     with contextlib.nullcontext() if measured is None else measured.compiles():
         compiled, captured, frame = compile_frame(gm, example_inputs, options, loader)
+    sources = [getattr(p, "_dynamo_source", None) for p in gm.graph.find_nodes(op="placeholder")]
     if captured.shards or captured.weights or captured.writes:
-        sources = [getattr(p, "_dynamo_source", None) for p in gm.graph.find_nodes(op="placeholder")]
         drop_guards(sources[s.arg] for s in captured.shards)
         params = [example_inputs[s.arg] for s in captured.shards]
         known = KnownParameters(params, [s.ref for s in captured.shards])
         compiled = _entry(compiled, captured, frame, known, measured)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return ddp_fallback.watched(compiled, example_inputs)
+    return ddp_fallback.watched(compiled, example_inputs, sources)
 
 
 def _watch_limit(gm: fx.GraphModule, options: object) -> None:

@@ -9,6 +9,7 @@ headers (`call_handshake.py`), since one may be in another model or in another c
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -255,22 +256,37 @@ def _average(grads: Sequence[Any], pg: Any) -> None:
     flush()
 
 
-def watched(compiled: Callable[..., object], example_inputs: Sequence[object]) -> Callable[..., object]:
+def watched(
+    compiled: Callable[..., object], example_inputs: Sequence[object], sources: Sequence[object]
+) -> Callable[..., object]:
     """``compiled``, a frame that may read plain parameters, for whichever model calls it.
 
     Dynamo runs a frame for every module of a class that passes its guards, and asks the backend once.
+
+    Args:
+        sources: where Dynamo finds each of the inputs.
     """
     at = [i for i, p in enumerate(example_inputs) if _plain(p)]
     if not at:
         return compiled
+    in_modules = {i for i in at if _in_module(sources[i])}
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> object:
         if torch.is_grad_enabled() and any(not _known(args[i]) for i in at):
-            watch(args)
+            watch([args[i] for i in at], found=[args[i] for i in at if i in in_modules])
         return compiled(*args)
 
     return call
+
+
+def _in_module(source: Any) -> bool:
+    """Whether Dynamo finds a parameter in a module, and not as an argument or a local variable."""
+    while source is not None:
+        if getattr(source, "member", None) == "_parameters":
+            return True
+        source = getattr(source, "base", None)
+    return False
 
 
 def _plain(p: object) -> bool:
@@ -345,16 +361,31 @@ def _watch_gradient(param: nn.Parameter, model: nn.Module) -> None:
     param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(arriving).id)
 
 
-def watch(example_inputs: Sequence[Any], model: nn.Module | None = None) -> None:
-    """See to it that the plain parameters of ``model`` are averaged, by default that of the frame that runs."""
-    params = [p for p in example_inputs if _plain(p)]
-    if not params:
-        return
+def watch(
+    params: Sequence[nn.Parameter], model: nn.Module | None = None, found: Sequence[nn.Parameter] = ()
+) -> None:
+    """See to it that the plain parameters of ``model`` are averaged, by default that of the frame that runs.
+
+    A parameter that is of no module, while others are or while a module is called, is the caller's own (an argument, or
+    made for this call): its gradient stays that of this rank, as that of any other tensor.
+
+    Args:
+        params: plain parameters, as the frame is given them.
+        found: those of them that Dynamo found in a module, whichever that is.
+    """
     model = model or _model_of(params)
     if model is not None:
         members = plain_parameters(model)
+    elif found or not _in_module_call():
+        members = {f"number {i}": p for i, p in enumerate(found or params)}
     else:
-        members = {f"number {i}": p for i, p in enumerate(params)}
+        members = {}
+    averaged = set(map(id, members.values()))
+    own = [p for p in params if p.requires_grad and id(p) not in averaged and not _known(p)]
+    if own and _several_ranks(None):
+        _say_own(tuple(own[0].shape))
+    if not members:
+        return
     state = plain_model(list(members.values()))
     if model is not None:
         state.group = _ranks_of(model)
@@ -377,7 +408,9 @@ def watch(example_inputs: Sequence[Any], model: nn.Module | None = None) -> None
 def watch_beside(model: nn.Module) -> None:
     """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
     if torch.is_grad_enabled() and _several_ranks(None):
-        watch([p for _, p in at_rest(model) if _plain(p) and not _known(p)])
+        left = [p for _, p in at_rest(model) if _plain(p) and not _known(p)]
+        if left:
+            watch(left)
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -397,6 +430,26 @@ def plain_model(params: Sequence[nn.Parameter]) -> PlainModel:
         # Known before it is hooked: zero.no_sync may come before the first call.
         setattr(params[0], ATTRIBUTE, state)
     return state
+
+
+@functools.cache
+def _say_own(shape: tuple[int, ...]) -> None:
+    """Once for each shape: such parameters may be made anew for every call."""
+    log.warning(
+        'backend "zero": a compiled call is given a parameter of shape %s that is of no module; its gradient stays that '
+        "of this rank",
+        list(shape),
+    )
+
+
+def _in_module_call() -> bool:
+    """Whether a method of a module is on the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _model_of(params: Sequence[nn.Parameter]) -> nn.Module | None:

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ShardError
+from ..tensors.full_weight import FULL
 from . import parameter_errors
 
 log = logging.getLogger("zero_compiler")
@@ -46,10 +46,13 @@ class _HeldCopy:
         return self.copy and param is not None and param._version != self.version
 
     def loses_gradient(self, given: torch.Tensor) -> bool:
-        """Whether code that is ``given`` this computes a gradient of the parameter in plain PyTorch, and none here."""
+        """Whether code that is ``given`` this computes a gradient of the parameter in plain PyTorch, and none here.
+
+        A parameter that the forward has made of the weight (``nn.Parameter(w)``) has a gradient of its own in both.
+        """
         param = self.param()
         trained = param is not None and param.requires_grad and torch.is_grad_enabled()
-        return trained and self.whole and isinstance(given, nn.Parameter) and given.is_leaf
+        return trained and self.whole and hasattr(given, FULL) and given.is_leaf
 
 
 # By the address of torch's storage, which is no other's while a weak reference holds it.

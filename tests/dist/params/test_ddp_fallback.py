@@ -345,3 +345,87 @@ def overlapping(rank, world):
 
 def test_updates_while_backward_runs_come_after_the_average():
     assert run_ranks(overlapping, 2, timeout=200) == [True, True]
+
+
+class OfTheCall(nn.Module):
+    """It is given a parameter, makes one of its batch, or finds one that was not registered."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(4, 4)
+        self.held = [nn.Parameter(torch.zeros(4))]
+
+    def forward(self, x, given):
+        if self.kind == "made":
+            given = nn.Parameter(x.mean(0))
+            x = x + given
+            torch._dynamo.graph_break()
+        elif self.kind == "held":
+            given = self.held[0]
+        return self.layer(x + given)
+
+
+def of_the_call(rank, world):
+    for kind, stage in itertools.product(("given", "made", "held"), (None, 1, 3)):
+        torch.manual_seed(0)
+        ours = OfTheCall(kind)
+        twin = copy.deepcopy(ours)
+        if stage is not None:
+            zero.shard(ours, stage=stage)
+        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+        mine, plain = (nn.Parameter(torch.zeros(2 + rank, 4)) for _ in range(2))
+        for k in range(2):
+            x = torch.randn(2 + rank, 4, generator=torch.Generator().manual_seed(10 * k + rank))
+            loss, want = call(x, mine).square().mean(), twin(x, plain).square().mean()
+            torch.testing.assert_close(loss, want)
+            loss.backward()
+            want.backward()
+        for a, b in ((mine, plain), (ours.held[0], twin.held[0])):
+            assert (a.grad is None) == (b.grad is None), (kind, stage)
+            if b.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, msg=lambda m, k=kind, s=stage: f"{k} {s}: {m}")
+        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+            mean = q.grad.clone()
+            dist.all_reduce(mean)
+            grad = p.grad if stage is None else p.grad.full_tensor()
+            torch.testing.assert_close(
+                grad, mean / world, msg=lambda m, n=name, k=kind, s=stage: f"{k} {s} {n}: {m}"
+            )
+    return True
+
+
+def test_parameters_of_the_call_keep_the_gradients_of_their_rank():
+    assert run_ranks(of_the_call, 2, timeout=200) == [True, True]
+
+
+class Holder:
+    """No module: the model is an attribute of what a compiled function closes over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+def in_a_function(rank, world):
+    torch.manual_seed(0)
+    holder = Holder(nn.Linear(4, 2))
+    twin = copy.deepcopy(holder.model)
+    mine = nn.Parameter(torch.zeros(4))
+    theirs = nn.Parameter(torch.zeros(4))
+
+    @torch.compile(backend="zero", options={"compute": "aten"})
+    def loss_of(x, given):
+        return holder.model(x + given).square().mean()
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    loss_of(x, mine).backward()
+    twin(x + theirs).square().mean().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad)
+    for p, q in zip(holder.model.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(p.grad, q.grad / world)
+    return True
+
+
+def test_of_a_compiled_function_what_it_finds_in_modules_is_averaged():
+    assert run_ranks(in_a_function, 2, timeout=200) == [True, True]

@@ -140,3 +140,40 @@ def test_in_gathered_they_are_whole_in_and_outside_of_a_forward():
         model(X)
         assert all(p is q for p, q in zip(seen, model.parameters(), strict=True))
         assert not any(isinstance(p, DTensor) for p in seen)
+
+
+class Made(nn.Module):
+    """A parameter made of a weight in the forward, which does not train that."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.make(self.layer.weight), self.layer.bias)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.Parameter,
+        lambda w: nn.Parameter(w, requires_grad=False),
+        lambda w: nn.ParameterList([nn.Parameter(w)])[0],
+        lambda w: nn.Parameter(w.detach()),
+    ],
+)
+def test_a_parameter_that_a_forward_makes_of_a_weight(make, compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Made(make)
+    model = zero.shard(copy.deepcopy(plain), device="cpu")
+    call = torch.compile(model, backend="zero", options={"compute": "aten"}) if compiled else model
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        loss, want = call(x).square().mean(), plain(x).square().mean()
+        torch.testing.assert_close(loss, want)
+        loss.backward()
+        want.backward()
+    assert model.layer.weight.grad is plain.layer.weight.grad is None
+    torch.testing.assert_close(model.layer.bias.grad.full_tensor(), plain.layer.bias.grad)
