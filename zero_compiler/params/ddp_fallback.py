@@ -436,8 +436,8 @@ def plain_model(params: Sequence[nn.Parameter]) -> PlainModel:
 def _say_own(shape: tuple[int, ...]) -> None:
     """Once for each shape: such parameters may be made anew for every call."""
     log.warning(
-        'backend "zero": a compiled call is given a parameter of shape %s that is of no module; its gradient stays that '
-        "of this rank",
+        'backend "zero": a compiled call is given a parameter of shape %s that is of no module; its gradient stays '
+        "that of this rank",
         list(shape),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError
+from zero_compiler.params import ddp_fallback
 
 pytestmark = pytest.mark.dist
 
@@ -418,7 +420,12 @@ def in_a_function(rank, world):
         return holder.model(x + given).square().mean()
 
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    loss_of(x, mine).backward()
+    said = []
+    with mock.patch.object(ddp_fallback.log, "warning", lambda *words: said.append(words[0] % words[1:])):
+        loss_of(x, mine).backward()
+    assert (
+        sum("parameter of shape [4] that is of no module; its gradient stays" in line for line in said) == 1
+    )
     twin(x + theirs).square().mean().backward()
     torch.testing.assert_close(mine.grad, theirs.grad)
     for p, q in zip(holder.model.parameters(), twin.parameters(), strict=True):
