@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,8 @@ def _bucket_gathers(graph: fx.Graph, ctx: Context, bucket_bytes: int) -> None:
                 bucket_bytes,
                 lambda r: _gather_key(ctx, r),
             ):
-                elements = emit_gather(graph, bucket, unit, ctx, device)
+                known = {r: facts.value(old[r]) for r in bucket if r in old}
+                elements = emit_gather(graph, bucket, unit, ctx, device, known)
                 started.append(elements[0].args[0].args[0])
                 for ref, element in zip(bucket, elements, strict=True):
                     if ref in old:
@@ -199,13 +200,26 @@ def _first_use(element: fx.Node) -> fx.Node:
 
 
 def emit_gather(
-    graph: fx.Graph, refs: Sequence[ParamRef], unit: str, ctx: Context, device: object
+    graph: fx.Graph,
+    refs: Sequence[ParamRef],
+    unit: str,
+    ctx: Context,
+    device: object,
+    known: Mapping[ParamRef, object] | None = None,
 ) -> list[fx.Node]:
-    """A gather, its wait and its elements, at the graph's point of insertion."""
+    """A gather, its wait and its elements, at the graph's point of insertion.
+
+    Args:
+        known: values of full weights that these elements take over; others are made.
+    """
     plans = [ctx.params[r] for r in refs]
     sizes, dims = ops.flat_sizes([p.shape for p in plans])
     args = ([r.name for r in refs], sizes, dims, plans[0].gather_dtype, device)
-    vals = [_empty(p.shape, p.gather_dtype, device, graph) for p in plans]
+    known = known or {}
+    vals = [
+        known[r] if r in known else _empty(p.shape, p.gather_dtype, device, graph)
+        for r, p in zip(refs, plans, strict=True)
+    ]
     return _emit(graph, ops.gather, args, refs, unit, vals)
 
 

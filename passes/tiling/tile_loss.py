@@ -95,7 +95,8 @@ class TileLoss:
                 self._replace(Head(graph, node), ctx, f"loss{k}")
             except Left as why:
                 _leave(node, str(why))
-        graph.eliminate_dead_code()
+        if heads:
+            graph.eliminate_dead_code()
 
     def _replace(self, head: Head, ctx: Context, key: str) -> None:
         plan = plan_of(head.head, ctx)
