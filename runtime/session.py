@@ -85,7 +85,7 @@ class Session:
         self._decisions = decisions
         self._frame = frame
         self._recorded = recorded
-        self.segments = list(segments) if recorded is None else list(map(recorded.of, segments))
+        self.segments = list(segments) if recorded is None else recorded.of(segments)
         self.runtimes = runtimes
         self.first = first
         # Nothing runs in the memory that is made larger here.
@@ -316,6 +316,8 @@ class Session:
                 self._moves.end()
             if self._talks:
                 self._leave()
+            outputs = outputs_of(self.program, env.__getitem__)
+            return outputs if self._recorded is None else self._recorded.outputs(outputs)
         except BaseException as error:
             told = self._told(error)
             self._break_off(told or error)
@@ -323,10 +325,10 @@ class Session:
                 raise told from error
             raise
         finally:
+            if self._recorded is not None:
+                self._recorded.ended()
             if call is not None:
                 peer_watchdog.end(call)
-        outputs = outputs_of(self.program, env.__getitem__)
-        return outputs if self._recorded is None else self._recorded.ended(outputs)
 
     def _told(self, error: BaseException) -> ZeroError | None:
         """What a peer has said that failed in this call, where this ``error`` comes of that."""

@@ -17,16 +17,18 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.register_buffer("seen", torch.zeros(()))
         self.inp = nn.Linear(6, 16)
         self.norm = nn.BatchNorm1d(16)
         self.h = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.out = nn.Linear(16, 3)
 
     def forward(self, x, y):
-        x = self.norm(self.inp(x))
+        x = _Amax.apply(self.norm(self.inp(x)), self.seen)
+        x = x + torch.arange(16, device=x.device) / 16
         for layer in self.h:
             x = x + F.gelu(layer(x))
-        return F.cross_entropy(self.out(x), y), x
+        return F.cross_entropy(self.out(x), y), x, x.t()
 
 
 def batches(count, rows=8):
@@ -38,7 +40,7 @@ def batches(count, rows=8):
 def simple(step, model, opt):
     out = []
     for x, y in batches(6):
-        loss, hidden = step(x, y)
+        loss, hidden, _ = step(x, y)
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -142,6 +144,48 @@ def state_exchanged(step, model, opt):
     return out
 
 
+class _Amax(torch.autograd.Function):
+    """Its backward writes to a buffer."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.save_for_backward(seen)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (seen,) = ctx.saved_tensors
+        seen.add_(grad.abs().max() + 1)
+        return grad, None
+
+
+def written_in_backward(step, model, opt):
+    """A buffer to which backward writes is put in another place, once."""
+    out = []
+    for k, (x, y) in enumerate(batches(8)):
+        if k == 3:
+            model.seen = model.seen.clone()
+        step(x, y)[0].backward()
+        opt.step()
+        opt.zero_grad()
+        out.append(model.seen.clone())
+    return out
+
+
+def written_behind(step, model, opt):
+    """Outputs of an evaluation that share memory are written to."""
+    out = []
+    for x, y in batches(6):
+        with torch.no_grad():
+            _, hidden, view = step(x, y)
+            hidden.add_(100)
+            out.append(view.clone())
+        step(x, y)[0].backward()
+        opt.step()
+        opt.zero_grad()
+    return out
+
+
 LOOPS = [
     simple,
     two_forwards,
@@ -151,6 +195,8 @@ LOOPS = [
     evaluated_between,
     forward_alone,
     state_exchanged,
+    written_in_backward,
+    written_behind,
 ]
 
 

@@ -22,11 +22,11 @@ class StandIn:
 
     replays = 0  # of all
     recordings = 0
-    most_bytes = 0  # that values of one had at once
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"
         type(self).recordings += 1
+        self.most_alive = 0  # bytes that values had at once
         self._blocks: list[tuple[torch.Tensor, StorageWeakRef, int]] = []
 
     def record(
@@ -36,7 +36,11 @@ class StandIn:
         storages = {a.untyped_storage()._cdata for a in args}
         out = list(run(args))
         new = [v is not None and v.untyped_storage()._cdata not in storages for v in out]
-        placed = [self._placed(v) if n else v for v, n in zip(out, new, strict=True)]
+        own = {v.untyped_storage()._cdata: v for v, n in zip(out, new, strict=True) if n}
+        moved = {key: self._placed(v.untyped_storage()) for key, v in own.items()}
+        placed = [
+            _within(moved[v.untyped_storage()._cdata], v) if n else v for v, n in zip(out, new, strict=True)
+        ]
         places = [at_its_address([v], None)[0] if n else None for v, n in zip(placed, new, strict=True)]
 
         def replay() -> None:
@@ -47,10 +51,9 @@ class StandIn:
 
         return placed, replay
 
-    def _placed(self, value: torch.Tensor) -> torch.Tensor:
-        """The same in a block that no living value has."""
-        span = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
-        nbytes = span * value.element_size() if value.numel() else 0
+    def _placed(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The bytes of a storage in a block that no living value has."""
+        nbytes = storage.nbytes()
         free = (
             at
             for at, (block, holder, _) in enumerate(self._blocks)
@@ -58,10 +61,16 @@ class StandIn:
         )
         at = next(free, len(self._blocks))
         block = self._blocks[at][0] if at < len(self._blocks) else torch.empty(nbytes, dtype=torch.uint8)
-        within = block[:nbytes].view(value.dtype).as_strided(value.shape, value.stride())
-        (placed,) = at_its_address([within], block)
-        placed.copy_(value)
+        (placed,) = at_its_address([block[:nbytes]], block)
+        placed.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
         self._blocks[at : at + 1] = [(block, StorageWeakRef(placed.untyped_storage()), nbytes)]
         alive = sum(n for _, holder, n in self._blocks if not holder.expired())
-        type(self).most_bytes = max(type(self).most_bytes, alive)
+        self.most_alive = max(self.most_alive, alive)
         return placed
+
+
+def _within(placed: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` in the place of its storage."""
+    storage = placed.untyped_storage()
+    empty = torch.empty(0, dtype=value.dtype)
+    return empty.set_(storage, value.storage_offset(), value.shape, value.stride())

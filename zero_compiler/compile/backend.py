@@ -8,6 +8,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from ..call_stack import in_one_piece
 from ..cost.cost import CostModel
 from ..cost.transfer_costs import within_host_us
 from ..emit.no_sync_program import accumulating
+from ..emit.recordable import unrecordable
 from ..emit.segments import SegmentCompiler
 from ..errors import VerifyError, ZeroError
 from ..ir import facts, ops
 from ..ir.program import Program
+from ..ir.recorded_phase import written_inputs
 from ..memory.verify import verify_accumulating
 from ..params import ddp_fallback, eager, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
@@ -419,9 +422,12 @@ class _FrameCompiler:
         state.frame.add(program, state.kept_bytes(), timeline, state.choice.prefetch[phase])
         if phase == "backward":
             state.frame.within_host_us = within_host_us(program, state.machine, state.world)
-        recorded = state.recorded(gm.graph, phase)
+        later = self._backward if phase == "forward" else None
+        written = written_inputs(later.graph) if later is not None else frozenset()
+        recorded = state.recorded(gm.graph, phase, written)
         if recorded is not None:
-            state.frame.recorded[phase] = recorded
+            direct = unrecordable(emitted.segments, state.first.group.device.type)
+            state.frame.recorded[phase] = replace(recorded, direct=direct)
         self._dump(program, phase, "program.txt")
         if program.reduces:
             self._accumulating(program)

@@ -362,13 +362,16 @@ class FrameState:
         self.choice = dataclasses.replace(self.choice, kept=kept)
         self.plan_again()
 
-    def recorded(self, graph: fx.Graph, phase: str) -> RecordedPhase | None:
-        """What graphs of the device record of a phase, as AOTAutograd has it; None: nothing."""
+    def recorded(
+        self, graph: fx.Graph, phase: str, written: frozenset[str] = frozenset()
+    ) -> RecordedPhase | None:
+        """What graphs of the device record of a phase, as AOTAutograd has it; None: nothing. See
+        :func:`~zero_compiler.ir.recorded_phase.recorded_phase`."""
         device = None if self.first is None else self.first.group.device.type
         if device not in RECORDERS or not self._records_graphs:
             return None
         shards = {s.at for s in self.captured.shards}
-        return recorded_phase(graph, phase, shards, self.frame.num_outputs)
+        return recorded_phase(graph, phase, shards, self.frame.num_outputs, written)
 
     def with_recorded_bytes(self, emitted: Emitted, phase: str) -> Emitted:
         """The same with what graphs of the device take for its segments."""

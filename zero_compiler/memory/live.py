@@ -30,6 +30,7 @@ def live_bytes(
     segments: Sequence[SegmentGraph],
     sizes: facts.Sizes | None = None,
     roots: Mapping[fx.Node, frozenset[fx.Node]] | None = None,
+    gives_up: bool = True,
 ) -> tuple[list[int], list[int]]:
     """Bytes live after each instruction, or inside it where that is more: the arena, values that the Program
     made, what forward saved for backward, and segments' internals.
@@ -40,9 +41,10 @@ def live_bytes(
     Args:
         sizes: at which symbolic ones are counted; None: as the capture saw them.
         roots: of the graph, see :func:`facts.alias_roots`, where they are known.
+        gives_up: what a segment is the last to read may go within it.
     """
     roots = facts.alias_roots(graph) if roots is None else roots
-    count = _LiveBytes(program, graph, numbers, segments, sizes, roots)
+    count = _LiveBytes(program, graph, numbers, segments, sizes, roots, gives_up)
     rows = list(map(count.step, program.instrs, program.reductions))
     return rows, count.beyond
 
@@ -61,8 +63,10 @@ class _LiveBytes:
         segments: Sequence[SegmentGraph],
         sizes: facts.Sizes | None,
         roots: Mapping[fx.Node, frozenset[fx.Node]],
+        gives_up: bool,
     ) -> None:
         self._program, self._segments, self._sizes = program, segments, sizes
+        self._gives_up = gives_up
         self.beyond: list[int] = []
         self._node_of = {i: n for n, i in numbers.items()}
         self._roots = roots
@@ -106,7 +110,8 @@ class _LiveBytes:
         ins = [self._node_of[i] for i in instr.ins]
         # Given up to the segment, and nobody else's: the segment frees them at their last use.
         dying = [
-            i in instr.free
+            self._gives_up
+            and i in instr.free
             and all(r in self._made and self._holders[r] <= set(instr.free) for r in self._roots[n])
             for i, n in zip(instr.ins, ins, strict=True)
         ]
@@ -170,7 +175,8 @@ def most_made(
     """Most bytes that values which the segments of a Program make, and what they take inside, have at once: without
     arenas, what a forward has saved, and means of gradients that lie elsewhere than the gradients."""
     alone = replace(program, phase="forward", before_bytes=0, again_bytes=0, returned_bytes=0)
-    live, inside = live_bytes(alone, graph, numbers, segments)
+    # Whoever records a segment holds what it was given until it has run.
+    live, inside = live_bytes(alone, graph, numbers, segments, gives_up=False)
     rows = moments(replace(alone, live=live, inside=inside), waiting=False)
     same = program.slots_ranks == 1 and all(r.copies == 1 for r in program.reduces)
     return max((m.others + m.gradients * same for m in rows), default=0)

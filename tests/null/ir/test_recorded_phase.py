@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zero_compiler.ir.recorded_phase import RecordedPhase, given_bytes, recorded_phase
+from zero_compiler.ir.recorded_phase import RecordedPhase, given_bytes, recorded_phase, written_inputs
 
 
 def _graph(names, write=None, outputs=1):
@@ -26,6 +26,8 @@ def test_of_a_forward_all_but_rows_of_parameters_and_what_is_written_to():
     recorded = recorded_phase(graph, "forward", {1}, 2)
     assert recorded == RecordedPhase(given=(0, 2), returned=(0, 1))
     assert given_bytes(graph, recorded) == 2 * 24
+    later = frozenset({"primals_3"})  # to which backward writes
+    assert recorded_phase(graph, "forward", {1}, 2, later).given == (0,)
 
 
 def test_of_an_inference_every_output():
@@ -37,3 +39,6 @@ def test_of_an_inference_every_output():
 def test_of_a_backward_tangents_and_inputs_of_the_forward_but_nothing_that_it_has_made():
     graph = _graph(["primals_2", "primals_1", "view", "tangents_1"])
     assert recorded_phase(graph, "backward", {1}, 1) == RecordedPhase(given=(1, 3), returned=())
+    graph = _graph(["primals_2", "primals_1", "view", "tangents_1"], write="primals_1")
+    assert written_inputs(graph) == {"primals_1"}
+    assert recorded_phase(graph, "backward", {1}, 1).given == (3,)
