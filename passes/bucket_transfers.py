@@ -204,7 +204,7 @@ def emit_gather(
     refs: Sequence[ParamRef],
     unit: str,
     ctx: Context,
-    device: object,
+    device: torch.device,
     known: Mapping[ParamRef, object] | None = None,
 ) -> list[fx.Node]:
     """A gather, its wait and its elements, at the graph's point of insertion.
@@ -246,7 +246,7 @@ def _emit(
     return elements
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, device: Any, graph: fx.Graph) -> object:
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, graph: fx.Graph) -> object:
     return facts.fake_empty(graph, shape, dtype, device)
 
 

@@ -56,7 +56,7 @@ class Emitter:
             known[layout] = self._value(target, given)
         return self.node(target, args, kwargs, known[layout])
 
-    def _value(self, target: Any, given: Any) -> object:
+    def _value(self, target: fx.node.Target, given: fx.node.Argument) -> object:
         with self.fake():
             return target(*given[0], **given[1])
 

@@ -51,7 +51,7 @@ class LandProducts:
         emit: Emitter | None = None
         cost, known = chooser(ctx.machine) if self.kernels else None, hints(graph)
         for start in list(graph.find_nodes(op="call_function", target=ops.reduce)):
-            grads: Any = start.args[0]
+            grads = start.args[0]
             direct = []
             for ref, grad in zip(facts.params(start), grads, strict=True):
                 product = _product(grad) if _lands(ctx.params[ref]) else None

@@ -52,7 +52,7 @@ class ColumnSums:
     def __init__(
         self,
         bare: fx.Graph,
-        given: Sequence[tuple[Any, int | None]],
+        given: Sequence[tuple[object, int | None]],
         late: Sequence[bool],
         width: int,
         like: Emitter,
@@ -384,7 +384,7 @@ class ColumnSums:
             return self._zero_outside(args[0])
         return None
 
-    def _pick(self, node: Any, hit: fx.Node) -> fx.node.Argument:
+    def _pick(self, node: fx.node.Argument, hit: fx.Node) -> fx.node.Argument:
         """Of each token, the column that is hit."""
         if self.column_dim(node) is None:
             return node

@@ -72,7 +72,7 @@ class ExpandTiles:
 
 
 # By the layout of what a tile is given: the value of each operator in it.
-Known = dict[tuple[Any, ...], dict[fx.Node, Any]]
+Known = dict[tuple[object, ...], dict[fx.Node, object]]
 
 
 def tiles_in(graph: fx.Graph) -> list[int]:

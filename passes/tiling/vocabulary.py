@@ -89,7 +89,7 @@ class _Body:
     def _copy(self, node: fx.Node) -> fx.Node:
         sized = node.target in SIZED
 
-        def own(a: fx.node.Argument) -> Any:
+        def own(a: fx.node.Argument) -> fx.node.Argument:
             if isinstance(a, fx.Node):
                 return self.of(a)
             return self.columns if sized and type(a) is int and a == self.sums.width else a
@@ -176,7 +176,7 @@ class Vocabulary:
             for n, kind in zip(results, kinds, strict=True)
         ]
         self.total = head.total()
-        self._whole: dict[fx.Node, Any] = {}
+        self._whole: dict[fx.Node, fx.Node] = {}
 
     def _flat(self, node: fx.Node, need: Rows | None) -> fx.node.Argument:
         """The value of an input with its tokens in one dimension, however many."""

@@ -679,7 +679,7 @@ class _Graph(fx.Graph):
         args: tuple[fx.node.Argument, ...] | None = None,
         kwargs: dict[str, fx.node.Argument] | None = None,
         name: str | None = None,
-        type_expr: Any | None = None,
+        type_expr: object = None,
     ) -> fx.Node:
         node = super().create_node(op, target, None, None, name, type_expr)
         if args:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from ..alignment import block_aligned
 from ..config import TIERS
@@ -48,7 +50,7 @@ _NORM = "norm of the gradients in a step of zero.optimizer"
 @working("zero.optimizer")
 def optimizer(
     cls: type[Optimizer],
-    model_or_params_or_groups: object,
+    model_or_params_or_groups: nn.Module | ParamsT,
     *,
     overlap: bool = False,
     max_grad_norm: float | None = None,
@@ -80,7 +82,11 @@ def optimizer(
 
 
 def _made(
-    cls: type[Optimizer], given: object, overlap: bool, max_grad_norm: float | None, kw: dict[str, object]
+    cls: type[Optimizer],
+    given: nn.Module | ParamsT,
+    overlap: bool,
+    max_grad_norm: float | None,
+    kw: dict[str, object],
 ) -> StreamedOptimizer:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise OptimizerError(f"zero.optimizer takes a subclass of torch.optim.Optimizer first, not {cls!r}")
@@ -123,8 +129,8 @@ class _StatePlacement:
 
     group: dict[str, Any]
     entries: list[list[Entry]]
-    needs: dict[object, list[tuple[Entry, str, torch.dtype]]]
-    taken: list[tuple[Any, str, Any, tuple[int, str]]]
+    needs: dict[ShardedModel, list[tuple[Entry, str, torch.dtype]]]
+    taken: list[tuple[ShardedModel, str, torch.Tensor, tuple[int, str]]]
     sub_group_bytes: int
 
 
@@ -139,7 +145,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     def __init__(
         self,
         cls: type[Optimizer],
-        params: Any,
+        params: ParamsT,
         overlap: bool,
         max_grad_norm: float | None,
         kw: dict[str, Any],
@@ -155,7 +161,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._states: dict[tuple[object, ...], States] = {}
         self._held: dict[tuple[str, str], tuple[int, str]] = {}
         self._new: list[dict[str, object]] | None = []  # groups that are placed together, while it is made
-        self._managed: list[tuple[Any, str, Any]] = []  # sharded model (weakly), name and parameter
+        self._managed: list[tuple[weakref.ref[ShardedModel], str, torch.Tensor]] = []  # sharded model (weakly), name and parameter
         self._groups: list[Group] = []  # of each of these, all ranks of its model
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
@@ -204,7 +210,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         sub_groups, stores = list(self._sub_groups), len(self._stores)
         try:
             placed = [self._placed(group) for group in groups]
-            needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+            needs: dict[ShardedModel, list[tuple[Entry, str, torch.dtype]]] = {}
             for one in placed:
                 for sharded_model, wanted in one.needs.items():
                     needs.setdefault(sharded_model, []).extend(wanted)
@@ -233,9 +239,9 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         for model in {owners[id(p)][0] for p in group["params"] if id(p) in owners}:
             model.gradients.make_room_for_trained()
         names = group.get("param_names") or [None] * len(group["params"])
-        entries: dict[tuple[Any, ...], list[Entry]] = {}
-        needs: dict[object, list[tuple[Entry, str, torch.dtype]]] = {}
-        taken: list[tuple[Any, str, Any, tuple[int, str]]] = []
+        entries: dict[tuple[object, ...], list[Entry]] = {}
+        needs: dict[ShardedModel, list[tuple[Entry, str, torch.dtype]]] = {}
+        taken: list[tuple[ShardedModel, str, torch.Tensor, tuple[int, str]]] = []
         seen: set[int] = set()
         for param, given in zip(group["params"], names, strict=True):
             sharded_model, name = owners.get(id(param), (None, given or "a parameter"))
@@ -256,6 +262,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 taken.append((sharded_model, name, param, (nbytes, rests)))
             for key, dtype in states.tensors.items():
                 if tier == "nvme" and local.numel():
+                    assert sharded_model is not None  # as `tier_of` has made sure
                     needs.setdefault(sharded_model, []).append((entry, key, dtype))
                 if tier != "none":
                     entry.streamed[key] = dtype.itemsize
@@ -296,7 +303,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
             sub_group.keep(tensors.get(id(sub_group.group), {}))
         owners = _owners()
         placed = []
-        needs: dict[Any, list[tuple[Entry, str, torch.dtype]]] = {}
+        needs: dict[ShardedModel, list[tuple[Entry, str, torch.dtype]]] = {}
         for _, piece, key, dtype in found:
             entry = piece.entry
             sharded_model, name = owners.get(id(entry.param), (None, ""))
@@ -409,7 +416,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         placing = {owners[id(p)][0] for p in params if id(p) in owners}  # while it is made
         return groups_of(placing | self._sharded_models(), params)
 
-    def _sharded_models(self) -> set[Any]:
+    def _sharded_models(self) -> set[ShardedModel]:
         """The sharded models whose parameters it has."""
         return {sharded_model for ref, _, _ in self._managed if (sharded_model := ref()) is not None}
 
@@ -418,7 +425,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
     @tells
     @Optimizer.profile_hook_step
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update every parameter that has a gradient, as ``cls.step`` would.
 
         Raises:
@@ -513,7 +520,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
                 text = "\n".join([_NORM, *found])
                 meet(group, short_digest(text), lambda text=text: text, _NORM)  # type: ignore[misc]
-        alike: dict[Any, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
+        alike: dict[DeviceMesh | None, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
         for grad in grads:
             alike.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
         norms = [torch.nn.utils.get_total_norm(given) for given in alike.values() or [[]]]
@@ -618,7 +625,7 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._broken = None
 
 
-def _owners() -> dict[int, tuple[Any, str]]:
+def _owners() -> dict[int, tuple[ShardedModel, str]]:
     """Sharded model and name of every managed parameter of this process, by identity."""
     found: dict[int, tuple[ShardedModel, str]] = {}
     for sharded_model in ops.owners():

@@ -58,7 +58,7 @@ class Entry:
         taken: what ``.grad`` was then.
     """
 
-    param: Any
+    param: torch.Tensor
     name: str
     tier: str
     regions: dict[str, Region]
@@ -102,7 +102,7 @@ class Entry:
             self.fresh[key] = torch.zeros(local.shape, dtype=value.dtype, device=device, pin_memory=pin)
         return self.fresh[key]
 
-    def place_states(self, held: dict[str, Any], keys: Iterable[str]) -> None:
+    def place_states(self, held: dict[str, object], keys: Iterable[str]) -> None:
         """Bring states that were put in place from outside (``load_state_dict``) to where they rest."""
         for key in keys if self.tier != "none" and held else ():
             if not isinstance(value := held.get(key), torch.Tensor):
@@ -120,8 +120,8 @@ class Entry:
                     f"{list(rest.shape)}; load a state_dict of the same model and placement"
                 )
             self.regions[key].fill(local) if key in self.regions else rest.copy_(local)
-            held[key] = like(self.param, rest)
-            watch(held[key], rest)
+            held[key] = placed = like(self.param, rest)
+            watch(placed, rest)
         self.fresh.clear()
 
 
@@ -216,7 +216,7 @@ class SubGroup:
 
     cls: type[Optimizer]
     kw: Mapping[str, object]
-    group: dict[str, Any]
+    group: dict[str, object]
     states: States
     pieces: list[Piece]
     inner: Optimizer | None = None
@@ -235,7 +235,7 @@ class SubGroup:
         """What it is called, in plans and profiles."""
         return label_of(self.pieces)
 
-    def found(self, state: Mapping[Any, dict[str, Any]]) -> list[tuple[Piece, str, torch.dtype]]:
+    def found(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> list[tuple[Piece, str, torch.dtype]]:
         """States without a place, which the class did not keep when it was tried: an option of the group that changed
         brings them, or a ``state_dict``."""
         out = []
@@ -262,7 +262,7 @@ class SubGroup:
 
     def job(
         self,
-        state: Mapping[Any, dict[str, Any]],
+        state: Mapping[torch.Tensor, dict[str, Any]],
         done: Done,
         factor: torch.Tensor | None = None,
         begin: bool = False,
@@ -324,7 +324,7 @@ class SubGroup:
         self,
         parts: list[_PartOfPiece],
         buffer: torch.Tensor | None,
-        state: Mapping[object, dict[str, object]],
+        state: Mapping[torch.Tensor, dict[str, Any]],
         done: Done,
         factor: torch.Tensor | None,
         begin: bool,
@@ -402,7 +402,7 @@ class SubGroup:
         part: _PartOfPiece,
         made: dict[str, object],
         buffer: torch.Tensor | None,
-        state: Mapping[Any, dict[str, Any]],
+        state: Mapping[torch.Tensor, dict[str, Any]],
         done: Done,
     ) -> None:
         """Bring what the class holds for a piece to where it rests."""
