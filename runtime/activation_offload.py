@@ -12,12 +12,14 @@ import torch
 
 from zero_compiler.alignment import block_aligned
 from zero_compiler.ir.instructions import Bring, Discard, Offload, Restore, WaitOffload, WaitRestore, Write
+from zero_compiler.ir.transfers import OffloadDesc
 
 from ..storage.activation_store import Parcel, Parcels
+from ..storage.aio import Engine
 from ..storage.stores import FileSpan, FileStore, settle
 from .tier_copies import Aside
 
-Step = Callable[[list[Any]], None]
+Step = Callable[[list[object]], None]
 
 
 class Moves(abc.ABC):
@@ -29,7 +31,7 @@ class Moves(abc.ABC):
         nbytes: ``Program.file_bytes``.
     """
 
-    def __init__(self, parcels: Parcels, offloads: Sequence[Any], nbytes: int) -> None:
+    def __init__(self, parcels: Parcels, offloads: Sequence[OffloadDesc], nbytes: int) -> None:
         self._parcels, self._offloads, self._nbytes = parcels, offloads, nbytes
         self._parcel: Parcel | None = None
 
@@ -45,14 +47,14 @@ class Moves(abc.ABC):
         def restore(env: list[Any]) -> None:
             self.restore(which, env[instr.ins[0]])
 
-        def wait(env: list[Any]) -> None:
+        def wait(env: list[object]) -> None:
             self.wait(which)
 
-        def restored(env: list[Any]) -> None:
+        def restored(env: list[object]) -> None:
             self.wait(which)
             env[instr.outs[0]] = self.view(which)
 
-        def discard(env: list[Any]) -> None:
+        def discard(env: list[object]) -> None:
             env[instr.values[0]] = None
 
         steps: dict[type, Step] = {
@@ -108,12 +110,12 @@ class ActivationFiles(Moves):
     """
 
     def __init__(
-        self, parcels: Parcels, offloads: Sequence[Any], nbytes: int, pool: Callable[[], torch.Tensor]
+        self, parcels: Parcels, offloads: Sequence[OffloadDesc], nbytes: int, pool: Callable[[], torch.Tensor]
     ) -> None:
         super().__init__(parcels, offloads, nbytes)
         self._pool = pool
         self._under_way: dict[int, Any] = {}
-        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()  # that move them
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # that move them
 
     def offload(self, which: int, value: torch.Tensor) -> torch.Tensor:
         """Copy ``value`` to its place in the pool, and start to write it from there; its ticket."""
@@ -168,7 +170,7 @@ class Staged(ActivationFiles):
     def __init__(
         self,
         parcels: Parcels,
-        offloads: Sequence[Any],
+        offloads: Sequence[OffloadDesc],
         nbytes: int,
         pool: Callable[[], torch.Tensor],
         device: torch.device,
@@ -177,7 +179,7 @@ class Staged(ActivationFiles):
         super().__init__(parcels, offloads, nbytes, pool)
         self._device, self._aside = device, aside
         # Events of copies, and what they read or write on the device: it is held until nothing needs it there.
-        self._copying: dict[int, tuple[object, torch.Tensor]] = {}
+        self._copying: dict[int, tuple[torch.Event | None, torch.Tensor]] = {}
 
     def step(self, instr: Any) -> Step:
         if not isinstance(instr, (Write, Bring)):
@@ -246,14 +248,14 @@ class HostCopies(Moves):
     def __init__(
         self,
         parcels: Parcels,
-        offloads: Sequence[Any],
+        offloads: Sequence[OffloadDesc],
         nbytes: int,
         device: torch.device,
         stream: Callable[[], torch.Stream | None],
     ) -> None:
         super().__init__(parcels, offloads, nbytes)
         self._device, self._of_model = device, stream
-        self._events: dict[int, Any] = {}
+        self._events: dict[int, torch.Event] = {}
         # What copies read and write on the device is held until what computes has waited for them: then its memory is
         # free for whatever computes next, as the plan has it. A stream that is told of memory (`record_stream`) gives
         # it back when the host sees the copy done, which may be calls later.

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zero_compiler.errors import ShardError, TransferError
+from zero_compiler.ir.program import Program
 from zero_compiler.ranks.peer_waits import explained
 from zero_compiler.runtime import _C
 from zero_compiler.sharded import blocking_transfers
@@ -49,7 +50,7 @@ class ModelRuntime:
     def __init__(self, sharded_model: ShardedModel) -> None:
         group = sharded_model.group
         self._sharded_model = weakref.ref(sharded_model)
-        self._kept: dict[Any, list[torch.Tensor]] = {}
+        self._kept: dict[object, list[torch.Tensor]] = {}
         self._homes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         segment, hosts = sharded_model.storage.transport.segment, sharded_model.storage.transport.hosts
         self.shared = segment is not None
@@ -136,7 +137,7 @@ class ModelRuntime:
             return self._second[key][where.begin : where.begin + where.size]
 
     @property
-    def sharded_model(self) -> Any:
+    def sharded_model(self) -> ShardedModel:
         sharded_model = self._sharded_model()
         if sharded_model is None:
             raise ShardError(GONE)
@@ -165,6 +166,7 @@ class ModelRuntime:
         views = self._homes.setdefault(names, [])
         if not views:
             segment = self.sharded_model.storage.transport.segment
+            assert segment is not None  # it is what they share
             views[:] = [segment.fulls[n] for n in names]
         return views
 
@@ -177,7 +179,7 @@ class ModelRuntime:
         for name in names if self.shared else ():
             self.sharded_model.storage.bring_home(name, self.sharded_model.param(name))
 
-    def moves(self, program: Any) -> Moves:
+    def moves(self, program: Program) -> Moves:
         """What carries the activations of a Program to another tier and back; has a place ready for the first of them.
 
         Raises:

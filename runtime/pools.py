@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -20,6 +20,17 @@ from ..storage.aio import buffer
 from .tier_copies import Aside
 
 T = TypeVar("T")
+
+
+class User(Protocol):
+    """The runtime of a sharded model (`model.py`), as far as the pools that it uses need it."""
+
+    pools: Pools
+
+    def place_arena(self, arena: object) -> None: ...
+
+
+U = TypeVar("U", bound=User)
 # Far longer than one call takes.
 _LONGEST_S = 600.0
 # A thread that has not looked for so long, though it waits, may be no more (Ctrl-C): the next may go before it.
@@ -42,7 +53,7 @@ class Pools:
         self.near: torch.Tensor | None = None
         self.forsaken = False  # of calls that broke off: nobody joins them
         # Runtimes by id. A plain dict, as a model may be dropped in any thread while another one looks through it.
-        self._users: dict[int, weakref.ref[object]] = {}
+        self._users: dict[int, weakref.ref[User]] = {}
         self.turn = threading.Lock()  # of whoever runs a Program in them, or changes them
         self.thread: int | None = None  # where that is
         self.turns = 0  # how many there were
@@ -64,14 +75,14 @@ class Pools:
             getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)()
         )
 
-    def join(self, runtime: Any) -> None:
+    def join(self, runtime: User) -> None:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
         # First: Ctrl-C may come between any two lines.
         runtime.place_arena(self.arena)
         self._users[id(runtime)] = weakref.ref(runtime)
         runtime.pools = self
 
-    def users(self) -> list[Any]:
+    def users(self) -> list[User]:
         """The runtimes that use these."""
         return [user for ref in list(self._users.values()) if (user := ref()) is not None]
 
@@ -110,7 +121,7 @@ class Pools:
         other._users.clear()
         other._empty()
 
-    def keep(self, broken: Collection[object]) -> None:
+    def keep(self, broken: Collection[User]) -> None:
         """Keep these runtimes alone, for good; the others take other memory."""
         self.forsaken = True
         rest = [u for u in self.users() if u not in broken]
@@ -134,7 +145,7 @@ class Pools:
 
 
 def in_turn(
-    runtimes: Iterable[object], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
+    runtimes: Iterable[User], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
 ) -> T:
     """``do`` with the pools of these to this thread alone: waits for Programs of other threads.
 
@@ -164,7 +175,7 @@ def in_turn(
     return out[0]
 
 
-def _pools_of(runtimes: Iterable[Any]) -> list[Pools]:
+def _pools_of(runtimes: Iterable[User]) -> list[Pools]:
     """In one order for all threads."""
     return sorted({r.pools for r in runtimes}, key=id)
 
@@ -229,16 +240,16 @@ def _nested(pools: Sequence[Pools], do: Callable[[], None]) -> None:
             pools[0].thread = None
 
 
-def joined(runtimes: Iterable[object]) -> list[object]:
+def joined(runtimes: Iterable[U]) -> list[U]:
     """Let models use the same pools from here on. Of each device one of them, whose pools these are; none of those that
     broke off."""
     runtimes = list(runtimes)
     return in_turn(runtimes, lambda: join(runtimes))
 
 
-def join(runtimes: Iterable[Any]) -> list[Any]:
+def join(runtimes: Iterable[U]) -> list[U]:
     """The same in a turn that this thread has."""
-    by_device: dict[torch.device, Any] = {}
+    by_device: dict[torch.device, U] = {}
     for runtime in runtimes:
         if runtime.pools.forsaken:
             continue
@@ -248,7 +259,7 @@ def join(runtimes: Iterable[Any]) -> list[Any]:
     return list(by_device.values())
 
 
-def forsake(runtimes: Collection[Any]) -> None:
+def forsake(runtimes: Collection[User]) -> None:
     """A call of these models broke off among its collectives. What peers still send may come to their memory, at any
     time: nobody else goes on in it."""
     for pools in {id(r.pools): r.pools for r in runtimes}.values():

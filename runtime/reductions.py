@@ -97,7 +97,7 @@ class Reductions:
         self._read = {v for i in program.instrs if isinstance(i, (Compute, Reduce)) for v in i.ins}
         self._summing: list[_Sum] = []
         # Results on the device, what they become on its host, and the event of the copy.
-        self._leaving: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], Any]] = {}
+        self._leaving: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], torch.Event | None]] = {}
         self._tiles: dict[tuple[str, str], torch.Tensor] = {}  # gradients of which some tiles have landed
         self._handed_over: dict[int, list[torch.Tensor]] = {}  # of reductions on the only rank
 
@@ -140,7 +140,7 @@ class Reductions:
         for name, grad in zip(keep.names, given, strict=True):
             grads.keep(sharded_model.param(name), grad, dtype, sharded_model.params[name].layout, keep.tile)
 
-    def store(self, env: list[Any], which: int) -> None:
+    def store(self, env: list[object], which: int) -> None:
         """Wait for a reduction whose result goes to the host, and start the copy."""
         self.finish_sums(env)
         self._reduced(env, which, _NONE, ())
@@ -149,7 +149,7 @@ class Reductions:
         """Whether an instruction computes with what a reduction gives."""
         return not self._read.isdisjoint(outs)
 
-    def wait(self, env: list[Any], which: int, outs: Values, final: Sequence[bool], read: bool) -> None:
+    def wait(self, env: list[object], which: int, outs: Values, final: Sequence[bool], read: bool) -> None:
         """Give a result to those that wait for it. ``final``: nothing reads the weight from here on. ``read``: see
         :meth:`reads`."""
         runtime, r = self._all[which].runtime, self._all[which].desc

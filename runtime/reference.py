@@ -85,7 +85,7 @@ class Rank:
 class _Call:
     """One run: the values of every rank, and transfers that were started and are not waited for."""
 
-    def __init__(self, envs: list[list[Any]]) -> None:
+    def __init__(self, envs: list[list[object]]) -> None:
         self.envs = envs
         self.started: dict[tuple[str, int], Any] = {}
 
@@ -109,7 +109,7 @@ class Reference:
     def __init__(
         self,
         program: Program,
-        segments: Sequence[Callable[[list[Any]], Sequence[object]]],
+        segments: Sequence[Callable[[list[object]], Sequence[object]]],
         layouts: Mapping[ParamRef, Layout],
         ranks: Sequence[Rank],
         copies: int = 1,
@@ -128,7 +128,7 @@ class Reference:
         if any(g.shared for g in program.gathers) or any(r.shared for r in program.reduces):
             raise TransferError("the reference runs Programs over collectives, not over shared memory")
 
-    def run(self, inputs: Sequence[list[object]]) -> list[list[Any]]:
+    def run(self, inputs: Sequence[list[object]]) -> list[list[object]]:
         """Outputs of every rank for the inputs of every rank; each list of inputs is emptied."""
         p = self.program
         envs = [list(given) + [None] * (p.num_values - p.num_inputs) for given in inputs]
@@ -142,7 +142,7 @@ class Reference:
             raise TransferError(f"the Program ends with transfers that nothing waited for: {left}")
         return [outputs_of(p, functools.partial(_read, env)) for env in envs]
 
-    def _each(self, call: _Call) -> Iterator[tuple[Rank, list[Any]]]:
+    def _each(self, call: _Call) -> Iterator[tuple[Rank, list[object]]]:
         return zip(self.ranks, call.envs, strict=True)
 
     def _read_only(self, call: _Call, instr: Instruction) -> None:
@@ -324,7 +324,7 @@ class Reference:
     # Activations. Other tiers are a dictionary by ticket and place. A file is written when the wait is over, and so
     # read. A copy to the pool is there when it is sent on, and one from it when it has been waited for.
 
-    def _activation(self, rank: Rank, instr: Any) -> tuple[OffloadDesc, torch.Tensor, torch.Tensor]:
+    def _activation(self, rank: Rank, instr: Instruction) -> tuple[OffloadDesc, torch.Tensor, torch.Tensor]:
         """An offloaded tensor, the bytes that it has on its way, and the same as the tensor that it is."""
         o = self.program.offloads[instr.index]
         if o.pooled:
@@ -499,7 +499,7 @@ class Reference:
                 wide += torch.cat(arrived)
         return wide.to(_dtype(r.dtype))
 
-    def _reduced(self, r: ReduceDesc, inputs_of: Any) -> list[Any]:
+    def _reduced(self, r: ReduceDesc, inputs_of: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """What a reduction gives each rank; its staging is free from then on."""
         ends = [self._reduce_end(k % self.world, r, inputs_of) for k in range(len(self.ranks))]
         for rank in self.ranks if r.staging >= 0 else ():

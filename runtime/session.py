@@ -41,7 +41,7 @@ from .reductions import Reductions, load
 _NEED_BYTES = 8  # of a header: what a rank needs of memory
 _REASON_BYTES = 8  # behind it: where the reason lies
 
-_Step = Callable[[list[Any]], None]  # what an instruction does, given the values of a call
+_Step = Callable[[list[object]], None]  # what an instruction does, given the values of a call
 
 
 class Decisions(Protocol):
@@ -75,7 +75,7 @@ class Session:
     def __init__(
         self,
         program: Program,
-        segments: Sequence[Any],
+        segments: Sequence[Callable[[list[object]], Sequence[object]]],
         runtimes: dict[str, ModelRuntime],
         first: ModelRuntime | None,
         decisions: Decisions,
@@ -111,7 +111,7 @@ class Session:
             or any(r.copied for r in program.reduces)
             or any(o.staged for o in program.offloads)
         )
-        self._empty: list[Any] = [None] * (program.num_values - program.num_inputs)
+        self._empty: list[object] = [None] * (program.num_values - program.num_inputs)
 
     def _make_room(self, program: Program) -> None:
         """In pools that other models may have joined, or left, since it ran last."""
@@ -189,7 +189,7 @@ class Session:
     def _reduce(self, at: int, instr: Reduce) -> _Step:
         reductions, index, ins, free = self._reductions, instr.index, Values(instr.ins), Values(instr.free)
 
-        def reduce(env: list[Any]) -> None:
+        def reduce(env: list[object]) -> None:
             reductions.start(index, ins.take(env))
             free.drop(env)
 
@@ -209,7 +209,7 @@ class Session:
     def _keep(self, at: int, instr: Keep) -> _Step:
         reductions, index, ins, free = self._reductions, instr.index, Values(instr.ins), Values(instr.free)
 
-        def keep(env: list[Any]) -> None:
+        def keep(env: list[object]) -> None:
             reductions.keep(index, ins.take(env))
             free.drop(env)
 
@@ -278,7 +278,7 @@ class Session:
 
     # Running -----------------------------------------------------------------------------------------------
 
-    def run(self, inputs: list[object]) -> list[Any]:
+    def run(self, inputs: list[object]) -> list[object]:
         """Run once. ``inputs`` is emptied, so that values die as early as the Program says."""
         if any(r.sharded_model.defers for r in self._reductions.owners.values()):
             quiet = frozenset(owner for owner, r in self._reductions.owners.items() if r.sharded_model.defers)
@@ -286,7 +286,7 @@ class Session:
         with ranged(self._title):
             return in_turn(self._devices, lambda: self._run(inputs), self._ended)
 
-    def _run(self, inputs: list[object]) -> list[Any]:
+    def _run(self, inputs: list[object]) -> list[object]:
         env = inputs + self._empty
         inputs.clear()
         call = (

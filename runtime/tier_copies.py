@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from zero_compiler.ir.transfers import GatherDesc
 
-from ..storage.stores import merged, settle
+from ..storage.aio import Engine, Request
+from ..storage.stores import Checked, Region, merged, settle
 
 
 class Aside:
@@ -24,27 +25,27 @@ class Aside:
 
     def __init__(self, device: torch.device, stream: torch.Stream | None) -> None:
         self._device, self._stream = device, stream
-        self._last: Any = None
+        self._last: torch.Event | None = None
         # Of copies from the pool on the host: their events, and the bytes that they read there.
-        self._reading: list[tuple[Any, int, int]] = []
+        self._reading: list[tuple[torch.Event, int, int]] = []
 
-    def to_device(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> object:
+    def to_device(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> torch.Event | None:
         """Start to copy each tensor of ``of``, on the host, to that of ``into``; the event of the end, None where that
         has come."""
         return self._start(into, of)
 
-    def to_host(self, of: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], object]:
+    def to_host(self, of: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event | None]:
         """Start to copy tensors to the host, in pinned memory; what they become there, and the event of the end. They
         are held until that has been waited for."""
         pin = self._device.type != "cpu"
         there = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pin) for t in of]
         return there, self.to_places(there, of)
 
-    def to_places(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> object:
+    def to_places(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> torch.Event | None:
         """The same to memory of the host that is there; the event of the end."""
         return self._start(into, of)
 
-    def _start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> object:
+    def _start(self, into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> torch.Event | None:
         """Behind what the device has been told to compute so far."""
         if self._stream is None:
             for there, here in zip(into, of, strict=True):
@@ -57,12 +58,12 @@ class Aside:
             self._last = self._stream.record_event()
         return self._last
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.Event | None) -> None:
         """What the device computes from here on finds the copy done."""
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)
 
-    def await_copy(self, event: Any) -> None:
+    def await_copy(self, event: torch.Event | None) -> None:
         """Wait until a copy is done: the host may read what came to it, and what it was copied from may go."""
         if event is not None:
             event.synchronize()
@@ -74,7 +75,7 @@ class Aside:
             self._last = None
         self._reading.clear()
 
-    def reads(self, event: object, spans: Iterable[tuple[int, int]]) -> None:
+    def reads(self, event: torch.Event | None, spans: Iterable[tuple[int, int]]) -> None:
         """Until ``event``, copies read these bytes of the pool on the host."""
         if event is not None:
             self._reading += [(event, begin, end) for begin, end in spans]
@@ -87,6 +88,27 @@ class Aside:
         self._reading = [r for r in self._reading if not r[0].query()]
 
 
+class _Memory(Protocol):
+    """Where chunks arrive: on the host, and on the device."""
+
+    host: torch.Tensor
+    near: torch.Tensor | None
+
+
+class _Runtime(Protocol):
+    """The runtime of a sharded model (`model.py`), as far as copies of its chunks need it."""
+
+    @property
+    def aside(self) -> Aside: ...
+
+    @property
+    def pools(self) -> _Memory: ...
+
+    def region(self, name: str) -> Region | None: ...
+
+    def flat_chunks(self, names: Sequence[str]) -> list[torch.Tensor]: ...
+
+
 class Hops:
     """This rank's chunks of the gathers of one Program, on their way to the compute device.
 
@@ -94,11 +116,11 @@ class Hops:
         gathers: runtime and description of each.
     """
 
-    def __init__(self, gathers: Sequence[tuple[Any, GatherDesc]]) -> None:
+    def __init__(self, gathers: Sequence[tuple[_Runtime, GatherDesc]]) -> None:
         self._gathers = list(gathers)
-        self._reads: dict[int, list[Any]] = {}
-        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()  # that read them
-        self._copies: dict[int, Any] = {}
+        self._reads: dict[int, list[Request | Checked]] = {}
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # that read them
+        self._copies: dict[int, torch.Event | None] = {}
 
     def start(self, which: int, hop: int) -> None:
         """Start one hop of the chunks of a gather."""
@@ -140,7 +162,7 @@ class Hops:
         self._reads.clear()
         self._copies.clear()
 
-    def _read(self, runtime: Any, g: GatherDesc, hop: int) -> list[Any]:
+    def _read(self, runtime: _Runtime, g: GatherDesc, hop: int) -> list[Request | Checked]:
         spans = []
         for name, at in zip(g.names, g.hops[hop].offsets, strict=True):
             region = runtime.region(name)
@@ -152,7 +174,7 @@ class Hops:
         self._engines.update(s.store.engine for s in spans)
         return [s.store.read(s, runtime.pools.host) for s in merged(spans)]
 
-    def _arrived(self, runtime: Any, g: GatherDesc, hop: int) -> list[torch.Tensor]:
+    def _arrived(self, runtime: _Runtime, g: GatherDesc, hop: int) -> list[torch.Tensor]:
         """Chunks in the pool to which a hop has brought them; what was put into memory meanwhile comes from there."""
         step, dtype = g.hops[hop], getattr(torch, g.rest_dtype)
         pool = runtime.pools.host if step.pool == "host" else runtime.pools.near
@@ -161,11 +183,12 @@ class Hops:
             if step.tier == "nvme" and runtime.region(name) is None:
                 out += _at_rest(runtime, g, [name])
             else:
+                assert pool is not None  # the Program has made room in it
                 out.append(pool[at : at + numel * dtype.itemsize].view(dtype))
         return out
 
 
-def _at_rest(runtime: Any, g: GatherDesc, names: Sequence[str]) -> list[torch.Tensor]:
+def _at_rest(runtime: _Runtime, g: GatherDesc, names: Sequence[str]) -> list[torch.Tensor]:
     """What of the chunks of ``names`` is gathered, where they rest in memory."""
     chunks: list[torch.Tensor] = runtime.flat_chunks(names)
     return [c[g.begin : g.begin + g.chunk_numels[0]] for c in chunks] if g.tile else chunks

@@ -51,7 +51,7 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
         *,
         state_dict_type: str | None = None,
         config: Config | None = None,
-        **fields: Any,
+        **fields: object,
     ) -> None:
         if stage is not None:
             fields["stage"] = stage

@@ -48,7 +48,7 @@ class Launch:
                 lines = [text, _COMPILES] if len(self.said) == 1 else [text]
                 print(*lines, sep="\n", file=sys.stderr, flush=True)
 
-    def check(self, *_: Any) -> None:
+    def check(self, *_: object) -> None:
         """
         Raises:
             IntegrationError: nothing was sharded.
@@ -79,7 +79,7 @@ class Launch:
         def make(original: Callable[..., None]) -> Callable[..., None]:
             signature = inspect.signature(original)
 
-            def init(self: Any, *args: object, **kwargs: object) -> None:
+            def init(self: object, *args: object, **kwargs: object) -> None:
                 given = signature.bind(self, *args, **kwargs)
                 _refuse_plugins(given.arguments, accelerate.ZeroPlugin)
                 if given.arguments.get("fsdp_plugin") is None:
@@ -97,7 +97,7 @@ class Launch:
 
     def prepare_arguments(self) -> None:
         def make(original: Callable[..., None]) -> Callable[..., None]:
-            def post_init(self: Any) -> None:
+            def post_init(self: object) -> None:
                 from . import transformers
 
                 transformers.refuse_sharding(self)
@@ -111,7 +111,7 @@ class Launch:
         from . import transformers
 
         def make_init(original: Callable[..., None]) -> Callable[..., None]:
-            def init(self: Any, *args: object, **kwargs: object) -> None:
+            def init(self: object, *args: object, **kwargs: object) -> None:
                 bound: Any = original.__get__(self)
                 if isinstance(self, transformers.ZeroMixin):
                     bound(*args, **kwargs)
@@ -121,7 +121,7 @@ class Launch:
             return init
 
         def make_args(original: Callable[..., object]) -> Callable[..., Any]:
-            def build(self: Any, **kwargs: object) -> Any:
+            def build(self: object, **kwargs: object) -> Any:
                 bound: Any = original.__get__(self)
                 return (
                     bound(**kwargs)
@@ -132,14 +132,14 @@ class Launch:
             return build
 
         def make_save(original: Callable[..., None]) -> Callable[..., None]:
-            def save(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            def save(self: object, output_dir: str | None = None, _internal_call: bool = False) -> None:
                 bound: Any = original.__get__(self)
                 transformers.save_model(bound, self, output_dir, _internal_call)
 
             return save
 
         def make_load(original: Callable[..., None]) -> Callable[..., None]:
-            def load(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+            def load(self: object, resume_from_checkpoint: str, model: object = None) -> None:
                 bound: Any = original.__get__(self)
                 transformers.load_checkpoint(bound, self, resume_from_checkpoint, model)
 
@@ -169,7 +169,7 @@ class Launch:
         def make(original: Callable[..., None]) -> Callable[..., None]:
             signature = inspect.signature(original)
 
-            def init(self: Any, *args: object, **kwargs: object) -> None:
+            def init(self: object, *args: object, **kwargs: object) -> None:
                 given = signature.bind(self, *args, **kwargs).arguments
                 asked = given.get("strategy", "auto")
                 if isinstance(asked, str) and asked.lower() in STRATEGIES_TAKEN:
@@ -231,7 +231,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 class _Calls(importlib.abc.Loader):
     """A loader that calls ``hook`` when its module has been executed, and is the original otherwise."""
 
-    def __init__(self, loader: Any, hook: Callable[[], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hook: Callable[[], None]) -> None:
         self.loader, self.hook = loader, hook
 
     def __getattr__(self, name: str) -> Any:

@@ -144,7 +144,7 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
             config: Config | None = None,
             save_distributed_checkpoint: bool = False,
             process_group_backend: str | None = None,
-            **fields: Any,
+            **fields: object,
         ) -> None:
             if stage is not None:
                 fields["stage"] = stage
@@ -211,7 +211,7 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             config: Config | None = None,
             save_distributed_checkpoint: bool = True,
             process_group_backend: str | None = None,
-            **fields: Any,
+            **fields: object,
         ) -> None:
             if stage is not None:
                 fields["stage"] = stage
@@ -233,7 +233,7 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             return self._shard(module, [])
 
         def setup_module_and_optimizers(
-            self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+            self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: object = None
         ) -> Any:
             self._shard(module, optimizers)
             made = [self.setup_optimizer(optimizer) for optimizer in optimizers]
@@ -243,12 +243,12 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             prepared.follow(optimizer)
             return prepared.streamed(optimizer, self.config)
 
-        def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(self, path: object, state: dict[str, Any], *args: object, **kwargs: object) -> None:
             _refuse_several(state.values(), "save")
             prepared.come_together(state.values(), "Fabric.save()")
             super().save_checkpoint(path, state, *args, **kwargs)
 
-        def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def load_checkpoint(self, path: object, state: object = None, *args: object, **kwargs: object) -> Any:
             loaded = state.values() if isinstance(state, dict) else [state]
             _refuse_several(loaded, "load")
             prepared.come_together(loaded, "Fabric.load()")

@@ -37,7 +37,7 @@ def load_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of ``LOAD``, which gives a model on the meta device the values of files."""
     signature = inspect.signature(original)
 
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def load(*args: object, **kwargs: object) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         model, paths, config = given["model"], given["checkpoint_files"], given["load_config"]
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -29,7 +29,7 @@ class ZeroMixin:
         IntegrationError: the arguments ask for another way of sharding.
     """
 
-    def __init__(self, *args: Any, zero: Config | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: object, zero: Config | None = None, **kwargs: object) -> None:
         init_trainer(super().__init__, self, configured("ZeroMixin", zero), args, kwargs)
 
     def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class ZeroMixin:
         above: Any = super()
         save_model(above.save_model, self, output_dir, _internal_call)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         above: Any = super()
         load_checkpoint(above._load_from_checkpoint, self, resume_from_checkpoint, model)
 
@@ -85,7 +85,7 @@ def prepare_reference(original: Callable[..., object]) -> Callable[..., Any]:
     return prepare_fsdp
 
 
-def refuse_sharding(args: Any) -> None:
+def refuse_sharding(args: object) -> None:
     """
     Raises:
         IntegrationError: TrainingArguments that ask for FSDP or DeepSpeed.
@@ -138,7 +138,7 @@ def save_model(
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
 
-def load_checkpoint(original: Callable[..., None], trainer: Any, checkpoint: str, model: Any = None) -> None:
+def load_checkpoint(original: Callable[..., None], trainer: Any, checkpoint: str, model: object = None) -> None:
     """What a trainer resumes from.
 
     Raises:

@@ -76,7 +76,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, (DTensor, FakeTensor)) and tensor.numel() != 1
 
 
-def _refuse_ours(op: Any, args: Any, error: RuntimeError) -> None:
+def _refuse_ours(op: object, args: object, error: RuntimeError) -> None:
     for tensor in _tensors(args):
         found = _source(tensor) if isinstance(tensor, DTensor) else None
         if found is not None and not found[0].scope.calls:  # inside a forward the module says it

@@ -48,7 +48,7 @@ def give(param: Any, made: Any, name: str) -> None:
         parameter_errors.remember_storage(param)
 
 
-def check_closed(param: Any, name: str) -> None:
+def check_closed(param: object, name: str) -> None:
     """Raise where a construction still holds the whole value of the parameter ``name`` for somebody who may write to
     it: the shard, which is to be read, has none of that yet."""
     entry = param.__dict__.get(KEY)

@@ -62,7 +62,7 @@ def refuse(module: Any, call: str, reason: str) -> NoReturn:
     raise error
 
 
-def _refusal(module: Any, call: str, reason: str) -> ShardError:
+def _refusal(module: object, call: str, reason: str) -> ShardError:
     return ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
 
 

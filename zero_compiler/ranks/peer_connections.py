@@ -464,7 +464,7 @@ class Peers:
         for link in list(self._links.values()):
             link.send(message)
 
-    def _look_for_collective(self, pg: Any) -> None:
+    def _look_for_collective(self, pg: object) -> None:
         """Whether this rank waits in a collective of the user's, and has since the last beat."""
         threads = (_doing.thread, _MAIN)  # the one that has made the last call of this package comes first
         within, before = (user_collectives.waited_in(pg, threads), user_collectives.entered(pg)), self._within

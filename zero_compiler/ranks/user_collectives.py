@@ -32,7 +32,7 @@ def entered(pg: Any) -> int:
         return 0
 
 
-def waited_in(pg: Any, threads: Iterable[int | None]) -> str | None:
+def waited_in(pg: object, threads: Iterable[int | None]) -> str | None:
     """The function of ``torch.distributed`` over ``pg`` in which one of these ``threads`` of this process waits; None
     where none does, or where it may wait for one rank alone."""
     frames = sys._current_frames()
@@ -44,7 +44,7 @@ def waited_in(pg: Any, threads: Iterable[int | None]) -> str | None:
     return next((name for name in found if name is not None), None)
 
 
-def _collective_of(frame: types.FrameType | None, pg: Any) -> str | None:
+def _collective_of(frame: types.FrameType | None, pg: object) -> str | None:
     while frame is not None and frame.f_code.co_filename == torch._ops.__file__:
         frame = frame.f_back
     names, outermost = [], None
@@ -62,7 +62,7 @@ def _collective_of(frame: types.FrameType | None, pg: Any) -> str | None:
     return names[-1]
 
 
-def _is_over(group: Any, pg: Any) -> bool:
+def _is_over(group: object, pg: object) -> bool:
     """Whether a function of ``torch.distributed`` that was given this ``group`` speaks to the ranks of ``pg``."""
     if group is None:
         return pg is dist.group.WORLD
