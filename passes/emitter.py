@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -10,7 +10,6 @@ all columns but one is the value there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import fx

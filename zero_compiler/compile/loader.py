@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from ..emit.segments import SegmentFn
 from ..errors import ShardError
 from ..ir.program import Program
 from ..ranks.agreement import decide, post_text, show
@@ -54,7 +55,7 @@ class Loader(Protocol):
         """Texts of all tensor-parallel ranks of the model, in order, given this rank's."""
 
     def load(
-        self, program: Program, segments: Sequence[object], frame: Frame
+        self, program: Program, segments: Sequence[SegmentFn], frame: Frame
     ) -> Callable[[list[object]], list[object]]:
         """A callable that runs ``program``, a phase of ``frame``, on a list of inputs, which it may empty."""
 
@@ -124,7 +125,7 @@ class EngineLoader:
         return list(sharded_model.agreed.shown[text])
 
     def load(
-        self, program: Program, segments: Sequence[object], frame: Frame
+        self, program: Program, segments: Sequence[SegmentFn], frame: Frame
     ) -> Callable[[list[object]], list[object]]:
         decisions = CallDecisions(program, self.runtimes, self.first, frame)
         recorded = self._recorded(program, frame)
@@ -172,7 +173,7 @@ class PlanLoader:
         return [text]
 
     def load(
-        self, program: Program, segments: Sequence[object], frame: Frame
+        self, program: Program, segments: Sequence[SegmentFn], frame: Frame
     ) -> Callable[[list[object]], list[object]]:
         def run(inputs: list[object]) -> list[object]:
             raise ShardError("this Program was only planned and cannot run")

@@ -83,7 +83,7 @@ def module(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     config: Config | None = None,
-    **fields: Any,
+    **fields: object,
 ) -> object:
     """Class decorator: instances are partitioned as they are made, and sharded when the outermost ``__init__``
     returns; subclasses too, their own parameters included.
@@ -111,7 +111,11 @@ def module(
 
 
 def _options(
-    stage: int, mesh: DeviceMesh | None, device: Any, config: Config | None, fields: dict[str, object]
+    stage: int,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    config: Config | None,
+    fields: dict[str, object],
 ) -> Options:
     if stage is not DEFAULT_STAGE:
         fields["stage"] = stage

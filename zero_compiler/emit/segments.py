@@ -46,7 +46,7 @@ _ALONE = frozenset(
     }
 )
 
-SegmentFn = Callable[[list[Any]], Sequence[Any]]
+SegmentFn = Callable[[list[object]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def structure(seg: SegmentGraph) -> str:
     def begin(node: fx.Node) -> object:
         return next((begins[r] for r in roots[node] if r in begins), 0)
 
-    def ref(a: fx.node.Argument) -> Any:
+    def ref(a: fx.node.Argument) -> object:
         return names[a] if isinstance(a, fx.Node) else _constant(a)
 
     for i, node in enumerate((*seg.ins, *seg.body)):
@@ -268,7 +268,7 @@ def _called_directly(compiled: Any) -> SegmentFn:
         return compiled
     direct: SegmentFn | None = None
 
-    def call(args: list[Any]) -> Sequence[Any]:
+    def call(args: list[object]) -> Sequence[object]:
         nonlocal direct
         if direct is not None and not profiled():
             return direct(args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class ZeroPlugin(FullyShardedDataParallelPlugin):
 
     # What an accelerator asks of it -------------------------------------------------------------------------------
 
-    def prepare(self, accelerator: Accelerator, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, accelerator: Accelerator, objects: tuple[Any, ...]) -> tuple[object, ...]:
         """What ``Accelerator.prepare`` returns. Models and optimizers may come together or apart, in any order."""
         _refuse_other_parallelism(accelerator)
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
@@ -211,7 +211,7 @@ def _keep_master_weights(model: nn.Module) -> None:
             param.data = made
 
 
-def _compile_options(accelerator: Accelerator) -> dict[str, Any]:
+def _compile_options(accelerator: Accelerator) -> dict[str, object]:
     """What the accelerator's plugin for Dynamo says of compiling, but for its backend."""
     plugin = accelerator.state.dynamo_plugin
     if plugin is None or plugin.backend == DynamoBackend.NO:
@@ -273,8 +273,8 @@ def _keep_plugin(state: AcceleratorState, plugin: ZeroPlugin) -> None:
     state.fsdp_plugin = plugin
 
 
-def _prepare(original: Callable[..., object]) -> Callable[..., Any]:
-    def prepare(self: Accelerator, *args: object, device_placement: object = None) -> Any:
+def _prepare(original: Callable[..., object]) -> Callable[..., object]:
+    def prepare(self: Accelerator, *args: object, device_placement: object = None) -> object:
         plugin = plugin_of(self)
         if plugin is None:
             return original(self, *args, device_placement=device_placement)
@@ -284,13 +284,13 @@ def _prepare(original: Callable[..., object]) -> Callable[..., Any]:
     return prepare
 
 
-def _prepare_model(original: Callable[..., object]) -> Callable[..., Any]:
+def _prepare_model(original: Callable[..., object]) -> Callable[..., object]:
     def prepare_model(
         self: Accelerator,
         model: nn.Module,
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
-    ) -> Any:
+    ) -> object:
         plugin = plugin_of(self)
         if plugin is None:
             return original(self, model, device_placement, evaluation_mode)
@@ -299,8 +299,10 @@ def _prepare_model(original: Callable[..., object]) -> Callable[..., Any]:
     return prepare_model
 
 
-def _clip_grad_norm(original: Callable[..., object]) -> Callable[..., Any]:
-    def clip_grad_norm_(self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+def _clip_grad_norm(original: Callable[..., object]) -> Callable[..., object]:
+    def clip_grad_norm_(
+        self: Accelerator, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> object:
         if plugin_of(self) is None:
             return original(self, parameters, max_norm, norm_type)
         self.unscale_gradients()
@@ -309,8 +311,10 @@ def _clip_grad_norm(original: Callable[..., object]) -> Callable[..., Any]:
     return clip_grad_norm_
 
 
-def _clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clip_grad_value_(self: Accelerator, parameters: Any, clip_value: float) -> None:
+def _clip_grad_value(original: Callable[..., None]) -> Callable[..., None]:
+    def clip_grad_value_(
+        self: Accelerator, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
         if plugin_of(self) is None:
             return original(self, parameters, clip_value)
         self.unscale_gradients()
@@ -320,8 +324,8 @@ def _clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_value_
 
 
-def _with_pairs(original: Callable[..., object]) -> Callable[..., Any]:
-    def called(self: Accelerator, *args: object, **kwargs: object) -> Any:
+def _with_pairs(original: Callable[..., object]) -> Callable[..., object]:
+    def called(self: Accelerator, *args: object, **kwargs: object) -> object:
         plugin = plugin_of(self)
         if plugin is not None:
             given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("input_dir")
@@ -334,8 +338,8 @@ def _with_pairs(original: Callable[..., object]) -> Callable[..., Any]:
     return called
 
 
-def _get_state_dict(original: Callable[..., object]) -> Callable[..., Any]:
-    def get_state_dict(self: Accelerator, model: nn.Module, unwrap: bool = True) -> Any:
+def _get_state_dict(original: Callable[..., object]) -> Callable[..., object]:
+    def get_state_dict(self: Accelerator, model: nn.Module, unwrap: bool = True) -> object:
         if plugin_of(self) is None:
             return original(self, model, unwrap)
         also = " (as Accelerator.save_model() and Trainer.save_model() do)"

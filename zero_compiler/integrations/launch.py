@@ -120,8 +120,8 @@ class Launch:
 
             return init
 
-        def make_args(original: Callable[..., object]) -> Callable[..., Any]:
-            def build(self: object, **kwargs: object) -> Any:
+        def make_args(original: Callable[..., object]) -> Callable[..., object]:
+            def build(self: object, **kwargs: object) -> object:
                 bound: Any = original.__get__(self)
                 return (
                     bound(**kwargs)
@@ -165,7 +165,7 @@ class Launch:
                 strategy = of_fabric if connector == "_Connector" else of_trainer
                 overrides.replace(f"{name}.{module}.{connector}.__init__", self._connector(strategy))
 
-    def _connector(self, strategy: Any) -> Callable[..., Any]:
+    def _connector(self, strategy: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def make(original: Callable[..., None]) -> Callable[..., None]:
             signature = inspect.signature(original)
 
@@ -234,7 +234,7 @@ class _Calls(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader, hook: Callable[[], None]) -> None:
         self.loader, self.hook = loader, hook
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

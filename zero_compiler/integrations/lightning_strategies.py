@@ -71,7 +71,7 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _strategies(package: str) -> tuple[Any, Any]:
+def _strategies(package: str) -> tuple[type | None, type | None]:
     """The strategies of a Trainer and of Fabric for one of Lightning's packages; None for what it has not."""
     trainer = fabric = None
     if package in ("lightning", "pytorch_lightning"):
@@ -113,14 +113,14 @@ class _SavesTogether:
 
     model: Any
 
-    def lightning_module_state_dict(self) -> Any:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         prepared.come_together([self.model], "Trainer.save_checkpoint()")
         lightnings_own: Any = super()
         return lightnings_own.lightning_module_state_dict()
 
 
 # Long: a class of Lightning's, of which there may be two, with one method for each of its seams.
-def _trainer_strategy(base: Any, pl: str) -> Any:
+def _trainer_strategy(base: Any, pl: str) -> type:
     fitting = importlib.import_module(f"{pl}.trainer.states").TrainerFn.FITTING
 
     class ZeroStrategy(_StepsAsForwards, _SavesTogether, base):
@@ -134,8 +134,8 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
         """
 
         strategy_name = "zero"
-        model: Any
-        optimizers: Any
+        model: nn.Module
+        optimizers: list[torch.optim.Optimizer]
 
         def __init__(
             self,
@@ -194,11 +194,13 @@ def _trainer_strategy(base: Any, pl: str) -> Any:
 
 
 # Long: as that of the Trainer.
-def _fabric_strategy(base: Any, name: str) -> Any:
+def _fabric_strategy(base: Any, name: str) -> type:
     control: Any = importlib.import_module(f"{name}.strategies.strategy")._BackwardSyncControl
 
     class NoSync(control):
-        def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+        def no_backward_sync(
+            self, module: nn.Module, enabled: bool
+        ) -> contextlib.AbstractContextManager[None]:
             return no_sync(module) if enabled else contextlib.nullcontext()
 
     class ZeroFabricStrategy(base):
@@ -234,7 +236,7 @@ def _fabric_strategy(base: Any, name: str) -> Any:
 
         def setup_module_and_optimizers(
             self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: object = None
-        ) -> Any:
+        ) -> tuple[nn.Module, list[torch.optim.Optimizer], object]:
             self._shard(module, optimizers)
             made = [self.setup_optimizer(optimizer) for optimizer in optimizers]
             return module, made, scheduler
@@ -243,12 +245,16 @@ def _fabric_strategy(base: Any, name: str) -> Any:
             prepared.follow(optimizer)
             return prepared.streamed(optimizer, self.config)
 
-        def save_checkpoint(self, path: object, state: dict[str, Any], *args: object, **kwargs: object) -> None:
+        def save_checkpoint(
+            self, path: object, state: dict[str, object], *args: object, **kwargs: object
+        ) -> None:
             _refuse_several(state.values(), "save")
             prepared.come_together(state.values(), "Fabric.save()")
             super().save_checkpoint(path, state, *args, **kwargs)
 
-        def load_checkpoint(self, path: object, state: object = None, *args: object, **kwargs: object) -> Any:
+        def load_checkpoint(
+            self, path: object, state: object = None, *args: object, **kwargs: object
+        ) -> object:
             loaded = state.values() if isinstance(state, dict) else [state]
             _refuse_several(loaded, "load")
             prepared.come_together(loaded, "Fabric.load()")
@@ -287,7 +293,7 @@ def shard_module(
     prepared.tell(who, made)
 
 
-def _refuse_copies(callbacks: list[Any]) -> None:
+def _refuse_copies(callbacks: list[object]) -> None:
     """
     Raises:
         IntegrationError: a callback has copied the whole model, and would average rows into that copy.
@@ -316,11 +322,11 @@ def _refuse_several(objects: Iterable[object], verb: str) -> None:
         )
 
 
-def _precision(ours: Any) -> Callable[..., Any]:
+def _precision(ours: Any) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Which precision a run has. Lightning knows our strategies as its own for FSDP2, and refuses what zero takes."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def check(self: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def check(self: Any) -> object:
             held = self.strategy, self._strategy_flag
             if not isinstance(held[0], ours):
                 return original(self)
@@ -339,7 +345,7 @@ def _precision(ours: Any) -> Callable[..., Any]:
     return make
 
 
-def _step(method: Callable[..., object]) -> Callable[..., Any]:
+def _step(method: Callable[..., object]) -> Callable[..., object]:
     return lambda module, *args, **kwargs: method(*args, **kwargs)
 
 
@@ -358,8 +364,8 @@ def _say_if_nothing_compiled(module: nn.Module) -> None:
         )
 
 
-def _register(registry: Any, strategy: Any) -> None:
-    def in_files(**kwargs: object) -> Any:
+def _register(registry: Any, strategy: type) -> None:
+    def in_files(**kwargs: object) -> object:
         folder = os.environ.get(DIRECTORY)
         if not folder:
             raise ConfigError(
@@ -386,7 +392,7 @@ def _register(registry: Any, strategy: Any) -> None:
 
 
 # The strategies of the packages that were entered, by name of the package: that of a Trainer and that of Fabric.
-made: dict[str, tuple[Any, Any]] = {}
+made: dict[str, tuple[type | None, type | None]] = {}
 
 
 def register(package: str) -> None:

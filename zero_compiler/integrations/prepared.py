@@ -202,7 +202,7 @@ def ranks() -> int:
 flags: Config | None = None
 
 
-def configured(who: str, base: Config | None = None, fields: Mapping[str, Any] | None = None) -> Config:
+def configured(who: str, base: Config | None = None, fields: Mapping[str, object] | None = None) -> Config:
     """How a script trains: what it says itself (``fields`` over ``base``), and what ``zero-compiler run`` was given. As
     everywhere, a field that is given twice must agree.
 

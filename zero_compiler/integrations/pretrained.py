@@ -33,11 +33,11 @@ _LOADED = "_is_hf_initialized"  # an attribute of what was loaded, which transfo
 _PARTS = 64  # into which the weights of a model are divided, so that memory is freed part by part
 
 
-def load_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def load_once(original: Callable[..., Any]) -> Callable[..., object]:
     """In the place of ``LOAD``, which gives a model on the meta device the values of files."""
     signature = inspect.signature(original)
 
-    def load(*args: object, **kwargs: object) -> Any:
+    def load(*args: object, **kwargs: object) -> object:
         given = signature.bind(*args, **kwargs).arguments
         model, paths, config = given["model"], given["checkpoint_files"], given["load_config"]
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

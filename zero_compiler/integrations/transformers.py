@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from ..config import Config
 from ..errors import IntegrationError
 from . import overrides, pretrained
@@ -32,7 +34,7 @@ class ZeroMixin:
     def __init__(self, *args: object, zero: Config | None = None, **kwargs: object) -> None:
         init_trainer(super().__init__, self, configured("ZeroMixin", zero), args, kwargs)
 
-    def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, object]:
         above: Any = super()
         return accelerator_args(above._build_accelerator_args, self, **kwargs)
 
@@ -72,10 +74,10 @@ def init_trainer(
         trainer.lr_scheduler = optimizers[1]
 
 
-def prepare_reference(original: Callable[..., object]) -> Callable[..., Any]:
+def prepare_reference(original: Callable[..., object]) -> Callable[..., object]:
     """TRL's ``prepare_fsdp`` of a reference model, which is not trained."""
 
-    def prepare_fsdp(model: Any, accelerator: Any) -> Any:
+    def prepare_fsdp(model: nn.Module, accelerator: Any) -> object:
         plugin = plugin_of(accelerator)
         if plugin is None:
             return original(model, accelerator)
@@ -99,7 +101,7 @@ def refuse_sharding(args: object) -> None:
 
 def accelerator_args(
     original: Callable[..., dict[str, object]], trainer: Any, **kwargs: object
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What a trainer makes its Accelerator of.
 
     Raises:
@@ -138,7 +140,9 @@ def save_model(
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
 
-def load_checkpoint(original: Callable[..., None], trainer: Any, checkpoint: str, model: object = None) -> None:
+def load_checkpoint(
+    original: Callable[..., None], trainer: Any, checkpoint: str, model: object = None
+) -> None:
     """What a trainer resumes from.
 
     Raises:

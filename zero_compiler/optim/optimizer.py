@@ -161,7 +161,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
         self._states: dict[tuple[object, ...], States] = {}
         self._held: dict[tuple[str, str], tuple[int, str]] = {}
         self._new: list[dict[str, object]] | None = []  # groups that are placed together, while it is made
-        self._managed: list[tuple[weakref.ref[ShardedModel], str, torch.Tensor]] = []  # sharded model (weakly), name and parameter
+        # Sharded model (weakly), name and parameter.
+        self._managed: list[tuple[weakref.ref[ShardedModel], str, torch.Tensor]] = []
         self._groups: list[Group] = []  # of each of these, all ranks of its model
         self.buffer_bytes = 0  # host memory of the buffers through which a step streams; taken by the first
         # The class's own defaults, from one of it over nothing that matters.
@@ -520,7 +521,8 @@ class StreamedOptimizer(Optimizer, Done, Telling):
                 found = sorted(kinds.get(key, ())) or ["there are no gradients of sharded parameters"]
                 text = "\n".join([_NORM, *found])
                 meet(group, short_digest(text), lambda text=text: text, _NORM)  # type: ignore[misc]
-        alike: dict[DeviceMesh | None, list[torch.Tensor]] = {}  # DTensor adds no norms of different meshes, nor plain ones
+        # DTensor adds no norms of different meshes, nor plain ones.
+        alike: dict[DeviceMesh | None, list[torch.Tensor]] = {}
         for grad in grads:
             alike.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
         norms = [torch.nn.utils.get_total_norm(given) for given in alike.values() or [[]]]

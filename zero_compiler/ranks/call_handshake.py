@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ class Exchange:
     def __init__(self, group: Group, mine: bytes, what: str) -> None:
         self._group, pg = group, group.pg
         self._number = peer_connections.enter_header(pg)
-        self._works: list[tuple[int | None, Any]] = []
+        self._works: list[tuple[int | None, dist.Work]] = []
         # Kept until they have been read, whoever looks at the result.
         self._sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self._got = torch.empty(group.world, len(mine), dtype=torch.uint8)
@@ -170,10 +170,10 @@ class Exchange:
             with naming_peer(group, failed[0], what):
                 raise failed[1]
 
-    def _receive(self, peer: int) -> Any:
+    def _receive(self, peer: int) -> dist.Work:
         return self._group.pg.recv([self._got[peer]], peer, _HEADER_TAG)
 
-    def _send(self, peer: int) -> Any:
+    def _send(self, peer: int) -> dist.Work:
         return self._group.pg.send([self._sent], peer, _HEADER_TAG)
 
     def wait(self, what: str) -> list[bytes]:
@@ -223,7 +223,7 @@ class Exchange:
 
 
 # What a rank that failed has posted where no peer was waiting for it, and where in the store it has said why.
-owed: weakref.WeakKeyDictionary[Any, tuple[Exchange, str]] = weakref.WeakKeyDictionary()
+owed: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Exchange, str]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def check_own(pg: dist.ProcessGroup) -> None:
         raise TransferError(FORKED)
 
 
-def link_to(pg: dist.ProcessGroup) -> weakref.ref[Any]:
+def link_to(pg: dist.ProcessGroup) -> weakref.ref[dist.ProcessGroup]:
     """What a :class:`Group` keeps of a process group, which is to end where the user destroys it.
 
     Until then torch keeps the object itself, by which it knows a group.
@@ -68,7 +68,7 @@ def link_to(pg: dist.ProcessGroup) -> weakref.ref[Any]:
     return weakref.ref(pg)
 
 
-_linked: weakref.WeakSet[Any] = weakref.WeakSet()
+_linked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 @atexit.register
@@ -115,7 +115,7 @@ class Group:
     """
 
     mesh: DeviceMesh
-    link: weakref.ref[Any] | None
+    link: weakref.ref[dist.ProcessGroup] | None
     rank: int
     world: int
     device: torch.device
@@ -144,7 +144,7 @@ class Group:
         """Whether there was a process group, and is none any more."""
         return self.link is not None and self._found() is None
 
-    def _found(self) -> Any:
+    def _found(self) -> dist.ProcessGroup | None:
         pg = None if self.link is None else self.link()
         return pg if pg is not None and is_registered(pg) else None
 

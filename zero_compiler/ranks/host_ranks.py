@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -30,9 +29,9 @@ class HostRanks:
     ranks: int
     place: int = 0
     segment: Segment | None = None
-    link: weakref.ref[Any] | None = None
+    link: weakref.ref[dist.ProcessGroup] | None = None
 
-    def for_engine(self) -> tuple[Any, Any]:
+    def for_engine(self) -> tuple[dist.ProcessGroup | None, object]:
         """A process group, or what an engine takes of memory that the ranks share.
 
         Raises:
@@ -114,5 +113,5 @@ def connect(group: Group, key: str, ranks: int, transport: Transport) -> HostRan
         return HostRanks(ranks, place, segment_within(group, key, list(range(first, first + ranks))))
     numbers = dist.get_process_group_ranks(group.pg)[first : first + ranks]
     with answered(group, "making of the process group of a host"):
-        pg: Any = group_over(numbers, group_timeout_s(group))
+        pg = group_over(numbers, group_timeout_s(group))
     return HostRanks(ranks, place, link=link_to(pg))

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -216,11 +217,11 @@ def _await_all(mesh: DeviceMesh, device: torch.device) -> None:
 
 _MAKES = "making of the process group of a mesh"
 # Process groups over some ranks of the job that were made here, and how many there have been over the same ranks.
-_groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
 _count: Counter[tuple[int, ...]] = Counter()
 
 
-def group_over(ranks: list[int], timeout_s: float) -> object:
+def group_over(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     """A process group over ``ranks``, which alone enter this; the one that was made before, while it lasts.
 
     ``dist.new_group(ranks, use_local_synchronization=True)`` would wait for ever where these ranks are in different
@@ -236,7 +237,7 @@ def group_over(ranks: list[int], timeout_s: float) -> object:
     name: Any = f"zero.{'.'.join(map(str, ranks))}.{_count[key]}"
     default = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
-    made: Any
+    made: dist.ProcessGroup
     made, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -322,7 +323,7 @@ def _find_again(mesh: DeviceMesh, has_pg: bool, rank: int, world: int, device: s
     return Group(mesh, link_to(pg), rank, world, torch.device(device))
 
 
-def _reduce(group: Group) -> Any:
+def _reduce(group: Group) -> tuple[Callable[..., Group], tuple[object, ...]]:
     """A pickled group is found again in the process that loads it: ranks and links are not part of a model's value."""
     if group.mesh.ndim > 1:
         return find_again, (

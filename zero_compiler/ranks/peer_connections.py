@@ -31,6 +31,7 @@ import torch.distributed as dist
 from . import user_collectives
 from .group import Group, in_store, is_registered, store_of
 from .peer_links import BEAT_S, PeerLink, PeerThread, host_name, own_addresses
+from .store_requests import StoreRequests
 
 log = logging.getLogger("zero_compiler")
 
@@ -75,7 +76,7 @@ class _Awaits(NamedTuple):
     rank: int | None = None
     collective: bool = False
 
-    def told(self) -> list[Any]:
+    def told(self) -> list[object]:
         of = self.of if self.rank is not None else _name(self.of)
         return [self.what, of, self.number, self.rank, self.collective]
 
@@ -90,7 +91,7 @@ def _name(pg: dist.ProcessGroup) -> str:
 
 _doing = _Doing()
 # How many headers this process has entered, by process group. All of its ranks count alike.
-_headers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_headers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -152,12 +153,12 @@ def _awaiting(awaits: _Awaits) -> Iterator[None]:
         _doing.awaits = before
 
 
-def _waits_for_this(awaits: _Awaits, store: Any) -> bool:
+def _waits_for_this(awaits: _Awaits, store: StoreRequests) -> bool:
     """Whether a peer waits for what this rank has not done yet."""
     if awaits.rank is not None:
         return awaits.rank == dist.get_rank() and not store.check([awaits.of])
     if awaits.collective:
-        groups: list[Any] = list(_known)
+        groups = list(_known)
         entered = (user_collectives.entered(pg) for pg in groups if _name(pg) == awaits.of)
     else:
         entered = (n for pg, n in list(_headers.items()) if _name(pg) == awaits.of)
@@ -263,7 +264,7 @@ class Peers:
         others = (p for r, p in enumerate(self._peers) if r not in (rank, self.rank) and p.works)
         return max((p.heard for p in others if p.gone is None and p.heard is not None), default=None)
 
-    def waits_for_this(self, rank: int, store: object) -> str | None:
+    def waits_for_this(self, rank: int, store: StoreRequests) -> str | None:
         """The call in which that rank waits for something that this one has not done."""
         awaits = self._peers[rank].awaits
         return awaits.what if awaits is not None and _waits_for_this(awaits, store) else None
@@ -464,7 +465,7 @@ class Peers:
         for link in list(self._links.values()):
             link.send(message)
 
-    def _look_for_collective(self, pg: object) -> None:
+    def _look_for_collective(self, pg: dist.ProcessGroup) -> None:
         """Whether this rank waits in a collective of the user's, and has since the last beat."""
         threads = (_doing.thread, _MAIN)  # the one that has made the last call of this package comes first
         within, before = (user_collectives.waited_in(pg, threads), user_collectives.entered(pg)), self._within
@@ -503,7 +504,7 @@ _KEY = "peers"
 
 
 _watch = PeerThread()  # the thread of all groups
-_known: weakref.WeakKeyDictionary[object, Peers] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 
 
 def _forked() -> None:

@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..errors import TransferError
@@ -29,7 +30,7 @@ class PeerLink:
         self._out, self._in = bytearray(), bytearray()
         self._lock = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Send it, or keep what does not go now for the next time. What a process that is stopped does not read is
         dropped after a while."""
         with self._lock:

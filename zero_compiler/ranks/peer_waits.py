@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -210,7 +209,7 @@ def broken_off(group: Group) -> ZeroError | None:
     return told if told is not None and getattr(told.failure, "what", None) == COMPLETE else None
 
 
-def wait(work: Any, group: Group, told: Callable[[Group], ZeroError | None] = broken_off) -> None:
+def wait(work: dist.Work, group: Group, told: Callable[[Group], ZeroError | None] = broken_off) -> None:
     """Wait for a collective of ``group``, which another thread cannot end.
 
     Args:

@@ -14,7 +14,11 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Unanswered(RuntimeError):
@@ -36,7 +40,7 @@ class StoreRequests:
     Each raises :class:`Unanswered` when they are over, and what the store raises.
     """
 
-    def __init__(self, store: object, within_s: float) -> None:
+    def __init__(self, store: dist.Store, within_s: float) -> None:
         self.store, self._within_s = store, within_s
 
     def set(self, key: str, value: str) -> None:
@@ -54,7 +58,7 @@ class StoreRequests:
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         self.ask(lambda store: store.wait(keys, timeout))
 
-    def ask(self, request: Callable[[Any], Any]) -> Any:
+    def ask(self, request: Callable[[dist.Store], T]) -> T:
         """What ``request`` returns, given the store, on the thread that asks."""
         asking = _asking.get(self.store)
         if asking is None:
@@ -68,25 +72,25 @@ class StoreRequests:
 
 
 class _StoreRequest:
-    def __init__(self, store: object, request: Callable[[Any], Any]) -> None:
+    def __init__(self, store: dist.Store, request: Callable[[dist.Store], object]) -> None:
         self.store, self.request = store, request
         self.done = threading.Lock()
         self.done.acquire()
         self.given_up = False
-        self.result: object = None
+        self.result: Any = None
         self.error: BaseException | None = None
 
 
 class _Asking:
     """The thread that asks one store, as long as there is that store."""
 
-    def __init__(self, store: object) -> None:
+    def __init__(self, store: dist.Store) -> None:
         self._queue: queue.SimpleQueue[_StoreRequest | None] = queue.SimpleQueue()
         self._since: float | None = None  # when the request was made that has no answer yet
         threading.Thread(target=self._run, name="zero-store", daemon=True).start()
         weakref.finalize(store, self._queue.put, None).atexit = False
 
-    def ask(self, store: object, call: Callable[[Any], Any], within_s: float) -> Any:
+    def ask(self, store: dist.Store, call: Callable[[dist.Store], T], within_s: float) -> T:
         now, since = time.monotonic(), self._since
         since = now if since is None else since
         left_s = since + within_s - now

@@ -228,7 +228,7 @@ def _set_up_together(group: Group, key: str, nbytes: int, unplanned: str | None)
     fd, home = -1, None
     inside: list[int] = []
     hosts = 0
-    mine: dict[str, Any] = {"pid": os.getpid(), "problem": None}
+    mine: dict[str, object] = {"pid": os.getpid(), "problem": None}
     try:
         inside, hosts = _neighbours(group, key)
         if hosts == 1 and unplanned is not None:
@@ -274,7 +274,7 @@ def _set_up_together(group: Group, key: str, nbytes: int, unplanned: str | None)
 def segment_within(group: Group, key: str, inside: list[int]) -> Segment:
     """Another memory file of the ranks ``inside``, which are on one host; nothing lies at rest in it. Collective over
     them."""
-    fd, mine = -1, dict[str, Any](pid=os.getpid())
+    fd, mine = -1, dict[str, object](pid=os.getpid())
     if group.rank == inside[0]:
         token = secrets.token_hex(16)
         fd = _make(token, 0)
@@ -304,7 +304,7 @@ def _planned_between(world: int, per_host: int) -> Transport:
     return Transport("shared+c10d", f"{hosts} hosts with {per_host} CPU ranks each", between=hosts)
 
 
-def _gloo(store: Any, name: str, rank: int, world: int, timeout_s: float) -> dist.ProcessGroup:
+def _gloo(store: dist.Store, name: str, rank: int, world: int, timeout_s: float) -> dist.ProcessGroup:
     """A process group of one model, which ends with it: transfers of two models may overlap in any order.
 
     Not by ``dist.new_group``, whose groups last until they are destroyed, and whose names come from their ranks.

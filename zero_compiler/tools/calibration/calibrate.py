@@ -25,6 +25,7 @@ from torch import nn
 from ...compile.backend import compile_with
 from ...compile.loader import EngineLoader
 from ...cost.hardware import RESERVE_PARTS, Collective, HardwareSpec, PythonTime, load
+from ...emit.segments import SegmentFn
 from ...errors import ConfigError
 from ...ir import ops
 from ...ir.program import Program
@@ -348,7 +349,7 @@ class _BesideSegments(EngineLoader):
     spent_us = 0.0
 
     def load(
-        self, program: Program, segments: Sequence[Any], frame: Frame
+        self, program: Program, segments: Sequence[SegmentFn], frame: Frame
     ) -> Callable[[list[Any]], list[Any]]:
         return super().load(program, [partial(self._timed, segment) for segment in segments], frame)
 
