@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ from .single_backward import once_differentiable
 
 def zero(
     gm: fx.GraphModule, example_inputs: Sequence[object], *, options: object = None, mode: object = None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Backend ``"zero"`` of ``torch.compile``.
 
     Args:
@@ -223,14 +223,14 @@ def _compile_frame(
     return once_differentiable(compiled), captured, state.frame
 
 
-def _lent(method: Callable[..., object]) -> Callable[..., Any]:
+def _lent(method: Callable[..., object]) -> Callable[..., object]:
     """``method`` of an object that is not kept alive by it.
 
     AOTAutograd keeps its compilers for as long as what they made. This one would keep the graphs of all that was tried.
     """
     weak = weakref.WeakMethod(method)
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         found = weak()
         assert found is not None, "a frame is compiled once, with its backward"
         return found(*args, **kwargs)
@@ -297,7 +297,7 @@ def _entry(
 
 
 def _with_weights(
-    frame: Callable[..., Any], weights: Sequence[WeightOutput], views: Sequence[WeightView]
+    frame: Callable[..., Iterable[Any]], weights: Sequence[WeightOutput], views: Sequence[WeightView]
 ) -> Callable[..., object]:
     """``frame``, and the full weights that it returns as code in the forward of a model is to see them."""
     returned: list[WeightOutput | WeightView] = [*weights, *views]
@@ -372,7 +372,7 @@ class _FrameCompiler:
             raise self.state.given.plan.refuse(f"what follows from it cannot be run: {error}") from error
 
     def partition(
-        self, gm: fx.GraphModule, inputs: Any, **kwargs: object
+        self, gm: fx.GraphModule, inputs: Sequence[object], **kwargs: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Rewrite the joint graph and partition it into forward and backward."""
         if self._backward is None:
@@ -393,16 +393,16 @@ class _FrameCompiler:
         self._backward = graphs["backward"]  # of higher-order operators within come before it
         return graphs["forward"], graphs["backward"]
 
-    def forward(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         return self._phase(gm, "forward")
 
-    def backward(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         _nothing_donated()
         if isinstance(inputs, list):
             self._inputs = inputs
         return self._phase(gm, "backward")
 
-    def inference(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         state = self.state
         if state.fused:
             _inductor_joint_passes(gm, inputs)

@@ -294,12 +294,12 @@ class Fitting:
         """Once for what budgets have chosen: how often they choose again may differ between ranks."""
         state = self.state
         sharded_model = next((p for p in state.sharded_models.values() if p.group.tensor is not None), None)
-        if sharded_model is None:
+        if sharded_model is None or (peers := sharded_model.group.tensor) is None:
             raise ConfigError(
                 "partition_activations=True needs tensor-parallel ranks, which save the same activations: give "
                 'zero.shard a mesh with a dimension called "tp" and call parallelize_module before it, or leave it out'
             )
-        peers, show = sharded_model.group.tensor, functools.partial(state.loader.show, sharded_model)
+        show = functools.partial(state.loader.show, sharded_model)
         partition = passes.PartitionActivations(str(peers.pg.group_name), peers.world, show)
         both = graphs["forward"].graph, graphs["backward"].graph
         run_split(partition, *both, num_outputs, state.context("joint"), state.trace, state.dump_dir())

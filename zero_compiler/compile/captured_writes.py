@@ -145,7 +145,7 @@ def _version(value: object) -> int:
     return value._version if isinstance(value, FakeTensor) and not value.is_inference() else 0
 
 
-def _unwritten(value: Any) -> object:
+def _unwritten(value: torch.Tensor) -> torch.Tensor:
     """The same fake value, of which no writes have been counted."""
     with torch.no_grad():
         return torch.empty_like(value).requires_grad_(value.requires_grad)

@@ -111,12 +111,12 @@ class FrameState:
         return any(sharded_model.defers for sharded_model in self.sharded_models.values())
 
     @property
-    def sharded_models(self) -> dict[str, Any]:
+    def sharded_models(self) -> dict[str, ShardedModel]:
         """The sharded models of this frame, by key; the first one's ranks are those that take part in its calls."""
         return {key: sharded_model for key, ref in self._owners if (sharded_model := ref()) is not None}
 
     @property
-    def relatives(self) -> list[Any]:
+    def relatives(self) -> list[ShardedModel]:
         """These, and what else there is of the models that they are parts of: budgets are for all of it."""
         return cross_frame_memory.related(self.sharded_models.values())
 

@@ -6,7 +6,7 @@ AOTAutograd's node takes no more, and says so in words that name neither the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -19,7 +19,7 @@ from ..tensors import transforms
 def once_differentiable(compiled: Callable[..., object]) -> Callable[..., object]:
     """``compiled``, a frame that AOTAutograd has made, which says what it cannot do when it is asked for it."""
 
-    def call(*args: object, before_backward: Callable[[object], None] | None = None) -> Any:
+    def call(*args: object, before_backward: Callable[[object], None] | None = None) -> object:
         """``before_backward``: what autograd is to ask before each backward of this call."""
         if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
             raise GradientError(
@@ -43,7 +43,7 @@ def _has_tangent(value: object) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def _node_of(results: Iterable[object], earlier: Collection[object]) -> Any:
+def _node_of(results: Iterable[object], earlier: Collection[object]) -> torch.autograd.graph.Node | None:
     """The node of the frame: that of a result, or of the one whose view a result is. What inputs were made by is
     ``earlier``, and no node of this call."""
     for value in results:
@@ -55,14 +55,14 @@ def _node_of(results: Iterable[object], earlier: Collection[object]) -> Any:
     return None
 
 
-def _before(given: Any) -> None:
+def _before(given: tuple[torch.Tensor | None, ...]) -> None:
     if any(map(transforms.batched, given)):
         raise parameter_errors.one_gradient_at_a_time("a compiled model")
     if torch.is_grad_enabled():  # create_graph=True
         torch._C._current_autograd_node().register_hook(_after)
 
 
-def _after(made: Any, given: object) -> None:
+def _after(made: tuple[torch.Tensor | None, ...], given: object) -> None:
     for grad in made:
         if grad is not None and grad.grad_fn is not None:
             grad.grad_fn.register_prehook(_refuse)

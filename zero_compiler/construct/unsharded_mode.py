@@ -343,7 +343,7 @@ def _broadcast_rows(entry: PartitionedTensor, full: torch.Tensor, rank: int) -> 
 # --- functions that need no full value ---------------------------------------------------------------------------
 
 
-def _alias(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
+def _alias(mode: Openings, func: Any, args: Any, kwargs: dict[str, object]) -> object:
     tensor = args[0]
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
@@ -352,7 +352,7 @@ def _alias(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     return out
 
 
-def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
+def _convert(mode: Openings, func: Callable[..., torch.Tensor], args: Any, kwargs: Any) -> object:
     """``to``, ``half`` and the like: another partitioned tensor, so that nn.Module.to works part by part."""
     tensor, *rest = args
     if not isinstance(tensor, DTensor):
@@ -379,7 +379,7 @@ def _convert(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     )
 
 
-def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
+def _empty_like(mode: Openings, func: Callable[..., object], args: Any, kwargs: Any) -> object:
     """``torch.empty_like``, by which nn.Module.to_empty gives storage to meta parameters."""
     tensor = args[0]
     if not isinstance(tensor, DTensor):
@@ -399,7 +399,7 @@ def _empty_like(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     )
 
 
-def _deepcopy(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
+def _deepcopy(mode: Openings, func: Callable[..., object], args: Any, kwargs: dict[str, object]) -> object:
     tensor, memo = args
     if not isinstance(tensor, DTensor):
         return func(*args, **kwargs)
@@ -421,7 +421,7 @@ def _deepcopy(mode: Openings, func: Any, args: Any, kwargs: Any) -> object:
     return out
 
 
-def _repoint(mode: Openings, func: Any, args: Any, kwargs: Any) -> Any:
+def _repoint(mode: Openings, func: Callable[..., object], args: Any, kwargs: dict[str, object]) -> Any:
     """``.data = value``: the values are copied, since a shard cannot share another's storage."""
     tensor, value = args
     if not isinstance(tensor, DTensor):
@@ -458,7 +458,7 @@ def _like(tensor: torch.Tensor, entry: PartitionedTensor) -> torch.Tensor:
     return out
 
 
-_WITHOUT_VALUE: dict[object, Callable[[Openings, object, object, object], object]] = {
+_WITHOUT_VALUE: dict[object, Callable[..., object]] = {
     torch.Tensor.detach: _alias,
     torch.Tensor.data.__get__: _alias,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _repoint,  # type: ignore[attr-defined]

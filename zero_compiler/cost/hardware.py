@@ -341,7 +341,7 @@ def _list(what: str, data: object) -> Sequence[Any]:
     return as_list("hardware spec", what, data)
 
 
-def _check_fields(what: str, kind: Any, data: object) -> None:
+def _check_fields(what: str, kind: type, data: object) -> None:
     """``data`` has the fields of the class ``kind``.
 
     Raises:
@@ -352,7 +352,7 @@ def _check_fields(what: str, kind: Any, data: object) -> None:
     check_fields("hardware spec", what, data, known, needed)
 
 
-def _made(what: str, kind: Any, data: Any) -> object:
+def _made(what: str, kind: type, data: Any) -> object:
     """The object of the class ``kind`` that ``data`` describes, the field ``what`` of a spec."""
     _check_fields(what, kind, data)
     try:

@@ -349,7 +349,7 @@ def _get_state_dict(original: Callable[..., object]) -> Callable[..., object]:
     return get_state_dict
 
 
-def _with_ties(state: Any, model: nn.Module) -> Any:
+def _with_ties(state: Any, model: nn.Module) -> object:
     """Collected weights, in which the names of one tied parameter share one tensor: what writes them to files looks at
     that, and writes it once."""
     first: dict[int, str] = {}

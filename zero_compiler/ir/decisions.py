@@ -188,7 +188,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _fields(
-    what: str, kind: Any, data: object, more: Collection[str] = (), later: Collection[str] = ()
+    what: str, kind: type, data: object, more: Collection[str] = (), later: Collection[str] = ()
 ) -> dict[str, Any]:
     """``data`` as the fields of a class, all of which are there but those that files of ``later`` versions have."""
     known = (*more, *(f.name for f in fields(kind)))

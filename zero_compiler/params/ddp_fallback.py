@@ -230,7 +230,7 @@ def averages_follow(params: Iterable[object]) -> bool:
     return any(state is not None and state.queued == running for state in states)
 
 
-def _average(grads: Sequence[Any], pg: Any) -> None:
+def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:
     """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype."""
     world = dist.get_world_size(pg)
     bucket: list[torch.Tensor] = []

@@ -44,7 +44,11 @@ def watch_operands() -> None:
 
 
 def sharded_rule(
-    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+    cls: type,
+    op: Any,
+    types: Sequence[type],
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None = None,
 ) -> object:
     """DTensor's rule; where that refuses to compute with a parameter of ours and a plain tensor, a sentence of ours.
 
@@ -126,14 +130,15 @@ def _source(tensor: DTensor) -> tuple[ShardedModel, str] | None:
     return None if leaf.requires_grad else like
 
 
-def _same_memory(a: Any, b: Any) -> bool:
-    a, b = a._local_tensor, b._local_tensor
+def _same_memory(a: DTensor, b: DTensor) -> bool:
+    here, there = a._local_tensor, b._local_tensor
     return bool(
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+        here.untyped_storage()._cdata == there.untyped_storage()._cdata
+        and here.storage_offset() == there.storage_offset()
     )
 
 
-def managed_leaf(node: Any) -> Any:
+def managed_leaf(node: Any) -> DTensor | None:
     """A parameter of a sharded model from which autograd's ``node`` computes; None where there is none."""
     seen: set[object] = set()
     left = [node]

@@ -426,7 +426,7 @@ def _again(
 
 def _past_limit(
     self: _Sharded, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-) -> Any:
+) -> object:
     """A call from code that Dynamo does not compile for new values any more."""
     scope = self._zero.sharded_model.scope
     if scope.compile is not None:
@@ -452,7 +452,13 @@ def _entered(self: Any, *args: object, **kwargs: object) -> object:
     return self._call_impl(*args, **kwargs)
 
 
-def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> object:
+def _outermost(
+    self: Any,
+    call: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    again: bool = False,
+) -> object:
     """A call that comes from outside of the model: its weights are whole until it returns.
 
     Args:
@@ -501,7 +507,7 @@ def _outermost(self: Any, call: Any, args: Any, kwargs: Any, again: bool = False
     return out
 
 
-def call_as_forward(module: nn.Module, fn: Callable[..., object], *args: object, **kwargs: object) -> Any:
+def call_as_forward(module: nn.Module, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
     """``fn(module, ...)`` with full weights, as if it were the forward of a sharded module; modules that are compiled
     in place run compiled within it."""
     state = state_of(module)
@@ -525,7 +531,7 @@ def _check_plain(out: object, group: Group) -> None:
 
 
 def _cast_inputs(args: object, kwargs: object, dtype: torch.dtype) -> Any:
-    def cast(x: object) -> Any:
+    def cast(x: object) -> object:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     return pytree.tree_map(cast, (args, kwargs))

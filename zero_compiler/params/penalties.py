@@ -86,7 +86,11 @@ def watch_terms() -> None:
 
 
 def _joined(
-    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+    cls: type,
+    op: Any,
+    types: Sequence[type],
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None = None,
 ) -> object:
     """Watch plain operands beside what is computed from sharded parameters of ours; then DTensor's rule."""
     operands = args[0] if isinstance(args[0], (list, tuple)) else args
@@ -99,7 +103,11 @@ def _joined(
 
 
 def _written(
-    cls: type, op: Any, types: Sequence[type], args: Any, kwargs: dict[str, object] | None = None
+    cls: type,
+    op: Any,
+    types: Sequence[type],
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None = None,
 ) -> object:
     """Refuse to write to a plain tensor what is computed from sharded parameters of ours; then DTensor's rule."""
     if not isinstance(args[0], (DTensor, FakeTensor)) and not torch.compiler.is_compiling():

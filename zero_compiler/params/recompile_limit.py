@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,8 +87,12 @@ def _call(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 
 
 def compiled_again(
-    module: Any, call: object, args: Any, kwargs: Any, outermost: Callable[[], types.FunctionType]
-) -> Any:
+    module: Any,
+    call: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    outermost: Callable[[], types.FunctionType],
+) -> object:
     """Make a call past Dynamo's limit, compiled once more.
 
     Args:
@@ -141,7 +145,7 @@ def renew(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def eagerly(module: Any, args: Any, kwargs: Any) -> Iterator[None]:
+def eagerly(module: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[None]:
     """A call that is not compiled, though it was to be.
 
     Raises:
@@ -200,7 +204,7 @@ def _of_dynamo(code: types.CodeType) -> bool:
     return code.co_filename == torch._dynamo.external_utils.__file__
 
 
-def watch(codes: Any, scope: Scope) -> None:
+def watch(codes: Sequence[types.CodeType] | None, scope: Scope) -> None:
     """Look whether Dynamo has compiled a function of the model for the last time, where that is called behind a graph
     break: its next call could not be compiled once more as a whole. The next call of the model is, therefore.
 

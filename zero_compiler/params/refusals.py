@@ -50,7 +50,7 @@ METHODS = {
 }
 # How all ranks together do what one alone cannot, by method: called with the module, the method of its class, and the
 # arguments. It returns whether that was done; where not, the call is refused. `save_pretrained.py` puts it here.
-together: dict[str, Callable[[Any, Callable[..., object], tuple[object, ...], dict[str, Any]], bool]] = {}
+together: dict[str, Callable[[Any, Callable[..., object], tuple[object, ...], dict[str, object]], bool]] = {}
 # Of these other classes have methods of another meaning: only those of adapters are meant.
 _OF_ADAPTERS = frozenset({"merge", "unmerge"})
 
@@ -66,7 +66,7 @@ def _refusal(module: object, call: str, reason: str) -> ShardError:
     return ShardError(f"{call} of a sharded {type(module).__name__}: {reason.format(call=call)}")
 
 
-def refusing(base: type) -> dict[str, Any]:
+def refusing(base: type) -> dict[str, object]:
     """Members of the class of a sharded module whose class was ``base``: they stand before those of ``base``."""
     body: dict[str, object] = {name: _hook_registration(name) for name in _HOOKS}
     body["_is_fsdp_managed_module"] = _RefusedAttribute("_is_fsdp_managed_module", _refuse_fsdp)
@@ -95,7 +95,7 @@ def _refused_method(name: str, method: Callable[..., object], reason: str) -> Ca
     return call
 
 
-def _changes_nothing(module: Any, name: str, args: Any, kwargs: Any) -> bool:
+def _changes_nothing(module: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether token embeddings are asked for with the number of rows that they have, or values are given that are to be
     saved in the place of the model's own."""
     if name in ("save_pretrained", "push_to_hub"):
@@ -116,7 +116,7 @@ class _RefusedAttribute:
         self.name = name
         self.refuse_it = refuse_it
 
-    def __get__(self, module: object, owner: type | None = None) -> Any:
+    def __get__(self, module: object, owner: type | None = None) -> object:
         if module is None:
             return self
         # The integration with a library may have put it there. Dynamo compiles no module as a whole that it takes for
@@ -142,7 +142,7 @@ def wrapped(by: str) -> str:
     )
 
 
-def _passed_over() -> dict[str, Any]:
+def _passed_over() -> dict[str, object]:
     """By what fully_shard passes over a module within the one that it is given, as it does over those of replicate():
     the parameters of a sharded model are not its own."""
     return {REGISTRY_KEY: {"replicate": None}}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import ConfigError
 from ..ranks.attendance import all_come
@@ -46,7 +47,9 @@ def _save(
     return _of_peft(module) and _save_adapters(module, method, given)
 
 
-def _given(module: Any, method: Callable[..., object], args: Any, kwargs: Any) -> dict[str, Any]:
+def _given(
+    module: Any, method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, Any]:
     """The arguments of a call by name, defaults too."""
     bound = inspect.signature(method).bind(module, *args, **kwargs)
     bound.apply_defaults()
@@ -63,12 +66,12 @@ def _expected(given: dict[str, object]) -> bool:
     )
 
 
-def _all_come(module: Any) -> bool:
+def _all_come(module: nn.Module) -> bool:
     group = group_of(sharded_models_of(module))
     return group is None or all_come(group, "save_pretrained()")
 
 
-def _save_model(module: Any, given: dict[str, Any]) -> bool:
+def _save_model(module: nn.Module, given: dict[str, Any]) -> bool:
     if getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "hf_quantizer", None) is not None:
         return False
     folder, max_shard_size = given.pop("save_directory"), given.pop("max_shard_size", "5GB")

@@ -67,7 +67,7 @@ def state_dict_of(base: type[nn.Module]) -> Callable[..., object]:
     """``state_dict`` of a sharded module whose class was ``base``; what a module of the model adds to the dictionary of
     its parent is left as it is."""
 
-    def state_dict(self: nn.Module, *args: object, **kwargs: Any) -> Any:
+    def state_dict(self: nn.Module, *args: object, **kwargs: Any) -> object:
         found = base.state_dict(self, *args, **kwargs)
         given = bool(args) or kwargs.get("destination") is not None
         if given or type(found) is not OrderedDict or not any(map(_is_part, found.values())):

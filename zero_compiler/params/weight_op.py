@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -65,7 +63,7 @@ def _as_dynamo_sees_it(param: DTensor, info: ParamInfo, sharded_model: ShardedMo
 
 # A second call for tensor-parallel weights alone.
 @torch._dynamo.allow_in_graph
-def placed(whole: Any, full: torch.Tensor) -> Any:
+def placed(whole: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """``whole``, the DTensor over the tensor-parallel ranks whose part here is ``full``, a weight that was read.
 
     For Dynamo it is a parameter too. `capture.py` takes this out of the graph.

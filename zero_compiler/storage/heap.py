@@ -16,7 +16,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _APART_BYTES = 1 << 20
@@ -26,7 +25,7 @@ _inside = 0  # how many are in `apart`: the threshold is one for the whole proce
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc() -> ctypes.CDLL | None:
     """glibc; None with another C library, or where the user has set how this one allocates."""
     libc = ctypes.CDLL(None)
     told = any(f"MALLOC_{what}_THRESHOLD_" in os.environ for what in ("MMAP", "TRIM"))

@@ -148,7 +148,7 @@ def _of_factory(
     if signature is not None:
         _check_arguments(called, signature, arguments, fields)
 
-    def make() -> Any:
+    def make() -> object:
         with torch.device("meta"):
             return factory(*arguments, **fields)
 
