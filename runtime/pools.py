@@ -22,7 +22,7 @@ from .tier_copies import Aside
 T = TypeVar("T")
 
 
-class User(Protocol):
+class PoolUser(Protocol):
     """The runtime of a sharded model (`model.py`), as far as the pools that it uses need it."""
 
     pools: Pools
@@ -30,7 +30,7 @@ class User(Protocol):
     def place_arena(self, arena: object) -> None: ...
 
 
-U = TypeVar("U", bound=User)
+U = TypeVar("U", bound=PoolUser)
 # Far longer than one call takes.
 _LONGEST_S = 600.0
 # A thread that has not looked for so long, though it waits, may be no more (Ctrl-C): the next may go before it.
@@ -53,7 +53,7 @@ class Pools:
         self.near: torch.Tensor | None = None
         self.forsaken = False  # of calls that broke off: nobody joins them
         # Runtimes by id. A plain dict, as a model may be dropped in any thread while another one looks through it.
-        self._users: dict[int, weakref.ref[User]] = {}
+        self._users: dict[int, weakref.ref[PoolUser]] = {}
         self.turn = threading.Lock()  # of whoever runs a Program in them, or changes them
         self.thread: int | None = None  # where that is
         self.turns = 0  # how many there were
@@ -75,14 +75,14 @@ class Pools:
             getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)()
         )
 
-    def join(self, runtime: User) -> None:
+    def join(self, runtime: PoolUser) -> None:
         """Let a runtime use these. What it has used before stays with those that it has shared it with."""
         # First: Ctrl-C may come between any two lines.
         runtime.place_arena(self.arena)
         self._users[id(runtime)] = weakref.ref(runtime)
         runtime.pools = self
 
-    def users(self) -> list[User]:
+    def users(self) -> list[PoolUser]:
         """The runtimes that use these."""
         return [user for ref in list(self._users.values()) if (user := ref()) is not None]
 
@@ -121,7 +121,7 @@ class Pools:
         other._users.clear()
         other._empty()
 
-    def keep(self, broken: Collection[User]) -> None:
+    def keep(self, broken: Collection[PoolUser]) -> None:
         """Keep these runtimes alone, for good; the others take other memory."""
         self.forsaken = True
         rest = [u for u in self.users() if u not in broken]
@@ -145,7 +145,7 @@ class Pools:
 
 
 def in_turn(
-    runtimes: Iterable[User], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
+    runtimes: Iterable[PoolUser], do: Callable[[], T], refused: Callable[[ShardError], None] = lambda _: None
 ) -> T:
     """``do`` with the pools of these to this thread alone: waits for Programs of other threads.
 
@@ -175,7 +175,7 @@ def in_turn(
     return out[0]
 
 
-def _pools_of(runtimes: Iterable[User]) -> list[Pools]:
+def _pools_of(runtimes: Iterable[PoolUser]) -> list[Pools]:
     """In one order for all threads."""
     return sorted({r.pools for r in runtimes}, key=id)
 
@@ -259,7 +259,7 @@ def join(runtimes: Iterable[U]) -> list[U]:
     return list(by_device.values())
 
 
-def forsake(runtimes: Collection[User]) -> None:
+def forsake(runtimes: Collection[PoolUser]) -> None:
     """A call of these models broke off among its collectives. What peers still send may come to their memory, at any
     time: nobody else goes on in it."""
     for pools in {id(r.pools): r.pools for r in runtimes}.values():

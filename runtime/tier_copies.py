@@ -88,7 +88,7 @@ class Aside:
         self._reading = [r for r in self._reading if not r[0].query()]
 
 
-class _Memory(Protocol):
+class _ChunkPools(Protocol):
     """Where chunks arrive: on the host, and on the device."""
 
     host: torch.Tensor
@@ -102,7 +102,7 @@ class _Runtime(Protocol):
     def aside(self) -> Aside: ...
 
     @property
-    def pools(self) -> _Memory: ...
+    def pools(self) -> _ChunkPools: ...
 
     def region(self, name: str) -> Region | None: ...
 
