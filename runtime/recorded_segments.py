@@ -98,7 +98,7 @@ class _Mode(Enum):
     REPLAY = "replay"
 
 
-class _Copy:
+class _InputCopy:
     """An input at one place: a copy of what a call is given, without what an expanded tensor repeats."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ class RecordedSegments:
         self._segments: list[weakref.ref[_RecordedSegment]] = []
         self._never = ""  # why nothing is recorded any more
         self._recordings = self._unsteady = 0
-        self._copies: dict[int, _Copy] = {}  # of inputs
+        self._copies: dict[int, _InputCopy] = {}  # of inputs
         self._placed: RecordedValues | None = None  # which counts those of a call
         self._together: list[list[int]] = []  # outputs of the caller's by the memory that they share
         self._varying: set[int] = set()  # inputs of the caller's that were found elsewhere than before
@@ -285,7 +285,7 @@ class RecordedSegments:
         recorder = self._make_recorder()
         with torch.inference_mode(False):  # calls without it write to them
             varying = ((i, given[i]) for i in sorted(self._varying))
-            copies = {i: _Copy(v) for i, v in varying if isinstance(v, torch.Tensor)}
+            copies = {i: _InputCopy(v) for i, v in varying if isinstance(v, torch.Tensor)}
         self.memory += [copy.memory for copy in copies.values()]
         held = Held((recorder, self.memory))
         self._placed = RecordedValues(held, [], [copy.whole() for copy in copies.values()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import reprlib
@@ -71,6 +72,13 @@ def as_held(fields: object) -> str | None:
         raise ConfigError(
             f"inductor={{...}} takes values that JSON has, since ranks compare them: {error}"
         ) from None
+
+
+def in_force(fields: Mapping[str, object]) -> contextlib.AbstractContextManager[object]:
+    """Inductor's configuration with these fields, and without graphs of a device of its own."""
+    from torch._inductor import config
+
+    return config.patch({**fields, _GRAPHS: False})
 
 
 def patches(mode: str | None, held: object) -> dict[str, object]:

@@ -206,7 +206,7 @@ def _compile_frame(
     state = compiler.state
     # The backward is compiled with the forward: its plan is known before step 1.
     whole = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with compiler.as_given(), stored_plans.holding(state), whole:
+    with compiler.as_given(), stored_plans.holding(state), whole, compiler.inductor_options():
         compiled = aot_autograd(
             fw_compiler=_lent(compiler.forward),
             bw_compiler=_lent(compiler.backward),
@@ -348,6 +348,13 @@ class _FrameCompiler:
         # Frames of one model share artifacts: a graph break or another phase does not compile a layer again.
         known = state.first.compilers
         return known.setdefault((config.compute, config.mode, config.inductor), made)
+
+    def inductor_options(self) -> contextlib.AbstractContextManager[object]:
+        """What the user asks of Inductor holds for its decompositions and its passes over the joint graph, too."""
+        config = self.state.config
+        if not self.state.fused:
+            return contextlib.nullcontext()
+        return inductor_options.in_force(inductor_options.patches(config.mode, config.inductor))
 
     def decompositions(self) -> object:
         state = self.state

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import inductor_options
 from ..ir import dump, facts
 from ..memory import generated_code
 from ..memory.segment_graph import SegmentGraph
@@ -235,7 +236,6 @@ def _aten(seg: SegmentGraph) -> SegmentFn:
 def _inductor(
     seg: SegmentGraph, is_inference: bool, is_backward: bool, patches: Mapping[str, object]
 ) -> Artifact:
-    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -250,10 +250,7 @@ def _inductor(
     ]
     gm.recompile()
     mode = torch._guards.detect_fake_mode(seg.inputs)
-    # Inductor's graphs of a device would copy gathered weights: segments are recorded where weights lie
-    # (`recorded_segments.py`).
-    patched = inductor_config.patch({**patches, "triton.cudagraphs": False})
-    with V.set_fake_mode(mode), _strides_not_reported(), patched:
+    with V.set_fake_mode(mode), _strides_not_reported(), inductor_options.in_force(patches):
         compiled: Any = compile_fx_inner(gm, seg.inputs, is_inference=is_inference, is_backward=is_backward)
     # It may hold for some sizes alone, by guards that were added on the way: the frame is compiled anew for others, and
     # so is this.

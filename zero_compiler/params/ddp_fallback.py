@@ -13,7 +13,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,10 @@ class PlainModel:
     def _finish(self) -> None:
         self.queued = None
         if self.changed is not None:
-            self._refuse()
+            self._refuse(self._partly_summed(self.changed))
+        sparse = next((i for i in self.waiting if _is_sparse(self.params[i].grad)), None)
+        if sparse is not None:
+            self._refuse(_sparse(self.names[sparse]))
         if not self.sync:
             grads = ((i, self.params[i].grad) for i in self.waiting)
             self.left = {i: _mark(grad) for i, grad in grads if grad is not None}
@@ -123,19 +126,16 @@ class PlainModel:
         self.waiting.clear()
         self.left.clear()
 
-    def _refuse(self) -> None:
-        """Raise, also on ranks that begin an average: what was clipped, say, was a part of a sum, and of this rank's
-        alone.
-
-        Raises:
-            GradientError: naming the parameter.
-        """
-        assert self.changed is not None
-        error = GradientError(
-            f"the gradient of parameter {self.names[self.changed]!r} was written to (clipped, say, or unscaled) "
+    def _partly_summed(self, index: int) -> GradientError:
+        """What was clipped, say, was a part of a sum, and of this rank's alone."""
+        return GradientError(
+            f"the gradient of parameter {self.names[index]!r} was written to (clipped, say, or unscaled) "
             "between a backward under zero.no_sync and the next one: it was that of this rank alone and not yet "
             "complete; run the last backward of a step outside zero.no_sync, and clip after it"
         )
+
+    def _refuse(self, error: GradientError) -> NoReturn:
+        """Raise ``error``, also on ranks that begin an average."""
         self.changed = None
         self.left.clear()
         if self.sync and _several_ranks(self.group):
@@ -195,6 +195,17 @@ class PlainModel:
                 "same seed on every rank, or load the same checkpoint"
             )
         self.compared = len(self.params)
+
+
+def _is_sparse(grad: torch.Tensor | None) -> bool:
+    return grad is not None and grad.layout is not torch.strided
+
+
+def _sparse(name: str) -> GradientError:
+    return GradientError(
+        f"the gradient of parameter {name!r}, which is not sharded, is sparse, and those are not averaged over ranks; "
+        "make its module with sparse=False"
+    )
 
 
 def _mark(grad: torch.Tensor) -> tuple[int, int]:

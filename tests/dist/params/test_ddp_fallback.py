@@ -436,3 +436,22 @@ def in_a_function(rank, world):
 
 def test_of_a_compiled_function_what_it_finds_in_modules_is_averaged():
     assert run_ranks(in_a_function, 2, timeout=200) == [True, True]
+
+
+def sparse_beside(rank, world):
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        core = nn.Linear(4, 4)
+        if sharded:
+            zero.shard(core)
+        net = nn.Sequential(nn.Embedding(7, 4, sparse=True), core)
+        call = torch.compile(net, backend="zero", options={"compute": "aten"})
+        with pytest.raises(
+            GradientError, match=r"parameter '0.weight', which is not sharded, is sparse.*sparse=False"
+        ):
+            call(torch.arange(4)).sum().backward()
+    return True
+
+
+def test_sparse_gradients_are_refused_by_name():
+    assert run_ranks(sparse_beside, 2, timeout=200) == [True, True]

@@ -27,8 +27,7 @@ ALLOWED = {
         "cuda",
     ): "Tensor.cuda is among the calls of users that convert a tensor",
     ("zero_compiler/memory/workspaces.py", "cudnn"): "one of torch's operators of attention",
-    ("zero_compiler/emit/segments.py", "triton.cudagraphs"): "an option of Inductor, which is off",
-    ("zero_compiler/inductor_options.py", "triton.cudagraphs"): "an option of Inductor, which is refused",
+    ("zero_compiler/inductor_options.py", "triton.cudagraphs"): "an option of Inductor, which is off",
     (
         "zero_compiler/ranks/mesh.py",
         'device must be one of torch, such as "cpu" or "cuda", not ',

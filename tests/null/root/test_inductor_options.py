@@ -104,3 +104,26 @@ def test_segments_are_compiled_with_them(given, monkeypatch):
     assert seen
     assert set(seen) == {(*want, tuned)}
     assert (config.epilogue_fusion, config.max_fusion_size, config.max_autotune) == before
+
+
+@pytest.mark.slow
+def test_they_hold_for_passes_before_segments_are_made():
+    """Random numbers of eager code: their operators are exchanged for Inductor's own in the joint graph, or not."""
+
+    def made():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 16))
+
+    torch._dynamo.reset()
+    x, plain = torch.randn(8, 16), made()
+    call = torch.compile(
+        zero.shard(made(), device="cpu"), backend="zero", options={"inductor": {"fallback_random": True}}
+    )
+    torch.manual_seed(3)
+    want = plain(x).square().mean()
+    torch.manual_seed(3)
+    loss = call(x).square().mean()
+    torch.testing.assert_close(loss, want)
+    loss.backward()
+    want.backward()
+    torch.testing.assert_close(call._orig_mod[0].weight.grad.full_tensor(), plain[0].weight.grad)
