@@ -259,15 +259,6 @@ def test_a_backend_option_that_agrees_with_the_shard():
     assert use(model, "compiled", stage=2, param_dtype=torch.bfloat16)(batch()).dtype == torch.bfloat16
 
 
-def test_a_mode_that_records_graphs_is_refused():
-    model = zero.shard(mlp())
-    torch._dynamo.reset()
-    with pytest.raises(
-        ConfigError, match="mode='max-autotune' is not possible: graphs of a device would copy"
-    ):
-        torch.compile(model, backend="zero", mode="max-autotune")(batch())
-
-
 # --- arguments of the wrong type ---------------------------------------------------------------------------------
 
 
