@@ -384,27 +384,30 @@ def watch(
         params: plain parameters, as the frame is given them.
         found: those of them that Dynamo found in a module, whichever that is.
     """
-    model = model or _model_of(params)
-    if model is not None:
-        members = plain_parameters(model)
-    elif found or not _in_module_call():
-        members = {f"number {i}": p for i, p in enumerate(found or params)}
-    else:
-        members = {}
+    models = [model] if model is not None else _models_of(params)
+    members: dict[str, nn.Parameter] = {}
+    for k, one in enumerate(models):
+        for name, param in plain_parameters(one).items():
+            members[f"{name} of module {k}" if name in members else name] = param
     averaged = set(map(id, members.values()))
+    bare = (
+        [] if models or _in_module_call() else params
+    )  # of a function that nothing but parameters is given to
+    members |= {f"number {i}": p for i, p in enumerate(found or bare) if id(p) not in averaged}
+    averaged |= set(map(id, members.values()))
     own = [p for p in params if p.requires_grad and id(p) not in averaged and not _known(p)]
     if own and _several_ranks(None):
         _say_own(tuple(own[0].shape))
     if not members:
         return
     state = plain_model(list(members.values()))
-    if model is not None:
-        state.group = _ranks_of(model)
+    if models:
+        state.group = max(map(_ranks_of, models), key=lambda group: 0 if group is None else group.world)
     trained = sum(p.requires_grad for p in members.values())
     if trained and not getattr(state, _SAID, False):
         setattr(state, _SAID, True)
-        rest = sum(1 for _ in at_rest(model)) - len(members) if model is not None else 0
-        if rest:
+        rest = sum(1 for one in models for _ in at_rest(one)) - len(members)
+        if rest > 0:
             what = f"{trained} parameters of this model are not sharded, so they train as stage 0"
         else:
             what = "nothing in this model is sharded, so it trains as stage 0"
@@ -463,19 +466,18 @@ def _in_module_call() -> bool:
     return False
 
 
-def _model_of(params: Sequence[nn.Parameter]) -> nn.Module | None:
-    """The outermost module on the call stack that owns one of ``params``.
+def _models_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
+    """Of each of ``params`` the outermost module on the call stack that owns it: a function may call several.
 
     A backend is given a frame and not the model, whose other frames may run eagerly; the caller of the frame
     is the model.
     """
     wanted = {id(p) for p in params}
-    found: nn.Module | None = None
+    owner: dict[int, nn.Module] = {}
     frame = sys._getframe(1)
     while frame is not None:
         for value in list(frame.f_locals.values()):
             if isinstance(value, nn.Module) and not isinstance(value, torch.fx.GraphModule):
-                if any(id(p) in wanted for _, p in at_rest(value)):
-                    found = value
+                owner |= {id(p): value for _, p in at_rest(value) if id(p) in wanted}
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return list({id(m): m for p in params if (m := owner.get(id(p))) is not None}.values())

@@ -455,3 +455,40 @@ def sparse_beside(rank, world):
 
 def test_sparse_gradients_are_refused_by_name():
     assert run_ranks(sparse_beside, 2, timeout=200) == [True, True]
+
+
+class Weighted(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, y):
+        return (y * self.weight).square().mean()
+
+
+def two_modules(rank, world):
+    for held in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        parts = [nn.Linear(4, 2), Weighted()]
+        twins = copy.deepcopy(parts)
+        model, loss = (None, None) if held else parts
+
+        @torch.compile(backend="zero", options={"compute": "aten"})
+        def loss_of(x, model=model, loss=loss, parts=parts):
+            return parts[1](parts[0](x)) if model is None else loss(model(x))
+
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+        loss_of(x).backward()
+        twins[1](twins[0](x)).backward()
+        for ours, theirs in zip(parts, twins, strict=True):
+            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+                dist.all_reduce(q.grad)
+                torch.testing.assert_close(p.grad, q.grad / world)
+    return True
+
+
+def test_all_modules_that_a_compiled_function_calls_are_averaged():
+    assert run_ranks(two_modules, 2, timeout=200) == [True, True]
