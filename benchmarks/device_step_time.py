@@ -35,10 +35,10 @@ from one_device import (
 TIMES = [
     "model",
     "plain, ms",
-    "with CUDA graphs, ms",
+    "plain with CUDA graphs, ms",
     "FSDP2, ms",
     "stage 3, ms",
-    "with CUDA graphs, ms",
+    "stage 3 with CUDA graphs, ms",
     "/ plain",
     "/ FSDP2",
     "tokens/s",
