@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+_LONGEST_S = 200  # that a job on two hosts may take
 _MTU = 65_000  # of a delayed link: fewer packets for the process that carries them
 
 
@@ -27,12 +28,18 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
 
     The first host comes last, where it is seen of a long text: without it the others fail too, whatever its reason.
     """
+    late = []
     try:
-        said = [p.communicate(timeout=200)[0] for p in processes]
+        said = [p.communicate(timeout=_LONGEST_S)[0] for p in processes]
+    except subprocess.TimeoutExpired:
+        late = [f"host {i} has not ended within {_LONGEST_S} s" for i, p in enumerate(processes) if p.poll() is None]
+        for p in processes:
+            p.kill()
+        said = [p.communicate()[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
-    assert all(p.returncode == 0 for p in processes), "\n".join(reversed(said))
+    assert not late and all(p.returncode == 0 for p in processes), "\n".join([*reversed(said), *late])
     return said
 
 

@@ -111,6 +111,7 @@ class GivenDecisions:
         self.plan = plan
         self.frame: FrameDecisions | None = None
         self.exact = False
+        self._compute: str | None = None  # of the model that the plan is for, once that was checked
         # Weak: Dynamo keeps what compiled a frame for as long as the code of the model's class lives.
         self._refs = [weakref.ref(model) for model in relatives]
         self._prefixes = part_prefixes(relatives)
@@ -153,6 +154,7 @@ class GivenDecisions:
 
     def _check_ranks(self, config: Config) -> None:
         was, now = self.plan.decisions.made_for, made_for(self._models, config)
+        self._compute = now.compute
         for what in ("world", "replicas", "tensor_ranks"):
             one, other = getattr(was, what), getattr(now, what)
             if one != other:
@@ -264,7 +266,7 @@ class GivenDecisions:
             f"inputs are {', '.join(inputs)} here"
             if tuple(inputs) != frame.inputs
             else f"its operators differ: the plan was made with torch {made.torch} and compute={made.compute!r}, and "
-            f"this is torch {torch.__version__}"
+            f"this is torch {torch.__version__} and compute={self._compute!r}"
         )
         if frame.values.edited:
             raise self.plan.refuse(

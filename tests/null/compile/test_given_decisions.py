@@ -394,6 +394,23 @@ def test_edited_values_are_of_one_graph(tmp_path, hardware):
 
 
 @pytest.mark.slow
+def test_edited_values_are_of_one_set_of_operators(tmp_path, hardware):
+    def of_other_operators(decisions):
+        decisions["frames"][0]["values"]["saved"].popitem()
+        decisions["frames"][0]["graph"] = "0" * 16
+        decisions["made_for"] |= {"torch": "2.10.0", "compute": "inductor"}
+
+    model = Deep()
+    path = write(planned(model, rows(8), **deep(hardware)), tmp_path / "plan.json", of_other_operators)
+    with pytest.raises(ConfigError) as refused:
+        planned(model, rows(8), plan=path, **deep(hardware))
+    assert (
+        "its operators differ: the plan was made with torch 2.10.0 and compute='inductor', and this is torch "
+        f"{torch.__version__} and compute='aten'"
+    ) in str(refused.value)
+
+
+@pytest.mark.slow
 def test_a_plan_that_was_only_planned_runs_with_inductor(tmp_path):
     torch._dynamo.reset()
     torch.manual_seed(0)
