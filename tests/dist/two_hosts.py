@@ -32,14 +32,18 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
     try:
         said = [p.communicate(timeout=_LONGEST_S)[0] for p in processes]
     except subprocess.TimeoutExpired:
-        late = [f"host {i} has not ended within {_LONGEST_S} s" for i, p in enumerate(processes) if p.poll() is None]
+        late = [
+            f"host {i} has not ended within {_LONGEST_S} s"
+            for i, p in enumerate(processes)
+            if p.poll() is None
+        ]
         for p in processes:
             p.kill()
         said = [p.communicate()[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
-    assert not late and all(p.returncode == 0 for p in processes), "\n".join([*reversed(said), *late])
+    assert all(p.returncode == 0 for p in processes), "\n".join([*reversed(said), *late])
     return said
 
 
@@ -99,7 +103,10 @@ def two_hosts(rate: str | None = None, delay_s: float = 0.0) -> Iterator[list[li
             if rate is not None:
                 shape = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate]
                 ip("netns", "exec", name, "tc", *shape, "burst", "256kb", "limit", "64mb")
-        yield [["ip", "netns", "exec", n, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] for n in names]
+        yield [
+            ["ip", "netns", "exec", n, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            for n in names
+        ]
     finally:
         if line is not None:
             line.kill()
