@@ -35,7 +35,8 @@ from ..ir import facts, ops
 from ..ir.program import Program
 from ..ir.recorded_phase import written_inputs
 from ..memory.verify import verify_accumulating
-from ..params import ddp_fallback, eager, recompile_limit
+from ..params import eager, plain_modules, recompile_limit
+from ..params.ddp_fallback import is_plain
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
 from ..params.refusals import look_for_late_hooks, process_wide_hooks
@@ -48,7 +49,7 @@ from ..runtime.autograd_bridge import ForwardWeights, LocalRows
 from ..sharded import kept_weights, parameter_errors
 from ..sharded.managed_parameters import check_not_replaced
 from ..storage.resident_memory import Footprint
-from ..tensors.full_weight import FULL, AsParameter
+from ..tensors.full_weight import AsParameter
 from . import garbage, stored_plans
 from .budget_check import check_budget, lend_gradients
 from .budget_search import Fitting
@@ -104,7 +105,7 @@ def zero(
         raise
 
 
-ddp_fallback.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
+plain_modules.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
 
 
 def _handed_on(error: ZeroError, frame: object) -> ZeroError:
@@ -158,7 +159,7 @@ def compile_with(
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
-    plain_ones = {id(p) for p in example_inputs if type(p) is torch.nn.Parameter and not hasattr(p, FULL)}
+    plain_ones = {id(p) for p in example_inputs if is_plain(p)}
     for sharded_model in ops.owners() if plain_ones else ():
         check_not_replaced(sharded_model.places, plain_ones)
     owners = map(ops.owner_of, owners_in(gm))
@@ -172,7 +173,9 @@ def compile_with(
         known = KnownParameters(params, [s.ref for s in captured.shards])
         compiled = _entry(compiled, captured, frame, known, measured)
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
-    return ddp_fallback.watched(compiled, example_inputs, sources)
+    groups = [ops.owner_of(key).group.everyone for key in owners_in(gm)]
+    interrupted = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+    return plain_modules.watched(compiled, example_inputs, sources, groups, interrupted)
 
 
 def _watch_limit(gm: fx.GraphModule, options: object) -> None:

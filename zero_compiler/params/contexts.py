@@ -41,9 +41,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     _check_module("zero.no_sync", model)
     states: list[Any] = [*sharded_models_of(model)]
-    unsharded = ddp_fallback.plain_parameters(model)
-    if unsharded:
-        states.append(ddp_fallback.plain_model(list(unsharded.values())))
+    states.append(ddp_fallback.Accumulation(ddp_fallback.plain_parameters(model).values()))
     check_accumulates(states, "zero.no_sync")
     before = [s.sync for s in states]
     for s in states:

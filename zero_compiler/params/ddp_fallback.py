@@ -5,19 +5,20 @@ they are. When a backward ends, the gradients that it brought, from compiled and
 over the ranks in the order of the parameters, as DDP does. A parameter that was used on some ranks only counts as
 zero on the others. Nothing else is sent, so ranks may evaluate as they like. Before an average ranks exchange
 headers (`call_handshake.py`), since one may be in another model or in another call.
+
+Which parameters those are is found in `plain_modules.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import sys
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import GradientError, RankMismatchError, TransferError
 from ..ranks.call_handshake import meet, short_digest
@@ -29,132 +30,262 @@ from ..sharded.grads import HOOKS, goes_to_grad
 from ..tensors.full_weight import FULL
 from .held import at_rest
 
-log = logging.getLogger("zero_compiler")
 _BUCKET_BYTES = 25 << 20  # as DDP's default
-ATTRIBUTE = "_zero_plain"  # of a parameter: the model that it is averaged with
-_SAID = "_zero_said"
-_COUNT_BYTES = 8  # of a header: how many parameters are known to have begun alike
+_COMPARED_BYTES = 1 << 20  # of a parameter at a time, where first values are compared
+ATTRIBUTE = "_zero_plain"  # of a parameter: its PlainParameter
 _DOING = "average of the gradients of parameters that are not sharded"
 
 
-class PlainModel:
-    """The plain parameters of one model, and which of their gradients wait for their average.
+class PlainParameter:
+    """What is known of one parameter that is not sharded; an attribute of it.
 
-    Each parameter carries a reference to it, so that it lives and dies with the model.
+    Args:
+        param: of floating or complex numbers; it may be frozen, and be trained later.
+
+    Attributes:
+        state: the model that it is averaged with; None where nothing of it is compiled.
+        root: the module in which it was found under ``name``.
+        waiting: to its ``.grad`` this rank alone has added. What else is in it is equal on all ranks, and so is left as
+            it is by an average.
+        left: ``.grad`` as the last backward under zero.no_sync left it.
+        quiet: within zero.no_sync.
+        compared: it is known to have begun with the same values on all ranks.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+        self.state: PlainModel | None = None
+        self.name = ""
+        self.root: weakref.ref[nn.Module] | None = None
+        self.waiting = self.quiet = self.compared = False
+        self.left: tuple[int, int] | None = None
+        trained = param.requires_grad
+        try:
+            param.requires_grad_(
+                True
+            )  # a hook stays when it is frozen again, and nothing is heard when it is trained
+            param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(self._arriving).id)
+        finally:
+            param.requires_grad_(trained)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return (type(None), ())  # a pickled or copied parameter takes no hooks and no other parameters along
+
+    @torch._dynamo.disable(reason="a backward within a compiled function runs it")
+    def _arriving(self, grad: torch.Tensor) -> None:
+        """A gradient was made, which is to be averaged if it goes to ``.grad``."""
+        if self.state is not None and several_ranks(self.state.group) and goes_to_grad(self.param):
+            self.state.arriving(self)
+
+
+def plain_parameter(param: nn.Parameter) -> PlainParameter | None:
+    """What is known of a parameter from now on; None of one that can have no gradient, or has no shape yet."""
+    known = param.__dict__.get(ATTRIBUTE)
+    if known is not None and known.param is param:
+        return known
+    numbers = param.is_floating_point() or param.is_complex()
+    if not numbers or not param.is_leaf or is_lazy(param) or param.is_inference():
+        return None
+    known = param.__dict__[ATTRIBUTE] = PlainParameter(param)
+    return known
+
+
+def is_plain(p: object) -> bool:
+    """A parameter that no shard manages; not the full weight of one."""
+    return issubclass(type(p), nn.Parameter) and not hasattr(p, FULL)
+
+
+def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` that no shard manages, by name."""
+    model = getattr(model, "_orig_mod", model)
+    return {n: p for n, p in at_rest(model) if is_plain(p)}
+
+
+def forget(param: torch.Tensor) -> None:
+    """A parameter was replaced, here at least: nothing holds it, and its next gradient asks whether it is still in the
+    model."""
+    known = param.__dict__.get(ATTRIBUTE)
+    if known is not None and known.state is not None:
+        known.state.members.pop(id(param), None)
+
+
+class PlainModel:
+    """The plain parameters that are averaged together, and when.
+
+    They are those of modules, as they are when a backward ends, and those that were found in modules that nobody has
+    named. Which modules came first, or whether a part of one did, does not matter to their order.
+
+    Attributes:
+        group: of the ranks that are averaged over; None: all.
+        members: by their identity, as the last average found them.
+        queued: the backward whose end is to be heard of.
+        into: the one that this became a part of.
     """
 
     def __init__(self) -> None:
-        self.params: list[nn.Parameter] = []
-        self.names: list[str] = []
-        self.known: set[int] = set()
-        self.hooked: set[int] = set()
-        self.sync = True
-        self.group: Group | None = None  # of the ranks that are averaged over; None: all
-        # Indices of parameters to whose ``.grad`` this rank alone has added. What else is in it is equal on all ranks,
-        # and so is left as it is by an average.
-        self.waiting: set[int] = set()
-        self.left: dict[
-            int, tuple[int, int]
-        ] = {}  # of these, as the last backward under zero.no_sync left them
-        self.changed: int | None = None  # one that was then written to
-        self.queued: int | None = None  # the backward whose end is to be heard of
-        self.digest = b""  # of what ranks must agree on
-        self.compared = 0  # so many parameters are known to have begun with the same values on all ranks
-
-    def __reduce__(self) -> str | tuple[object, ...]:
-        return (PlainModel, ())  # a pickled or copied parameter takes no hooks and no other parameters along
+        self.group: Group | None = None
+        self.members: dict[int, PlainParameter] = {}
+        self.queued: int | None = None
+        self.into: PlainModel | None = None
+        self.said = False  # that it trains as stage 0
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._changed: PlainParameter | None = None  # written to after a backward under zero.no_sync
+        self._digest: tuple[object, bytes] = None, b""  # of what ranks must agree on, and what it was made of
 
     def add(self, param: nn.Parameter, name: str) -> None:
-        self.known.add(id(param))
-        setattr(param, ATTRIBUTE, self)
-        if id(param) in self.hooked or not _several_ranks(self.group):
-            return
-        self.hooked.add(id(param))
-        self.digest = b""
-        index = len(self.params)
-        self.params.append(param)
-        self.names.append(name)
+        """Average ``param`` too, whichever module it is of."""
+        if (known := plain_parameter(param)) is not None:
+            known.name = known.name or name
+            self._take(known)
 
-        def arriving(grad: torch.Tensor) -> None:
-            self._arriving(index)
+    def add_module(self, root: nn.Module) -> None:
+        """Average all plain parameters that ``root`` has when a backward ends."""
+        roots = [(ref, one) for ref in self._roots if (one := ref()) is not None]
+        if not any(root is m for _, one in roots for m in one.modules()):
+            inside = set(map(id, root.modules()))
+            self._roots = [ref for ref, one in roots if id(one) not in inside] + [weakref.ref(root)]
+        for name, param in plain_parameters(root).items():
+            self.add(param, name)
 
-        param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(arriving).id)
+    def over(self, group: Group | None) -> None:
+        """Average over ``group``; of several the largest counts."""
+        if group is not None and (self.group is None or group.world > self.group.world):
+            self.group = group
 
-    def _arriving(self, index: int) -> None:
-        """A gradient was made, which is to be averaged if it goes to ``.grad``."""
-        param = self.params[index]
-        if not goes_to_grad(param):
-            return
+    def _take(self, known: PlainParameter) -> None:
+        other, known.state = known.state, self
+        self.members[id(known.param)] = known
+        if other is not None and other is not self:
+            self._absorb(other)
+
+    def _absorb(self, other: PlainModel) -> None:
+        """A parameter is of both, so they are averaged together."""
+        other.into = self
+        self.said |= other.said
+        self.over(other.group)
+        for ref in other._roots:
+            if (root := ref()) is not None:
+                self.add_module(root)
+        for known in other.members.values():
+            known.state = self
+            self.members[id(known.param)] = known
+        if other.queued is not None:
+            self._queue()
+
+    def _refresh(self) -> None:
+        """Find the members anew: modules are given other parameters, and lose some."""
+        found: dict[int, PlainParameter] = {}
+        for ref in list(self._roots):
+            root = ref()
+            for name, param in () if root is None else plain_parameters(root).items():
+                unheard = ATTRIBUTE not in param.__dict__ and param.grad is not None
+                known = plain_parameter(param)
+                if known is not None and id(param) not in found:
+                    known.waiting |= unheard
+                    known.name, known.root = name, ref
+                    found[id(param)] = known
+        for key, known in list(self.members.items()):
+            gone = known.root is not None and known.root() is not None  # from a module that is still there
+            if key not in found and not gone:
+                found[key] = known
+            elif key not in found:
+                known.state = None
+        self.members = found
+        for known in list(found.values()):
+            self._take(known)
+
+    def arriving(self, known: PlainParameter) -> None:
+        """A gradient of one of them goes to ``.grad``."""
+        if id(known.param) not in self.members:
+            self._refresh()
+            if id(known.param) not in self.members:
+                known.state = None
+                return
+        self._queue()
+        grad = known.param.grad
+        if known.left is not None and grad is not None and known.left != _mark(grad):
+            if grad.any():  # and was not set to zero
+                self._changed = known
+        known.waiting = True
+
+    def _queue(self) -> None:
         running = torch._C._current_graph_task_id()
         if self.queued != running:
-            self.queued, self.changed = running, None
+            self.queued, self._changed = running, None
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if index in self.left and param.grad is not None and self.left[index] != _mark(param.grad):
-            if param.grad.any():  # and was not set to zero
-                self.changed = index
-        self.waiting.add(index)
 
+    @torch._dynamo.disable(reason="a backward within a compiled function ends with it")
     @torch.no_grad()
     def _finish(self) -> None:
         self.queued = None
-        if self.changed is not None:
-            self._refuse(self._partly_summed(self.changed))
-        sparse = next((i for i in self.waiting if _is_sparse(self.params[i].grad)), None)
-        if sparse is not None:
-            self._refuse(_sparse(self.names[sparse]))
-        if not self.sync:
-            grads = ((i, self.params[i].grad) for i in self.waiting)
-            self.left = {i: _mark(grad) for i, grad in grads if grad is not None}
+        if self.into is not None:
             return
-        if not _several_ranks(self.group):  # there were when the hooks were made
-            raise TransferError(
-                "the process group over which gradients of parameters that are not sharded were averaged has been "
-                "destroyed; call torch.distributed.destroy_process_group after the last backward"
-            )
-        self._compare(self._meet())
-        params = self.params
-        mine = [i in self.waiting and p.grad is not None for i, p in enumerate(params)]
-        used = torch.tensor(mine, dtype=torch.uint8, device=params[0].device)
+        self._refresh()
+        members = list(self.members.values())
+        waiting = [(k, grad) for k in members if k.waiting and (grad := k.param.grad) is not None]
+        sync = not all(k.quiet for k in members if k.param.requires_grad)
+        if self._changed is not None:
+            self._refuse(_partly_summed(self._changed.name), sync)
+        sparse = next((k for k, grad in waiting if grad.layout is not torch.strided), None)
+        if sparse is not None:
+            self._refuse(_sparse(sparse.name), sync)
+        for known, grad in waiting:
+            known.left = _mark(grad) if known.quiet else None
+        if not sync:
+            return
+        if not several_ranks(self.group):
+            self._check_alone()
+            return
+        self._meet(members)
+        used = [k.waiting and k.param.grad is not None and not k.quiet for k in members]
+        new = [k.param.requires_grad and not k.compared for k in members]
+        flags = torch.tensor([used, new], dtype=torch.uint8, device=self.device)
         with answered(self.everyone, _DOING):
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.pg)
-        todo = [p for p, flag in zip(params, used.tolist(), strict=True) if flag]
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.pg)
+        used, new = flags.tolist()
+        self._compare([k for k, flag in zip(members, new, strict=True) if flag])
+        todo = [k.param for k, flag in zip(members, used, strict=True) if flag]
         for p in todo:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         with answered(self.everyone, _DOING):
             _average([p.grad for p in todo], self.pg)
-        self.waiting.clear()
-        self.left.clear()
+        for known in members:
+            known.waiting &= known.quiet
 
-    def _partly_summed(self, index: int) -> GradientError:
-        """What was clipped, say, was a part of a sum, and of this rank's alone."""
-        return GradientError(
-            f"the gradient of parameter {self.names[index]!r} was written to (clipped, say, or unscaled) "
-            "between a backward under zero.no_sync and the next one: it was that of this rank alone and not yet "
-            "complete; run the last backward of a step outside zero.no_sync, and clip after it"
+    def _check_alone(self) -> None:
+        """There were several ranks when gradients came."""
+        if dist.is_available() and dist.is_initialized() and not (self.group and self.group.destroyed):
+            return  # a part was sharded since, and is trained by one rank
+        raise TransferError(
+            "the process group over which gradients of parameters that are not sharded were averaged has been "
+            "destroyed; call torch.distributed.destroy_process_group after the last backward"
         )
 
-    def _refuse(self, error: GradientError) -> NoReturn:
+    def _refuse(self, error: GradientError, sync: bool) -> NoReturn:
         """Raise ``error``, also on ranks that begin an average."""
-        self.changed = None
-        self.left.clear()
-        if self.sync and _several_ranks(self.group):
+        self._changed = None
+        for known in self.members.values():
+            known.left = None
+        if sync and several_ranks(self.group):
             cannot_begin(self.everyone, error)
         raise error
 
     @property
+    def device(self) -> torch.device:
+        return next(iter(self.members.values())).param.device
+
+    @property
     def everyone(self) -> Group:
         """The ranks over which gradients are averaged."""
-        return self.group or make_group(None, self.params[0].device)
+        return self.group or make_group(None, self.device)
 
     @property
     def pg(self) -> Any:
         return None if self.group is None else self.group.pg
 
-    def _meet(self) -> int:
+    def _meet(self, members: Sequence[PlainParameter]) -> None:
         """Before the first collective of an average: all ranks are in one, of the same model.
-
-        Returns of how many parameters every rank knows that they began with the same values.
 
         Raises:
             RankMismatchError: on every rank, naming the first difference.
@@ -162,43 +293,56 @@ class PlainModel:
         """
 
         def text() -> str:
-            named = zip(self.names, self.params, strict=True)
-            return "\n".join([_DOING, *(f"parameter {n}: {list(p.shape)} {p.dtype}" for n, p in named)])
+            rows = [f"parameter {k.name}: {list(k.param.shape)} {k.param.dtype}" for k in members]
+            quiet = [k.name for k in members if k.quiet]
+            return "\n".join([_DOING, *rows, f"in zero.no_sync: {', '.join(quiet) or 'none'}"])
 
-        self.digest = self.digest or short_digest(text())
-        told = meet(self.everyone, self.digest, text, _DOING, self.compared.to_bytes(_COUNT_BYTES, "little"))
-        return min(int.from_bytes(t[:_COUNT_BYTES], "little") for t in told)
+        made_of = [(id(k.param), k.name, k.quiet) for k in members]
+        if self._digest[0] != made_of:
+            self._digest = made_of, short_digest(text())
+        meet(self.everyone, self._digest[1], text, _DOING)
 
-    def _compare(self, compared: int) -> None:
+    def _compare(self, new: Sequence[PlainParameter]) -> None:
         """Before the first average of parameters: ranks began with the same values, which nobody sent around.
-
-        Args:
-            compared: of so many all ranks know it.
 
         Raises:
             RankMismatchError: on every rank, naming the first parameter that differs.
         """
-        params = self.params[compared:]
-        if not params:
+        if not new:
             return
-        # Sums of bytes: exact, whatever the order in which a machine adds.
-        sums = torch.stack([p.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in params])
-        most = torch.cat([sums, -sums])
+        sums = torch.stack([_sum_of(k.param).to(self.device) for k in new])
+        most = torch.cat([sums, ~sums])
         with answered(self.everyone, _DOING):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pg)
-        highest, lowest = most.view(2, -1) * torch.tensor([[1], [-1]], device=most.device)
+        highest, lowest = most[: len(new)], ~most[len(new) :]
         differ = (highest != lowest).nonzero().flatten().tolist()
         if differ:
-            name = self.names[compared + differ[0]]
             raise RankMismatchError(
-                f"ranks have different values of parameter {name!r}, which is not sharded: build the model under the "
-                "same seed on every rank, or load the same checkpoint"
+                f"ranks have different values of parameter {new[differ[0]].name!r}, which is not sharded: build the "
+                "model under the same seed on every rank, or load the same checkpoint"
             )
-        self.compared = len(self.params)
+        for known in new:
+            known.compared = True
 
 
-def _is_sparse(grad: torch.Tensor | None) -> bool:
-    return grad is not None and grad.layout is not torch.strided
+def _sum_of(param: nn.Parameter) -> torch.Tensor:
+    """A number of 64 bits that depends on every byte and on its place: exact, whatever the order in which a machine
+    adds."""
+    total = torch.zeros((), dtype=torch.int64, device=param.device)
+    for part in param.detach().reshape(-1).view(torch.uint8).split(_COMPARED_BYTES):
+        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
+        places = 2 * torch.arange(words.numel(), device=param.device) + 1
+        total = total * 1_000_003 + (words * places).sum()
+    return total
+
+
+def _partly_summed(name: str) -> GradientError:
+    """What was clipped, say, was a part of a sum, and of this rank's alone."""
+    return GradientError(
+        f"the gradient of parameter {name!r} was written to (clipped, say, or unscaled) "
+        "between a backward under zero.no_sync and the next one: it was that of this rank alone and not yet "
+        "complete; run the last backward of a step outside zero.no_sync, and clip after it"
+    )
 
 
 def _sparse(name: str) -> GradientError:
@@ -213,36 +357,56 @@ def _mark(grad: torch.Tensor) -> tuple[int, int]:
     return grad.data_ptr(), grad._version
 
 
+def _known(params: Iterable[object]) -> list[PlainParameter]:
+    """What is known of those ``params`` that are plain and averaged."""
+    known = (getattr(param, ATTRIBUTE, None) for param in params)
+    return [k for k in known if k is not None and k.state is not None]
+
+
 def check_averaged(params: Iterable[object]) -> None:
     """Raise where gradients of ``params`` are those of this rank alone.
 
     Raises:
         GradientError: before any of them was touched.
     """
-    for param in params:
-        state = getattr(param, ATTRIBUTE, None)
-        if state is not None and any(state.params[i].grad is not None for i in state.waiting):
-            raise GradientError(
-                "these gradients are those of this rank alone: parameters that are not sharded are averaged when a "
-                "backward outside zero.no_sync ends; run one before stepping"
-            )
+    if any(k.waiting and k.param.grad is not None for k in _known(params)):
+        raise GradientError(
+            "these gradients are those of this rank alone: parameters that are not sharded are averaged when a "
+            "backward outside zero.no_sync ends; run one before stepping"
+        )
 
 
 def averaged_over(params: Iterable[object]) -> list[Group]:
     """Groups of ranks that average gradients of ``params``."""
-    states = {getattr(param, ATTRIBUTE, None) for param in params}
-    return [s.everyone for s in states if s is not None and s.params and _several_ranks(s.group)]
+    states = dict.fromkeys(k.state for k in _known(params))
+    return [s.everyone for s in states if s is not None and s.members and several_ranks(s.group)]
 
 
 def averages_follow(params: Iterable[object]) -> bool:
     """Whether gradients of ``params`` are averaged later at the end of the backward that ends now."""
     running = torch._C._current_graph_task_id()
-    states = (getattr(param, ATTRIBUTE, None) for param in params)
-    return any(state is not None and state.queued == running for state in states)
+    return any(k.state is not None and k.state.queued == running for k in _known(params))
+
+
+class Accumulation:
+    """The plain parameters of a model, as `zero.no_sync` holds them back."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = [k for p in params if (k := plain_parameter(p)) is not None]
+
+    @property
+    def sync(self) -> bool:
+        return not any(k.quiet for k in self._params)
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        for known in self._params:
+            known.quiet = not value
 
 
 def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:
-    """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype."""
+    """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype. Divided first, as by DDP: a sum of
+    halves may be more than a half can be."""
     world = dist.get_world_size(pg)
     bucket: list[torch.Tensor] = []
 
@@ -250,8 +414,8 @@ def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:
         if not bucket:
             return
         flat = torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].contiguous()
-        dist.all_reduce(flat, group=pg)
         flat.div_(world)
+        dist.all_reduce(flat, group=pg)
         at = 0
         for g in bucket:
             g.copy_(flat.view(-1)[at : at + g.numel()].view(g.shape))
@@ -267,217 +431,8 @@ def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:
     flush()
 
 
-def watched(
-    compiled: Callable[..., object], example_inputs: Sequence[object], sources: Sequence[object]
-) -> Callable[..., object]:
-    """``compiled``, a frame that may read plain parameters, for whichever model calls it.
-
-    Dynamo runs a frame for every module of a class that passes its guards, and asks the backend once.
-
-    Args:
-        sources: where Dynamo finds each of the inputs.
-    """
-    at = [i for i, p in enumerate(example_inputs) if _plain(p)]
-    if not at:
-        return compiled
-    in_modules = {i for i in at if _in_module(sources[i])}
-
-    @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> object:
-        if torch.is_grad_enabled() and any(not _known(args[i]) for i in at):
-            watch([args[i] for i in at], found=[args[i] for i in at if i in in_modules])
-        return compiled(*args)
-
-    return call
-
-
-def _in_module(source: Any) -> bool:
-    """Whether Dynamo finds a parameter in a module, and not as an argument or a local variable."""
-    while source is not None:
-        if getattr(source, "member", None) == "_parameters":
-            return True
-        source = getattr(source, "base", None)
-    return False
-
-
-def _plain(p: object) -> bool:
-    """A parameter that no shard manages; not the full weight of one."""
-    return type(p) is nn.Parameter and not hasattr(p, FULL)
-
-
-def _known(param: torch.Tensor) -> bool:
-    if not param.requires_grad:
-        return True
-    state = getattr(param, ATTRIBUTE, None)
-    # A process group may have been made since the model was first called.
-    return state is not None and id(param) in (state.hooked if _several_ranks(state.group) else state.known)
-
-
-def _several_ranks(group: Group | None) -> bool:
+def several_ranks(group: Group | None) -> bool:
     if group is not None and group.destroyed:
         return False
     pg = None if group is None else group.pg
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1
-
-
-def _ranks_of(model: nn.Module) -> Group | None:
-    """The ranks that train the sharded parts of a model: its plain parts are theirs too.
-
-    None, for all ranks, where nothing is sharded. Of parts on several meshes the largest counts.
-    """
-    parts = (
-        m.__dict__["_zero"].sharded_model.group.everyone for m in model.modules() if "_zero" in m.__dict__
-    )
-    return max(parts, key=lambda group: group.world, default=None)
-
-
-def watch_compiled(is_ours: Callable[[object], bool]) -> None:
-    """From now on, see to it that a model given to ``torch.compile`` is averaged also where Dynamo captures nothing of
-    it (an RNN, a graph break within a loop): then nobody asks the backend.
-
-    Args:
-        is_ours: whether a backend, as ``torch.compile`` holds it, is this one.
-    """
-    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
-
-    def registered(wrapper: nn.Module, name: str, model: nn.Module) -> None:
-        # torch says of every module what it is registered in, and Dynamo's wrapper registers the model.
-        if (
-            name != "_orig_mod"
-            or not isinstance(wrapper, OptimizedModule)
-            or not isinstance(model, nn.Module)
-        ):
-            return
-        made = sys._getframe(1)
-        while made is not None and made.f_code is not OptimizedModule.__init__.__code__:
-            made = made.f_back  # type: ignore[assignment]
-        callback = getattr(made.f_locals.get("dynamo_ctx"), "callback", None) if made is not None else None
-        if callable(callback) and is_ours(innermost_backend(callback)):
-            for param in plain_parameters(model).values():
-                if param.requires_grad:
-                    _watch_gradient(param, model)
-
-    torch.nn.modules.module.register_module_module_registration_hook(registered)
-
-
-def _watch_gradient(param: nn.Parameter, model: nn.Module) -> None:
-    """Join ``model`` when a gradient of ``param`` comes and no frame has."""
-
-    def arriving(grad: torch.Tensor) -> None:
-        if _several_ranks(None) and _plain(param) and not _known(param):
-            watch([param], model)
-            state = getattr(param, ATTRIBUTE)
-            state._arriving(next(i for i, p in enumerate(state.params) if p is param))
-
-    param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(arriving).id)
-
-
-def watch(
-    params: Sequence[nn.Parameter], model: nn.Module | None = None, found: Sequence[nn.Parameter] = ()
-) -> None:
-    """See to it that the plain parameters of ``model`` are averaged, by default that of the frame that runs.
-
-    A parameter that is of no module, while others are or while a module is called, is the caller's own (an argument, or
-    made for this call): its gradient stays that of this rank, as that of any other tensor.
-
-    Args:
-        params: plain parameters, as the frame is given them.
-        found: those of them that Dynamo found in a module, whichever that is.
-    """
-    models = [model] if model is not None else _models_of(params)
-    members: dict[str, nn.Parameter] = {}
-    for k, one in enumerate(models):
-        for name, param in plain_parameters(one).items():
-            members[f"{name} of module {k}" if name in members else name] = param
-    averaged = set(map(id, members.values()))
-    bare = (
-        [] if models or _in_module_call() else params
-    )  # of a function that nothing but parameters is given to
-    members |= {f"number {i}": p for i, p in enumerate(found or bare) if id(p) not in averaged}
-    averaged |= set(map(id, members.values()))
-    own = [p for p in params if p.requires_grad and id(p) not in averaged and not _known(p)]
-    if own and _several_ranks(None):
-        _say_own(tuple(own[0].shape))
-    if not members:
-        return
-    state = plain_model(list(members.values()))
-    if models:
-        state.group = max(map(_ranks_of, models), key=lambda group: 0 if group is None else group.world)
-    trained = sum(p.requires_grad for p in members.values())
-    if trained and not getattr(state, _SAID, False):
-        setattr(state, _SAID, True)
-        rest = sum(1 for one in models for _ in at_rest(one)) - len(members)
-        if rest > 0:
-            what = f"{trained} parameters of this model are not sharded, so they train as stage 0"
-        else:
-            what = "nothing in this model is sharded, so it trains as stage 0"
-        log.warning(
-            'backend "zero": %s; call zero.shard(model, stage=3) before torch.compile to partition it', what
-        )
-    for name, param in members.items():
-        if param.requires_grad:
-            state.add(param, name)
-
-
-def watch_beside(model: nn.Module) -> None:
-    """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
-    if torch.is_grad_enabled() and _several_ranks(None):
-        left = [p for _, p in at_rest(model) if _plain(p) and not _known(p)]
-        if left:
-            watch(left)
-
-
-def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` that no shard manages, by name."""
-    model = getattr(model, "_orig_mod", model)
-    return {n: p for n, p in at_rest(model) if _plain(p)}
-
-
-def plain_model(params: Sequence[nn.Parameter]) -> PlainModel:
-    """The state of the model that ``params`` belong to; made where there is none."""
-    for param in params:
-        state = getattr(param, ATTRIBUTE, None)
-        if state is not None:
-            return state
-    state = PlainModel()
-    if params:
-        # Known before it is hooked: zero.no_sync may come before the first call.
-        setattr(params[0], ATTRIBUTE, state)
-    return state
-
-
-@functools.cache
-def _say_own(shape: tuple[int, ...]) -> None:
-    """Once for each shape: such parameters may be made anew for every call."""
-    log.warning(
-        'backend "zero": a compiled call is given a parameter of shape %s that is of no module; its gradient stays '
-        "that of this rank",
-        list(shape),
-    )
-
-
-def _in_module_call() -> bool:
-    """Whether a method of a module is on the call stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), nn.Module):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _models_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Of each of ``params`` the outermost module on the call stack that owns it: a function may call several.
-
-    A backend is given a frame and not the model, whose other frames may run eagerly; the caller of the frame
-    is the model.
-    """
-    wanted = {id(p) for p in params}
-    owner: dict[int, nn.Module] = {}
-    frame = sys._getframe(1)
-    while frame is not None:
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, nn.Module) and not isinstance(value, torch.fx.GraphModule):
-                owner |= {id(p): value for _, p in at_rest(value) if id(p) in wanted}
-        frame = frame.f_back  # type: ignore[assignment]
-    return list({id(m): m for p in params if (m := owner.get(id(p))) is not None}.values())

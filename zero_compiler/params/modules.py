@@ -28,7 +28,7 @@ from ..tensors import transforms
 from ..tensors.dispatch_modes import never_cached
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
-from . import ddp_fallback, eager, parameter_memory, recompile_limit
+from . import eager, parameter_memory, plain_modules, recompile_limit
 from .held import inside, named_members
 from .optimizer_guards import STALE, mark_stale
 from .penalties import watch_outputs
@@ -477,7 +477,7 @@ def _outermost(
     scope.entered = state if torch.compiler.is_compiling() or recompile_limit.compiling() else None
     if not torch.compiler.is_compiling():
         scope.begun = state, getattr(type(self).forward, "__code__", None)
-        ddp_fallback.watch_beside(self)
+        plain_modules.watch_beside(self)
         kept_weights.look(scope)
         scope.copies = Copies()
     scope.calls.append(state)

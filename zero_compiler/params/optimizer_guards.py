@@ -22,7 +22,7 @@ from ..tensors.partial_numbers import watch_numbers
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from ..torch_cpp import some_have
-from .ddp_fallback import ATTRIBUTE, check_averaged
+from .ddp_fallback import ATTRIBUTE, check_averaged, forget
 from .mixed_operands import sharded_rule, watch_operands
 from .penalties import watch_terms
 
@@ -68,6 +68,7 @@ def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
     """The call ``by`` has put another parameter in place of ``old``: an optimizer that holds that says so at its next
     step, and a backward in which it is given a gradient at once."""
     guard_optimizers()
+    forget(old)
     old.__dict__[STALE] = name, by
     if old.requires_grad and not isinstance(old, DTensor):
         kept = weakref.ref(old)

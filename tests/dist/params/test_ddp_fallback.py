@@ -16,7 +16,7 @@ from torch import nn
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError
-from zero_compiler.params import ddp_fallback
+from zero_compiler.params import plain_modules
 
 pytestmark = pytest.mark.dist
 
@@ -421,7 +421,7 @@ def in_a_function(rank, world):
 
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     said = []
-    with mock.patch.object(ddp_fallback.log, "warning", lambda *words: said.append(words[0] % words[1:])):
+    with mock.patch.object(plain_modules.log, "warning", lambda *words: said.append(words[0] % words[1:])):
         loss_of(x, mine).backward()
     assert (
         sum("parameter of shape [4] that is of no module; its gradient stays" in line for line in said) == 1

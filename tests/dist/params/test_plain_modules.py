@@ -1,0 +1,386 @@
+"""Which plain parameters are averaged, on two ranks: those of modules, however and whenever they come into one.
+
+The reference is plain PyTorch on the same inputs, whose gradients are averaged by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.spawn import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_compiler as zero
+from zero_compiler.errors import RankMismatchError
+from zero_compiler.params import plain_modules
+
+pytestmark = pytest.mark.dist
+
+
+def compiled(what):
+    return torch.compile(what, backend="zero", options={"compute": "aten"})
+
+
+def rows(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def square(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def same_gradients(ours: nn.Module, twin: nn.Module, where: str = "", averaged: bool = True) -> None:
+    for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+        want = torch.zeros_like(q) if q.grad is None else q.grad.clone()
+        if averaged:
+            dist.all_reduce(want)
+            want /= dist.get_world_size()
+        mine = torch.zeros_like(want) if p.grad is None else p.grad
+        mine = mine.full_tensor() if isinstance(mine, torch.distributed.tensor.DTensor) else mine
+        torch.testing.assert_close(mine, want, msg=lambda m, n=name: f"{where} {n}: {m}")
+
+
+def steps(ours: nn.Module, call: Callable[..., torch.Tensor], twin: nn.Module, rank: int, where: str) -> None:
+    for step in range(2):
+        x = rows(rank, step)
+        call(x).backward()
+        twin(x).backward()
+        same_gradients(ours, twin, f"{where}, step {step}:")
+        ours.zero_grad()
+        twin.zero_grad()
+
+
+# --- what changes after compile ----------------------------------------------------------------------------------
+
+
+class PartlyEager(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured = nn.Linear(4, 4)
+        self.eager = nn.Parameter(torch.randn(4))
+        self.added: nn.Module | None = None
+
+    def forward(self, x):
+        return square(self.scaled(torch.tanh(self.captured(x))))
+
+    @torch._dynamo.disable
+    def scaled(self, y):
+        y = y * self.eager
+        return y if self.added is None else self.added(y)
+
+
+class Unseen(nn.Module):
+    """Dynamo takes no RNN: it captures nothing of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return square(self.lstm(x)[0])
+
+
+class Special(nn.Parameter):
+    pass
+
+
+class OfAnotherClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.scale = Special(torch.full((4,), 0.5))
+
+    def __deepcopy__(self, memo):
+        made = OfAnotherClass()
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def forward(self, x):
+        return square(self.inp(x) * self.scale)
+
+
+def later(rank, world):
+    def unfrozen(model):
+        model.eager.requires_grad_(True)
+
+    def given_a_module(model):
+        torch.manual_seed(1)
+        model.added = nn.Linear(4, 4)
+
+    def given_values(model):
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+    def given_another(model):
+        torch.manual_seed(2)
+        model.lstm = nn.LSTM(4, 4)
+
+    for kind, change in (
+        (PartlyEager, unfrozen),
+        (PartlyEager, given_a_module),
+        (PartlyEager, given_values),
+        (Unseen, lambda model: model.requires_grad_(True)),
+        (Unseen, given_values),
+        (Unseen, given_another),
+        (OfAnotherClass, lambda model: None),
+    ):
+        for called_before in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            ours = kind()
+            if change is unfrozen:
+                ours.eager.requires_grad_(False)
+            elif kind is Unseen and change is not given_values and not called_before:
+                ours.requires_grad_(False)
+            twin = copy.deepcopy(ours)
+            call = compiled(ours)
+            if called_before:
+                steps(ours, call, twin, rank, "before")
+            change(ours)
+            change(twin)
+            steps(ours, call, twin, rank, f"{kind.__name__}, {change.__name__}")
+    return True
+
+
+def test_what_is_trained_or_registered_later():
+    assert run_ranks(later, 2, timeout=250) == [True, True]
+
+
+def of_another_class_beside(rank, world):
+    torch.manual_seed(0)
+    ours = OfAnotherClass()
+    twin = copy.deepcopy(ours)
+    zero.shard(ours.inp, stage=3)
+    steps(ours, compiled(ours), twin, rank, "beside")
+    return True
+
+
+def test_a_parameter_of_another_class_beside_a_sharded_part():
+    assert run_ranks(of_another_class_beside, 2, timeout=200) == [True, True]
+
+
+# --- what a compiled function calls ------------------------------------------------------------------------------
+
+
+def own_of_a_function(rank, world):
+    """A parameter of no module is the caller's, beside a sharded module and alone, whatever its values."""
+    for alone in (False, True):
+        torch.manual_seed(0)
+        core = nn.Linear(4, 2)
+        twin = copy.deepcopy(core)
+        if not alone:
+            zero.shard(core, stage=3)
+        mine, theirs = (nn.Parameter(torch.full((4,), float(rank))) for _ in range(2))
+
+        @torch.compile(backend="zero", options={"compute": "aten"})
+        def loss_of(x, given, core=core, alone=alone):
+            return square(x * given if alone else core(x + given))
+
+        x = rows(rank)
+        loss_of(x, mine).backward()
+        square(x * theirs if alone else twin(x + theirs)).backward()
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        same_gradients(core, twin)
+    return True
+
+
+def test_a_functions_own_parameters():
+    assert run_ranks(own_of_a_function, 2, timeout=200) == [True, True]
+
+
+def beside_one_rank(rank, world):
+    """Each rank trains alone what is sharded over a mesh of its own, and what a function calls beside it."""
+    torch.manual_seed(0)
+    core, head = nn.Linear(4, 2), nn.Linear(2, 1)
+    twins = copy.deepcopy((core, head))
+    mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("apart", "shard"))["shard"]
+    zero.shard(core, stage=3, mesh=mesh)
+
+    @torch.compile(backend="zero", options={"compute": "aten"})
+    def loss_of(x):
+        return square(head(core(x)))
+
+    for _ in range(1 + rank):  # as often as it likes
+        loss_of(rows(rank)).backward()
+        square(twins[1](twins[0](rows(rank)))).backward()
+    for ours, twin in zip((core, head), twins, strict=True):
+        same_gradients(ours, twin, averaged=False)
+    return True
+
+
+def test_the_ranks_of_what_a_function_reads():
+    assert run_ranks(beside_one_rank, 2, timeout=200) == [True, True]
+
+
+def within_a_function(rank, world):
+    """Of a backward within it, of a forward without gradients around it, and of a graph break a warning."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    twin = copy.deepcopy(model)
+
+    @torch.compile(backend="zero", options={"compute": "aten"})
+    def step(x):
+        loss = square(model(x))
+        loss.backward()
+        return loss
+
+    @torch.compile(backend="zero", options={"compute": "aten"})
+    def loss_of(x):
+        with torch.enable_grad():
+            return square(other(x))
+
+    said = []
+    with mock.patch.object(plain_modules.log, "warning", lambda *words: said.append(words[0] % words[1:])):
+        step(rows(rank))
+    assert (
+        sum("function step has a graph break; parameters of modules that only" in line for line in said) == 1
+    )
+    square(twin(rows(rank))).backward()
+    same_gradients(model, twin)
+    other = nn.Linear(4, 2)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        loss = loss_of(rows(rank))
+    loss.backward()
+    twin.zero_grad()
+    square(twin(rows(rank))).backward()
+    same_gradients(other, twin)
+    return True
+
+
+def test_backward_and_gradients_within_a_function():
+    assert run_ranks(within_a_function, 2, timeout=200) == [True, True]
+
+
+# --- what is compiled in several ways ----------------------------------------------------------------------------
+
+
+class Holder:
+    """No module, so that none is a variable of the function that calls it."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        self.parts = parts
+        self.calls = [compiled(part) for part in parts]
+
+
+def trained_apart_before(rank, world):
+    """Modules that were trained each by itself, then as parts of one model, accumulating."""
+    torch.manual_seed(0)
+    holder = Holder(nn.Linear(4, 4), nn.Linear(4, 4))
+    twins = copy.deepcopy(holder.parts)
+    for call, ours, twin in zip(holder.calls, holder.parts, twins, strict=True):
+        square(call(rows(rank))).backward()
+        square(twin(rows(rank))).backward()
+        same_gradients(ours, twin, "apart")
+        ours.zero_grad()
+        twin.zero_grad()
+    head = nn.Linear(4, 1)
+    whole, twin = nn.Sequential(*holder.parts, head), nn.Sequential(*twins, copy.deepcopy(head))
+    call = compiled(whole)
+    for step in range(2):
+        with zero.no_sync(whole):
+            for k in (1, 2):
+                square(call(rows(rank, 3 * step + k))).backward()
+        square(call(rows(rank, 3 * step))).backward()
+        for k in range(3):
+            square(twin(rows(rank, 3 * step + k))).backward()
+        same_gradients(whole, twin, f"step {step}")
+        whole.zero_grad()
+        twin.zero_grad()
+    return True
+
+
+def test_modules_that_were_trained_apart_before():
+    assert run_ranks(trained_apart_before, 2, timeout=200) == [True, True]
+
+
+def one_of_two_is_held_back(rank, world):
+    """zero.no_sync of a discriminator: the generator that the same function calls is averaged, and stepped."""
+    torch.manual_seed(0)
+    made, judged = nn.Linear(4, 4), nn.Linear(4, 1)
+    twins = copy.deepcopy((made, judged))
+
+    @torch.compile(backend="zero", options={"compute": "aten"})
+    def loss_of(x):
+        return square(judged(torch.tanh(made(x))))
+
+    opts = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (made, twins[0])]
+    for step in range(2):
+        with zero.no_sync(judged):
+            loss_of(rows(rank, step)).backward()
+        square(twins[1](torch.tanh(twins[0](rows(rank, step))))).backward()
+        same_gradients(made, twins[0], f"step {step}, generator")
+        same_gradients(judged, twins[1], f"step {step}, discriminator", averaged=False)
+        for q in twins[0].parameters():
+            dist.all_reduce(q.grad)
+            q.grad /= world
+        for opt in opts:
+            opt.step()
+        for module in (made, judged, *twins):
+            module.zero_grad()
+    return True
+
+
+def test_no_sync_of_one_of_two_modules():
+    assert run_ranks(one_of_two_is_held_back, 2, timeout=200) == [True, True]
+
+
+def a_part_first(rank, world):
+    """One rank alone calls a part of the model before, with gradients, and runs no backward."""
+    torch.manual_seed(0)
+    holder = Holder(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)))
+    twin = copy.deepcopy(holder.parts[0])
+
+    def look():
+        part = holder.parts[0][1]
+        compiled(part)(rows(rank))
+
+    if rank == 1:
+        look()
+    square(holder.calls[0](rows(rank))).backward()
+    square(twin(rows(rank))).backward()
+    same_gradients(holder.parts[0], twin)
+    return True
+
+
+def test_a_rank_that_called_a_part_before():
+    assert run_ranks(a_part_first, 2, timeout=200) == [True, True]
+
+
+# --- first values, and small numbers -----------------------------------------------------------------------------
+
+
+def other_values(rank, world):
+    for change in ("order", "place"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        if rank:
+            with torch.no_grad():
+                w = model.weight
+                w.copy_(w.flip(0).clone() if change == "order" else w.t().clone())
+        with pytest.raises(RankMismatchError, match="different values of parameter 'weight'"):
+            square(compiled(model)(rows(rank))).backward()
+    return True
+
+
+def test_the_same_numbers_in_other_places_are_other_values():
+    assert run_ranks(other_values, 2, timeout=200) == [True, True]
+
+
+def halves(rank, world):
+    """A sum over ranks that is more than float16 holds, and a mean that is not."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).half()
+    compiled(model)(torch.full((1, 2), 40000.0).half()).sum().backward()
+    assert model.weight.grad.tolist() == [[40000.0, 40000.0]]
+    return True
+
+
+def test_a_mean_of_halves_does_not_overflow():
+    assert run_ranks(halves, 2, timeout=200) == [True, True]

@@ -1,0 +1,67 @@
+"""What is kept of plain parameters that nobody averages any longer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zero_compiler as zero
+from zero_compiler.params.ddp_fallback import ATTRIBUTE, _sum_of
+
+
+@pytest.mark.parametrize("change", ["shard", "assign", "module"])
+def test_a_parameter_that_was_replaced_is_not_held(change):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    call(torch.randn(2, 4)).sum().backward()
+    old = weakref.ref(model[0].weight)
+    if change == "shard":
+        zero.shard(model, stage=3, device="cpu")
+    elif change == "assign":
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    else:
+        model[0] = nn.Linear(4, 4)
+        call(torch.randn(2, 4)).sum().backward()
+    torch._dynamo.reset()
+    gc.collect()
+    assert old() is None
+
+
+def test_a_copy_takes_nothing_along():
+    model = nn.Linear(4, 4)
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    call(torch.randn(2, 4)).sum().backward()
+    assert model.weight.__dict__[ATTRIBUTE].param is model.weight
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.weight.__dict__.get(ATTRIBUTE) is None
+        torch.compile(again, backend="zero", options={"compute": "aten"})(torch.randn(2, 4)).sum().backward()
+        assert again.weight.__dict__[ATTRIBUTE].param is again.weight
+
+
+def test_frozen_parameters_stay_frozen():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    model.register_parameter("whole", nn.Parameter(torch.arange(3), requires_grad=False))
+    torch.compile(model, backend="zero", options={"compute": "aten"})(torch.randn(2, 4)).sum().backward()
+    assert [p.requires_grad for p in model.parameters()] == [False, False, False, True, True]
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (1 << 19,)])
+def test_the_number_of_values_depends_on_their_places(shape, dtype):
+    one = nn.Parameter(torch.randn(shape).to(dtype))
+    other = nn.Parameter(one.detach().clone())
+    assert torch.equal(_sum_of(one), _sum_of(other))
+    if one.numel() > 1:
+        with torch.no_grad():
+            flat = other.view(-1)
+            flat[0], flat[-1] = flat[-1].clone(), flat[0].clone()
+        assert not torch.equal(_sum_of(one), _sum_of(other))
