@@ -76,6 +76,8 @@ def job() -> Iterator[JobRanks]:
         dist.init_process_group(backend, timeout=timeout)
     try:
         yield JobRanks(dist.get_rank(), _by_host(rank_hosts(make_group(None, "cpu"), "calibrate")))
+        with _all_there():
+            _of_all(None)  # no rank goes while another waits for what it sends
     finally:
         dist.destroy_process_group()
 
