@@ -41,7 +41,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     _check_module("zero.no_sync", model)
     states: list[Any] = [*sharded_models_of(model)]
-    states.append(ddp_fallback.Accumulation(ddp_fallback.plain_parameters(model).values()))
+    plain = map(ddp_fallback.plain_parameter, ddp_fallback.plain_parameters(model).values())
+    states += [known for known in plain if known is not None]
     check_accumulates(states, "zero.no_sync")
     before = [s.sync for s in states]
     for s in states:

@@ -48,7 +48,7 @@ class PlainParameter:
         waiting: to its ``.grad`` this rank alone has added. What else is in it is equal on all ranks, and so is left as
             it is by an average.
         left: ``.grad`` as the last backward under zero.no_sync left it.
-        quiet: within zero.no_sync.
+        sync: not within zero.no_sync.
         compared: it is known to have begun with the same values on all ranks.
     """
 
@@ -57,7 +57,8 @@ class PlainParameter:
         self.state: PlainModel | None = None
         self.name = ""
         self.root: weakref.ref[nn.Module] | None = None
-        self.waiting = self.quiet = self.compared = False
+        self.waiting = self.compared = False
+        self.sync = True
         self.left: tuple[int, int] | None = None
         trained = param.requires_grad
         try:
@@ -223,21 +224,21 @@ class PlainModel:
         self._refresh()
         members = list(self.members.values())
         waiting = [(k, grad) for k in members if k.waiting and (grad := k.param.grad) is not None]
-        sync = not all(k.quiet for k in members if k.param.requires_grad)
+        sync = any(k.sync for k in members if k.param.requires_grad)
         if self._changed is not None:
             self._refuse(_partly_summed(self._changed.name), sync)
         sparse = next((k for k, grad in waiting if grad.layout is not torch.strided), None)
         if sparse is not None:
             self._refuse(_sparse(sparse.name), sync)
         for known, grad in waiting:
-            known.left = _mark(grad) if known.quiet else None
+            known.left = None if known.sync else _mark(grad)
         if not sync:
             return
         if not several_ranks(self.group):
             self._check_alone()
             return
         self._meet(members)
-        used = [k.waiting and k.param.grad is not None and not k.quiet for k in members]
+        used = [k.waiting and k.param.grad is not None and k.sync for k in members]
         new = [k.param.requires_grad and not k.compared for k in members]
         flags = torch.tensor([used, new], dtype=torch.uint8, device=self.device)
         with answered(self.everyone, _DOING):
@@ -251,7 +252,7 @@ class PlainModel:
         with answered(self.everyone, _DOING):
             _average([p.grad for p in todo], self.pg)
         for known in members:
-            known.waiting &= known.quiet
+            known.waiting &= not known.sync
 
     def _check_alone(self) -> None:
         """There were several ranks when gradients came."""
@@ -294,10 +295,10 @@ class PlainModel:
 
         def text() -> str:
             rows = [f"parameter {k.name}: {list(k.param.shape)} {k.param.dtype}" for k in members]
-            quiet = [k.name for k in members if k.quiet]
-            return "\n".join([_DOING, *rows, f"in zero.no_sync: {', '.join(quiet) or 'none'}"])
+            held = [k.name for k in members if not k.sync]
+            return "\n".join([_DOING, *rows, f"in zero.no_sync: {', '.join(held) or 'none'}"])
 
-        made_of = [(id(k.param), k.name, k.quiet) for k in members]
+        made_of = [(id(k.param), k.name, k.sync) for k in members]
         if self._digest[0] != made_of:
             self._digest = made_of, short_digest(text())
         meet(self.everyone, self._digest[1], text, _DOING)
@@ -386,22 +387,6 @@ def averages_follow(params: Iterable[object]) -> bool:
     """Whether gradients of ``params`` are averaged later at the end of the backward that ends now."""
     running = torch._C._current_graph_task_id()
     return any(k.state is not None and k.state.queued == running for k in _known(params))
-
-
-class Accumulation:
-    """The plain parameters of a model, as `zero.no_sync` holds them back."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self._params = [k for p in params if (k := plain_parameter(p)) is not None]
-
-    @property
-    def sync(self) -> bool:
-        return not any(k.quiet for k in self._params)
-
-    @sync.setter
-    def sync(self, value: bool) -> None:
-        for known in self._params:
-            known.quiet = not value
 
 
 def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:

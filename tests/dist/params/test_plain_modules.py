@@ -309,9 +309,12 @@ def one_of_two_is_held_back(rank, world):
     def loss_of(x):
         return square(judged(torch.tanh(made(x))))
 
+    both = nn.ModuleList([made, judged])
     opts = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (made, twins[0])]
     for step in range(2):
         with zero.no_sync(judged):
+            with zero.no_sync(both):
+                pass  # and the rest is not held back any longer
             loss_of(rows(rank, step)).backward()
         square(twins[1](torch.tanh(twins[0](rows(rank, step))))).backward()
         same_gradients(made, twins[0], f"step {step}, generator")
