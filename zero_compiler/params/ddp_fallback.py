@@ -70,7 +70,8 @@ class PlainParameter:
             param.requires_grad_(trained)
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        return (type(None), ())  # a pickled or copied parameter takes no hooks and no other parameters along
+        # A parameter that is saved or copied takes no hooks and no other parameters along. torch.load knows sets.
+        return (set, ())
 
     @torch._dynamo.disable(reason="a backward within a compiled function runs it")
     def _arriving(self, grad: torch.Tensor) -> None:
@@ -79,10 +80,15 @@ class PlainParameter:
             self.state.arriving(self)
 
 
+def known_of(param: object) -> PlainParameter | None:
+    """What is known of a parameter, and not of one that it was copied from."""
+    known = getattr(param, ATTRIBUTE, None)
+    return known if isinstance(known, PlainParameter) and known.param is param else None
+
+
 def plain_parameter(param: nn.Parameter) -> PlainParameter | None:
     """What is known of a parameter from now on; None of one that can have no gradient, or has no shape yet."""
-    known = param.__dict__.get(ATTRIBUTE)
-    if known is not None and known.param is param:
+    if (known := known_of(param)) is not None:
         return known
     numbers = param.is_floating_point() or param.is_complex()
     if not numbers or not param.is_leaf or is_lazy(param) or param.is_inference():
@@ -105,7 +111,7 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def forget(param: torch.Tensor) -> None:
     """A parameter was replaced, here at least: nothing holds it, and its next gradient asks whether it is still in the
     model."""
-    known = param.__dict__.get(ATTRIBUTE)
+    known = known_of(param)
     if known is not None and known.state is not None:
         known.state.members.pop(id(param), None)
 
@@ -179,7 +185,7 @@ class PlainModel:
         for ref in list(self._roots):
             root = ref()
             for name, param in () if root is None else plain_parameters(root).items():
-                unheard = ATTRIBUTE not in param.__dict__ and param.grad is not None
+                unheard = known_of(param) is None and param.grad is not None
                 known = plain_parameter(param)
                 if known is not None and id(param) not in found:
                     known.waiting |= unheard
@@ -360,8 +366,7 @@ def _mark(grad: torch.Tensor) -> tuple[int, int]:
 
 def _known(params: Iterable[object]) -> list[PlainParameter]:
     """What is known of those ``params`` that are plain and averaged."""
-    known = (getattr(param, ATTRIBUTE, None) for param in params)
-    return [k for k in known if k is not None and k.state is not None]
+    return [k for k in map(known_of, params) if k is not None and k.state is not None]
 
 
 def check_averaged(params: Iterable[object]) -> None:

@@ -19,11 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ranks.group import Group
 from .ddp_fallback import (
-    ATTRIBUTE,
     PlainModel,
-    PlainParameter,
     forget,
     is_plain,
+    known_of,
     plain_parameters,
     several_ranks,
 )
@@ -81,8 +80,8 @@ def _is_averaged(param: torch.Tensor) -> bool:
     """Nothing has to be found, or said, of a parameter that compiled code is called with."""
     if not param.requires_grad:
         return True
-    known: PlainParameter | None = param.__dict__.get(ATTRIBUTE)
-    if known is None or known.param is not param or known.state is None:
+    known = known_of(param)
+    if known is None or known.state is None:
         return False
     return known.state.said or not torch.is_grad_enabled()
 
@@ -144,8 +143,8 @@ def _add_part(state: PlainModel, module: nn.Module) -> None:
 def _average(models: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> PlainModel:
     """Average the plain parameters of ``models``, and those that were ``found``, together."""
     params = [p for one in models for p in plain_parameters(one).values()] + list(found)
-    states = (getattr(p, ATTRIBUTE, None) for p in params)
-    state = next((k.state for k in states if k is not None and k.state is not None), None) or PlainModel()
+    states = (k.state for k in map(known_of, params) if k is not None and k.state is not None)
+    state = next(states, None) or PlainModel()
     for one in models:
         state.add_module(one)
         state.over(_ranks_of(one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.params.ddp_fallback import ATTRIBUTE, _sum_of
+from zero_compiler.params.ddp_fallback import _sum_of, known_of
 
 
 @pytest.mark.parametrize("change", ["shard", "assign", "module"])
@@ -38,11 +39,17 @@ def test_a_copy_takes_nothing_along():
     model = nn.Linear(4, 4)
     call = torch.compile(model, backend="zero", options={"compute": "aten"})
     call(torch.randn(2, 4)).sum().backward()
-    assert model.weight.__dict__[ATTRIBUTE].param is model.weight
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again.weight.__dict__.get(ATTRIBUTE) is None
+    assert known_of(model.weight) is not None
+    file = io.BytesIO()
+    torch.save(model.weight, file)
+    file.seek(0)
+    saved = nn.Linear(4, 4)
+    saved.weight = torch.load(file)  # with weights alone, as by default
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        assert known_of(again.weight) is None
+        assert torch.equal(again.weight, model.weight)
         torch.compile(again, backend="zero", options={"compute": "aten"})(torch.randn(2, 4)).sum().backward()
-        assert again.weight.__dict__[ATTRIBUTE].param is again.weight
+        assert known_of(again.weight) is not None
 
 
 def test_frozen_parameters_stay_frozen():
