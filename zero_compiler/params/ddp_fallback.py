@@ -11,6 +11,7 @@ Which parameters those are is found in `plain_modules.py`.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -43,8 +44,8 @@ class PlainParameter:
         param: of floating or complex numbers; it may be frozen, and be trained later.
 
     Attributes:
-        state: the model that it is averaged with; None where nothing of it is compiled.
-        root: the module in which it was found under ``name``.
+        name: in the module in which it was found last.
+        models: that it was found in; the last one that still has it is averaged with it.
         waiting: to its ``.grad`` this rank alone has added. What else is in it is equal on all ranks, and so is left as
             it is by an average.
         left: ``.grad`` as the last backward under zero.no_sync left it.
@@ -54,9 +55,8 @@ class PlainParameter:
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self.state: PlainModel | None = None
         self.name = ""
-        self.root: weakref.ref[nn.Module] | None = None
+        self.models: list[PlainModel] = []
         self.waiting = self.compared = False
         self.sync = True
         self.left: tuple[int, int] | None = None
@@ -73,11 +73,26 @@ class PlainParameter:
         # A parameter that is saved or copied takes no hooks and no other parameters along. torch.load knows sets.
         return (set, ())
 
+    @property
+    def model(self) -> PlainModel | None:
+        """That it is averaged with; None where nothing of it is compiled."""
+        while self.models:
+            if self.models[-1].has(self):
+                return self.models[-1]
+            self.models.pop()
+        return None
+
+    def is_of(self, model: PlainModel) -> None:
+        """It is averaged with ``model`` from now on."""
+        self.models = [m for m in self.models if m is not model and m.lives()] + [model]
+
     @torch._dynamo.disable(reason="a backward within a compiled function runs it")
     def _arriving(self, grad: torch.Tensor) -> None:
         """A gradient was made, which is to be averaged if it goes to ``.grad``."""
-        if self.state is not None and several_ranks(self.state.group) and goes_to_grad(self.param):
-            self.state.arriving(self)
+        if self.models and goes_to_grad(self.param):
+            model = self.model
+            if model is not None and several_ranks(model.group):
+                Backward.that_runs().arriving(self, model)
 
 
 def known_of(param: object) -> PlainParameter | None:
@@ -109,130 +124,150 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def forget(param: torch.Tensor) -> None:
-    """A parameter was replaced, here at least: nothing holds it, and its next gradient asks whether it is still in the
+    """A parameter was replaced, here at least: nothing holds it, and its next gradient asks whether it is still in a
     model."""
     known = known_of(param)
-    if known is not None and known.state is not None:
-        known.state.members.pop(id(param), None)
+    for model in known.models if known is not None else ():
+        model.members.pop(id(param), None)
 
 
 class PlainModel:
-    """The plain parameters that are averaged together, and when.
-
-    They are those of modules, as they are when a backward ends, and those that were found in modules that nobody has
-    named. Which modules came first, or whether a part of one did, does not matter to their order.
+    """The plain parameters of what a compiled call reads: of modules as they are when a backward ends, and others that
+    the call found in modules that nobody has named.
 
     Attributes:
         group: of the ranks that are averaged over; None: all.
-        members: by their identity, as the last average found them.
-        queued: the backward whose end is to be heard of.
-        into: the one that this became a part of.
+        members: by their identity, as they were found last.
+        made, number: in which order such models were made, and were averaged first.
     """
 
-    def __init__(self) -> None:
+    _made = itertools.count()
+    _averaged = itertools.count()
+
+    def __init__(self, roots: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> None:
         self.group: Group | None = None
         self.members: dict[int, PlainParameter] = {}
-        self.queued: int | None = None
-        self.into: PlainModel | None = None
         self.said = False  # that it trains as stage 0
-        self._roots: list[weakref.ref[nn.Module]] = []
-        self._changed: PlainParameter | None = None  # written to after a backward under zero.no_sync
-        self._digest: tuple[object, bytes] = None, b""  # of what ranks must agree on, and what it was made of
+        self.made = next(PlainModel._made)
+        self.number: int | None = None
+        self.queued: int | None = None  # the backward at whose end it is averaged
+        self.digest: tuple[object, bytes] = None, b""  # of what ranks must agree on, and what it was made of
+        self._roots = [weakref.ref(root) for root in roots]
+        self._found: dict[int, PlainParameter] = {}
+        for i, param in enumerate(found):
+            if (known := plain_parameter(param)) is not None:
+                known.name = f"number {i}"
+                self._found[id(param)] = known
+        self.refresh()
 
-    def add(self, param: nn.Parameter, name: str) -> None:
-        """Average ``param`` too, whichever module it is of."""
-        if (known := plain_parameter(param)) is not None:
-            known.name = known.name or name
-            self._take(known)
+    @property
+    def roots(self) -> list[nn.Module]:
+        return [root for ref in self._roots if (root := ref()) is not None]
 
-    def add_module(self, root: nn.Module) -> None:
-        """Average all plain parameters that ``root`` has when a backward ends."""
-        roots = [(ref, one) for ref in self._roots if (one := ref()) is not None]
-        if not any(root is m for _, one in roots for m in one.modules()):
-            inside = set(map(id, root.modules()))
-            self._roots = [ref for ref, one in roots if id(one) not in inside] + [weakref.ref(root)]
-        for name, param in plain_parameters(root).items():
-            self.add(param, name)
+    def lives(self) -> bool:
+        """Whether a module that it was made for is there."""
+        return any(ref() is not None for ref in self._roots)
 
     def over(self, group: Group | None) -> None:
         """Average over ``group``; of several the largest counts."""
         if group is not None and (self.group is None or group.world > self.group.world):
             self.group = group
 
-    def _take(self, known: PlainParameter) -> None:
-        other, known.state = known.state, self
+    def add(self, known: PlainParameter) -> None:
         self.members[id(known.param)] = known
-        if other is not None and other is not self:
-            self._absorb(other)
+        known.is_of(self)
 
-    def _absorb(self, other: PlainModel) -> None:
-        """A parameter is of both, so they are averaged together."""
-        other.into = self
-        self.said |= other.said
-        self.over(other.group)
-        for ref in other._roots:
-            if (root := ref()) is not None:
-                self.add_module(root)
-        for known in other.members.values():
-            known.state = self
-            self.members[id(known.param)] = known
-        if other.queued is not None:
-            self._queue()
-
-    def _refresh(self) -> None:
-        """Find the members anew: modules are given other parameters, and lose some."""
-        found: dict[int, PlainParameter] = {}
-        for ref in list(self._roots):
-            root = ref()
-            for name, param in () if root is None else plain_parameters(root).items():
-                unheard = known_of(param) is None and param.grad is not None
-                known = plain_parameter(param)
-                if known is not None and id(param) not in found:
-                    known.waiting |= unheard
-                    known.name, known.root = name, ref
-                    found[id(param)] = known
-        for key, known in list(self.members.items()):
-            gone = known.root is not None and known.root() is not None  # from a module that is still there
-            if key not in found and not gone:
-                found[key] = known
-            elif key not in found:
-                known.state = None
-        self.members = found
-        for known in list(found.values()):
-            self._take(known)
-
-    def arriving(self, known: PlainParameter) -> None:
-        """A gradient of one of them goes to ``.grad``."""
+    def has(self, known: PlainParameter) -> bool:
         if id(known.param) not in self.members:
-            self._refresh()
-            if id(known.param) not in self.members:
-                known.state = None
-                return
-        self._queue()
+            self.refresh()
+        return id(known.param) in self.members
+
+    def refresh(self) -> None:
+        """Find the members anew: modules are given other parameters, and lose some. Those of a module that is gone
+        stay: a backward may come after it."""
+        if len(self.roots) < len(self._roots):
+            return
+        members = {}
+        for root in self.roots:
+            for name, param in plain_parameters(root).items():
+                unheard = known_of(param) is None and param.grad is not None
+                if (known := plain_parameter(param)) is not None:
+                    known.name, known.waiting = name, known.waiting or unheard
+                    members[id(param)] = known
+        self.members = members | self._found
+        for known in self.members.values():
+            if self not in known.models:
+                known.is_of(self)
+
+    def take(self) -> None:
+        """Its call is the last one that has read its parameters."""
+        for known in self.members.values():
+            known.is_of(self)
+
+
+class Backward:
+    """One backward, and the models that are averaged when it ends."""
+
+    _last: Backward | None = None
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+        self._models: dict[PlainModel, None] = {}
+        self._changed: PlainParameter | None = None  # written to after a backward under zero.no_sync
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    @classmethod
+    def that_runs(cls) -> Backward:
+        running = torch._C._current_graph_task_id()
+        if cls._last is None or cls._last._task != running:
+            cls._last = Backward(running)
+        return cls._last
+
+    def arriving(self, known: PlainParameter, model: PlainModel) -> None:
+        """A gradient of a parameter goes to ``.grad``."""
+        self._models[model] = None
+        model.queued = self._task
         grad = known.param.grad
         if known.left is not None and grad is not None and known.left != _mark(grad):
             if grad.any():  # and was not set to zero
                 self._changed = known
         known.waiting = True
 
-    def _queue(self) -> None:
-        running = torch._C._current_graph_task_id()
-        if self.queued != running:
-            self.queued, self._changed = running, None
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
     @torch._dynamo.disable(reason="a backward within a compiled function ends with it")
     @torch.no_grad()
     def _finish(self) -> None:
-        self.queued = None
-        if self.into is not None:
-            return
-        self._refresh()
-        members = list(self.members.values())
+        if Backward._last is self:
+            Backward._last = None
+        by_ranks: dict[int, list[PlainModel]] = {}
+        for model in sorted(self._models, key=lambda m: m.made):
+            model.queued = None
+            if model.number is None:
+                model.number = next(PlainModel._averaged)
+            by_ranks.setdefault(id(None if model.group is None else model.group.pg), []).append(model)
+        for models in by_ranks.values():
+            _Average(sorted(models, key=lambda m: m.number or 0)).run(self._changed)
+
+
+class _Average:
+    """Of the gradients of ``models`` over the ranks of their group."""
+
+    def __init__(self, models: Sequence[PlainModel]) -> None:
+        self._models = models
+        found: dict[int, PlainParameter] = {}
+        for model in models:
+            model.refresh()
+            for key, known in model.members.items():
+                found.setdefault(key, known)
+        self._members = list(found.values())
+        self._group = models[0].group
+        self._device = self._members[0].param.device
+
+    def run(self, changed: PlainParameter | None) -> None:
+        members = self._members
         waiting = [(k, grad) for k in members if k.waiting and (grad := k.param.grad) is not None]
-        sync = any(k.sync for k in members if k.param.requires_grad)
-        if self._changed is not None:
-            self._refuse(_partly_summed(self._changed.name), sync)
+        sync = any(k.sync for k in members)
+        if changed is not None:
+            self._refuse(_partly_summed(changed.name), sync)
         sparse = next((k for k, grad in waiting if grad.layout is not torch.strided), None)
         if sparse is not None:
             self._refuse(_sparse(sparse.name), sync)
@@ -240,74 +275,65 @@ class PlainModel:
             known.left = None if known.sync else _mark(grad)
         if not sync:
             return
-        if not several_ranks(self.group):
-            self._check_alone()
-            return
-        self._meet(members)
+        if not several_ranks(self._group):  # there were when the gradients came
+            raise TransferError(
+                "the process group over which gradients of parameters that are not sharded were averaged has been "
+                "destroyed; call torch.distributed.destroy_process_group after the last backward"
+            )
+        self._meet()
         used = [k.waiting and k.param.grad is not None and k.sync for k in members]
         new = [k.param.requires_grad and not k.compared for k in members]
-        flags = torch.tensor([used, new], dtype=torch.uint8, device=self.device)
-        with answered(self.everyone, _DOING):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.pg)
+        flags = torch.tensor([used, new], dtype=torch.uint8, device=self._device)
+        with answered(self._everyone, _DOING):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pg)
         used, new = flags.tolist()
         self._compare([k for k, flag in zip(members, new, strict=True) if flag])
         todo = [k.param for k, flag in zip(members, used, strict=True) if flag]
         for p in todo:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        with answered(self.everyone, _DOING):
-            _average([p.grad for p in todo], self.pg)
+        with answered(self._everyone, _DOING):
+            _average([p.grad for p in todo], self._pg)
         for known in members:
             known.waiting &= not known.sync
 
-    def _check_alone(self) -> None:
-        """There were several ranks when gradients came."""
-        if dist.is_available() and dist.is_initialized() and not (self.group and self.group.destroyed):
-            return  # a part was sharded since, and is trained by one rank
-        raise TransferError(
-            "the process group over which gradients of parameters that are not sharded were averaged has been "
-            "destroyed; call torch.distributed.destroy_process_group after the last backward"
-        )
-
     def _refuse(self, error: GradientError, sync: bool) -> NoReturn:
         """Raise ``error``, also on ranks that begin an average."""
-        self._changed = None
-        for known in self.members.values():
+        for known in self._members:
             known.left = None
-        if sync and several_ranks(self.group):
-            cannot_begin(self.everyone, error)
+        if sync and several_ranks(self._group):
+            cannot_begin(self._everyone, error)
         raise error
 
     @property
-    def device(self) -> torch.device:
-        return next(iter(self.members.values())).param.device
+    def _everyone(self) -> Group:
+        return self._group or make_group(None, self._device)
 
     @property
-    def everyone(self) -> Group:
-        """The ranks over which gradients are averaged."""
-        return self.group or make_group(None, self.device)
+    def _pg(self) -> Any:
+        return None if self._group is None else self._group.pg
 
-    @property
-    def pg(self) -> Any:
-        return None if self.group is None else self.group.pg
-
-    def _meet(self, members: Sequence[PlainParameter]) -> None:
-        """Before the first collective of an average: all ranks are in one, of the same model.
+    def _meet(self) -> None:
+        """Before the first collective of an average: all ranks are in one, of the same models.
 
         Raises:
             RankMismatchError: on every rank, naming the first difference.
             TransferError: a peer did not answer.
         """
+        which = ", ".join(str(model.number) for model in self._models)
+        rows = [(id(k.param), k.name, tuple(k.param.shape), k.param.dtype, k.sync) for k in self._members]
 
         def text() -> str:
-            rows = [f"parameter {k.name}: {list(k.param.shape)} {k.param.dtype}" for k in members]
-            held = [k.name for k in members if not k.sync]
-            return "\n".join([_DOING, *rows, f"in zero.no_sync: {', '.join(held) or 'none'}"])
+            held = ", ".join(name for _, name, _, _, sync in rows if not sync)
+            each = [f"parameter {name}: {list(shape)} {dtype}" for _, name, shape, dtype, _ in rows]
+            return "\n".join(
+                [_DOING, f"models {which}, as they were first averaged", *each, f"in zero.no_sync: {held}"]
+            )
 
-        made_of = [(id(k.param), k.name, k.sync) for k in members]
-        if self._digest[0] != made_of:
-            self._digest = made_of, short_digest(text())
-        meet(self.everyone, self._digest[1], text, _DOING)
+        first = self._models[0]
+        if first.digest[0] != (which, rows):
+            first.digest = (which, rows), short_digest(text())
+        meet(self._everyone, first.digest[1], text, _DOING)
 
     def _compare(self, new: Sequence[PlainParameter]) -> None:
         """Before the first average of parameters: ranks began with the same values, which nobody sent around.
@@ -317,10 +343,10 @@ class PlainModel:
         """
         if not new:
             return
-        sums = torch.stack([_sum_of(k.param).to(self.device) for k in new])
+        sums = torch.stack([_sum_of(k.param).to(self._device) for k in new])
         most = torch.cat([sums, ~sums])
-        with answered(self.everyone, _DOING):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pg)
+        with answered(self._everyone, _DOING):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._pg)
         highest, lowest = most[: len(new)], ~most[len(new) :]
         differ = (highest != lowest).nonzero().flatten().tolist()
         if differ:
@@ -366,7 +392,7 @@ def _mark(grad: torch.Tensor) -> tuple[int, int]:
 
 def _known(params: Iterable[object]) -> list[PlainParameter]:
     """What is known of those ``params`` that are plain and averaged."""
-    return [k for k in map(known_of, params) if k is not None and k.state is not None]
+    return [k for k in map(known_of, params) if k is not None and k.models]
 
 
 def check_averaged(params: Iterable[object]) -> None:
@@ -384,14 +410,18 @@ def check_averaged(params: Iterable[object]) -> None:
 
 def averaged_over(params: Iterable[object]) -> list[Group]:
     """Groups of ranks that average gradients of ``params``."""
-    states = dict.fromkeys(k.state for k in _known(params))
-    return [s.everyone for s in states if s is not None and s.members and several_ranks(s.group)]
+    found = {}
+    for known in _known(params):
+        model = known.models[-1]
+        if several_ranks(model.group):
+            found[id(model.group)] = model.group or make_group(None, known.param.device)
+    return list(found.values())
 
 
 def averages_follow(params: Iterable[object]) -> bool:
     """Whether gradients of ``params`` are averaged later at the end of the backward that ends now."""
     running = torch._C._current_graph_task_id()
-    return any(k.state is not None and k.state.queued == running for k in _known(params))
+    return any(model.queued == running for known in _known(params) for model in known.models)
 
 
 def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:

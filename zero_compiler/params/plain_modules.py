@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .ddp_fallback import (
     forget,
     is_plain,
     known_of,
+    plain_parameter,
     plain_parameters,
     several_ranks,
 )
@@ -33,8 +35,8 @@ _model_of = WeakIdKeyDictionary()  # a module that is averaged, and every module
 
 
 def watched(
-    compiled: Callable[..., object],
-    example_inputs: Sequence[object],
+    compiled: Callable[..., Any],
+    example_inputs: Sequence[Any],
     sources: Sequence[object],
     groups: Sequence[Group],
     interrupted: bool,
@@ -48,21 +50,40 @@ def watched(
         groups: of ranks that train what the frame reads of sharded models.
         interrupted: eager code follows the frame, and then the rest of the function.
     """
-    at = [i for i, p in enumerate(example_inputs) if is_plain(p)]
+    at = [
+        i for i, p in enumerate(example_inputs) if is_plain(p) and (p.is_floating_point() or p.is_complex())
+    ]
     if not at:
         return compiled
     in_modules = {i for i in at if _in_module(sources[i])}
+    read: weakref.WeakValueDictionary[tuple[int, ...], PlainModel] = weakref.WeakValueDictionary()
+
+    def look(args: Sequence[Any]) -> None:
+        """What these parameters are averaged with is what this call reads, whoever has read them since."""
+        ids = tuple(id(args[i]) for i in at)
+        model = read.get(ids)
+        known = [] if model is None else [model.members.get(i) for i in ids]
+        if model is not None and all(k and k.param is args[i] for k, i in zip(known, at, strict=True)):
+            if any(k and k.models[-1] is not model for k in known):
+                model.take()
+            return
+        model = watch([args[i] for i in at], found=[args[i] for i in at if i in in_modules])
+        if model is not None:
+            read[ids] = model
+            for group in groups:
+                model.over(group)
+            if interrupted:
+                _say_interrupted(sys._getframe(2))
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
-    def call(*args: Any) -> object:
-        if not all(_is_averaged(args[i]) for i in at):
-            state = watch([args[i] for i in at], found=[args[i] for i in at if i in in_modules])
-            if state is not None:
-                for group in groups:
-                    state.over(group)
-                if interrupted and torch.is_grad_enabled():
-                    _say_interrupted(sys._getframe(1))
-        return compiled(*args)
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled():  # an evaluation changes nothing of what is trained
+            look(args)
+            return compiled(*args)
+        out = compiled(*args)
+        if any(t.requires_grad for t in out if isinstance(t, torch.Tensor)):  # by torch.enable_grad within it
+            look(args)
+        return out
 
     return call
 
@@ -76,16 +97,6 @@ def _in_module(source: Any) -> bool:
     return False
 
 
-def _is_averaged(param: torch.Tensor) -> bool:
-    """Nothing has to be found, or said, of a parameter that compiled code is called with."""
-    if not param.requires_grad:
-        return True
-    known = known_of(param)
-    if known is None or known.state is None:
-        return False
-    return known.state.said or not torch.is_grad_enabled()
-
-
 def watch_compiled(is_ours: Callable[[object], bool]) -> None:
     """From now on, see to it that a model given to ``torch.compile`` is averaged also where Dynamo captures nothing of
     it (an RNN, a graph break within a loop): then nobody asks the backend. So is what such a module is given later.
@@ -96,13 +107,16 @@ def watch_compiled(is_ours: Callable[[object], bool]) -> None:
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
     def module_registered(parent: nn.Module, name: str, module: object) -> None:
-        if not isinstance(module, nn.Module):
+        if torch.compiler.is_compiling() or not isinstance(module, nn.Module):
             return
-        if (state := _model_that_averages(parent)) is not None:
+        if (model := _model_of.get(parent)) is not None:
             replaced = parent._modules.get(name)
             for param in () if replaced is None else plain_parameters(replaced).values():
                 forget(param)
-            _add_part(state, module)
+            for part in module.modules():
+                _model_of[part] = model
+            for param in plain_parameters(module).values():
+                _add(model, param)
         # torch says of every module what it is registered in, and Dynamo's wrapper registers the model.
         if name != "_orig_mod" or not isinstance(parent, OptimizedModule):
             return
@@ -111,48 +125,37 @@ def watch_compiled(is_ours: Callable[[object], bool]) -> None:
             made = made.f_back  # type: ignore[assignment]
         callback = getattr(made.f_locals.get("dynamo_ctx"), "callback", None) if made is not None else None
         if callable(callback) and is_ours(innermost_backend(callback)):
-            _average([module])
+            _model([module])
 
     def parameter_registered(parent: nn.Module, name: str, param: object) -> None:
-        if (state := _model_that_averages(parent)) is None:
+        if torch.compiler.is_compiling() or (model := _model_of.get(parent)) is None:
             return
         replaced = parent._parameters.get(name)
         if replaced is not None and replaced is not param:
             forget(replaced)
         if isinstance(param, nn.Parameter) and is_plain(param):
-            state.add(param, name)
+            _add(model, param)
 
     torch.nn.modules.module.register_module_module_registration_hook(module_registered)
     torch.nn.modules.module.register_module_parameter_registration_hook(parameter_registered)
 
 
-def _model_that_averages(module: nn.Module) -> PlainModel | None:
-    state: PlainModel | None = _model_of.get(module)
-    while state is not None and state.into is not None:
-        state = state.into
-    return state
+def _add(model: PlainModel, param: nn.Parameter) -> None:
+    if (known := plain_parameter(param)) is not None:
+        model.add(known)
 
 
-def _add_part(state: PlainModel, module: nn.Module) -> None:
-    for part in module.modules():
-        _model_of[part] = state
-    for name, param in plain_parameters(module).items():
-        state.add(param, name)
-
-
-def _average(models: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> PlainModel:
-    """Average the plain parameters of ``models``, and those that were ``found``, together."""
-    params = [p for one in models for p in plain_parameters(one).values()] + list(found)
-    states = (k.state for k in map(known_of, params) if k is not None and k.state is not None)
-    state = next(states, None) or PlainModel()
-    for one in models:
-        state.add_module(one)
-        state.over(_ranks_of(one))
-        for part in one.modules():
-            _model_of[part] = state
-    for i, param in enumerate(found):
-        state.add(param, f"number {i}")
-    return state
+def _model(roots: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> PlainModel:
+    """What averages the plain parameters of ``roots``, and those that were ``found``, from now on."""
+    model: PlainModel | None = _model_of.get(roots[0]) if roots else None
+    if model is None or found or model.roots != list(roots):
+        model = PlainModel(roots, found)
+    for root in roots:
+        model.over(_ranks_of(root))
+        for part in root.modules():
+            _model_of[part] = model
+    model.take()
+    return model
 
 
 def watch(params: Sequence[nn.Parameter], found: Sequence[nn.Parameter] = ()) -> PlainModel | None:
@@ -169,22 +172,22 @@ def watch(params: Sequence[nn.Parameter], found: Sequence[nn.Parameter] = ()) ->
     averaged = {id(p) for one in models for p in plain_parameters(one).values()}
     others = [p for p in found if id(p) not in averaged]
     averaged |= set(map(id, others))
-    own = [p for p in params if p.requires_grad and id(p) not in averaged and not _is_averaged(p)]
-    if own and several_ranks(None) and torch.is_grad_enabled():
+    own = [p for p in params if p.requires_grad and id(p) not in averaged and known_of(p) is None]
+    if own and several_ranks(None):
         _say_own(tuple(own[0].shape))
     if not averaged:
         return None
-    state = _average(models, others)
-    if torch.is_grad_enabled() and not state.said:
-        state.said = True
+    model = _model(models, others)
+    if not model.said:
+        model.said = True
         _say_averaged(models, others)
-    return state
+    return model
 
 
 def watch_beside(model: nn.Module) -> None:
     """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
     if torch.is_grad_enabled() and several_ranks(None):
-        left = [p for _, p in at_rest(model) if is_plain(p) and not _is_averaged(p)]
+        left = [p for _, p in at_rest(model) if is_plain(p) and p.requires_grad and known_of(p) is None]
         if left:
             watch(left)
 
