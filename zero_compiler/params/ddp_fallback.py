@@ -91,7 +91,7 @@ class PlainParameter:
         """A gradient was made, which is to be averaged if it goes to ``.grad``."""
         if self.models and goes_to_grad(self.param):
             model = self.model
-            if model is not None and several_ranks(model.group):
+            if model is not None and (model.spread or several_ranks(model.group)):
                 Backward.that_runs().arriving(self, model)
 
 
@@ -137,6 +137,7 @@ class PlainModel:
 
     Attributes:
         group: of the ranks that are averaged over; None: all.
+        spread: there were several of them at its last call.
         members: by their identity, as they were found last.
         made, number: in which order such models were made, and were averaged first.
     """
@@ -146,6 +147,7 @@ class PlainModel:
 
     def __init__(self, roots: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> None:
         self.group: Group | None = None
+        self.spread = several_ranks(None)
         self.members: dict[int, PlainParameter] = {}
         self.said = False  # that it trains as stage 0
         self.made = next(PlainModel._made)
@@ -172,6 +174,7 @@ class PlainModel:
         """Average over ``group``; of several the largest counts."""
         if group is not None and (self.group is None or group.world > self.group.world):
             self.group = group
+        self.spread = several_ranks(self.group)
 
     def add(self, known: PlainParameter) -> None:
         self.members[id(known.param)] = known

@@ -247,7 +247,8 @@ def _say_interrupted_once(function: str) -> None:
 
 
 def _models_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Of each of ``params`` the outermost module on the call stack that owns it: a function may call several.
+    """Of each of ``params`` the outermost module on the call stack that owns it, of several in one frame the largest: a
+    function may call several.
 
     A backend is given a frame and not the model, whose other frames may run eagerly; the caller of the frame
     is the model.
@@ -256,8 +257,10 @@ def _models_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
     owner: dict[int, nn.Module] = {}
     frame = sys._getframe(1)
     while frame is not None:
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, nn.Module) and not isinstance(value, torch.fx.GraphModule):
-                owner |= {id(p): value for _, p in at_rest(value) if id(p) in wanted}
+        values = [v for v in frame.f_locals.values() if isinstance(v, nn.Module)]
+        modules = [v for v in values if not isinstance(v, torch.fx.GraphModule)]
+        held = [(module, [id(p) for _, p in at_rest(module)]) for module in modules]
+        for module, ids in sorted(held, key=lambda each: len(each[1])):
+            owner |= {i: module for i in ids if i in wanted}
         frame = frame.f_back  # type: ignore[assignment]
     return list({id(m): m for p in params if (m := owner.get(id(p))) is not None}.values())
