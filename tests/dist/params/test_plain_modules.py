@@ -6,6 +6,8 @@ The reference is plain PyTorch on the same inputs, whose gradients are averaged 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from unittest import mock
 
@@ -36,6 +38,7 @@ def square(y: torch.Tensor) -> torch.Tensor:
 
 
 def same_gradients(ours: nn.Module, twin: nn.Module, where: str = "", averaged: bool = True) -> None:
+    """Of ``ours`` those of ``twin``, whose mean over the ranks they are unless not ``averaged``."""
     for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
         want = torch.zeros_like(q) if q.grad is None else q.grad.clone()
         if averaged:
@@ -353,6 +356,188 @@ def a_part_first(rank, world):
 
 def test_a_rank_that_called_a_part_before():
     assert run_ranks(a_part_first, 2, timeout=200) == [True, True]
+
+
+# --- what one rank alone has done before -------------------------------------------------------------------------
+
+
+def evaluated(rank, world):
+    """A rank evaluates alone what is averaged, in other functions, in another order, with another head."""
+
+    class Store:
+        pass
+
+    for kind in ("order", "head", "with gradients"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        held = Store()
+        held.a = nn.Linear(4, 4)
+        held.b = copy.deepcopy(held.a)  # equal values: nothing but their gradients tells one from the other
+        held.head = nn.Linear(4, 2)
+        twins = copy.deepcopy((held.a, held.b))
+        trained = compiled(lambda x, held=held: square(held.b(torch.tanh(held.a(x)))))
+        order = compiled(lambda x, held=held: square(held.a(torch.tanh(held.b(x)))))
+        head = compiled(lambda x, held=held: square(held.head(held.a(x))))
+        if rank == 0:
+            with torch.set_grad_enabled(kind == "with gradients"):
+                (head if kind == "head" else order)(rows(rank))
+        for step in range(2):
+            trained(rows(rank, step)).backward()
+            square(twins[1](torch.tanh(twins[0](rows(rank, step))))).backward()
+            for ours, twin in zip((held.a, held.b), twins, strict=True):
+                same_gradients(ours, twin, f"{kind}, step {step}")
+                ours.zero_grad()
+                twin.zero_grad()
+    return True
+
+
+def test_what_a_rank_evaluates_alone_changes_nothing():
+    assert run_ranks(evaluated, 2, timeout=200) == [True, True]
+
+
+def skipped(rank, world):
+    """Blocks that are compiled each by itself, of which ranks skip different ones."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+    twin = copy.deepcopy(model)
+    for i, block in enumerate(model):
+        model[i] = compiled(block)
+
+    def loss_of(blocks, skip, x):
+        for i, block in enumerate(blocks):
+            if i != skip:
+                x = block(x)
+        return square(x)
+
+    for step in range(3):
+        for blocks in (model, twin):
+            loss_of(blocks, (step + rank) % 4, rows(rank, step)).backward()
+        same_gradients(model, twin, f"step {step}")
+        model.zero_grad()
+        twin.zero_grad()
+    return True
+
+
+def test_blocks_of_which_ranks_skip_different_ones():
+    assert run_ranks(skipped, 2, timeout=200) == [True, True]
+
+
+def one_each(rank, world):
+    """Ranks that train different models of one class are told so."""
+    holder = Holder(nn.Linear(4, 2), nn.Linear(4, 2))
+    for call in holder.calls:
+        square(call(rows(rank))).backward()
+    with pytest.raises(RankMismatchError, match="models 0, as they were first averaged"):
+        square(holder.calls[rank](rows(rank))).backward()
+    return True
+
+
+def test_ranks_that_train_different_models():
+    assert run_ranks(one_each, 2, timeout=200) == [True, True]
+
+
+# --- what leaves a model -----------------------------------------------------------------------------------------
+
+
+def moved_out(rank, world):
+    """A part that leaves its model is averaged where it is compiled by itself, or called by a function."""
+    for kind in ("itself", "function", "weight"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        gru = nn.GRU(4, 4) if kind == "itself" else nn.Linear(4, 4)
+        model = nn.Sequential(gru)
+        call = compiled(model)
+        alone = compiled(gru)
+
+        def loss_of(call, x):
+            out = call(x)
+            return square(out[0] if isinstance(out, tuple) else out)
+
+        loss_of(call, rows(rank)).backward()
+        model.zero_grad()
+        twin = copy.deepcopy(gru)
+        if kind == "weight":  # of which a penalty remains
+            left, twin_left = gru.weight, nn.Parameter(gru.weight.detach().clone())
+            gru.weight = nn.Parameter(torch.ones(4, 4))
+            twin.weight = nn.Parameter(torch.ones(4, 4))
+            for step in range(2):
+                (loss_of(call, rows(rank, step)) + (gru.weight - left).square().sum()).backward()
+                (square(twin(rows(rank, step))) + (twin.weight - twin_left).square().sum()).backward()
+                same_gradients(gru, twin, f"{kind}, step {step}")
+                gru.zero_grad()
+                twin.zero_grad()
+            continue
+        model[0] = nn.Identity()
+        again = alone if kind == "itself" else compiled(lambda x, part=gru: part(x))
+        for step in range(2):
+            loss_of(again, rows(rank, step)).backward()
+            loss_of(twin, rows(rank, step)).backward()
+            same_gradients(gru, twin, f"{kind}, step {step}")
+            gru.zero_grad()
+            twin.zero_grad()
+    return True
+
+
+def test_what_leaves_its_model():
+    assert run_ranks(moved_out, 2, timeout=200) == [True, True]
+
+
+def heads(rank, world):
+    """A backbone with a new head for each task: a model that one rank has let go of, and the other has not, is no
+    difference; and heads that are gone are not kept."""
+    backbone = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    twin = nn.Linear(4, 4)
+    backbone.load_state_dict(twin.state_dict())
+    kept, weights = [], []
+    for task in range(4):
+        torch.manual_seed(task)
+        model = nn.Sequential(backbone, nn.Linear(4, 2 + task))
+        reference = nn.Sequential(twin, copy.deepcopy(model[1]))
+        if rank == 1 and task < 2:
+            kept.append(model)
+        weights.append(weakref.ref(model[1].weight))
+        square(compiled(model)(rows(rank, task))).backward()
+        square(reference(rows(rank, task))).backward()
+        same_gradients(model, reference, f"task {task}")
+        model.zero_grad()
+        reference.zero_grad()
+        del model
+        torch._dynamo.reset()
+        for _ in range(2):
+            gc.collect()
+    assert sum(ref() is not None for ref in weights) <= len(kept) + 1
+    return True
+
+
+def test_a_new_head_for_each_task():
+    assert run_ranks(heads, 2, timeout=200) == [True, True]
+
+
+def broken_off(rank, world):
+    """A backward that failed, and then a model of which the other was a part."""
+
+    def failing(grad):
+        raise KeyError
+
+    torch.manual_seed(0)
+    holder = Holder(nn.Linear(4, 4), nn.Linear(4, 4))
+    twin = nn.Sequential(*copy.deepcopy(holder.parts))
+    x = rows(rank).requires_grad_()
+    y = x * 1
+    y.register_hook(failing)
+    with pytest.raises(KeyError):
+        square(holder.calls[1](y)).backward()
+    holder.parts[1].zero_grad()
+    whole = nn.Sequential(*holder.parts)
+    square(compiled(whole)(rows(rank))).backward()
+    square(twin(rows(rank))).backward()
+    same_gradients(whole, twin)
+    return True
+
+
+def test_after_a_backward_that_failed():
+    assert run_ranks(broken_off, 2, timeout=200) == [True, True]
 
 
 # --- first values, and small numbers -----------------------------------------------------------------------------

@@ -72,3 +72,22 @@ def test_the_number_of_values_depends_on_their_places(shape, dtype):
             flat = other.view(-1)
             flat[0], flat[-1] = flat[-1].clone(), flat[0].clone()
         assert not torch.equal(_sum_of(one), _sum_of(other))
+
+
+class MakesALayer(nn.Module):
+    """Its forward makes modules, of which torch tells whoever asked to be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * nn.ParameterList([self.weight])[0]
+
+
+def test_modules_that_a_forward_makes_break_no_graph():
+    torch._dynamo.reset()
+    model = MakesALayer()
+    call = torch.compile(model, backend="zero", fullgraph=True, options={"compute": "aten"})
+    call(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4,), 2.0))
