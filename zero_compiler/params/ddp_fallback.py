@@ -92,7 +92,7 @@ class PlainParameter:
         if self.models and goes_to_grad(self.param):
             model = self.model
             if model is not None and (model.spread or several_ranks(model.group)):
-                Backward.that_runs().arriving(self, model)
+                EndOfBackward.that_runs().arriving(self, model)
 
 
 def known_of(param: object) -> PlainParameter | None:
@@ -208,10 +208,10 @@ class PlainModel:
             known.is_of(self)
 
 
-class Backward:
-    """One backward, and the models that are averaged when it ends."""
+class EndOfBackward:
+    """What is averaged when one backward ends."""
 
-    _last: Backward | None = None
+    _last: EndOfBackward | None = None
 
     def __init__(self, task: int) -> None:
         self._task = task
@@ -220,10 +220,10 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     @classmethod
-    def that_runs(cls) -> Backward:
+    def that_runs(cls) -> EndOfBackward:
         running = torch._C._current_graph_task_id()
         if cls._last is None or cls._last._task != running:
-            cls._last = Backward(running)
+            cls._last = EndOfBackward(running)
         return cls._last
 
     def arriving(self, known: PlainParameter, model: PlainModel) -> None:
@@ -239,8 +239,8 @@ class Backward:
     @torch._dynamo.disable(reason="a backward within a compiled function ends with it")
     @torch.no_grad()
     def _finish(self) -> None:
-        if Backward._last is self:
-            Backward._last = None
+        if EndOfBackward._last is self:
+            EndOfBackward._last = None
         by_ranks: dict[int, list[PlainModel]] = {}
         for model in sorted(self._models, key=lambda m: m.made):
             model.queued = None
