@@ -248,10 +248,10 @@ class EndOfBackward:
                 model.number = next(PlainModel._averaged)
             by_ranks.setdefault(id(None if model.group is None else model.group.pg), []).append(model)
         for models in by_ranks.values():
-            _Average(sorted(models, key=lambda m: m.number or 0)).run(self._changed)
+            _GradientAverage(sorted(models, key=lambda m: m.number or 0)).run(self._changed)
 
 
-class _Average:
+class _GradientAverage:
     """Of the gradients of ``models`` over the ranks of their group."""
 
     def __init__(self, models: Sequence[PlainModel]) -> None:
