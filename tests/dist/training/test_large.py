@@ -50,9 +50,10 @@ def test_a_quarter_of_the_model_states_is_enough(overlap, unlimited, tmp_path):
     made = run(tmp_path, "files", "--limit-gib", str(limit / 2**30), *(["--overlap"] if overlap else []))
     assert made["losses"] == unlimited["losses"]
     memory = made["memory"]
-    assert 0 < memory["sampled_peak_bytes"] <= limit, memory
     if memory["cgroup"] == "yes":  # the kernel kept it within the limit, page cache and all
-        assert memory["cgroup_peak_bytes"] <= limit
+        assert 0 < memory["cgroup_peak_bytes"] <= limit
+    else:  # a sample counts pages of libraries too: of a build for accelerators a third of this limit
+        assert 0 < memory["sampled_peak_bytes"] <= limit, memory
     # What had to move moved, and little else. The first step reads libraries too. With overlap the last updates of a
     # backward end in the step of the optimizer.
     due = [sum(x) for x in zip(*made["built"]["must_bytes"]["later"].values(), strict=True)]
