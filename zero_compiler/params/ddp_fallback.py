@@ -62,9 +62,8 @@ class PlainParameter:
         self.left: tuple[int, int] | None = None
         trained = param.requires_grad
         try:
-            param.requires_grad_(
-                True
-            )  # a hook stays when it is frozen again, and nothing is heard when it is trained
+            # A hook outlasts freezing, and nothing would say that the parameter is trained again.
+            param.requires_grad_(True)
             param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(self._arriving).id)
         finally:
             param.requires_grad_(trained)
