@@ -268,7 +268,7 @@ class _GradientAverage:
         members = self._members
         waiting = [(k, grad) for k in members if k.waiting and (grad := k.param.grad) is not None]
         sync = any(k.sync for k in members)
-        if changed is not None:
+        if changed is not None and changed in members:  # and not of other ranks
             self._refuse(_partly_summed(changed.name), sync)
         sparse = next((k for k, grad in waiting if grad.layout is not torch.strided), None)
         if sparse is not None:
