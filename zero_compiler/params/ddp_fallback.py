@@ -34,6 +34,7 @@ from .held import at_rest
 _BUCKET_BYTES = 25 << 20  # as DDP's default
 _COMPARED_BYTES = 1 << 20  # of a parameter at a time, where first values are compared
 ATTRIBUTE = "_zero_plain"  # of a parameter: its PlainParameter
+_numbered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each group, the last model's number
 _DOING = "average of the gradients of parameters that are not sharded"
 
 
@@ -138,11 +139,12 @@ class PlainModel:
         group: of the ranks that are averaged over; None: all.
         spread: there were several of them at its last call.
         members: by their identity, as they were found last.
-        made, number: in which order such models were made, and were averaged first.
+        made: in which order this process made them.
+        number: the same model has the same on all ranks of its group: models are numbered when they are averaged first,
+            apart for each group, since this rank may be in groups in which others are not.
     """
 
     _made = itertools.count()
-    _averaged = itertools.count()
 
     def __init__(self, roots: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> None:
         self.group: Group | None = None
@@ -172,7 +174,7 @@ class PlainModel:
     def over(self, group: Group | None) -> None:
         """Average over ``group``; of several the largest counts."""
         if group is not None and (self.group is None or group.world > self.group.world):
-            self.group = group
+            self.group, self.number = group, None
         self.spread = several_ranks(self.group)
 
     def add(self, known: PlainParameter) -> None:
@@ -240,12 +242,13 @@ class EndOfBackward:
     def _finish(self) -> None:
         if EndOfBackward._last is self:
             EndOfBackward._last = None
-        by_ranks: dict[int, list[PlainModel]] = {}
+        by_ranks: dict[Any, list[PlainModel]] = {}
         for model in sorted(self._models, key=lambda m: m.made):
             model.queued = None
-            if model.number is None:
-                model.number = next(PlainModel._averaged)
-            by_ranks.setdefault(id(None if model.group is None else model.group.pg), []).append(model)
+            pg = dist.group.WORLD if model.group is None else model.group.pg
+            by_ranks.setdefault(pg, []).append(model)
+            if model.number is None and pg is not None:  # it may have been destroyed
+                model.number = _numbered[pg] = _numbered.get(pg, -1) + 1
         for models in by_ranks.values():
             _GradientAverage(sorted(models, key=lambda m: m.number or 0)).run(self._changed)
 

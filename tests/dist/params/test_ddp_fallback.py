@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dist.loops import batches
 from dist.spawn import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
 from zero_compiler.errors import GradientError
@@ -492,3 +493,40 @@ def two_modules(rank, world):
 
 def test_all_modules_that_a_compiled_function_calls_are_averaged():
     assert run_ranks(two_modules, 2, timeout=200) == [True, True]
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(3, 3)
+        self.adapter = nn.Identity()
+
+    def forward(self, x):
+        return self.adapter(self.base(x))
+
+
+def in_groups_that_overlap(rank, world):
+    """Of the ranks 0 and 1, then of 1 and 2: rank 1 has averaged another model before, rank 2 none."""
+    for ranks in ((0, 1), (1, 2)):
+        mesh = DeviceMesh("cpu", list(ranks))
+        if rank not in ranks:
+            continue
+        torch.manual_seed(0)
+        plain = Adapted()
+        model = zero.shard(copy.deepcopy(plain), mesh=mesh)
+        plain.adapter = nn.Linear(3, 3)
+        model.adapter = copy.deepcopy(plain.adapter)
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            for one in (model, plain):
+                one.zero_grad()
+                one(x).square().mean().backward()
+            for p, q in zip(model.adapter.parameters(), plain.adapter.parameters(), strict=True):
+                dist.all_reduce(q.grad, group=mesh.get_group())
+                torch.testing.assert_close(p.grad, q.grad / 2)
+    dist.barrier()
+    return True
+
+
+def test_models_are_numbered_apart_for_each_group():
+    assert run_ranks(in_groups_that_overlap, 3, timeout=100) == [True] * 3
