@@ -9,8 +9,9 @@ module, so that in a model of many small layers they take longer than the arithm
 - that one object is meant by two attributes (``a.device_mesh is b.device_mesh``, and the same of the sharded model of
   two modules). The mesh is a part of the spec. Of which sharded model a module is a part follows from its class, which
   no other module has (`params/modules.py`), and the classes are guarded.
-- that the property which reads a parameter has the code that it had. It stands in that class, which the module keeps;
-  whatever puts another property there takes the parameter out of the module, where its guards look for it.
+- that the property which reads a parameter has the code and the defaults that it had. It stands in that class, which
+  the module keeps; whatever puts another property there takes the parameter out of the module, where its guards look
+  for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource, DictGetItemSource, TypeSource
+from torch._dynamo.source import AttrSource, DefaultsSource, DictGetItemSource, TypeSource
 
 from ..errors import ShardError
 from ..ir import ops
@@ -76,8 +77,12 @@ def _getter_in(guard: Any, read: set[tuple[object, str]]) -> bool:
     The class of the module, which has it, is made for this module alone and is guarded. Code that was compiled does not
     notice who sets another property on that class by hand and leaves the parameter where it is.
     """
-    prop = _attribute_of(guard.originating_source, "fget")
-    if guard.inner_create_fn() is not GuardBuilder.CLOSURE_MATCH or type(prop) is not DictGetItemSource:
+    source = guard.originating_source
+    of_defaults = source.base if type(source) is DefaultsSource else _attribute_of(source, "__defaults__")
+    prop = _attribute_of(of_defaults or source, "fget")
+    if type(prop) is not DictGetItemSource:
+        return False
+    if of_defaults is None and guard.inner_create_fn() is not GuardBuilder.CLOSURE_MATCH:
         return False
     cls = getattr(prop.base, "base", None)  # prop.base is its dictionary
     return type(cls) is TypeSource and (cls.base, prop.index) in read

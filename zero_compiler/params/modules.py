@@ -537,10 +537,9 @@ def _cast_inputs(args: object, kwargs: object, dtype: torch.dtype) -> Any:
     return pytree.tree_map(cast, (args, kwargs))
 
 
-def _get(self: _Sharded) -> object:
-    """What ``module.attribute`` is; of each attribute with its own names, see :func:`_getter`."""
-    attribute = "ATTRIBUTE"
-    name = "NAME"
+def _get(self: _Sharded, attribute: str, name: str) -> object:
+    """What ``module.attribute``, the parameter ``name``, is; of each attribute with its own names, see
+    :func:`_getter`."""
     if attribute in self.__dict__:  # it hides the parameter, as from nn.Module.__getattr__
         return self.__dict__[attribute]
     try:
@@ -568,18 +567,17 @@ def _get(self: _Sharded) -> object:
     return read_eager(param, name, sharded_model)
 
 
-def _getter(attribute: str, name: str) -> types.FunctionType:
-    """:func:`_get` for one attribute, with its names as constants of the code.
+# Inlined where a frame reads a weight, and never a frame of its own, which would be compiled per parameter.
+torch._dynamo.eval_frame.skip_code(_get.__code__)
 
-    Dynamo guards what a function closes over and what it looks up, of every parameter at every call, and no constants.
+
+def _getter(attribute: str, name: str) -> types.FunctionType:
+    """:func:`_get` for one attribute, with its names as defaults.
+
+    So all weights are read by one code, which Dynamo takes apart once. `parameter_guards.py` drops its guards on the
+    defaults.
     """
-    constants = {"ATTRIBUTE": attribute, "NAME": name}
-    code = _get.__code__
-    own = tuple(constants.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
-    get = types.FunctionType(code.replace(co_consts=own), _get.__globals__, "get")
-    # Inlined where a frame reads the weight, and never a frame of its own, which would be compiled per parameter.
-    torch._dynamo.eval_frame.skip_code(get.__code__)
-    return get
+    return types.FunctionType(_get.__code__, _get.__globals__, "get", (attribute, name))
 
 
 def _weight_property(attribute: str, name: str) -> property:
