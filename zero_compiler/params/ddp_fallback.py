@@ -2,9 +2,13 @@
 
 That is a model of which nothing is sharded, or what stands beside the sharded part of one. Parameters stay what
 they are. When a backward ends, the gradients that it brought, from compiled and eager frames alike, are averaged
-over the ranks in the order of the parameters, as DDP does. A parameter that was used on some ranks only counts as
-zero on the others. Nothing else is sent, so ranks may evaluate as they like. Before an average ranks exchange
-headers (`call_handshake.py`), since one may be in another model or in another call.
+over the ranks, as DDP does. A parameter that was used on some ranks only counts as zero on the others. Nothing else is
+sent, so ranks may evaluate as they like. Before an average ranks exchange headers (`call_handshake.py`), since one may
+be in another call.
+
+Ranks average parameters in the order in which they came into an average first (:class:`AveragedParameters`). Which
+parameter of this rank is which of another's, their ranks find out then (`parameter_matching.py`), from names and
+values: not from what a rank has compiled, called or kept before, which may be its own affair.
 
 Which parameters those are is found in `plain_modules.py`.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import GradientError, RankMismatchError, TransferError
+from ..errors import GradientError, TransferError
 from ..ranks.call_handshake import meet, short_digest
 from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
@@ -30,12 +34,13 @@ from ..ranks.peer_waits import answered
 from ..sharded.grads import HOOKS, goes_to_grad
 from ..tensors.full_weight import FULL
 from .held import at_rest
+from .parameter_matching import Described, find_like, match, not_found, value_of
 
 _BUCKET_BYTES = 25 << 20  # as DDP's default
-_COMPARED_BYTES = 1 << 20  # of a parameter at a time, where first values are compared
 ATTRIBUTE = "_zero_plain"  # of a parameter: its PlainParameter
-_numbered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each group, the last model's number
 _DOING = "average of the gradients of parameters that are not sharded"
+# Of a parameter, what a rank says before an average: it is gone here, it is here, it has a gradient, it was not found.
+_GONE, _HERE, _USED, _MISSING = range(4)
 
 
 class PlainParameter:
@@ -45,22 +50,27 @@ class PlainParameter:
         param: of floating or complex numbers; it may be frozen, and be trained later.
 
     Attributes:
+        averaged: over the ranks of ``group`` (None: all), and not a parameter that nothing compiled has to do with.
         name: in the module in which it was found last.
-        models: that it was found in; the last one that still has it is averaged with it.
         waiting: to its ``.grad`` this rank alone has added. What else is in it is equal on all ranks, and so is left as
             it is by an average.
         left: ``.grad`` as the last backward under zero.no_sync left it.
         sync: not within zero.no_sync.
-        compared: it is known to have begun with the same values on all ranks.
+        among: those it is averaged with; None before its first average.
+        number: in which order this process came to know them.
     """
+
+    _numbers = itertools.count()
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
+        self.number = next(PlainParameter._numbers)
         self.name = ""
-        self.models: list[PlainModel] = []
-        self.waiting = self.compared = False
+        self.averaged = self.waiting = False
+        self.group: Group | None = None
         self.sync = True
         self.left: tuple[int, int] | None = None
+        self.among: AveragedParameters | None = None
         trained = param.requires_grad
         try:
             # A hook outlasts freezing, and nothing would say that the parameter is trained again.
@@ -73,26 +83,33 @@ class PlainParameter:
         # A parameter that is saved or copied takes no hooks and no other parameters along. torch.load knows sets.
         return (set, ())
 
-    @property
-    def model(self) -> PlainModel | None:
-        """That it is averaged with; None where nothing of it is compiled."""
-        while self.models:
-            if self.models[-1].has(self):
-                return self.models[-1]
-            self.models.pop()
-        return None
-
-    def is_of(self, model: PlainModel) -> None:
-        """It is averaged with ``model`` from now on."""
-        self.models = [m for m in self.models if m is not model and m.lives()] + [model]
+    def average(self, name: str, group: Group | None) -> None:
+        """Average it from now on over ``group``; None: all ranks. Of several groups the largest counts."""
+        if not self.averaged:
+            self.averaged, self.waiting = True, self.param.grad is not None
+            _averaged.add(self)
+        self.name = name
+        if group is not None and (self.group is None or group.world > self.group.world):
+            self.group = group
 
     @torch._dynamo.disable(reason="a backward within a compiled function runs it")
     def _arriving(self, grad: torch.Tensor) -> None:
         """A gradient was made, which is to be averaged if it goes to ``.grad``."""
-        if self.models and goes_to_grad(self.param):
-            model = self.model
-            if model is not None and (model.spread or several_ranks(model.group)):
-                EndOfBackward.that_runs().arriving(self, model)
+        if not (self.averaged and goes_to_grad(self.param)):
+            return
+        if self.among is not None or several_ranks(self.group):
+            EndOfBackward.that_runs().arriving(self)
+
+    def written(self) -> bool:
+        """Whether somebody has written to what a backward under zero.no_sync left (zeros do not count)."""
+        grad = self.param.grad
+        return self.left is not None and grad is not None and self.left != _mark(grad) and bool(grad.any())
+
+    def uses(self) -> bool:
+        """Whether there is something to be averaged: a gradient that is gone, or written anew, waits for nothing."""
+        if self.param.grad is None:
+            self.waiting, self.left = False, None
+        return self.waiting and self.sync
 
 
 def known_of(param: object) -> PlainParameter | None:
@@ -112,6 +129,11 @@ def plain_parameter(param: nn.Parameter) -> PlainParameter | None:
     return known
 
 
+def is_averaged(param: object) -> bool:
+    """Whether gradients of a parameter are averaged over ranks."""
+    return (known := known_of(param)) is not None and known.averaged
+
+
 def is_plain(p: object) -> bool:
     """A parameter that no shard manages; not the full weight of one."""
     return issubclass(type(p), nn.Parameter) and not hasattr(p, FULL)
@@ -123,188 +145,202 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in at_rest(model) if is_plain(p)}
 
 
-def forget(param: torch.Tensor) -> None:
-    """A parameter was replaced, here at least: nothing holds it, and its next gradient asks whether it is still in a
-    model."""
-    known = known_of(param)
-    for model in known.models if known is not None else ():
-        model.members.pop(id(param), None)
+_averaged: weakref.WeakSet[PlainParameter] = weakref.WeakSet()
+_held_back: weakref.WeakSet[PlainParameter] = (
+    weakref.WeakSet()
+)  # those with a gradient of a backward under zero.no_sync
 
 
-class PlainModel:
-    """The plain parameters of what a compiled call reads: of modules as they are when a backward ends, and others that
-    the call found in modules that nobody has named.
+class AveragedParameters:
+    """The parameters that the ranks of one process group average, in one order on all of them."""
 
-    Attributes:
-        group: of the ranks that are averaged over; None: all.
-        spread: there were several of them at its last call.
-        members: by their identity, as they were found last.
-        made: in which order this process made them.
-        number: the same model has the same on all ranks of its group: models are numbered when they are averaged first,
-            apart for each group, since this rank may be in groups in which others are not.
-    """
+    _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, AveragedParameters] = weakref.WeakKeyDictionary()
 
-    _made = itertools.count()
-
-    def __init__(self, roots: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> None:
-        self.group: Group | None = None
-        self.spread = several_ranks(None)
-        self.members: dict[int, PlainParameter] = {}
-        self.said = False  # that it trains as stage 0
-        self.made = next(PlainModel._made)
-        self.number: int | None = None
-        self.queued: int | None = None  # the backward at whose end it is averaged
+    def __init__(self) -> None:
+        self.slots: list[_Slot] = []
         self.digest: tuple[object, bytes] = None, b""  # of what ranks must agree on, and what it was made of
-        self._roots = [weakref.ref(root) for root in roots]
-        self._found: dict[int, PlainParameter] = {}
-        for i, param in enumerate(found):
-            if (known := plain_parameter(param)) is not None:
-                known.name = f"number {i}"
-                self._found[id(param)] = known
-        self.refresh()
 
-    @property
-    def roots(self) -> list[nn.Module]:
-        return [root for ref in self._roots if (root := ref()) is not None]
+    @classmethod
+    def of(cls, pg: dist.ProcessGroup) -> AveragedParameters:
+        return cls._of_groups.setdefault(pg, cls())
 
-    def lives(self) -> bool:
-        """Whether a module that it was made for is there."""
-        return any(ref() is not None for ref in self._roots)
+    def here(self) -> Iterator[PlainParameter]:
+        """Those of them that this rank still has."""
+        for slot in self.slots:
+            if (known := slot.known(self)) is not None:
+                yield known
 
-    def over(self, group: Group | None) -> None:
-        """Average over ``group``; of several the largest counts."""
-        if group is not None and (self.group is None or group.world > self.group.world):
-            self.group, self.number = group, None
-        self.spread = several_ranks(self.group)
+    def add(self, name: str, known: PlainParameter) -> None:
+        known.among = self
+        self.slots.append(_Slot(name, known))
 
-    def add(self, known: PlainParameter) -> None:
-        self.members[id(known.param)] = known
-        known.is_of(self)
 
-    def has(self, known: PlainParameter) -> bool:
-        if id(known.param) not in self.members:
-            self.refresh()
-        return id(known.param) in self.members
+class _Slot:
+    """One of :class:`AveragedParameters`; the parameter may be gone on this rank, and not on others."""
 
-    def refresh(self) -> None:
-        """Find the members anew: modules are given other parameters, and lose some. Those of a module that is gone
-        stay: a backward may come after it."""
-        if len(self.roots) < len(self._roots):
-            return
-        members = {}
-        for root in self.roots:
-            for name, param in plain_parameters(root).items():
-                unheard = known_of(param) is None and param.grad is not None
-                if (known := plain_parameter(param)) is not None:
-                    known.name, known.waiting = name, known.waiting or unheard
-                    members[id(param)] = known
-        self.members = members | self._found
-        for known in self.members.values():
-            if self not in known.models:
-                known.is_of(self)
+    def __init__(self, name: str, known: PlainParameter) -> None:
+        self.name = name
+        self._ref = weakref.ref(known)
+        self.shape, self.dtype = tuple(known.param.shape), known.param.dtype
 
-    def take(self) -> None:
-        """Its call is the last one that has read its parameters."""
-        for known in self.members.values():
-            known.is_of(self)
+    def known(self, among: AveragedParameters) -> PlainParameter | None:
+        """What is known of the parameter; None where it is gone, or averaged with others by now."""
+        known = self._ref()
+        if known is None or known.among is not among:
+            return None
+        self.shape, self.dtype = tuple(known.param.shape), known.param.dtype
+        return known
 
 
 class EndOfBackward:
     """What is averaged when one backward ends."""
 
-    _last: EndOfBackward | None = None
+    _last: weakref.ref[EndOfBackward] | None = None
 
     def __init__(self, task: int) -> None:
         self._task = task
-        self._models: dict[PlainModel, None] = {}
+        self._arrived: dict[PlainParameter, None] = {}
         self._changed: PlainParameter | None = None  # written to after a backward under zero.no_sync
+        # It lives as long as its backward, also one that fails.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     @classmethod
-    def that_runs(cls) -> EndOfBackward:
-        running = torch._C._current_graph_task_id()
-        if cls._last is None or cls._last._task != running:
-            cls._last = EndOfBackward(running)
-        return cls._last
+    def pending(cls) -> EndOfBackward | None:
+        """Of the backward that runs, where it will average something."""
+        last = None if cls._last is None else cls._last()
+        return last if last is not None and last._task == torch._C._current_graph_task_id() else None
 
-    def arriving(self, known: PlainParameter, model: PlainModel) -> None:
+    @classmethod
+    def that_runs(cls) -> EndOfBackward:
+        if (last := cls.pending()) is None:
+            last = EndOfBackward(torch._C._current_graph_task_id())
+            cls._last = weakref.ref(last)
+        return last
+
+    def arriving(self, known: PlainParameter) -> None:
         """A gradient of a parameter goes to ``.grad``."""
-        self._models[model] = None
-        model.queued = self._task
-        grad = known.param.grad
-        if known.left is not None and grad is not None and known.left != _mark(grad):
-            if grad.any():  # and was not set to zero
-                self._changed = known
+        self._arrived[known] = None
+        if known.written():
+            self._changed = known
         known.waiting = True
 
     @torch._dynamo.disable(reason="a backward within a compiled function ends with it")
     @torch.no_grad()
     def _finish(self) -> None:
-        if EndOfBackward._last is self:
-            EndOfBackward._last = None
-        by_ranks: dict[Any, list[PlainModel]] = {}
-        for model in sorted(self._models, key=lambda m: m.made):
-            model.queued = None
-            pg = dist.group.WORLD if model.group is None else model.group.pg
-            by_ranks.setdefault(pg, []).append(model)
-            if model.number is None and pg is not None:  # it may have been destroyed
-                model.number = _numbered[pg] = _numbered.get(pg, -1) + 1
-        for models in by_ranks.values():
-            _GradientAverage(sorted(models, key=lambda m: m.number or 0)).run(self._changed)
+        EndOfBackward._last = None
+        groups: dict[Any, list[PlainParameter]] = {}
+        for known in self._arrived:
+            pg = dist.group.WORLD if known.group is None else known.group.pg
+            groups.setdefault(pg, []).append(known)
+        # In one order on all ranks, which may be in several of them.
+        for arrived in sorted(groups.values(), key=lambda arrived: _ranks_of(arrived[0].group)):
+            _GradientAverage(arrived).run(self._changed)
+
+
+def _ranks_of(group: Group | None) -> tuple[list[int], str]:
+    pg = dist.group.WORLD if group is None else group.pg
+    return ([], "") if pg is None else (dist.get_process_group_ranks(pg), pg.group_name)
 
 
 class _GradientAverage:
-    """Of the gradients of ``models`` over the ranks of their group."""
+    """Of the gradients that a backward brought, and that wait since others, over the ranks of one group."""
 
-    def __init__(self, models: Sequence[PlainModel]) -> None:
-        self._models = models
-        found: dict[int, PlainParameter] = {}
-        for model in models:
-            model.refresh()
-            for key, known in model.members.items():
-                found.setdefault(key, known)
-        self._members = list(found.values())
-        self._group = models[0].group
-        self._device = self._members[0].param.device
+    def __init__(self, arrived: Sequence[PlainParameter]) -> None:
+        self._arrived = arrived
+        self._group = arrived[0].group
+        self._device = arrived[0].param.device
 
     def run(self, changed: PlainParameter | None) -> None:
-        members = self._members
-        waiting = [(k, grad) for k in members if k.waiting and (grad := k.param.grad) is not None]
-        sync = any(k.sync for k in members)
-        if changed is not None and changed in members:  # and not of other ranks
-            self._refuse(_partly_summed(changed.name), sync)
-        sparse = next((k for k, grad in waiting if grad.layout is not torch.strided), None)
-        if sparse is not None:
-            self._refuse(_sparse(sparse.name), sync)
-        for known, grad in waiting:
-            known.left = None if known.sync else _mark(grad)
-        if not sync:
-            return
-        if not several_ranks(self._group):  # there were when the gradients came
+        sync = any(known.sync for known in self._arrived)
+        if sync and not several_ranks(self._group):  # there were when the gradients came
             raise TransferError(
                 "the process group over which gradients of parameters that are not sharded were averaged has been "
                 "destroyed; call torch.distributed.destroy_process_group after the last backward"
             )
-        self._meet()
-        used = [k.waiting and k.param.grad is not None and k.sync for k in members]
-        new = [k.param.requires_grad and not k.compared for k in members]
-        flags = torch.tensor([used, new], dtype=torch.uint8, device=self._device)
+        among = AveragedParameters.of(self._pg) if sync else None
+        here = {known: None for known in self._arrived}
+        if among is not None:
+            here |= dict.fromkeys(among.here()) | dict.fromkeys(self._held_back())
+        uses = [known for known in here if known.uses()]
+        if changed is None or changed not in here:  # it may be of other ranks
+            changed = next((k for k in uses if k not in self._arrived and k.written()), None)
+        if changed is not None:
+            self._refuse(_partly_summed(changed.name), sync)
+        sparse = next(
+            (k for k in here if (g := k.param.grad) is not None and g.layout is not torch.strided), None
+        )
+        if sparse is not None:
+            self._refuse(_sparse(sparse.name), sync)
+        for known in self._arrived:
+            grad = known.param.grad
+            known.left = None if known.sync or grad is None else _mark(grad)
+            if known.left is not None:
+                _held_back.add(known)
+        if among is not None:
+            self._average(among, [k for k in uses if k.among is not among])
+
+    def _held_back(self) -> list[PlainParameter]:
+        """Those of these ranks whose gradients wait since backwards under zero.no_sync, in one order."""
+        return sorted(
+            (k for k in _held_back if k.sync and k.left is not None and k.group is self._group),
+            key=lambda known: known.number,
+        )
+
+    def _average(self, among: AveragedParameters, new: Sequence[PlainParameter]) -> None:
+        """Average what waits, of the parameters ``among`` and of ``new`` ones."""
+        if self._meet(among, bool(new)):
+            self._enter(among, new)
+        found = [slot.known(among) for slot in among.slots]
+        said = [_GONE if k is None else _USED if k.uses() else _HERE for k in found]
+        used = self._largest(said)
+        todo = []
+        for slot, known, flag in zip(among.slots, found, used, strict=True):
+            if flag != _USED:
+                continue
+            if known is None:  # this rank has let go of it
+                todo.append(torch.zeros(slot.shape, dtype=slot.dtype, device=self._device))
+                continue
+            if known.param.grad is None:
+                known.param.grad = torch.zeros_like(known.param)
+            todo.append(known.param.grad)
+            known.waiting, known.left = False, None
+            _held_back.discard(known)
+        with answered(self._everyone, _DOING):
+            _average_in_buckets(todo, self._pg)
+        among.slots = [slot for slot, flag in zip(among.slots, used, strict=True) if flag != _GONE]
+
+    def _largest(self, said: Sequence[int]) -> list[int]:
+        """Of what each rank says, a number for each parameter, the largest."""
+        flags = torch.tensor(said, dtype=torch.uint8, device=self._device)
         with answered(self._everyone, _DOING):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pg)
-        used, new = flags.tolist()
-        self._compare([k for k, flag in zip(members, new, strict=True) if flag])
-        todo = [k.param for k, flag in zip(members, used, strict=True) if flag]
-        for p in todo:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        largest: list[int] = flags.tolist()
+        return largest
+
+    def _enter(self, among: AveragedParameters, new: Sequence[PlainParameter]) -> None:
+        """Agree with the other ranks on parameters that come into an average for the first time on one of them.
+
+        Raises:
+            RankMismatchError: on every rank, naming the first parameter that differs, or is not found.
+        """
+        lists: list[Any] = [None] * self._everyone.world
         with answered(self._everyone, _DOING):
-            _average([p.grad for p in todo], self._pg)
-        for known in members:
-            known.waiting &= not known.sync
+            dist.all_gather_object(lists, _described(new), group=self._pg)
+        matched = match(lists)
+        here = self._everyone.rank
+        found: dict[int, PlainParameter] = {i: new[m.at[here]] for i, m in enumerate(matched) if here in m.at}
+        for i, m in enumerate(matched):
+            if i not in found and (known := _find_like(m.described, [*new, *found.values()])) is not None:
+                found[i] = known
+        flags = self._largest([_HERE if i in found else _MISSING for i in range(len(matched))])
+        if _MISSING in flags:
+            raise not_found(matched[flags.index(_MISSING)], matched, len(lists))
+        for i, m in enumerate(matched):
+            among.add(m.described.name, found[i])
 
     def _refuse(self, error: GradientError, sync: bool) -> NoReturn:
         """Raise ``error``, also on ranks that begin an average."""
-        for known in self._members:
+        for known in self._arrived:
             known.left = None
         if sync and several_ranks(self._group):
             cannot_begin(self._everyone, error)
@@ -316,62 +352,60 @@ class _GradientAverage:
 
     @property
     def _pg(self) -> Any:
-        return None if self._group is None else self._group.pg
+        return self._everyone.pg
 
-    def _meet(self) -> None:
-        """Before the first collective of an average: all ranks are in one, of the same models.
+    def _meet(self, among: AveragedParameters, new: bool) -> bool:
+        """Before the first collective of an average: all ranks are in one, of the same parameters. Whether one of them
+        has ``new`` ones.
 
         Raises:
             RankMismatchError: on every rank, naming the first difference.
             TransferError: a peer did not answer.
         """
-        which = ", ".join(str(model.number) for model in self._models)
-        rows = [(id(k.param), k.name, tuple(k.param.shape), k.param.dtype, k.sync) for k in self._members]
+        rows = []
+        for slot in among.slots:
+            known = slot.known(among)
+            rows.append((slot.name, slot.shape, slot.dtype, known is not None and not known.sync))
 
         def text() -> str:
-            held = ", ".join(name for _, name, _, _, sync in rows if not sync)
-            each = [f"parameter {name}: {list(shape)} {dtype}" for _, name, shape, dtype, _ in rows]
-            return "\n".join(
-                [_DOING, f"models {which}, as they were first averaged", *each, f"in zero.no_sync: {held}"]
-            )
+            held = ", ".join(name for name, _, _, held in rows if held)
+            each = [f"parameter {name}: {list(shape)} {dtype}" for name, shape, dtype, _ in rows]
+            return "\n".join([_DOING, *each, f"in zero.no_sync: {held}"])
 
-        first = self._models[0]
-        if first.digest[0] != (which, rows):
-            first.digest = (which, rows), short_digest(text())
-        meet(self._everyone, first.digest[1], text, _DOING)
-
-    def _compare(self, new: Sequence[PlainParameter]) -> None:
-        """Before the first average of parameters: ranks began with the same values, which nobody sent around.
-
-        Raises:
-            RankMismatchError: on every rank, naming the first parameter that differs.
-        """
-        if not new:
-            return
-        sums = torch.stack([_sum_of(k.param).to(self._device) for k in new])
-        most = torch.cat([sums, ~sums])
-        with answered(self._everyone, _DOING):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._pg)
-        highest, lowest = most[: len(new)], ~most[len(new) :]
-        differ = (highest != lowest).nonzero().flatten().tolist()
-        if differ:
-            raise RankMismatchError(
-                f"ranks have different values of parameter {new[differ[0]].name!r}, which is not sharded: build the "
-                "model under the same seed on every rank, or load the same checkpoint"
-            )
-        for known in new:
-            known.compared = True
+        if among.digest[0] != rows:
+            among.digest = rows, short_digest(text())
+        return any(more[0] for more in meet(self._everyone, among.digest[1], text, _DOING, bytes([new])))
 
 
-def _sum_of(param: nn.Parameter) -> torch.Tensor:
-    """A number of 64 bits that depends on every byte and on its place: exact, whatever the order in which a machine
-    adds."""
-    total = torch.zeros((), dtype=torch.int64, device=param.device)
-    for part in param.detach().reshape(-1).view(torch.uint8).split(_COMPARED_BYTES):
-        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
-        places = 2 * torch.arange(words.numel(), device=param.device) + 1
-        total = total * 1_000_003 + (words * places).sum()
-    return total
+def _never_averaged() -> list[PlainParameter]:
+    """Those that this rank trains, in the order in which it came to know them."""
+    return sorted(
+        (k for k in _averaged if k.among is None and k.param.requires_grad), key=lambda known: known.number
+    )
+
+
+def _described(new: Sequence[PlainParameter]) -> list[Described]:
+    """``new`` parameters of this rank, for others."""
+    alike: dict[object, list[PlainParameter]] = {}
+    for known in _never_averaged():
+        alike.setdefault(_form(known), []).append(known)
+    out = []
+    for known in new:
+        value, among = value_of(known.param), alike.get(_form(known), [])
+        equal = [k for k in among if k is known or value_of(k.param) == value] if len(among) > 1 else among
+        place = equal.index(known) if known in equal else 0
+        out.append(Described(known.name, tuple(known.param.shape), str(known.param.dtype), value, place))
+    return out
+
+
+def _form(known: PlainParameter) -> tuple[object, ...]:
+    return known.name, known.param.shape, known.param.dtype
+
+
+def _find_like(wanted: Described, taken: Sequence[PlainParameter]) -> PlainParameter | None:
+    """This rank's parameter that another rank describes, where it is none of those ``taken``."""
+    used = set(map(id, taken))
+    return known_of(find_like(wanted, [(k.name, k.param) for k in _never_averaged() if id(k) not in used]))
 
 
 def _partly_summed(name: str) -> GradientError:
@@ -397,7 +431,7 @@ def _mark(grad: torch.Tensor) -> tuple[int, int]:
 
 def _known(params: Iterable[object]) -> list[PlainParameter]:
     """What is known of those ``params`` that are plain and averaged."""
-    return [k for k in map(known_of, params) if k is not None and k.models]
+    return [k for k in map(known_of, params) if k is not None and k.averaged]
 
 
 def check_averaged(params: Iterable[object]) -> None:
@@ -417,19 +451,17 @@ def averaged_over(params: Iterable[object]) -> list[Group]:
     """Groups of ranks that average gradients of ``params``."""
     found = {}
     for known in _known(params):
-        model = known.models[-1]
-        if several_ranks(model.group):
-            found[id(model.group)] = model.group or make_group(None, known.param.device)
+        if several_ranks(known.group):
+            found[id(known.group)] = known.group or make_group(None, known.param.device)
     return list(found.values())
 
 
 def averages_follow(params: Iterable[object]) -> bool:
-    """Whether gradients of ``params`` are averaged later at the end of the backward that ends now."""
-    running = torch._C._current_graph_task_id()
-    return any(model.queued == running for known in _known(params) for model in known.models)
+    """Whether gradients of ``params`` may be averaged later at the end of the backward that ends now."""
+    return EndOfBackward.pending() is not None and bool(_known(params))
 
 
-def _average(grads: Sequence[Any], pg: dist.ProcessGroup) -> None:
+def _average_in_buckets(grads: Sequence[torch.Tensor], pg: dist.ProcessGroup) -> None:
     """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype. Divided first, as by DDP: a sum of
     halves may be more than a half can be."""
     world = dist.get_world_size(pg)

@@ -22,13 +22,16 @@ from ..tensors.partial_numbers import watch_numbers
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from ..torch_cpp import some_have
-from .ddp_fallback import ATTRIBUTE, check_averaged, forget
+from .ddp_fallback import ATTRIBUTE, check_averaged
 from .mixed_operands import sharded_rule, watch_operands
 from .penalties import watch_terms
+from .plain_modules import check_all_known
 
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
 _FIRST_STEPS = 3
+_LOOKED = "_zero_looked"  # of an optimizer: how many steps have looked for parameters that nobody averages
+_LOOKS = 2
 # Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
 STALE = "_zero_stale"
 _installed = False
@@ -68,7 +71,6 @@ def mark_stale(old: torch.Tensor, name: str, by: str) -> None:
     """The call ``by`` has put another parameter in place of ``old``: an optimizer that holds that says so at its next
     step, and a backward in which it is given a gradient at once."""
     guard_optimizers()
-    forget(old)
     old.__dict__[STALE] = name, by
     if old.requires_grad and not isinstance(old, DTensor):
         kept = weakref.ref(old)
@@ -87,7 +89,7 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
 
     Raises:
         ShardError: naming the first stale parameter.
-        GradientError: before anything was written.
+        GradientError: before anything was written; also of a parameter that nobody averages, in the first steps.
     """
     closure = kwargs.get("closure") if kwargs else None
     closure = args[1] if closure is None and len(args) > 1 else closure
@@ -97,6 +99,9 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
             check_reduced(group["params"])
         # At every step: a model may be sharded between two steps of an optimizer.
         _check_params(optimizer, group["params"])
+    if not torch.compiler.is_compiling() and (steps := optimizer.__dict__.get(_LOOKED, 0)) < _LOOKS:
+        optimizer.__dict__[_LOOKED] = steps + 1
+        check_all_known(optimizer)
     # Dynamo traces this, with the step of an optimizer that is compiled.
     if not any(hasattr(param, MANAGED) for group in optimizer.param_groups for param in group["params"]):
         return

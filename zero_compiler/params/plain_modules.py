@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,20 +17,15 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import GradientError
 from ..ranks.group import Group
-from .ddp_fallback import (
-    PlainModel,
-    forget,
-    is_plain,
-    known_of,
-    plain_parameter,
-    plain_parameters,
-    several_ranks,
-)
+from .ddp_fallback import is_averaged, is_plain, known_of, plain_parameter, plain_parameters, several_ranks
 from .held import at_rest
 
 log = logging.getLogger("zero_compiler")
-_model_of = WeakIdKeyDictionary()  # a module that is averaged, and every module in it: its PlainModel
+# A module that is averaged, and every module in it: what it is called there, and the ranks.
+_watched = WeakIdKeyDictionary()
+_said = WeakIdKeyDictionary()  # modules of which a warning has said that they train as stage 0
 
 
 def watched(
@@ -55,25 +49,17 @@ def watched(
     ]
     if not at:
         return compiled
-    in_modules = {i for i in at if _in_module(sources[i])}
-    read: weakref.WeakValueDictionary[tuple[int, ...], PlainModel] = weakref.WeakValueDictionary()
+    names = {i: name for i in at if (name := _name_in_module(sources[i])) is not None}
 
     def look(args: Sequence[Any]) -> None:
-        """What these parameters are averaged with is what this call reads, whoever has read them since."""
-        ids = tuple(id(args[i]) for i in at)
-        model = read.get(ids)
-        known = [] if model is None else [model.members.get(i) for i in ids]
-        if model is not None and all(k and k.param is args[i] for k, i in zip(known, at, strict=True)):
-            if any(k and k.models[-1] is not model for k in known):
-                model.take()
+        """Whether it reads parameters that nobody knows of, as it does at its first call, and for another model."""
+        if all(is_averaged(args[i]) for i in at):
             return
-        model = watch([args[i] for i in at], found=[args[i] for i in at if i in in_modules])
-        if model is not None:
-            read[ids] = model
-            for group in groups:
-                model.over(group)
-            if interrupted:
-                _say_interrupted(sys._getframe(2))
+        if (
+            watch([args[i] for i in at], {id(args[i]): name for i, name in names.items()}, groups)
+            and interrupted
+        ):
+            _say_interrupted(sys._getframe(2))
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
@@ -88,13 +74,17 @@ def watched(
     return call
 
 
-def _in_module(source: Any) -> bool:
-    """Whether Dynamo finds a parameter in a module, and not as an argument or a local variable."""
+def _name_in_module(source: Any) -> str | None:
+    """What a parameter is called that Dynamo finds in a module; None of an argument or a local variable."""
+    parts: list[str] = []
+    found = False
     while source is not None:
-        if getattr(source, "member", None) == "_parameters":
-            return True
+        member = getattr(source, "member", getattr(source, "index", getattr(source, "local_name", None)))
+        found |= member == "_parameters"
+        if isinstance(member, (str, int)) and member not in ("_parameters", "_modules", "_buffers"):
+            parts.append(str(member))
         source = getattr(source, "base", None)
-    return False
+    return ".".join(reversed(parts)) if found else None
 
 
 def watch_compiled(is_ours: Callable[[object], bool]) -> None:
@@ -109,14 +99,8 @@ def watch_compiled(is_ours: Callable[[object], bool]) -> None:
     def module_registered(parent: nn.Module, name: str, module: object) -> None:
         if torch.compiler.is_compiling() or not isinstance(module, nn.Module):
             return
-        if (model := _model_of.get(parent)) is not None:
-            replaced = parent._modules.get(name)
-            for param in () if replaced is None else plain_parameters(replaced).values():
-                forget(param)
-            for part in module.modules():
-                _model_of[part] = model
-            for param in plain_parameters(module).values():
-                _add(model, param)
+        if (place := _watched.get(parent)) is not None:
+            _watch_module(module, f"{place[0]}{name}.", place[1])
         # torch says of every module what it is registered in, and Dynamo's wrapper registers the model.
         if name != "_orig_mod" or not isinstance(parent, OptimizedModule):
             return
@@ -125,63 +109,64 @@ def watch_compiled(is_ours: Callable[[object], bool]) -> None:
             made = made.f_back  # type: ignore[assignment]
         callback = getattr(made.f_locals.get("dynamo_ctx"), "callback", None) if made is not None else None
         if callable(callback) and is_ours(innermost_backend(callback)):
-            _model([module])
+            _watch_module(module, "", _largest(_groups_of(module)))
 
     def parameter_registered(parent: nn.Module, name: str, param: object) -> None:
-        if torch.compiler.is_compiling() or (model := _model_of.get(parent)) is None:
+        if torch.compiler.is_compiling() or (place := _watched.get(parent)) is None:
             return
-        replaced = parent._parameters.get(name)
-        if replaced is not None and replaced is not param:
-            forget(replaced)
         if isinstance(param, nn.Parameter) and is_plain(param):
-            _add(model, param)
+            _average(param, f"{place[0]}{name}", place[1])
 
     torch.nn.modules.module.register_module_module_registration_hook(module_registered)
     torch.nn.modules.module.register_module_parameter_registration_hook(parameter_registered)
 
 
-def _add(model: PlainModel, param: nn.Parameter) -> None:
+def _average(param: nn.Parameter, name: str, group: Group | None) -> None:
     if (known := plain_parameter(param)) is not None:
-        model.add(known)
+        known.average(name, group)
 
 
-def _model(roots: Sequence[nn.Module], found: Sequence[nn.Parameter] = ()) -> PlainModel:
-    """What averages the plain parameters of ``roots``, and those that were ``found``, from now on."""
-    model: PlainModel | None = _model_of.get(roots[0]) if roots else None
-    if model is None or found or model.roots != list(roots):
-        model = PlainModel(roots, found)
-    for root in roots:
-        model.over(_ranks_of(root))
-        for part in root.modules():
-            _model_of[part] = model
-    model.take()
-    return model
+def _watch_module(module: nn.Module, prefix: str, group: Group | None) -> None:
+    """Average the plain parameters of ``module``, and those that it is given later, over ``group``."""
+    for name, part in module.named_modules(prefix=prefix.rstrip(".")):
+        _watched[part] = f"{name}." if name else "", group
+    for name, param in plain_parameters(module).items():
+        _average(param, f"{prefix}{name}", group)
 
 
-def watch(params: Sequence[nn.Parameter], found: Sequence[nn.Parameter] = ()) -> PlainModel | None:
-    """See to it that plain parameters which a frame reads, and all others of its models, are averaged.
+def watch(
+    params: Sequence[nn.Parameter], names: dict[int, str] | None = None, groups: Sequence[Group] = ()
+) -> bool:
+    """See to it that plain parameters which a frame reads, and all others of its models, are averaged. Whether there
+    are any.
 
     A parameter that is of no module is the caller's own (an argument, or made for this call): its gradient stays that
     of this rank, as that of any other tensor.
 
     Args:
         params: plain parameters, as the frame is given them.
-        found: those of them that Dynamo found in a module, whichever that is.
+        names: by their identity, of those that Dynamo found in a module, whichever that is.
+        groups: of ranks that train what the frame reads of sharded models.
     """
     models = _models_of(params)
-    averaged = {id(p) for one in models for p in plain_parameters(one).values()}
-    others = [p for p in found if id(p) not in averaged]
-    averaged |= set(map(id, others))
+    in_models = {id(p) for one in models for p in plain_parameters(one).values()}
+    others = [p for p in params if id(p) in (names or {}) and id(p) not in in_models]
+    averaged = in_models | set(map(id, others))
     own = [p for p in params if p.requires_grad and id(p) not in averaged and known_of(p) is None]
     if own and several_ranks(None):
         _say_own(tuple(own[0].shape))
     if not averaged:
-        return None
-    model = _model(models, others)
-    if not model.said:
-        model.said = True
+        return False
+    new = [p for p in others if known_of(p) is None]
+    for one in models:
+        _watch_module(one, "", _largest([*groups, *_groups_of(one)]))
+    for param in others:
+        _average(param, (names or {})[id(param)], _largest(groups))
+    if new or any(one not in _said for one in models):
         _say_averaged(models, others)
-    return model
+    for one in models:
+        _said[one] = True
+    return True
 
 
 def watch_beside(model: nn.Module) -> None:
@@ -192,15 +177,54 @@ def watch_beside(model: nn.Module) -> None:
             watch(left)
 
 
-def _ranks_of(model: nn.Module) -> Group | None:
-    """The ranks that train the sharded parts of a model: its plain parts are theirs too.
+def check_all_known(optimizer: torch.optim.Optimizer) -> None:
+    """Of what an optimizer steps, see to it that nothing is trained by each rank alone that seems to be averaged.
 
-    None, for all ranks, where nothing is sharded. Of parts on several meshes the largest counts.
+    A warning, once for each kind of optimizer, is of a parameter beside averaged or sharded ones; it may be averaged by
+    the user's own code.
+
+    Raises:
+        GradientError: a module that is averaged has a parameter of which torch has told nobody.
     """
-    parts = (
-        m.__dict__["_zero"].sharded_model.group.everyone for m in model.modules() if "_zero" in m.__dict__
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    left = [p for p in params if is_plain(p) and p.grad is not None and not is_averaged(p)]
+    if not left or not several_ranks(None):
+        return
+    inside = {
+        id(p): f"{place[0]}{name}" for m, place in _watched.items() for name, p in m._parameters.items()
+    }
+    for p in left:
+        if id(p) in inside:
+            raise GradientError(
+                f"the gradient of parameter {inside[id(p)]!r} is that of this rank alone: it came into a module that "
+                "was compiled before by a way of which torch tells nobody (to_empty, a lazy module, "
+                "Sequential.insert); do that before torch.compile, or call zero.shard(model, stage=0)"
+            )
+    if any(is_averaged(p) or not is_plain(p) for p in params):
+        _say_left(type(optimizer).__name__, tuple(left[0].shape), len(left))
+
+
+@functools.cache
+def _say_left(optimizer: str, shape: tuple[int, ...], count: int) -> None:
+    log.warning(
+        "%s steps %d parameters, the first of shape %s, with the gradient of this rank alone, beside others whose "
+        "gradients are averaged over ranks: compile one module that has them all, or call zero.shard on theirs",
+        optimizer,
+        count,
+        list(shape),
     )
-    return max(parts, key=lambda group: group.world, default=None)
+
+
+def _groups_of(model: nn.Module) -> list[Group]:
+    """The ranks that train the sharded parts of a model: its plain parts are theirs too."""
+    return [
+        m.__dict__["_zero"].sharded_model.group.everyone for m in model.modules() if "_zero" in m.__dict__
+    ]
+
+
+def _largest(groups: Sequence[Group]) -> Group | None:
+    """None, for all ranks, where nothing is sharded."""
+    return max(groups, key=lambda group: group.world, default=None)
 
 
 def _say_averaged(models: Sequence[nn.Module], others: Sequence[nn.Parameter]) -> None:

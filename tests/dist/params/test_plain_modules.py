@@ -423,17 +423,43 @@ def test_blocks_of_which_ranks_skip_different_ones():
 
 
 def one_each(rank, world):
-    """Ranks that train different models of one class are told so."""
-    holder = Holder(nn.Linear(4, 2), nn.Linear(4, 2))
-    for call in holder.calls:
-        square(call(rows(rank))).backward()
-    with pytest.raises(RankMismatchError, match="models 0, as they were first averaged"):
-        square(holder.calls[rank](rows(rank))).backward()
+    """Ranks that train different models of one class, which have equal values or others: of each the gradient is zero
+    where it was not used."""
+    for equal in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        holder = Holder(nn.Linear(4, 2), nn.Linear(4, 2))
+        if equal:
+            holder.parts[1].load_state_dict(holder.parts[0].state_dict())
+        twins = copy.deepcopy(holder.parts)
+        for step in range(3):
+            for i in (0, 1) if step == 1 or equal else ((rank + step) % 2,):
+                square(holder.calls[i](rows(rank, step))).backward()
+                square(twins[i](rows(rank, step))).backward()
+            for i, (ours, twin) in enumerate(zip(holder.parts, twins, strict=True)):
+                same_gradients(ours, twin, f"equal: {equal}, step {step}, model {i}")
+                ours.zero_grad()
+                twin.zero_grad()
     return True
 
 
 def test_ranks_that_train_different_models():
     assert run_ranks(one_each, 2, timeout=200) == [True, True]
+
+
+def not_told_apart(rank, world):
+    """Of two models with equal values and names each rank trains another one first."""
+    holder = Holder(*(nn.Linear(4, 2) for _ in range(2)))
+    for part in holder.parts:
+        nn.init.zeros_(part.weight)
+        nn.init.zeros_(part.bias)
+    with pytest.raises(RankMismatchError, match="nothing says which of them is which on another rank"):
+        square(holder.calls[rank](rows(rank))).backward()
+    return True
+
+
+def test_copies_that_nothing_tells_apart():
+    assert run_ranks(not_told_apart, 2, timeout=200) == [True, True]
 
 
 # --- what leaves a model -----------------------------------------------------------------------------------------

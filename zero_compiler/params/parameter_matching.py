@@ -1,0 +1,164 @@
+"""Which plain parameter of this rank is which of another rank's, at their first average (`ddp_fallback.py`).
+
+Ranks run one script, and still may know a parameter by different names, have different ones in their first backward, or
+have compiled other code before. What tells one parameter from another is then its values, which all ranks began with,
+and the last parts of its name; of several that are equal in these, as two copies of a model are, the order in which
+their gradients came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import RankMismatchError
+
+_PART_BYTES = 1 << 20  # of a parameter at a time
+
+
+@dataclass(frozen=True)
+class Described:
+    """A parameter, as its rank describes it to the others.
+
+    Args:
+        value: see :func:`value_of`.
+        place: among those of its rank that are equal in all this and were never averaged, in the order in which they
+            were found; 0 for nearly all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    value: int
+    place: int = 0
+
+    def like(self, other: Described) -> bool:
+        """Whether both may be one parameter, seen from two ranks."""
+        return self._form == other._form and self.value == other.value and names_agree(self.name, other.name)
+
+    @property
+    def _form(self) -> tuple[tuple[int, ...], str]:
+        return self.shape, self.dtype
+
+
+@dataclass
+class Matched:
+    """One parameter and where it stands in the lists of the ranks that have it there."""
+
+    described: Described
+    at: dict[int, int] = field(default_factory=dict)
+
+
+def names_agree(a: str, b: str) -> bool:
+    """Whether one name is the end of the other: a rank may have found the parameter in a module around the model."""
+    short, long = sorted((a, b), key=len)
+    return long == short or long.endswith(f".{short}")
+
+
+def match(lists: Sequence[Sequence[Described]]) -> list[Matched]:
+    """The parameters of which ``lists`` has the descriptions, a list for each rank: in one order, on every rank.
+
+    A parameter need not be in every list: ranks may have used different ones.
+
+    Raises:
+        RankMismatchError: nothing tells two parameters apart.
+    """
+    first = lists[0]
+    if all(len(one) == len(first) and all(map(Described.like, first, one)) for one in lists):
+        found = [Matched(each, {rank: i for rank in range(len(lists))}) for i, each in enumerate(first)]
+    else:
+        found = _match_apart(lists)
+    for each in found:
+        if len({lists[rank][i].place for rank, i in each.at.items()}) > 1:
+            raise _ambiguous(each.described.name)
+    return found
+
+
+def _match_apart(lists: Sequence[Sequence[Described]]) -> list[Matched]:
+    found: list[Matched] = []
+    left = [list(range(len(one))) for one in lists]
+    for rank, mine in enumerate(lists):
+        for i in left[rank]:
+            each = Matched(mine[i], {rank: i})
+            for other in range(rank + 1, len(lists)):
+                j = _find(mine[i], [(j, lists[other][j]) for j in left[other]])
+                if j is not None:
+                    each.at[other] = j
+                    left[other].remove(j)
+            found.append(each)
+        left[rank] = []
+    return found
+
+
+def _find(wanted: Described, among: Sequence[tuple[int, Described]]) -> int | None:
+    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it."""
+    alike = [(j, other) for j, other in among if wanted.like(other)]
+    named = [(j, other) for j, other in alike if wanted.name == other.name] or alike
+    placed = [(j, other) for j, other in named if wanted.place == other.place] or named
+    if len(placed) > 1 and len({other.name for _, other in placed}) > 1:
+        raise _ambiguous(wanted.name)
+    return placed[0][0] if placed else None
+
+
+def find_like(wanted: Described, known: Sequence[tuple[str, nn.Parameter]]) -> nn.Parameter | None:
+    """This rank's parameter that another one describes, of those that are ``known`` here and were never averaged; None:
+    there is none, or nothing says which."""
+    near = [
+        (name, p)
+        for name, p in known
+        if (tuple(p.shape), str(p.dtype)) == (wanted.shape, wanted.dtype) and names_agree(name, wanted.name)
+    ]
+    alike = [(name, p) for name, p in near if value_of(p) == wanted.value]
+    named = [p for name, p in alike if name == wanted.name] or [p for _, p in alike]
+    if wanted.place < len(named) and (len(named) == 1 or len({name for name, _ in alike}) == 1):
+        return named[wanted.place]
+    return named[0] if len(named) == 1 else None
+
+
+def _ambiguous(name: str) -> RankMismatchError:
+    return RankMismatchError(
+        f"ranks have several parameters {name!r}, which are not sharded and have equal values, and nothing says which "
+        "of them is which on another rank: train them in one order on all ranks, or compile one module that has all"
+    )
+
+
+def not_found(wanted: Matched, found: Sequence[Matched], world: int) -> RankMismatchError:
+    """On every rank: one of them knows no such parameter, of all that were :func:`match`-ed."""
+    name, shape = wanted.described.name, list(wanted.described.shape)
+    alone = [each.described for each in found if set(each.at) - set(wanted.at)]
+    if any(other.name == name and list(other.shape) == shape for other in alone):
+        return RankMismatchError(
+            f"ranks have different values of parameter {name!r}, which is not sharded: build the model under the same "
+            "seed on every rank, or load the same checkpoint"
+        )
+    ranks = [rank for rank in range(world) if rank not in wanted.at]
+    others = "".join(f"; there {o.name!r} of shape {list(o.shape)} got one" for o in alone[:1])
+    return RankMismatchError(
+        f"parameter {name!r} of shape {shape}, which is not sharded, got its first gradient on rank "
+        f"{min(wanted.at)} of {world}, and none that began with the same values is known on rank "
+        f"{', '.join(map(str, ranks))}{others}: compile one module that has it on every rank, and build that under the "
+        "same seed or load the same checkpoint"
+    )
+
+
+def value_of(param: torch.Tensor) -> int:
+    """A number of 64 bits that depends on every byte of a parameter and on its place: exact, in whichever order a
+    machine adds."""
+    total = torch.zeros((), dtype=torch.int64, device=param.device)
+    data = param.detach().contiguous()
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    for part in data.reshape(-1).view(torch.uint8).split(_PART_BYTES):
+        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
+        places = 2 * torch.arange(words.numel(), device=param.device) + 1
+        total = total * 1_000_003 + _mixed(_mixed(words) * places).sum()
+    return int(total)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Each word with its upper bits in the lower ones too: of a product the lower bits alone depend on all of it."""
+    words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * -7046029254386353131  # an odd number, as in splitmix64
+    return words ^ ((words >> 29) & 0x7FFFFFFFF)
