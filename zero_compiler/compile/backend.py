@@ -105,7 +105,9 @@ def zero(
         raise
 
 
-plain_modules.watch_compiled(lambda backend: getattr(backend, "compiler_fn", backend) is zero)
+plain_modules.watch_compiled(
+    lambda backend: getattr(backend, "compiler_fn", backend) is zero, guard_optimizers
+)
 
 
 def _handed_on(error: ZeroError, frame: object) -> ZeroError:

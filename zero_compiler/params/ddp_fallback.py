@@ -51,7 +51,7 @@ class PlainParameter:
 
     Attributes:
         averaged: over the ranks of ``group`` (None: all), and not a parameter that nothing compiled has to do with.
-        name: in the module in which it was found last.
+        name: the shortest one by which it was found: a rank alone may have modules around a model.
         waiting: to its ``.grad`` this rank alone has added. What else is in it is equal on all ranks, and so is left as
             it is by an average.
         left: ``.grad`` as the last backward under zero.no_sync left it.
@@ -75,6 +75,9 @@ class PlainParameter:
         try:
             # A hook outlasts freezing, and nothing would say that the parameter is trained again.
             param.requires_grad_(True)
+            if param._backward_hooks is not None:
+                # torch.utils.swap_tensors takes them along, and not what calls them: this puts that there again.
+                param._backward_hooks = param._backward_hooks
             param.__dict__.setdefault(HOOKS, set()).add(param.register_hook(self._arriving).id)
         finally:
             param.requires_grad_(trained)
@@ -88,14 +91,14 @@ class PlainParameter:
         if not self.averaged:
             self.averaged, self.waiting = True, self.param.grad is not None
             _averaged.add(self)
-        self.name = name
+        self.name = min(filter(None, (self.name, name)), key=len, default=name)
         if group is not None and (self.group is None or group.world > self.group.world):
             self.group = group
 
     @torch._dynamo.disable(reason="a backward within a compiled function runs it")
     def _arriving(self, grad: torch.Tensor) -> None:
         """A gradient was made, which is to be averaged if it goes to ``.grad``."""
-        if not (self.averaged and goes_to_grad(self.param)):
+        if not (self.averaged and known_of(self.param) is self and goes_to_grad(self.param)):
             return
         if self.among is not None or several_ranks(self.group):
             EndOfBackward.that_runs().arriving(self)
@@ -380,7 +383,8 @@ class _GradientAverage:
 def _never_averaged() -> list[PlainParameter]:
     """Those that this rank trains, in the order in which it came to know them."""
     return sorted(
-        (k for k in _averaged if k.among is None and k.param.requires_grad), key=lambda known: known.number
+        (k for k in _averaged if k.among is None and k.param.requires_grad and not k.param.is_meta),
+        key=lambda known: known.number,
     )
 
 

@@ -1,8 +1,8 @@
 """Which parameters that are not sharded are averaged (`ddp_fallback.py`): those of modules that are compiled, or that
 compiled code calls.
 
-A module that is given to ``torch.compile`` is known as a whole. Of a function, or a method, the backend is given
-graphs: the modules that these read are found when the function is called.
+A module that is given to ``torch.compile`` is known as a whole, and one whose forward calls what was compiled. Of a
+function, or a method, the backend is given graphs: the modules that these read are found when the function is called.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .held import at_rest
 log = logging.getLogger("zero_compiler")
 # A module that is averaged, and every module in it: what it is called there, and the ranks.
 _watched = WeakIdKeyDictionary()
+_CALL_MODULE = nn.Module._call_impl.__code__
 _said = WeakIdKeyDictionary()  # modules of which a warning has said that they train as stage 0
 
 
@@ -52,7 +53,11 @@ def watched(
     names = {i: name for i in at if (name := _name_in_module(sources[i])) is not None}
 
     def look(args: Sequence[Any]) -> None:
-        """Whether it reads parameters that nobody knows of, as it does at its first call, and for another model."""
+        """Whether it reads parameters that nobody knows of, as it does at its first call, and for another model; or
+        is called by a module that nobody knows of."""
+        around = _outermost_module()
+        if around is not None and around not in _watched:
+            _watch_module(around, "", _largest([*groups, *_groups_of(around)]))
         if all(is_averaged(args[i]) for i in at):
             return
         if (
@@ -74,6 +79,17 @@ def watched(
     return call
 
 
+def _outermost_module() -> nn.Module | None:
+    """The module whose forward the rest runs in."""
+    frame, outermost = sys._getframe(1), None
+    while frame is not None:
+        if frame.f_code is _CALL_MODULE:
+            outermost = frame
+        frame = frame.f_back  # type: ignore[assignment]
+    module = None if outermost is None else outermost.f_locals["self"]
+    return getattr(module, "_orig_mod", module)
+
+
 def _name_in_module(source: Any) -> str | None:
     """What a parameter is called that Dynamo finds in a module; None of an argument or a local variable."""
     parts: list[str] = []
@@ -87,12 +103,13 @@ def _name_in_module(source: Any) -> str | None:
     return ".".join(reversed(parts)) if found else None
 
 
-def watch_compiled(is_ours: Callable[[object], bool]) -> None:
+def watch_compiled(is_ours: Callable[[object], bool], found: Callable[[], None]) -> None:
     """From now on, see to it that a model given to ``torch.compile`` is averaged also where Dynamo captures nothing of
     it (an RNN, a graph break within a loop): then nobody asks the backend. So is what such a module is given later.
 
     Args:
         is_ours: whether a backend, as ``torch.compile`` holds it, is this one.
+        found: is called when there is such a model.
     """
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
@@ -109,6 +126,7 @@ def watch_compiled(is_ours: Callable[[object], bool]) -> None:
             made = made.f_back  # type: ignore[assignment]
         callback = getattr(made.f_locals.get("dynamo_ctx"), "callback", None) if made is not None else None
         if callable(callback) and is_ours(innermost_backend(callback)):
+            found()
             _watch_module(module, "", _largest(_groups_of(module)))
 
     def parameter_registered(parent: nn.Module, name: str, param: object) -> None:
@@ -190,9 +208,7 @@ def check_all_known(optimizer: torch.optim.Optimizer) -> None:
     left = [p for p in params if is_plain(p) and p.grad is not None and not is_averaged(p)]
     if not left or not several_ranks(None):
         return
-    inside = {
-        id(p): f"{place[0]}{name}" for m, place in _watched.items() for name, p in m._parameters.items()
-    }
+    inside = {id(p): f"{place[0]}{name}" for m, place in _watched.items() for name, p in at_rest(m)}
     for p in left:
         if id(p) in inside:
             raise GradientError(

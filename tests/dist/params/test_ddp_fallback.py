@@ -238,6 +238,29 @@ class Rare(nn.Module):
         return (y * self.rare if rare else y).sum()
 
 
+def skipped_after_no_sync(rank, world):
+    """A gradient that waited and was set to None waits for nothing: what comes later was written by nobody."""
+    torch.manual_seed(0)
+    ours = Rare()
+    twin = copy.deepcopy(ours)
+    call = torch.compile(ours, backend="zero", options={"compute": "aten"})
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    with zero.no_sync(call):
+        call(x, True).backward()
+    ours.zero_grad()
+    for rare in (rank == 0, True):
+        call(x, rare).backward()
+        twin(x, rare).backward()
+    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(p.grad, q.grad / world)
+    return True
+
+
+def test_a_step_that_was_skipped_after_no_sync():
+    assert run_ranks(skipped_after_no_sync, 2, timeout=200) == [True, True]
+
+
 def accumulating(rank, world):
     """Every order of four of: a backward, one under no_sync, both forms of zero_grad; the last is a backward."""
     torch.manual_seed(0)

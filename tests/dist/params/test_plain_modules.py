@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
-from zero_compiler.errors import RankMismatchError
+from zero_compiler.errors import GradientError, RankMismatchError
 from zero_compiler.params import plain_modules
 
 pytestmark = pytest.mark.dist
@@ -462,6 +462,195 @@ def test_copies_that_nothing_tells_apart():
     assert run_ranks(not_told_apart, 2, timeout=200) == [True, True]
 
 
+class Trainer:
+    """No module: Dynamo is given one of its methods, and finds the modules in it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.call = compiled(self.loss)
+
+    def loss(self, x, flipped=False):
+        return square(self.a(self.b(x)) if flipped else self.b(self.a(x)))
+
+
+def in_a_trainer(rank, world):
+    """Sizes, directions and compilations come at other steps on other ranks."""
+    for kind in ("sizes", "directions", "directions first", "reset"):
+        torch._dynamo.reset()
+        ours, twin = Trainer(), Trainer()
+        for step in range(4):
+            x = rows(rank, step)
+            flipped = False
+            if kind == "sizes":
+                x = x[: 2 if step < 1 + rank else 3]
+            elif kind == "reset" and rank == step == 1:
+                torch._dynamo.reset()
+            elif kind == "directions first" or (kind == "directions" and step):
+                flipped = (rank + step) % 2 == 0
+            ours.call(x, flipped).backward()
+            twin.loss(x, flipped).backward()
+            for mine, theirs in ((ours.a, twin.a), (ours.b, twin.b)):
+                same_gradients(mine, theirs, f"{kind}, step {step}")
+                mine.zero_grad()
+                theirs.zero_grad()
+    return True
+
+
+def test_in_a_trainer_that_is_no_module():
+    assert run_ranks(in_a_trainer, 2, timeout=200) == [True, True]
+
+
+def one_rank_does_more(rank, world):
+    """A rank alone keeps a module around the model, trains a copy under zero.no_sync, and validates with gradients."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    twin, copied = copy.deepcopy(ours), copy.deepcopy(ours)
+    call, other = compiled(ours), compiled(copied)
+    around = nn.Sequential(ours, nn.Softmax(-1)) if rank == 0 else None
+    if around is not None:
+        with zero.no_sync(copied):
+            square(other(rows(rank))).backward()
+        copied.zero_grad()
+        compiled(around)(rows(rank, 5)[:2])
+    for step in range(2):
+        if rank == 1:
+            call(rows(rank, 7)[:1])
+        (square(call(rows(rank, step))) + 2 * square(other(rows(rank, step)))).backward()
+        square(twin(rows(rank, step))).backward()
+        same_gradients(ours, twin, f"step {step}")
+        for q in twin.parameters():
+            q.grad *= 2
+        same_gradients(copied, twin, f"step {step}, copy")
+        for module in (ours, copied, twin):
+            module.zero_grad()
+    return True
+
+
+def test_what_a_rank_does_besides():
+    assert run_ranks(one_rank_does_more, 2, timeout=200) == [True, True]
+
+
+class Net(nn.Module):
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, x):
+        return square(self.head(torch.tanh(self.backbone(x))))
+
+
+def eager_around(rank, world):
+    """A module that runs eagerly and calls what is compiled: its own parameters too, also of a second one."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    backbone = compiled(copy.deepcopy(plain))
+    backbone(rows(rank))  # somebody asks for the number of features
+    for width in (2, 3):
+        head = nn.Linear(4, width)
+        net, twin = Net(backbone, head), Net(plain, copy.deepcopy(head))
+        steps(net, net, twin, rank, f"head of {width}")
+    return True
+
+
+def test_a_module_around_what_is_compiled():
+    assert run_ranks(eager_around, 2, timeout=200) == [True, True]
+
+
+def in_two_groups(rank, world):
+    """A backward of which parts are averaged over different groups, that ranks came to know in different orders."""
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    held = Holder()
+    torch.manual_seed(0)
+    core, held.head = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)
+    zero.shard(core, mesh=mesh)
+    core.append(nn.Linear(4, 2))
+    twins = copy.deepcopy((core[1], held.head))
+    call = compiled(lambda x: square(held.head(x)))
+    if rank == 1:
+        call(rows(rank))
+    x = rows(rank)
+    (square(core(x)) + call(x)).backward()
+    square(twins[1](x)).backward()
+    same_gradients(held.head, twins[1])
+    mean = [core[1].weight.grad.clone() for _ in range(2)]
+    dist.all_reduce(mean[1])
+    torch.testing.assert_close(*(m / (i + 1) for i, m in enumerate(mean)))
+    return True
+
+
+def test_averages_of_two_groups_in_one_backward():
+    assert run_ranks(in_two_groups, 2, timeout=100, group_timeout=20) == [True, True]
+
+
+# --- what nobody averages ----------------------------------------------------------------------------------------
+
+
+class Inserted(nn.Module):
+    """Dynamo captures nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.layers = nn.LSTM(4, 4), nn.Sequential(nn.Identity())
+
+    @torch._dynamo.disable
+    def forward(self, x):
+        return square(self.layers(self.lstm(x)[0]))
+
+
+def unheard_of(rank, world):
+    """A parameter that came into a compiled module behind the back of torch's hooks, one beside a sharded module, and
+    one whose optimizer has nothing else."""
+    model = Inserted()
+    call = compiled(model)
+    model.lstm.requires_grad_(False)
+    model.layers.insert(0, nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    call(rows(rank)).backward()
+    with pytest.raises(
+        GradientError, match="parameter 'layers.0.weight' is that of this rank alone: it came into a"
+    ):
+        optimizer.step()
+
+    said = []
+    with mock.patch.object(plain_modules.log, "warning", lambda *words: said.append(words[0] % words[1:])):
+        net = Net(zero.shard(nn.Linear(4, 4)), nn.Linear(4, 2))
+        for params in (net.head.parameters(), net.parameters()):
+            optimizer = torch.optim.SGD(params, lr=0.1)
+            net(rows(rank)).backward()
+            optimizer.step()
+            assert len(said) == (optimizer.param_groups[0]["params"][0] is net.backbone.weight)
+    assert (
+        "SGD steps 2 parameters, the first of shape [2, 4], with the gradient of this rank alone" in said[0]
+    )
+    return True
+
+
+def test_parameters_that_nobody_averages_are_found_by_a_step():
+    assert run_ranks(unheard_of, 2, timeout=200) == [True, True]
+
+
+def swapped(rank, world):
+    """torch.utils.swap_tensors takes the hooks of a parameter along, and not what calls them."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.manual_seed(0)
+    ours = nn.Linear(4, 4)
+    twin = copy.deepcopy(ours).double()
+    call = compiled(ours)
+    ours.double()
+    for step in range(2):
+        square(call(rows(rank, step).double())).backward()
+        square(twin(rows(rank, step).double())).backward()
+        same_gradients(ours, twin, f"step {step}")
+        ours.zero_grad()
+        twin.zero_grad()
+    return True
+
+
+def test_parameters_that_were_swapped():
+    assert run_ranks(swapped, 2, timeout=200) == [True, True]
+
+
 # --- what leaves a model -----------------------------------------------------------------------------------------
 
 
@@ -506,6 +695,29 @@ def moved_out(rank, world):
 
 def test_what_leaves_its_model():
     assert run_ranks(moved_out, 2, timeout=200) == [True, True]
+
+
+def adapter_removed(rank, world):
+    """Between a forward and its backward, on all ranks and on one."""
+    for ranks in ((0, 1), (1,)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        adapter = nn.Linear(4, 2)
+        twin = copy.deepcopy(nn.Sequential(*model, adapter))
+        zero.shard(model, stage=3)
+        model.append(adapter)
+        loss = square(compiled(model)(rows(rank)))
+        if rank in ranks:
+            del model[2]
+        loss.backward()
+        square(twin(rows(rank))).backward()
+        same_gradients(adapter, twin[2], f"removed on {ranks}")
+    return True
+
+
+def test_an_adapter_that_is_removed_before_the_backward():
+    assert run_ranks(adapter_removed, 2, timeout=200, group_timeout=20) == [True, True]
 
 
 def heads(rank, world):
