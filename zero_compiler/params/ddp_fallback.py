@@ -30,11 +30,11 @@ from ..ranks.call_handshake import meet, short_digest
 from ..ranks.failure_broadcast import cannot_begin
 from ..ranks.group import Group
 from ..ranks.mesh import make_group
+from ..ranks.parameter_matching import Described, find_like, match, not_found, value_of
 from ..ranks.peer_waits import answered
 from ..sharded.grads import HOOKS, goes_to_grad
 from ..tensors.full_weight import FULL
 from .held import at_rest
-from .parameter_matching import Described, find_like, match, not_found, value_of
 
 _BUCKET_BYTES = 25 << 20  # as DDP's default
 ATTRIBUTE = "_zero_plain"  # of a parameter: its PlainParameter
@@ -151,7 +151,7 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 _averaged: weakref.WeakSet[PlainParameter] = weakref.WeakSet()
 _held_back: weakref.WeakSet[PlainParameter] = (
     weakref.WeakSet()
-)  # those with a gradient of a backward under zero.no_sync
+)  # their gradient is of a backward under zero.no_sync
 
 
 class AveragedParameters:
@@ -160,7 +160,7 @@ class AveragedParameters:
     _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, AveragedParameters] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self.slots: list[_Slot] = []
+        self.slots: list[_AveragedParameter] = []
         self.digest: tuple[object, bytes] = None, b""  # of what ranks must agree on, and what it was made of
 
     @classmethod
@@ -175,10 +175,10 @@ class AveragedParameters:
 
     def add(self, name: str, known: PlainParameter) -> None:
         known.among = self
-        self.slots.append(_Slot(name, known))
+        self.slots.append(_AveragedParameter(name, known))
 
 
-class _Slot:
+class _AveragedParameter:
     """One of :class:`AveragedParameters`; the parameter may be gone on this rank, and not on others."""
 
     def __init__(self, name: str, known: PlainParameter) -> None:

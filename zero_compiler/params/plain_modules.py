@@ -58,7 +58,7 @@ def watched(
         around = _outermost_module()
         if around is not None and around not in _watched:
             _watch_module(around, "", _largest([*groups, *_groups_of(around)]))
-        if all(is_averaged(args[i]) for i in at):
+        if all(is_averaged(args[i]) for i in at) and (around is None or around in _said):
             return
         if (
             watch([args[i] for i in at], {id(args[i]): name for i, name in names.items()}, groups)
