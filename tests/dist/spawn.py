@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Collection
 from multiprocessing import connection
 from pathlib import Path
@@ -216,6 +217,9 @@ def _load(module_name: str, path: str, qualname: str):
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        first = module_name.partition(".")[0]
+        if first not in sys.modules and importlib.util.find_spec(first) is None:
+            sys.modules[first] = types.ModuleType(first)  # pickle asks for it
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
     found: Any = sys.modules[module_name]

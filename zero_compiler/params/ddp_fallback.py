@@ -15,9 +15,10 @@ Which parameters those are is found in `plain_modules.py`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,13 +26,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import GradientError, TransferError
+from ..errors import GradientError, RankMismatchError, TransferError, ZeroError
 from ..ranks.call_handshake import meet, short_digest
-from ..ranks.failure_broadcast import cannot_begin
+from ..ranks.failing import mark_known
+from ..ranks.failure_broadcast import broke_off, cannot_begin, fail_later
 from ..ranks.group import Group
 from ..ranks.mesh import make_group
-from ..ranks.parameter_matching import Described, find_like, match, not_found, value_of
-from ..ranks.peer_waits import answered
+from ..ranks.parameter_matching import Described, find_like, match, names_agree, not_found, value_of
+from ..ranks.peer_waits import answered, wait
 from ..sharded.grads import HOOKS, goes_to_grad
 from ..tensors.full_weight import FULL
 from .held import at_rest
@@ -51,7 +53,7 @@ class PlainParameter:
 
     Attributes:
         averaged: over the ranks of ``group`` (None: all), and not a parameter that nothing compiled has to do with.
-        name: the shortest one by which it was found: a rank alone may have modules around a model.
+        name: the longest one by which it was found: blocks that are compiled apart have more than their own.
         waiting: to its ``.grad`` this rank alone has added. What else is in it is equal on all ranks, and so is left as
             it is by an average.
         left: ``.grad`` as the last backward under zero.no_sync left it.
@@ -91,8 +93,10 @@ class PlainParameter:
         if not self.averaged:
             self.averaged, self.waiting = True, self.param.grad is not None
             _averaged.add(self)
-        self.name = min(filter(None, (self.name, name)), key=len, default=name)
+        self.name = max(self.name, name, key=len)
         if group is not None and (self.group is None or group.world > self.group.world):
+            if _pg_of(group) is not _pg_of(self.group):
+                self.among = None
             self.group = group
 
     @torch._dynamo.disable(reason="a backward within a compiled function runs it")
@@ -149,9 +153,8 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 _averaged: weakref.WeakSet[PlainParameter] = weakref.WeakSet()
-_held_back: weakref.WeakSet[PlainParameter] = (
-    weakref.WeakSet()
-)  # their gradient is of a backward under zero.no_sync
+# Those whose gradient is of a backward under zero.no_sync.
+_held_back: weakref.WeakSet[PlainParameter] = weakref.WeakSet()
 
 
 class AveragedParameters:
@@ -161,21 +164,24 @@ class AveragedParameters:
 
     def __init__(self) -> None:
         self.slots: list[_AveragedParameter] = []
+        self.steps = 0  # of optimizers that have some of them, since the last average
         self.digest: tuple[object, bytes] = None, b""  # of what ranks must agree on, and what it was made of
 
     @classmethod
     def of(cls, pg: dist.ProcessGroup) -> AveragedParameters:
         return cls._of_groups.setdefault(pg, cls())
 
-    def here(self) -> Iterator[PlainParameter]:
-        """Those of them that this rank still has."""
-        for slot in self.slots:
-            if (known := slot.known(self)) is not None:
-                yield known
+    def found(self) -> list[PlainParameter | None]:
+        """They, on this rank; None for one that is gone here, or averaged with others by now."""
+        return [slot.known(self) for slot in self.slots]
 
     def add(self, name: str, known: PlainParameter) -> None:
         known.among = self
         self.slots.append(_AveragedParameter(name, known))
+
+
+def _grad_dtype(param: torch.Tensor) -> torch.dtype:
+    return getattr(param, "grad_dtype", None) or param.dtype
 
 
 class _AveragedParameter:
@@ -184,41 +190,44 @@ class _AveragedParameter:
     def __init__(self, name: str, known: PlainParameter) -> None:
         self.name = name
         self._ref = weakref.ref(known)
-        self.shape, self.dtype = tuple(known.param.shape), known.param.dtype
+        self._look(known)
+
+    def _look(self, known: PlainParameter) -> None:
+        p = known.param
+        self.shape, self.dtype, self.device = tuple(p.shape), _grad_dtype(p), p.device
 
     def known(self, among: AveragedParameters) -> PlainParameter | None:
-        """What is known of the parameter; None where it is gone, or averaged with others by now."""
+        """See :meth:`AveragedParameters.found`."""
         known = self._ref()
         if known is None or known.among is not among:
             return None
-        self.shape, self.dtype = tuple(known.param.shape), known.param.dtype
+        self._look(known)
         return known
 
 
 class EndOfBackward:
     """What is averaged when one backward ends."""
 
-    _last: weakref.ref[EndOfBackward] | None = None
+    # By the backward: one may run within another. An end lives as long as its backward, also one that fails.
+    _of_tasks: weakref.WeakValueDictionary[int, EndOfBackward] = weakref.WeakValueDictionary()
 
     def __init__(self, task: int) -> None:
         self._task = task
         self._arrived: dict[PlainParameter, None] = {}
         self._changed: PlainParameter | None = None  # written to after a backward under zero.no_sync
-        # It lives as long as its backward, also one that fails.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        torch.autograd.Variable._execution_engine.queue_callback(self._begin)
 
     @classmethod
     def pending(cls) -> EndOfBackward | None:
         """Of the backward that runs, where it will average something."""
-        last = None if cls._last is None else cls._last()
-        return last if last is not None and last._task == torch._C._current_graph_task_id() else None
+        return cls._of_tasks.get(torch._C._current_graph_task_id())
 
     @classmethod
     def that_runs(cls) -> EndOfBackward:
-        if (last := cls.pending()) is None:
-            last = EndOfBackward(torch._C._current_graph_task_id())
-            cls._last = weakref.ref(last)
-        return last
+        if (found := cls.pending()) is None:
+            task = torch._C._current_graph_task_id()
+            found = cls._of_tasks[task] = EndOfBackward(task)
+        return found
 
     def arriving(self, known: PlainParameter) -> None:
         """A gradient of a parameter goes to ``.grad``."""
@@ -228,20 +237,40 @@ class EndOfBackward:
         known.waiting = True
 
     @torch._dynamo.disable(reason="a backward within a compiled function ends with it")
+    def _begin(self) -> None:
+        """Come behind all else that is to be done at this end, in whichever order a rank has come to it."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    @torch._dynamo.disable(reason="a backward within a compiled function ends with it")
     @torch.no_grad()
     def _finish(self) -> None:
-        EndOfBackward._last = None
+        EndOfBackward._of_tasks.pop(self._task, None)
         groups: dict[Any, list[PlainParameter]] = {}
         for known in self._arrived:
-            pg = dist.group.WORLD if known.group is None else known.group.pg
-            groups.setdefault(pg, []).append(known)
+            groups.setdefault(_pg_of(known.group), []).append(known)
         # In one order on all ranks, which may be in several of them.
-        for arrived in sorted(groups.values(), key=lambda arrived: _ranks_of(arrived[0].group)):
-            _GradientAverage(arrived).run(self._changed)
+        left = sorted(groups.values(), key=lambda arrived: _ranks_of(arrived[0].group))
+        try:
+            while left:
+                _GradientAverage(left.pop(0)).run(self._changed)
+        except BaseException as error:
+            for arrived in left:
+                if several_ranks(arrived[0].group):
+                    fail_later(_group_of(arrived[0].group), error, _DOING)
+            raise
+
+
+def _pg_of(group: Group | None) -> Any:
+    """None where it has been destroyed."""
+    return dist.group.WORLD if group is None else None if group.destroyed else group.pg
+
+
+def _group_of(group: Group | None) -> Group:
+    return group or make_group(None, None)
 
 
 def _ranks_of(group: Group | None) -> tuple[list[int], str]:
-    pg = dist.group.WORLD if group is None else group.pg
+    pg = _pg_of(group)
     return ([], "") if pg is None else (dist.get_process_group_ranks(pg), pg.group_name)
 
 
@@ -249,9 +278,8 @@ class _GradientAverage:
     """Of the gradients that a backward brought, and that wait since others, over the ranks of one group."""
 
     def __init__(self, arrived: Sequence[PlainParameter]) -> None:
-        self._arrived = arrived
+        self._arrived = dict.fromkeys(arrived)
         self._group = arrived[0].group
-        self._device = arrived[0].param.device
 
     def run(self, changed: PlainParameter | None) -> None:
         sync = any(known.sync for known in self._arrived)
@@ -261,9 +289,10 @@ class _GradientAverage:
                 "destroyed; call torch.distributed.destroy_process_group after the last backward"
             )
         among = AveragedParameters.of(self._pg) if sync else None
-        here = {known: None for known in self._arrived}
+        found = [] if among is None else among.found()  # what is here now stays until the average has ended
+        here = dict.fromkeys([*self._arrived, *(known for known in found if known is not None)])
         if among is not None:
-            here |= dict.fromkeys(among.here()) | dict.fromkeys(self._held_back())
+            here |= dict.fromkeys(self._held_back())
         uses = [known for known in here if known.uses()]
         if changed is None or changed not in here:  # it may be of other ranks
             changed = next((k for k in uses if k not in self._arrived and k.written()), None)
@@ -280,66 +309,103 @@ class _GradientAverage:
             if known.left is not None:
                 _held_back.add(known)
         if among is not None:
-            self._average(among, [k for k in uses if k.among is not among])
+            self._average(among, found, [k for k in uses if k.among is not among])
 
     def _held_back(self) -> list[PlainParameter]:
         """Those of these ranks whose gradients wait since backwards under zero.no_sync, in one order."""
         return sorted(
-            (k for k in _held_back if k.sync and k.left is not None and k.group is self._group),
+            (k for k in _held_back if k.sync and k.left is not None and _pg_of(k.group) is self._pg),
             key=lambda known: known.number,
         )
 
-    def _average(self, among: AveragedParameters, new: Sequence[PlainParameter]) -> None:
-        """Average what waits, of the parameters ``among`` and of ``new`` ones."""
-        if self._meet(among, bool(new)):
-            self._enter(among, new)
-        found = [slot.known(among) for slot in among.slots]
-        said = [_GONE if k is None else _USED if k.uses() else _HERE for k in found]
-        used = self._largest(said)
+    def _average(
+        self,
+        among: AveragedParameters,
+        found: Sequence[PlainParameter | None],
+        new: Sequence[PlainParameter],
+    ) -> None:
+        """Average what waits, of the parameters ``among`` others, as they were ``found`` here, and of ``new`` ones."""
+        some_have_new = self._meet(among, found, bool(new))
+        try:
+            if some_have_new:
+                found = [*found, *self._enter(among, new)]
+            self._exchange(among, found)
+        except ZeroError:  # of a peer, which others know too
+            raise
+        except BaseException as error:
+            broke_off(self._everyone, error, [])
+            raise
+
+    def _exchange(self, among: AveragedParameters, found: Sequence[PlainParameter | None]) -> None:
+        flags = self._largest([_GONE if k is None else _USED if k.uses() else _HERE for k in found])
+        slots = list(zip(among.slots, found, flags, strict=True))
+        among.slots = [slot for slot, _, flag in slots if flag != _GONE]
+        used = [(slot, known) for slot, known, flag in slots if flag == _USED]
         todo = []
-        for slot, known, flag in zip(among.slots, found, used, strict=True):
-            if flag != _USED:
-                continue
+        for slot, known in used:
             if known is None:  # this rank has let go of it
-                todo.append(torch.zeros(slot.shape, dtype=slot.dtype, device=self._device))
+                todo.append(torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device))
                 continue
             if known.param.grad is None:
-                known.param.grad = torch.zeros_like(known.param)
+                known.param.grad = torch.zeros_like(known.param, dtype=_grad_dtype(known.param))
             todo.append(known.param.grad)
-            known.waiting, known.left = False, None
-            _held_back.discard(known)
         with answered(self._everyone, _DOING):
-            _average_in_buckets(todo, self._pg)
-        among.slots = [slot for slot, flag in zip(among.slots, used, strict=True) if flag != _GONE]
+            _average_in_buckets(todo, self._everyone)
+        for _, known in used:
+            if known is not None:
+                known.waiting, known.left = False, None
+                _held_back.discard(known)
+        among.steps = 0
 
     def _largest(self, said: Sequence[int]) -> list[int]:
         """Of what each rank says, a number for each parameter, the largest."""
-        flags = torch.tensor(said, dtype=torch.uint8, device=self._device)
+        flags = torch.tensor(said, dtype=torch.uint8, device=self._everyone.device)
         with answered(self._everyone, _DOING):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pg)
+            wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pg, async_op=True), self._everyone)
         largest: list[int] = flags.tolist()
         return largest
 
-    def _enter(self, among: AveragedParameters, new: Sequence[PlainParameter]) -> None:
-        """Agree with the other ranks on parameters that come into an average for the first time on one of them.
+    def _enter(self, among: AveragedParameters, new: Sequence[PlainParameter]) -> list[PlainParameter]:
+        """Agree with the other ranks on parameters that come into an average for the first time on one of them; they,
+        on this rank.
 
         Raises:
             RankMismatchError: on every rank, naming the first parameter that differs, or is not found.
         """
         lists: list[Any] = [None] * self._everyone.world
         with answered(self._everyone, _DOING):
-            dist.all_gather_object(lists, _described(new), group=self._pg)
+            dist.all_gather_object(lists, _described(new, self._never_averaged(among)), group=self._pg)
         matched = match(lists)
         here = self._everyone.rank
         found: dict[int, PlainParameter] = {i: new[m.at[here]] for i, m in enumerate(matched) if here in m.at}
+        others = [(known.name, known.param) for known in self._never_averaged(among)]
+        taken = set(found.values())
         for i, m in enumerate(matched):
-            if i not in found and (known := _find_like(m.described, [*new, *found.values()])) is not None:
-                found[i] = known
+            if i not in found:
+                known = known_of(find_like(m.described, others))
+                if known is not None and known not in taken:
+                    found[i] = known
+                    taken.add(known)
         flags = self._largest([_HERE if i in found else _MISSING for i in range(len(matched))])
         if _MISSING in flags:
             raise not_found(matched[flags.index(_MISSING)], matched, len(lists))
         for i, m in enumerate(matched):
             among.add(m.described.name, found[i])
+        return [found[i] for i in range(len(matched))]
+
+    def _never_averaged(self, among: AveragedParameters) -> list[PlainParameter]:
+        """What this rank trains and has not averaged over these ranks, in the order in which it came to know of it."""
+        return sorted(
+            (
+                k
+                for k in _averaged
+                if k.among is not among
+                and k.param.requires_grad
+                and not k.param.is_meta
+                and _pg_of(k.group) is self._pg
+            ),
+            key=lambda known: known.number,
+        )
 
     def _refuse(self, error: GradientError, sync: bool) -> NoReturn:
         """Raise ``error``, also on ranks that begin an average."""
@@ -349,15 +415,15 @@ class _GradientAverage:
             cannot_begin(self._everyone, error)
         raise error
 
-    @property
+    @functools.cached_property
     def _everyone(self) -> Group:
-        return self._group or make_group(None, self._device)
+        return _group_of(self._group)
 
-    @property
+    @functools.cached_property
     def _pg(self) -> Any:
         return self._everyone.pg
 
-    def _meet(self, among: AveragedParameters, new: bool) -> bool:
+    def _meet(self, among: AveragedParameters, found: Sequence[PlainParameter | None], new: bool) -> bool:
         """Before the first collective of an average: all ranks are in one, of the same parameters. Whether one of them
         has ``new`` ones.
 
@@ -365,10 +431,10 @@ class _GradientAverage:
             RankMismatchError: on every rank, naming the first difference.
             TransferError: a peer did not answer.
         """
-        rows = []
-        for slot in among.slots:
-            known = slot.known(among)
-            rows.append((slot.name, slot.shape, slot.dtype, known is not None and not known.sync))
+        rows = [
+            (slot.name, slot.shape, slot.dtype, known is not None and not known.sync)
+            for slot, known in zip(among.slots, found, strict=True)
+        ]
 
         def text() -> str:
             held = ", ".join(name for name, _, _, held in rows if held)
@@ -377,39 +443,40 @@ class _GradientAverage:
 
         if among.digest[0] != rows:
             among.digest = rows, short_digest(text())
-        return any(more[0] for more in meet(self._everyone, among.digest[1], text, _DOING, bytes([new])))
+        mine = bytes([new, among.steps % 256])
+        all_more = meet(self._everyone, among.digest[1], text, _DOING, mine)
+        steps = [more[1] for more in all_more]
+        if len(set(steps)) > 1:
+            other = next(r for r, count in enumerate(steps) if count != steps[0])
+            name = self._everyone.name_of
+            raise mark_known(
+                RankMismatchError(
+                    f"ranks are in different steps: since their last {_DOING} {name(0)} has stepped its optimizers "
+                    f"{steps[0]} times and {name(other)} {steps[other]} times; a backward outside zero.no_sync has "
+                    "brought a gradient of such a parameter on some ranks, and none on others: give each rank a loss "
+                    "that depends on one"
+                )
+            )
+        return any(more[0] for more in all_more)
 
 
-def _never_averaged() -> list[PlainParameter]:
-    """Those that this rank trains, in the order in which it came to know them."""
-    return sorted(
-        (k for k in _averaged if k.among is None and k.param.requires_grad and not k.param.is_meta),
-        key=lambda known: known.number,
-    )
-
-
-def _described(new: Sequence[PlainParameter]) -> list[Described]:
+def _described(new: Sequence[PlainParameter], never_averaged: Sequence[PlainParameter]) -> list[Described]:
     """``new`` parameters of this rank, for others."""
-    alike: dict[object, list[PlainParameter]] = {}
-    for known in _never_averaged():
-        alike.setdefault(_form(known), []).append(known)
+    by_form: dict[object, list[PlainParameter]] = {}
+    for known in never_averaged:
+        by_form.setdefault((known.param.shape, known.param.dtype), []).append(known)
     out = []
     for known in new:
-        value, among = value_of(known.param), alike.get(_form(known), [])
-        equal = [k for k in among if k is known or value_of(k.param) == value] if len(among) > 1 else among
-        place = equal.index(known) if known in equal else 0
-        out.append(Described(known.name, tuple(known.param.shape), str(known.param.dtype), value, place))
+        value = value_of(known.param)
+        near = by_form.get((known.param.shape, known.param.dtype), [])
+        alike = [
+            k for k in near if k is known or (names_agree(k.name, known.name) and value_of(k.param) == value)
+        ]
+        namesakes = [k for k in alike if k.name == known.name]
+        shape, dtype = tuple(known.param.shape), str(known.param.dtype)
+        places = [(among.index(known), len(among)) for among in (namesakes, alike)]
+        out.append(Described(known.name, shape, dtype, value, *places))
     return out
-
-
-def _form(known: PlainParameter) -> tuple[object, ...]:
-    return known.name, known.param.shape, known.param.dtype
-
-
-def _find_like(wanted: Described, taken: Sequence[PlainParameter]) -> PlainParameter | None:
-    """This rank's parameter that another rank describes, where it is none of those ``taken``."""
-    used = set(map(id, taken))
-    return known_of(find_like(wanted, [(k.name, k.param) for k in _never_averaged() if id(k) not in used]))
 
 
 def _partly_summed(name: str) -> GradientError:
@@ -451,12 +518,18 @@ def check_averaged(params: Iterable[object]) -> None:
         )
 
 
+def stepped(params: Iterable[object]) -> None:
+    """An optimizer steps ``params``."""
+    for among in {k.among for k in _known(params) if k.among is not None}:
+        among.steps += 1
+
+
 def averaged_over(params: Iterable[object]) -> list[Group]:
     """Groups of ranks that average gradients of ``params``."""
     found = {}
     for known in _known(params):
-        if several_ranks(known.group):
-            found[id(known.group)] = known.group or make_group(None, known.param.device)
+        if id(known.group) not in found and several_ranks(known.group):
+            found[id(known.group)] = _group_of(known.group)
     return list(found.values())
 
 
@@ -465,18 +538,17 @@ def averages_follow(params: Iterable[object]) -> bool:
     return EndOfBackward.pending() is not None and bool(_known(params))
 
 
-def _average_in_buckets(grads: Sequence[torch.Tensor], pg: dist.ProcessGroup) -> None:
-    """Average ``grads`` over the ranks of ``pg``, in place, in buckets of one dtype. Divided first, as by DDP: a sum of
-    halves may be more than a half can be."""
-    world = dist.get_world_size(pg)
+def _average_in_buckets(grads: Sequence[torch.Tensor], group: Group) -> None:
+    """Average ``grads`` over the ranks of ``group``, in place, in buckets of one dtype and device. Divided first, as by
+    DDP: a sum of halves may be more than a half can be."""
     bucket: list[torch.Tensor] = []
 
     def flush() -> None:
         if not bucket:
             return
         flat = torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].contiguous()
-        flat.div_(world)
-        dist.all_reduce(flat, group=pg)
+        flat.div_(group.world)
+        wait(dist.all_reduce(flat, group=group.pg, async_op=True), group)
         at = 0
         for g in bucket:
             g.copy_(flat.view(-1)[at : at + g.numel()].view(g.shape))
@@ -484,10 +556,10 @@ def _average_in_buckets(grads: Sequence[torch.Tensor], pg: dist.ProcessGroup) ->
         bucket.clear()
 
     for grad in grads:
-        if bucket and (
-            bucket[0].dtype != grad.dtype or sum(g.nbytes for g in bucket) + grad.nbytes > _BUCKET_BYTES
-        ):
-            flush()
+        if bucket:
+            alike = (bucket[0].dtype, bucket[0].device) == (grad.dtype, grad.device)
+            if not alike or sum(g.nbytes for g in bucket) + grad.nbytes > _BUCKET_BYTES:
+                flush()
         bucket.append(grad)
     flush()
 

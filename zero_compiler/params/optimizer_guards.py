@@ -22,7 +22,7 @@ from ..tensors.partial_numbers import watch_numbers
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from ..torch_cpp import some_have
-from .ddp_fallback import ATTRIBUTE, check_averaged
+from .ddp_fallback import ATTRIBUTE, check_averaged, stepped
 from .mixed_operands import sharded_rule, watch_operands
 from .penalties import watch_terms
 from .plain_modules import check_all_known
@@ -99,6 +99,9 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
             check_reduced(group["params"])
         # At every step: a model may be sharded between two steps of an optimizer.
         _check_params(optimizer, group["params"])
+    if not torch.compiler.is_compiling():
+        groups = [group["params"] for group in optimizer.param_groups]
+        stepped(param for params in groups if some_have(params, (ATTRIBUTE,)) for param in params)
     if not torch.compiler.is_compiling() and (steps := optimizer.__dict__.get(_LOOKED, 0)) < _LOOKS:
         optimizer.__dict__[_LOOKED] = steps + 1
         check_all_known(optimizer)

@@ -60,11 +60,11 @@ def watched(
             _watch_module(around, "", _largest([*groups, *_groups_of(around)]))
         if all(is_averaged(args[i]) for i in at) and (around is None or around in _said):
             return
-        if (
-            watch([args[i] for i in at], {id(args[i]): name for i, name in names.items()}, groups)
-            and interrupted
-        ):
+        found = watch([args[i] for i in at], {id(args[i]): name for i, name in names.items()}, groups)
+        if found and interrupted:
             _say_interrupted(sys._getframe(2))
+        if around is not None:
+            _said[around] = True
 
     @torch._dynamo.disable(reason="entry of a compiled frame")
     def call(*args: Any) -> Any:
@@ -298,7 +298,7 @@ def _models_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
     frame = sys._getframe(1)
     while frame is not None:
         values = [v for v in frame.f_locals.values() if isinstance(v, nn.Module)]
-        modules = [v for v in values if not isinstance(v, torch.fx.GraphModule)]
+        modules = [getattr(v, "_orig_mod", v) for v in values if not isinstance(v, torch.fx.GraphModule)]
         held = [(module, [id(p) for _, p in at_rest(module)]) for module in modules]
         for module, ids in sorted(held, key=lambda each: len(each[1])):
             owner |= {i: module for i in ids if i in wanted}

@@ -25,15 +25,17 @@ class Described:
 
     Args:
         value: see :func:`value_of`.
-        place: among those of its rank that are equal in all this and were never averaged, in the order in which they
-            were found; 0 for nearly all.
+        among_namesakes: its place among those of its rank that are equal in all this and were never averaged, in the
+            order in which they were found, and how many they are; (0, 1) for nearly all.
+        among_alike: the same where names that agree count as equal (:func:`names_agree`).
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     value: int
-    place: int = 0
+    among_namesakes: tuple[int, int] = (0, 1)
+    among_alike: tuple[int, int] = (0, 1)
 
     def like(self, other: Described) -> bool:
         """Whether both may be one parameter, seen from two ranks."""
@@ -70,9 +72,20 @@ def match(lists: Sequence[Sequence[Described]]) -> list[Matched]:
     if all(len(one) == len(first) and all(map(Described.like, first, one)) for one in lists):
         found = [Matched(each, {rank: i for rank in range(len(lists))}) for i, each in enumerate(first)]
     else:
-        found = _match_apart(lists)
+        try:
+            found = _match_apart(lists)
+        except RankMismatchError:
+            for same in zip(*lists, strict=False):  # the same parameters, it seems, and other values
+                if len({d.value for d in same}) > 1 and len({(d.name, d.shape, d.dtype) for d in same}) == 1:
+                    raise _different_values(same[0].name) from None
+            raise
     for each in found:
-        if len({lists[rank][i].place for rank, i in each.at.items()}) > 1:
+        described = [lists[rank][i] for rank, i in each.at.items()]
+        one_name = len({d.name for d in described}) == 1
+        places = [d.among_namesakes if one_name else d.among_alike for d in described]
+        if (
+            len({(place, count) for place, count in places if count > 1}) > 1
+        ):  # a rank that has but one has no choice
             raise _ambiguous(each.described.name)
     return found
 
@@ -94,13 +107,17 @@ def _match_apart(lists: Sequence[Sequence[Described]]) -> list[Matched]:
 
 
 def _find(wanted: Described, among: Sequence[tuple[int, Described]]) -> int | None:
-    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it."""
+    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it.
+
+    Of several that are alike on both ranks the order says nothing here, since the ranks have used different ones.
+    """
     alike = [(j, other) for j, other in among if wanted.like(other)]
-    named = [(j, other) for j, other in alike if wanted.name == other.name] or alike
-    placed = [(j, other) for j, other in named if wanted.place == other.place] or named
-    if len(placed) > 1 and len({other.name for _, other in placed}) > 1:
+    namesakes = [(j, other) for j, other in alike if wanted.name == other.name]
+    if len(namesakes) == 1 and min(wanted.among_namesakes[1], namesakes[0][1].among_namesakes[1]) == 1:
+        return namesakes[0][0]
+    if len(alike) > 1 or any(min(wanted.among_alike[1], other.among_alike[1]) > 1 for _, other in alike):
         raise _ambiguous(wanted.name)
-    return placed[0][0] if placed else None
+    return alike[0][0] if alike else None
 
 
 def find_like(wanted: Described, known: Sequence[tuple[str, nn.Parameter]]) -> nn.Parameter | None:
@@ -112,10 +129,17 @@ def find_like(wanted: Described, known: Sequence[tuple[str, nn.Parameter]]) -> n
         if (tuple(p.shape), str(p.dtype)) == (wanted.shape, wanted.dtype) and names_agree(name, wanted.name)
     ]
     alike = [(name, p) for name, p in near if value_of(p) == wanted.value]
-    named = [p for name, p in alike if name == wanted.name] or [p for _, p in alike]
-    if wanted.place < len(named) and (len(named) == 1 or len({name for name, _ in alike}) == 1):
-        return named[wanted.place]
-    return named[0] if len(named) == 1 else None
+    namesakes = [p for name, p in alike if name == wanted.name]
+    if len(namesakes) == 1 and wanted.among_namesakes[1] == 1:
+        return namesakes[0]
+    return alike[0][1] if len(alike) == 1 else None
+
+
+def _different_values(name: str) -> RankMismatchError:
+    return RankMismatchError(
+        f"ranks have different values of parameter {name!r}, which is not sharded: build the model under the same seed "
+        "on every rank, or load the same checkpoint"
+    )
 
 
 def _ambiguous(name: str) -> RankMismatchError:
@@ -130,15 +154,12 @@ def not_found(wanted: Matched, found: Sequence[Matched], world: int) -> RankMism
     name, shape = wanted.described.name, list(wanted.described.shape)
     alone = [each.described for each in found if set(each.at) - set(wanted.at)]
     if any(other.name == name and list(other.shape) == shape for other in alone):
-        return RankMismatchError(
-            f"ranks have different values of parameter {name!r}, which is not sharded: build the model under the same "
-            "seed on every rank, or load the same checkpoint"
-        )
+        return _different_values(name)
     ranks = [rank for rank in range(world) if rank not in wanted.at]
     others = "".join(f"; there {o.name!r} of shape {list(o.shape)} got one" for o in alone[:1])
     return RankMismatchError(
         f"parameter {name!r} of shape {shape}, which is not sharded, got its first gradient on rank "
-        f"{min(wanted.at)} of {world}, and none that began with the same values is known on rank "
+        f"{min(wanted.at)} of {world}, and none, or several, that began with the same values are known on rank "
         f"{', '.join(map(str, ranks))}{others}: compile one module that has it on every rank, and build that under the "
         "same seed or load the same checkpoint"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from unittest import mock
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from dist.spawn import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import zero_compiler as zero
-from zero_compiler.errors import GradientError, RankMismatchError
-from zero_compiler.params import plain_modules
+from zero_compiler.errors import GradientError, RankMismatchError, ZeroError
+from zero_compiler.params import ddp_fallback, plain_modules
 
 pytestmark = pytest.mark.dist
 
@@ -445,6 +447,79 @@ def one_each(rank, world):
 
 def test_ranks_that_train_different_models():
     assert run_ranks(one_each, 2, timeout=200) == [True, True]
+
+
+def steps_differ(rank, world):
+    """A rank whose backward brought no gradient of these has stepped once more when it comes to its next average."""
+    torch.manual_seed(0)
+    holder = Holder(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(holder.parts[0].parameters(), lr=0.1)
+    square(holder.calls[0](rows(rank))).backward()
+    optimizer.step()
+    if rank == 1:
+        optimizer.step()  # of a batch in which nothing was to be learned
+    with pytest.raises(
+        RankMismatchError, match=r"rank 0 of 2 has stepped its optimizers 1 times and rank 1 of 2 2 tim"
+    ):
+        square(holder.calls[0](rows(rank))).backward()
+    return True
+
+
+def test_a_rank_that_missed_an_average():
+    assert run_ranks(steps_differ, 2, timeout=100) == [True, True]
+
+
+def reentrant(rank, world):
+    """A backward within another one (a checkpointed region), which averages by itself."""
+    for use_reentrant in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        parts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        twin = copy.deepcopy(parts)
+        calls = [compiled(part) for part in parts]
+
+        def loss_of(first, middle, last, x, use_reentrant=use_reentrant):
+            x = first(x)
+            return square(last(checkpoint(middle, x, use_reentrant=use_reentrant)))
+
+        for step in range(3):
+            loss_of(*calls, rows(rank, step)).backward()
+            loss_of(*twin, rows(rank, step)).backward()
+            same_gradients(parts, twin, f"reentrant: {use_reentrant}, step {step}")
+            parts.zero_grad()
+            twin.zero_grad()
+    return True
+
+
+def test_a_backward_within_a_backward():
+    assert run_ranks(reentrant, 2, timeout=200) == [True, True]
+
+
+def out_of_memory(rank, world):
+    """A rank fails among the collectives of an average: the other ends with its reason, and soon; nobody steps."""
+    torch.manual_seed(0)
+    holder = Holder(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(holder.parts[0].parameters(), lr=0.1)
+    square(holder.calls[0](rows(rank))).backward()
+    optimizer.step()
+
+    def fails(grads, group):
+        raise MemoryError("no room for a bucket")
+
+    began = time.monotonic()
+    with mock.patch.object(
+        ddp_fallback, "_average_in_buckets", fails if rank else ddp_fallback._average_in_buckets
+    ):
+        with pytest.raises((MemoryError, ZeroError), match="no room for a bucket"):
+            square(holder.calls[0](rows(rank))).backward()
+    assert time.monotonic() - began < 20
+    with pytest.raises(GradientError, match="those of this rank alone"):
+        optimizer.step()
+    return True
+
+
+def test_an_average_that_fails_on_one_rank():
+    assert run_ranks(out_of_memory, 2, timeout=100, group_timeout=60) == [True, True]
 
 
 def not_told_apart(rank, world):

@@ -22,8 +22,10 @@ from zero_compiler.ranks.parameter_matching import (
 )
 
 
-def described(name: str, value: int = 0, shape: tuple[int, ...] = (2,), place: int = 0) -> Described:
-    return Described(name, shape, "torch.float32", value, place)
+def described(
+    name: str, value: int = 0, shape: tuple[int, ...] = (2,), place: tuple[int, int] = (0, 1)
+) -> Described:
+    return Described(name, shape, "torch.float32", value, place, place)
 
 
 def pairs(lists):
@@ -58,11 +60,24 @@ def test_a_parameter_that_one_rank_has_not_used():
 
 
 def test_what_nothing_tells_apart_is_refused():
-    zeros = [described("weight", place=0), described("weight", place=1)]
-    with pytest.raises(RankMismatchError, match="several parameters 'weight'"):
-        match([zeros[:1], zeros[1:]])
-    with pytest.raises(RankMismatchError, match="several parameters 'weight'"):
-        match([[described("weight")], [described("0.weight"), described("1.weight")]])
+    zeros = [described("weight", place=(i, 2)) for i in range(2)]
+    for lists in (
+        [zeros[:1], zeros[1:]],  # each rank has used another one of two copies
+        [zeros[:1], zeros],  # or one of them both
+        [[described("weight")], [described("0.weight"), described("1.weight")]],
+        [zeros[:1], [described("norm.weight", place=(1, 2))]],
+    ):
+        with pytest.raises(RankMismatchError, match="several parameters 'weight'"):
+            match(lists)
+    assert [each.at for each in match([zeros, zeros])] == [{0: 0, 1: 0}, {0: 1, 1: 1}]
+
+
+def test_what_one_rank_alone_has_besides_makes_no_difference():
+    assert pairs([[described("weight", place=(1, 2))], [described("weight")]]) == [{0: "weight", 1: "weight"}]
+    # Another parameter whose name ends in that of this one: the whole name says which is meant.
+    more = Described("norm.weight", (2,), "torch.float32", 0, (0, 1), (1, 3))
+    other = [described("b", 5), more]
+    assert pairs([other[::-1], other]) == [{0: "norm.weight", 1: "norm.weight"}, {0: "b", 1: "b"}]
 
 
 def test_the_error_of_one_that_is_not_found_says_why():
@@ -73,7 +88,7 @@ def test_the_error_of_one_that_is_not_found_says_why():
     text = str(not_found(lone, [lone, Matched(described("c", 4, (5,)), {0: 0})], 2))
     assert "'b' of shape [2]" in text
     assert (
-        "on rank 1 of 2, and none that began with the same values is known on rank 0; there 'c' of shape [5]"
+        "on rank 1 of 2, and none, or several, that began with the same values are known on rank 0; there 'c'"
         in text
     )
 
@@ -86,7 +101,7 @@ def test_a_parameter_that_this_rank_knows():
     assert find_like(described("a.bias", value_of(one) + 1), known) is None
     assert find_like(described("a.bias", value_of(one), (3,)), known) is None
     alike = [("bias", one), ("bias", other)]
-    assert find_like(described("bias", value_of(one), place=1), alike) is other
+    assert find_like(described("bias", value_of(one), place=(1, 2)), alike) is None
 
 
 @settings(max_examples=200, deadline=None)
