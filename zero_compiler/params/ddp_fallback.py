@@ -556,6 +556,8 @@ def _average_in_buckets(grads: Sequence[torch.Tensor], group: Group) -> None:
         bucket.clear()
 
     for grad in grads:
+        if not grad.numel():  # autograd may have expanded it, and nothing can be written to it then
+            continue
         if bucket:
             alike = (bucket[0].dtype, bucket[0].device) == (grad.dtype, grad.device)
             if not alike or sum(g.nbytes for g in bucket) + grad.nbytes > _BUCKET_BYTES:

@@ -874,6 +874,36 @@ def test_the_same_numbers_in_other_places_are_other_values():
     assert run_ranks(other_values, 2, timeout=200) == [True, True]
 
 
+class Kinds(nn.Module):
+    """Parameters of every form: a scalar, none at all, complex, half, transposed, with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.half = nn.Parameter(torch.randn(4).bfloat16())
+        self.transposed = nn.Parameter(torch.randn(4, 6).t())
+        self.conv = nn.Conv2d(1, 2, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        y = self.linear(x) * self.scalar + self.empty.sum() + self.half.float()
+        y = y + torch.view_as_real(self.complex * self.complex).sum(-1)
+        return square((y @ self.transposed.t()).sum(-1) + self.conv(x.reshape(1, 1, 3, 4)).square().sum())
+
+
+def of_every_kind(rank, world):
+    torch.manual_seed(0)
+    ours = Kinds()
+    steps(ours, compiled(ours), copy.deepcopy(ours), rank, "kinds")
+    return True
+
+
+def test_parameters_of_every_kind():
+    assert run_ranks(of_every_kind, 2, timeout=200) == [True, True]
+
+
 def halves(rank, world):
     """A sum over ranks that is more than float16 holds, and a mean that is not."""
     torch.manual_seed(0)
