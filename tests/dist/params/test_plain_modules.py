@@ -882,14 +882,14 @@ class Kinds(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.scalar = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        self.half = nn.Parameter(torch.randn(4).bfloat16())
+        self.pairs = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.low = nn.Parameter(torch.randn(4).bfloat16())
         self.transposed = nn.Parameter(torch.randn(4, 6).t())
         self.conv = nn.Conv2d(1, 2, 2).to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        y = self.linear(x) * self.scalar + self.empty.sum() + self.half.float()
-        y = y + torch.view_as_real(self.complex * self.complex).sum(-1)
+        y = self.linear(x) * self.scalar + self.empty.sum() + self.low.float()
+        y = y + torch.view_as_real(self.pairs * self.pairs).sum(-1)
         return square((y @ self.transposed.t()).sum(-1) + self.conv(x.reshape(1, 1, 3, 4)).square().sum())
 
 
