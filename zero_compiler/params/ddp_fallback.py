@@ -546,12 +546,13 @@ def _average_in_buckets(grads: Sequence[torch.Tensor], group: Group) -> None:
     def flush() -> None:
         if not bucket:
             return
-        flat = torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].contiguous()
+        in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0] if in_place else torch.cat([g.reshape(-1) for g in bucket])
         flat.div_(group.world)
         wait(dist.all_reduce(flat, group=group.pg, async_op=True), group)
         at = 0
-        for g in bucket:
-            g.copy_(flat.view(-1)[at : at + g.numel()].view(g.shape))
+        for g in () if in_place else bucket:
+            g.copy_(flat[at : at + g.numel()].view(g.shape))
             at += g.numel()
         bucket.clear()
 
