@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..errors import RankMismatchError
@@ -169,17 +170,16 @@ def value_of(param: torch.Tensor) -> int:
     """A number of 64 bits that depends on every byte of a parameter and on its place: exact, in whichever order a
     machine adds."""
     total = torch.zeros((), dtype=torch.int64, device=param.device)
+    places = total.new_zeros(0)
     data = param.detach().contiguous()
     if data.is_complex():
         data = torch.view_as_real(data)
     for part in data.reshape(-1).view(torch.uint8).split(_PART_BYTES):
-        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
-        places = 2 * torch.arange(words.numel(), device=param.device) + 1
-        total = total * 1_000_003 + _mixed(_mixed(words) * places).sum()
+        words = F.pad(part, (0, -part.numel() % 8)).view(torch.int64)
+        if words.numel() != places.numel():
+            places = 2 * torch.arange(words.numel(), device=param.device) + 1
+        products = words * places
+        # A sign is in the highest bit of its word, and no other bit of the product depends on that: bring it down.
+        products ^= products >> 32
+        total = total * 1_000_003 + products.sum()
     return int(total)
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Each word with its upper bits in the lower ones too: of a product the lower bits alone depend on all of it."""
-    words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * -7046029254386353131  # an odd number, as in splitmix64
-    return words ^ ((words >> 29) & 0x7FFFFFFFF)
