@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import RankMismatchError
 
 _PART_BYTES = 1 << 20  # of a parameter at a time
+_ODD = -7046029254386353131  # as in splitmix64
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,11 @@ def value_of(param: torch.Tensor) -> int:
         words = F.pad(part, (0, -part.numel() % 8)).view(torch.int64)
         if words.numel() != places.numel():
             places = 2 * torch.arange(words.numel(), device=param.device) + 1
-        products = words * places
-        # A sign is in the highest bit of its word, and no other bit of the product depends on that: bring it down.
-        products ^= products >> 32
-        total = total * 1_000_003 + products.sum()
+        mixed = words * places
+        for _ in range(
+            2
+        ):  # of a product no other bit depends on the highest one, the sign of a number: bring it down
+            mixed *= _ODD
+            mixed ^= (mixed >> 32) & 0xFFFFFFFF
+        total = total * 1_000_003 + mixed.sum()
     return int(total)

@@ -133,3 +133,11 @@ def test_the_number_of_values_depends_on_their_places_and_signs(shape, dtype):
         changed[2].view(-1)[:2].neg_()
         changed[3].view(-1)[::2].neg_()
         assert len({value_of(x) for x in [one, *changed]}) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_pattern_of_signs_is_another_number(dtype):
+    values = torch.randn(12).to(dtype)
+    patterns = itertools.product((1, -1), repeat=12)
+    found = {value_of(nn.Parameter(values * torch.tensor(signs).to(dtype))) for signs in patterns}
+    assert len(found) == 2**12
