@@ -30,7 +30,8 @@ from .plain_modules import check_all_known
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come
 _FIRST_STEPS = 3
-_LOOKED = "_zero_looked"  # of an optimizer: how many steps have looked for parameters that nobody averages
+# How many steps of an optimizer, also of other models, have looked for parameters that nobody averages.
+_looked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _LOOKS = 2
 # Of a parameter that was replaced: its name and the call that did it, for an optimizer that still holds it.
 STALE = "_zero_stale"
@@ -102,9 +103,9 @@ def check(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: dict
     if not torch.compiler.is_compiling():
         groups = [group["params"] for group in optimizer.param_groups]
         stepped(param for params in groups if some_have(params, (ATTRIBUTE,)) for param in params)
-    if not torch.compiler.is_compiling() and (steps := optimizer.__dict__.get(_LOOKED, 0)) < _LOOKS:
-        optimizer.__dict__[_LOOKED] = steps + 1
-        check_all_known(optimizer)
+        if (steps := _looked.get(optimizer, 0)) < _LOOKS:
+            _looked[optimizer] = steps + 1
+            check_all_known(optimizer)
     # Dynamo traces this, with the step of an optimizer that is compiled.
     if not any(hasattr(param, MANAGED) for group in optimizer.param_groups for param in group["params"]):
         return
