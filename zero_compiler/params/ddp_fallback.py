@@ -113,7 +113,7 @@ class PlainParameter:
         return self.left is not None and grad is not None and self.left != _mark(grad) and bool(grad.any())
 
     def uses(self) -> bool:
-        """Whether there is something to be averaged: a gradient that is gone, or written anew, waits for nothing."""
+        """Whether there is something to be averaged. A gradient that is gone waits for nothing from here on."""
         if self.param.grad is None:
             self.waiting, self.left = False, None
         return self.waiting and self.sync

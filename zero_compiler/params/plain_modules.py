@@ -166,9 +166,9 @@ def watch(
         names: by their identity, of those that Dynamo found in a module, whichever that is.
         groups: of ranks that train what the frame reads of sharded models.
     """
-    models = _models_of(params)
+    models, names = _models_of(params), names or {}
     in_models = {id(p) for one in models for p in plain_parameters(one).values()}
-    others = [p for p in params if id(p) in (names or {}) and id(p) not in in_models]
+    others = [p for p in params if id(p) in names and id(p) not in in_models]
     averaged = in_models | set(map(id, others))
     own = [p for p in params if p.requires_grad and id(p) not in averaged and known_of(p) is None]
     if own and several_ranks(None):
@@ -179,7 +179,7 @@ def watch(
     for one in models:
         _watch_module(one, "", _largest([*groups, *_groups_of(one)]))
     for param in others:
-        _average(param, (names or {})[id(param)], _largest(groups))
+        _average(param, names[id(param)], _largest(groups))
     if new or any(one not in _said for one in models):
         _say_averaged(models, others)
     for one in models:

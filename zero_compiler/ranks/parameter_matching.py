@@ -85,9 +85,8 @@ def match(lists: Sequence[Sequence[Described]]) -> list[Matched]:
         described = [lists[rank][i] for rank, i in each.at.items()]
         one_name = len({d.name for d in described}) == 1
         places = [d.among_namesakes if one_name else d.among_alike for d in described]
-        if (
-            len({(place, count) for place, count in places if count > 1}) > 1
-        ):  # a rank that has but one has no choice
+        # A rank that has but one has no choice.
+        if len({(place, count) for place, count in places if count > 1}) > 1:
             raise _ambiguous(each.described.name)
     return found
 
@@ -180,9 +179,8 @@ def value_of(param: torch.Tensor) -> int:
         if words.numel() != places.numel():
             places = 2 * torch.arange(words.numel(), device=param.device) + 1
         mixed = words * places
-        for _ in range(
-            2
-        ):  # of a product no other bit depends on the highest one, the sign of a number: bring it down
+        # Of a product no other bit depends on the highest one, the sign of a number: bring it down.
+        for _ in range(2):
             mixed *= _ODD
             mixed ^= (mixed >> 32) & 0xFFFFFFFF
         total = total * 1_000_003 + mixed.sum()

@@ -48,6 +48,13 @@ class Mixed(nn.Module):
         return y * self.eager
 
 
+def gradients_are_means(ours, twin, group=None):
+    """Of ``ours`` those of ``twin``, which are summed over the ranks for that."""
+    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad, group=group)
+        torch.testing.assert_close(p.grad, q.grad / dist.get_world_size(group))
+
+
 def beside_ddp(rank, world):
     torch.manual_seed(0)
     ours = Mixed()
@@ -154,9 +161,7 @@ def no_sync_first(rank, world):
         torch.testing.assert_close(local, twin[0].weight.grad)  # no communication yet
         call(xs[1]).sum().backward()
         twin(xs[1]).sum().backward()
-        for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
-            dist.all_reduce(q.grad)
-            torch.testing.assert_close(p.grad, q.grad / world)
+        gradients_are_means(ours, twin)
     return True
 
 
@@ -172,9 +177,7 @@ def waiting(rank, world):
     def gradients_are_right():
         twin.zero_grad()
         twin(x).sum().backward()
-        for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
-            dist.all_reduce(q.grad)
-            torch.testing.assert_close(p.grad, q.grad / world)
+        gradients_are_means(ours, twin)
 
     for forget in (True, False):
         with zero.no_sync(call):
@@ -251,9 +254,7 @@ def skipped_after_no_sync(rank, world):
     for rare in (rank == 0, True):
         call(x, rare).backward()
         twin(x, rare).backward()
-    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
-        dist.all_reduce(q.grad)
-        torch.testing.assert_close(p.grad, q.grad / world)
+    gradients_are_means(ours, twin)
     return True
 
 
@@ -452,9 +453,7 @@ def in_a_function(rank, world):
     )
     twin(x + theirs).square().mean().backward()
     torch.testing.assert_close(mine.grad, theirs.grad)
-    for p, q in zip(holder.model.parameters(), twin.parameters(), strict=True):
-        dist.all_reduce(q.grad)
-        torch.testing.assert_close(p.grad, q.grad / world)
+    gradients_are_means(holder.model, twin)
     return True
 
 
@@ -508,9 +507,7 @@ def two_modules(rank, world):
         loss_of(x).backward()
         twins[1](twins[0](x)).backward()
         for ours, theirs in zip(parts, twins, strict=True):
-            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-                dist.all_reduce(q.grad)
-                torch.testing.assert_close(p.grad, q.grad / world)
+            gradients_are_means(ours, theirs)
     return True
 
 
@@ -544,9 +541,7 @@ def in_groups_that_overlap(rank, world):
             for one in (model, plain):
                 one.zero_grad()
                 one(x).square().mean().backward()
-            for p, q in zip(model.adapter.parameters(), plain.adapter.parameters(), strict=True):
-                dist.all_reduce(q.grad, group=mesh.get_group())
-                torch.testing.assert_close(p.grad, q.grad / 2)
+            gradients_are_means(model.adapter, plain.adapter, mesh.get_group())
     dist.barrier()
     return True
 

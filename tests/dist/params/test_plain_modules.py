@@ -51,14 +51,18 @@ def same_gradients(ours: nn.Module, twin: nn.Module, where: str = "", averaged: 
         torch.testing.assert_close(mine, want, msg=lambda m, n=name: f"{where} {n}: {m}")
 
 
+def compare_and_clear(ours: nn.Module, twin: nn.Module, where: str = "") -> None:
+    same_gradients(ours, twin, where)
+    ours.zero_grad()
+    twin.zero_grad()
+
+
 def steps(ours: nn.Module, call: Callable[..., torch.Tensor], twin: nn.Module, rank: int, where: str) -> None:
     for step in range(2):
         x = rows(rank, step)
         call(x).backward()
         twin(x).backward()
-        same_gradients(ours, twin, f"{where}, step {step}:")
-        ours.zero_grad()
-        twin.zero_grad()
+        compare_and_clear(ours, twin, f"{where}, step {step}:")
 
 
 # --- what changes after compile ----------------------------------------------------------------------------------
@@ -281,9 +285,7 @@ def trained_apart_before(rank, world):
     for call, ours, twin in zip(holder.calls, holder.parts, twins, strict=True):
         square(call(rows(rank))).backward()
         square(twin(rows(rank))).backward()
-        same_gradients(ours, twin, "apart")
-        ours.zero_grad()
-        twin.zero_grad()
+        compare_and_clear(ours, twin, "apart")
     head = nn.Linear(4, 1)
     whole, twin = nn.Sequential(*holder.parts, head), nn.Sequential(*twins, copy.deepcopy(head))
     call = compiled(whole)
@@ -294,9 +296,7 @@ def trained_apart_before(rank, world):
         square(call(rows(rank, 3 * step))).backward()
         for k in range(3):
             square(twin(rows(rank, 3 * step + k))).backward()
-        same_gradients(whole, twin, f"step {step}")
-        whole.zero_grad()
-        twin.zero_grad()
+        compare_and_clear(whole, twin, f"step {step}")
     return True
 
 
@@ -387,9 +387,7 @@ def evaluated(rank, world):
             trained(rows(rank, step)).backward()
             square(twins[1](torch.tanh(twins[0](rows(rank, step))))).backward()
             for ours, twin in zip((held.a, held.b), twins, strict=True):
-                same_gradients(ours, twin, f"{kind}, step {step}")
-                ours.zero_grad()
-                twin.zero_grad()
+                compare_and_clear(ours, twin, f"{kind}, step {step}")
     return True
 
 
@@ -414,9 +412,7 @@ def skipped(rank, world):
     for step in range(3):
         for blocks in (model, twin):
             loss_of(blocks, (step + rank) % 4, rows(rank, step)).backward()
-        same_gradients(model, twin, f"step {step}")
-        model.zero_grad()
-        twin.zero_grad()
+        compare_and_clear(model, twin, f"step {step}")
     return True
 
 
@@ -439,9 +435,7 @@ def one_each(rank, world):
                 square(holder.calls[i](rows(rank, step))).backward()
                 square(twins[i](rows(rank, step))).backward()
             for i, (ours, twin) in enumerate(zip(holder.parts, twins, strict=True)):
-                same_gradients(ours, twin, f"equal: {equal}, step {step}, model {i}")
-                ours.zero_grad()
-                twin.zero_grad()
+                compare_and_clear(ours, twin, f"equal: {equal}, step {step}, model {i}")
     return True
 
 
@@ -485,9 +479,7 @@ def reentrant(rank, world):
         for step in range(3):
             loss_of(*calls, rows(rank, step)).backward()
             loss_of(*twin, rows(rank, step)).backward()
-            same_gradients(parts, twin, f"reentrant: {use_reentrant}, step {step}")
-            parts.zero_grad()
-            twin.zero_grad()
+            compare_and_clear(parts, twin, f"reentrant: {use_reentrant}, step {step}")
     return True
 
 
@@ -566,9 +558,7 @@ def in_a_trainer(rank, world):
             ours.call(x, flipped).backward()
             twin.loss(x, flipped).backward()
             for mine, theirs in ((ours.a, twin.a), (ours.b, twin.b)):
-                same_gradients(mine, theirs, f"{kind}, step {step}")
-                mine.zero_grad()
-                theirs.zero_grad()
+                compare_and_clear(mine, theirs, f"{kind}, step {step}")
     return True
 
 
@@ -716,9 +706,7 @@ def swapped(rank, world):
     for step in range(2):
         square(call(rows(rank, step).double())).backward()
         square(twin(rows(rank, step).double())).backward()
-        same_gradients(ours, twin, f"step {step}")
-        ours.zero_grad()
-        twin.zero_grad()
+        compare_and_clear(ours, twin, f"step {step}")
     return True
 
 
@@ -753,18 +741,14 @@ def moved_out(rank, world):
             for step in range(2):
                 (loss_of(call, rows(rank, step)) + (gru.weight - left).square().sum()).backward()
                 (square(twin(rows(rank, step))) + (twin.weight - twin_left).square().sum()).backward()
-                same_gradients(gru, twin, f"{kind}, step {step}")
-                gru.zero_grad()
-                twin.zero_grad()
+                compare_and_clear(gru, twin, f"{kind}, step {step}")
             continue
         model[0] = nn.Identity()
         again = alone if kind == "itself" else compiled(lambda x, part=gru: part(x))
         for step in range(2):
             loss_of(again, rows(rank, step)).backward()
             loss_of(twin, rows(rank, step)).backward()
-            same_gradients(gru, twin, f"{kind}, step {step}")
-            gru.zero_grad()
-            twin.zero_grad()
+            compare_and_clear(gru, twin, f"{kind}, step {step}")
     return True
 
 
@@ -812,9 +796,7 @@ def heads(rank, world):
         weights.append(weakref.ref(model[1].weight))
         square(compiled(model)(rows(rank, task))).backward()
         square(reference(rows(rank, task))).backward()
-        same_gradients(model, reference, f"task {task}")
-        model.zero_grad()
-        reference.zero_grad()
+        compare_and_clear(model, reference, f"task {task}")
         del model
         torch._dynamo.reset()
         for _ in range(2):
