@@ -35,8 +35,7 @@ from ..ir import facts, ops
 from ..ir.program import Program
 from ..ir.recorded_phase import written_inputs
 from ..memory.verify import verify_accumulating
-from ..params import eager, plain_modules, recompile_limit
-from ..params.ddp_fallback import is_plain
+from ..params import eager, recompile_limit
 from ..params.optimizer_guards import STALE, guard_optimizers, held_elsewhere
 from ..params.penalties import watch_outputs
 from ..params.refusals import look_for_late_hooks, process_wide_hooks
@@ -44,6 +43,8 @@ from ..plan import dynamic_shape_memory, tiling
 from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import Broken
 from ..ranks.peer_connections import working
+from ..replicated import averaged_modules
+from ..replicated.parameters import is_replicated
 from ..report.frame import Frame
 from ..runtime.autograd_bridge import ForwardWeights, LocalRows
 from ..sharded import kept_weights, parameter_errors
@@ -105,7 +106,7 @@ def zero(
         raise
 
 
-plain_modules.watch_compiled(
+averaged_modules.watch_compiled(
     lambda backend: getattr(backend, "compiler_fn", backend) is zero, guard_optimizers
 )
 
@@ -161,7 +162,7 @@ def compile_with(
     for p in example_inputs:
         if isinstance(p, torch.nn.Parameter) and STALE in p.__dict__:
             raise held_elsewhere(*p.__dict__[STALE])
-    plain_ones = {id(p) for p in example_inputs if is_plain(p)}
+    plain_ones = {id(p) for p in example_inputs if is_replicated(p)}
     for sharded_model in ops.owners() if plain_ones else ():
         check_not_replaced(sharded_model.places, plain_ones)
     owners = map(ops.owner_of, owners_in(gm))
@@ -177,7 +178,7 @@ def compile_with(
     # Parameters that are not sharded, all of them or those beside a sharded part, are averaged as at stage 0.
     groups = [ops.owner_of(key).group.everyone for key in owners_in(gm)]
     interrupted = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
-    return plain_modules.watched(compiled, example_inputs, sources, groups, interrupted)
+    return averaged_modules.watched(compiled, example_inputs, sources, groups, interrupted)
 
 
 def _watch_limit(gm: fx.GraphModule, options: object) -> None:

@@ -29,7 +29,6 @@ from torch.nn.modules import module as nn_module
 from ..config import Config
 from ..errors import ShardError
 from ..layout import Layout, layout_of
-from ..params.held import at_rest
 from ..params.modules import state_of, swap_classes
 from ..params.optimizer_guards import guard_optimizers, mark_stale
 from ..params.shard import SUCCESSOR, collect, contiguous_stride, given, inherit, install
@@ -39,6 +38,7 @@ from ..ranks.call_handshake import begin
 from ..ranks.failure_broadcast import tell, together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
+from ..replicated.parameters import at_rest
 from ..sharded import blocking_transfers
 from ..sharded.model_identity import made_together
 from ..sharded.sharded_model import ShardedModel, agree_on_processor

@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import OptimizerError
 from ..ir import ops
-from ..params.ddp_fallback import averages_follow, check_averaged
 from ..ranks.failing import STEP
+from ..replicated.end_of_backward import averages_follow
+from ..replicated.parameters import check_averaged
 from ..sharded import grads
 from ..sharded.grads import AppliedGrad
 from ..sharded.sharded_model import ShardedModel

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ..errors import ZeroError
-from ..params.ddp_fallback import averaged_over
 from ..ranks.failing import STEP, is_known, mark_known
 from ..ranks.failure_broadcast import fail_later
 from ..ranks.group import Group
+from ..replicated.parameters import averaged_over
 from ..sharded.sharded_model import ShardedModel
 
 

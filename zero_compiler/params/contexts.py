@@ -20,11 +20,13 @@ from ..ranks.failing import is_known, mark_known
 from ..ranks.failure_broadcast import cannot_begin, fail, failure_of, together
 from ..ranks.group import Group, group_of
 from ..ranks.peer_waits import answered, wait
+from ..replicated.end_of_backward import replicated_parameter
+from ..replicated.parameters import averaged_over, replicated_parameters
 from ..sharded import blocking_transfers, parameter_errors
 from ..sharded.managed_parameters import Places, local_of
 from ..sharded.sharded_model import ShardedModel
 from ..tensors.full_weight import FULL
-from . import ddp_fallback, parameter_memory
+from . import parameter_memory
 from .modules import check_accumulates, sharded_models_of
 
 
@@ -41,7 +43,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     _check_module("zero.no_sync", model)
     states: list[Any] = [*sharded_models_of(model)]
-    plain = map(ddp_fallback.plain_parameter, ddp_fallback.plain_parameters(model).values())
+    plain = map(replicated_parameter, replicated_parameters(model).values())
     states += [known for known in plain if known is not None]
     check_accumulates(states, "zero.no_sync")
     before = [s.sync for s in states]
@@ -58,7 +60,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def _ranks_of(model: nn.Module) -> Group | None:
     """The ranks that a model, or the part of it that is not sharded, is trained on."""
     return group_of(sharded_models_of(model)) or next(
-        iter(ddp_fallback.averaged_over(ddp_fallback.plain_parameters(model).values())), None
+        iter(averaged_over(replicated_parameters(model).values())), None
     )
 
 

@@ -67,8 +67,3 @@ def named_members(
 
 def _inside(sharded_model: ShardedModel) -> bool:
     return bool(sharded_model.scope.calls) if torch.compiler.is_dynamo_compiling() else inside(sharded_model)
-
-
-def at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``model.named_parameters()``, of shards also inside a forward."""
-    return nn.Module._named_members(model, lambda module: module._parameters.items())

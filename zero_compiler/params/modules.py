@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import GradientError, ShardError, ZeroError
 from ..ranks.group import Group
+from ..replicated import averaged_modules
 from ..sharded import grads, kept_weights, parameter_errors
 from ..sharded.gather_wire import wire_of
 from ..sharded.sharded_model import ShardedModel
@@ -28,7 +29,7 @@ from ..tensors import transforms
 from ..tensors.dispatch_modes import never_cached
 from ..tensors.full_weight import FULL, forget, known, remember
 from ..tensors.whole_parameters import stays_whole
-from . import eager, parameter_memory, plain_modules, recompile_limit
+from . import eager, parameter_memory, recompile_limit
 from .held import inside, named_members
 from .optimizer_guards import STALE, mark_stale
 from .penalties import watch_outputs
@@ -477,7 +478,7 @@ def _outermost(
     scope.entered = state if torch.compiler.is_compiling() or recompile_limit.compiling() else None
     if not torch.compiler.is_compiling():
         scope.begun = state, getattr(type(self).forward, "__code__", None)
-        plain_modules.watch_beside(self)
+        averaged_modules.watch_beside(self)
         kept_weights.look(scope)
         scope.copies = Copies()
     scope.calls.append(state)

@@ -12,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import ShardError
 from ..ir import ops
+from ..replicated.averaged_modules import check_all_known
+from ..replicated.parameters import ATTRIBUTE, check_averaged, stepped
 from ..sharded.grads import HOOKS, check_reduced
 from ..sharded.parameter_errors import any_was_dropped, dropped, was_dropped
 from ..storage import heap
@@ -22,10 +24,8 @@ from ..tensors.partial_numbers import watch_numbers
 from ..tensors.random_rows import watch_draws
 from ..tensors.unscale import register_unscaling
 from ..torch_cpp import some_have
-from .ddp_fallback import ATTRIBUTE, check_averaged, stepped
 from .mixed_operands import sharded_rule, watch_operands
 from .penalties import watch_terms
-from .plain_modules import check_all_known
 
 _CHECKED = "_zero_checked"
 _FIRST = "_zero_first"  # of an optimizer in its first steps: how many are still to come

@@ -28,13 +28,13 @@ from ..ranks.failure_broadcast import together
 from ..ranks.group import Group
 from ..ranks.mesh import make_group, ranks_of
 from ..ranks.tensor_parallel import TensorPart, part_of, tensor_mesh_of
+from ..replicated.parameters import ATTRIBUTE as REPLICATED
 from ..sharded import blocking_transfers, grads, parameter_errors
 from ..sharded.managed_parameters import ParamInfo, Places, local_of
 from ..sharded.sharded_model import ShardedModel, agree_on_processor
 from ..storage import heap
 from ..tensors.foreach import MANAGED
 from ..tensors.whole_parameters import describe_whole, stays_whole
-from . import ddp_fallback
 from .memory_ties import check_memory
 from .modules import is_root, state_of, swap_classes
 from .optimizer_guards import STALE, guard_optimizers, held_elsewhere, mark_stale
@@ -318,7 +318,7 @@ def inherit(new: torch.Tensor, old: torch.Tensor) -> None:
     """Give a parameter the attributes of the one whose place it takes; not what says that one was replaced itself, nor
     the plain model that it was averaged with, which holds whole parameters."""
     for key, value in old.__dict__.items():
-        if key not in (SUCCESSOR, STALE, ddp_fallback.ATTRIBUTE, grads.HOOKS):
+        if key not in (SUCCESSOR, STALE, REPLICATED, grads.HOOKS):
             new.__dict__.setdefault(key, value)
 
 

@@ -25,6 +25,7 @@ ROOMS = (
     "memory",
     "tensors",
     "sharded",
+    "replicated",
     "params",
     "construct",
     "passes",

@@ -1,4 +1,4 @@
-"""Which parameters that are not sharded are averaged (`ddp_fallback.py`): those of modules that are compiled, or that
+"""Which replicated parameters are averaged (`gradient_average.py`): those of modules that are compiled, or that
 compiled code calls.
 
 A module that is given to ``torch.compile`` is known as a whole, and one whose forward calls what was compiled. Of a
@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import GradientError
 from ..ranks.group import Group
-from .ddp_fallback import is_averaged, is_plain, known_of, plain_parameter, plain_parameters, several_ranks
-from .held import at_rest
+from .end_of_backward import replicated_parameter
+from .parameters import at_rest, is_averaged, is_replicated, known_of, replicated_parameters, several_ranks
 
 log = logging.getLogger("zero_compiler")
 # A module that is averaged, and every module in it: what it is called there, and the ranks.
@@ -36,7 +36,7 @@ def watched(
     groups: Sequence[Group],
     interrupted: bool,
 ) -> Callable[..., object]:
-    """``compiled``, a frame that may read plain parameters, for whichever model calls it.
+    """``compiled``, a frame that may read replicated parameters, for whichever model calls it.
 
     Dynamo runs a frame for every module of a class that passes its guards, and asks the backend once.
 
@@ -46,7 +46,9 @@ def watched(
         interrupted: eager code follows the frame, and then the rest of the function.
     """
     at = [
-        i for i, p in enumerate(example_inputs) if is_plain(p) and (p.is_floating_point() or p.is_complex())
+        i
+        for i, p in enumerate(example_inputs)
+        if is_replicated(p) and (p.is_floating_point() or p.is_complex())
     ]
     if not at:
         return compiled
@@ -132,7 +134,7 @@ def watch_compiled(is_ours: Callable[[object], bool], found: Callable[[], None])
     def parameter_registered(parent: nn.Module, name: str, param: object) -> None:
         if torch.compiler.is_compiling() or (place := _watched.get(parent)) is None:
             return
-        if isinstance(param, nn.Parameter) and is_plain(param):
+        if isinstance(param, nn.Parameter) and is_replicated(param):
             _average(param, f"{place[0]}{name}", place[1])
 
     torch.nn.modules.module.register_module_module_registration_hook(module_registered)
@@ -140,34 +142,34 @@ def watch_compiled(is_ours: Callable[[object], bool], found: Callable[[], None])
 
 
 def _average(param: nn.Parameter, name: str, group: Group | None) -> None:
-    if (known := plain_parameter(param)) is not None:
+    if (known := replicated_parameter(param)) is not None:
         known.average(name, group)
 
 
 def _watch_module(module: nn.Module, prefix: str, group: Group | None) -> None:
-    """Average the plain parameters of ``module``, and those that it is given later, over ``group``."""
+    """Average the replicated parameters of ``module``, and those that it is given later, over ``group``."""
     for name, part in module.named_modules(prefix=prefix.rstrip(".")):
         _watched[part] = f"{name}." if name else "", group
-    for name, param in plain_parameters(module).items():
+    for name, param in replicated_parameters(module).items():
         _average(param, f"{prefix}{name}", group)
 
 
 def watch(
     params: Sequence[nn.Parameter], names: dict[int, str] | None = None, groups: Sequence[Group] = ()
 ) -> bool:
-    """See to it that plain parameters which a frame reads, and all others of its models, are averaged. Whether there
-    are any.
+    """See to it that replicated parameters which a frame reads, and all others of its models, are averaged. Whether
+    there are any.
 
     A parameter that is of no module is the caller's own (an argument, or made for this call): its gradient stays that
     of this rank, as that of any other tensor.
 
     Args:
-        params: plain parameters, as the frame is given them.
+        params: replicated parameters, as the frame is given them.
         names: by their identity, of those that Dynamo found in a module, whichever that is.
         groups: of ranks that train what the frame reads of sharded models.
     """
     models, names = _models_of(params), names or {}
-    in_models = {id(p) for one in models for p in plain_parameters(one).values()}
+    in_models = {id(p) for one in models for p in replicated_parameters(one).values()}
     others = [p for p in params if id(p) in names and id(p) not in in_models]
     averaged = in_models | set(map(id, others))
     own = [p for p in params if p.requires_grad and id(p) not in averaged and known_of(p) is None]
@@ -188,9 +190,9 @@ def watch(
 
 
 def watch_beside(model: nn.Module) -> None:
-    """:func:`watch` for a sharded model that runs without compile and was given plain parameters since."""
+    """:func:`watch` for a sharded model that runs without compile and was given replicated parameters since."""
     if torch.is_grad_enabled() and several_ranks(None):
-        left = [p for _, p in at_rest(model) if is_plain(p) and p.requires_grad and known_of(p) is None]
+        left = [p for _, p in at_rest(model) if is_replicated(p) and p.requires_grad and known_of(p) is None]
         if left:
             watch(left)
 
@@ -205,7 +207,7 @@ def check_all_known(optimizer: torch.optim.Optimizer) -> None:
         GradientError: a module that is averaged has a parameter of which torch has told nobody.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    left = [p for p in params if is_plain(p) and p.grad is not None and not is_averaged(p)]
+    left = [p for p in params if is_replicated(p) and p.grad is not None and not is_averaged(p)]
     if not left or not several_ranks(None):
         return
     inside = {id(p): f"{place[0]}{name}" for m, place in _watched.items() for name, p in at_rest(m)}
@@ -216,7 +218,7 @@ def check_all_known(optimizer: torch.optim.Optimizer) -> None:
                 "was compiled before by a way of which torch tells nobody (to_empty, a lazy module, "
                 "Sequential.insert); do that before torch.compile, or call zero.shard(model, stage=0)"
             )
-    if any(is_averaged(p) or not is_plain(p) for p in params):
+    if any(is_averaged(p) or not is_replicated(p) for p in params):
         _say_left(type(optimizer).__name__, tuple(left[0].shape), len(left))
 
 
@@ -244,7 +246,7 @@ def _largest(groups: Sequence[Group]) -> Group | None:
 
 
 def _say_averaged(models: Sequence[nn.Module], others: Sequence[nn.Parameter]) -> None:
-    members = {id(p): p for one in models for p in plain_parameters(one).values()} | {
+    members = {id(p): p for one in models for p in replicated_parameters(one).values()} | {
         id(p): p for p in others
     }
     trained = sum(p.requires_grad for p in members.values())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_compiler.errors import RankMismatchError
-from zero_compiler.ranks.parameter_matching import (
+from zero_compiler.replicated.matching import (
     Described,
     Matched,
     find_like,

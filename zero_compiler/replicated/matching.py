@@ -1,4 +1,4 @@
-"""Which plain parameter of this rank is which of another rank's, at their first average (`ddp_fallback.py`).
+"""Which replicated parameter of this rank is which of another rank's, at their first average (`gradient_average.py`).
 
 Ranks run one script, and still may know a parameter by different names, have different ones in their first backward, or
 have compiled other code before. What tells one parameter from another is then its values, which all ranks began with,

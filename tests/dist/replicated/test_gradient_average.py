@@ -1,23 +1,36 @@
-"""Plain models as stage 0 on two ranks, beside DistributedDataParallel: the gradients are the same."""
+"""Gradients of models that are not sharded, on two ranks: those of DistributedDataParallel."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
+import time
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from dist.averages import (
+    Parts,
+    compare_and_clear,
+    compiled,
+    gradients_are_means,
+    rows,
+    same_gradients,
+    square,
+    steps,
+)
 from dist.loops import batches
 from dist.spawn import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_compiler as zero
-from zero_compiler.errors import GradientError
-from zero_compiler.params import plain_modules
+from zero_compiler.errors import GradientError, RankMismatchError, ZeroError
+from zero_compiler.replicated import gradient_average
 
 pytestmark = pytest.mark.dist
 
@@ -46,13 +59,6 @@ class Mixed(nn.Module):
     @torch._dynamo.disable
     def scaled(self, y):
         return y * self.eager
-
-
-def gradients_are_means(ours, twin, group=None):
-    """Of ``ours`` those of ``twin``, which are summed over the ranks for that."""
-    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
-        dist.all_reduce(q.grad, group=group)
-        torch.testing.assert_close(p.grad, q.grad / dist.get_world_size(group))
 
 
 def beside_ddp(rank, world):
@@ -107,45 +113,6 @@ def test_gradients_are_those_of_ddp():
     assert run_ranks(beside_ddp, 2, timeout=200) == [True, True]
 
 
-class Unseen(nn.Module):
-    """Dynamo captures nothing of it: it takes no RNN, and skips what breaks the graph within a loop."""
-
-    def __init__(self, recurrent: bool) -> None:
-        super().__init__()
-        self.middle = nn.LSTM(4, 4) if recurrent else nn.Linear(4, 4)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x):
-        if isinstance(self.middle, nn.LSTM):
-            return self.last(self.middle(x)[0]).sum()
-        for _ in range(2):
-            x = self.middle(x)
-            torch._dynamo.graph_break()
-        return self.last(x).sum()
-
-
-def unseen(rank, world):
-    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
-    for recurrent in (False, True):
-        torch.manual_seed(0)
-        ours = Unseen(recurrent)
-        twin = copy.deepcopy(ours)
-        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
-        for quiet in (False, True, False):
-            with zero.no_sync(call) if quiet else contextlib.nullcontext():
-                call(x).backward()
-            twin(x).backward()
-        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
-            mean = q.grad.clone()
-            dist.all_reduce(mean)
-            torch.testing.assert_close(p.grad, mean / world, msg=lambda m, n=name: f"{n}: {m}")
-    return True
-
-
-def test_a_model_of_which_nothing_is_captured():
-    assert run_ranks(unseen, 2, timeout=200) == [True, True]
-
-
 def no_sync_first(rank, world):
     """zero.no_sync before the first call, on the module and on what compile returns."""
     for form in ("module", "compiled"):
@@ -163,6 +130,10 @@ def no_sync_first(rank, world):
         twin(xs[1]).sum().backward()
         gradients_are_means(ours, twin)
     return True
+
+
+def test_no_sync_before_the_first_call():
+    assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
 
 
 def waiting(rank, world):
@@ -224,10 +195,6 @@ def waiting(rank, world):
 
 def test_no_step_before_gradients_are_averaged():
     assert run_ranks(waiting, 2, timeout=200) == [True, True]
-
-
-def test_no_sync_before_the_first_call():
-    assert run_ranks(no_sync_first, 2, timeout=200) == [True, True]
 
 
 class Rare(nn.Module):
@@ -340,127 +307,6 @@ def test_gradients_without_backward():
     assert run_ranks(without_backward, 2, timeout=200) == [True, True]
 
 
-def overlapping(rank, world):
-    """Updates while backward runs come after the average, whichever parameters got the first gradient."""
-    for sharded in (None, 0, 2):
-        torch.manual_seed(0)
-        ours = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        twin = copy.deepcopy(ours)
-        if sharded is not None:
-            zero.shard(ours[sharded], stage=3)
-        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
-        opt = zero.optimizer(torch.optim.SGD, ours, lr=0.1, overlap=True)
-        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-        for x in batches(rank, 2):
-            call(x).square().sum().backward()
-            opt.step()
-            twin(x).square().sum().backward()
-            for q in twin.parameters():
-                dist.all_reduce(q.grad)
-                q.grad /= world
-            plain.step()
-            plain.zero_grad()
-        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
-            mine = p.full_tensor() if name.startswith(f"{sharded}.") else p
-            torch.testing.assert_close(mine, q, msg=lambda m, n=name, s=sharded: f"{s} {n}: {m}")
-        if sharded is None:
-            with pytest.raises(GradientError, match="those of this rank alone"), zero.no_sync(call):
-                call(x).sum().backward()
-            assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), twin.parameters(), strict=True))
-    return True
-
-
-def test_updates_while_backward_runs_come_after_the_average():
-    assert run_ranks(overlapping, 2, timeout=200) == [True, True]
-
-
-class OfTheCall(nn.Module):
-    """It is given a parameter, makes one of its batch, or finds one that was not registered."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.layer = nn.Linear(4, 4)
-        self.held = [nn.Parameter(torch.zeros(4))]
-
-    def forward(self, x, given):
-        if self.kind == "made":
-            given = nn.Parameter(x.mean(0))
-            x = x + given
-            torch._dynamo.graph_break()
-        elif self.kind == "held":
-            given = self.held[0]
-        return self.layer(x + given)
-
-
-def of_the_call(rank, world):
-    for kind, stage in itertools.product(("given", "made", "held"), (None, 1, 3)):
-        torch.manual_seed(0)
-        ours = OfTheCall(kind)
-        twin = copy.deepcopy(ours)
-        if stage is not None:
-            zero.shard(ours, stage=stage)
-        call = torch.compile(ours, backend="zero", options={"compute": "aten"})
-        mine, plain = (nn.Parameter(torch.zeros(2 + rank, 4)) for _ in range(2))
-        for k in range(2):
-            x = torch.randn(2 + rank, 4, generator=torch.Generator().manual_seed(10 * k + rank))
-            loss, want = call(x, mine).square().mean(), twin(x, plain).square().mean()
-            torch.testing.assert_close(loss, want)
-            loss.backward()
-            want.backward()
-        for a, b in ((mine, plain), (ours.held[0], twin.held[0])):
-            assert (a.grad is None) == (b.grad is None), (kind, stage)
-            if b.grad is not None:
-                torch.testing.assert_close(a.grad, b.grad, msg=lambda m, k=kind, s=stage: f"{k} {s}: {m}")
-        for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
-            mean = q.grad.clone()
-            dist.all_reduce(mean)
-            grad = p.grad if stage is None else p.grad.full_tensor()
-            torch.testing.assert_close(
-                grad, mean / world, msg=lambda m, n=name, k=kind, s=stage: f"{k} {s} {n}: {m}"
-            )
-    return True
-
-
-def test_parameters_of_the_call_keep_the_gradients_of_their_rank():
-    assert run_ranks(of_the_call, 2, timeout=200) == [True, True]
-
-
-class Holder:
-    """No module: the model is an attribute of what a compiled function closes over."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-
-def in_a_function(rank, world):
-    torch.manual_seed(0)
-    holder = Holder(nn.Linear(4, 2))
-    twin = copy.deepcopy(holder.model)
-    mine = nn.Parameter(torch.zeros(4))
-    theirs = nn.Parameter(torch.zeros(4))
-
-    @torch.compile(backend="zero", options={"compute": "aten"})
-    def loss_of(x, given):
-        return holder.model(x + given).square().mean()
-
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    said = []
-    with mock.patch.object(plain_modules.log, "warning", lambda *words: said.append(words[0] % words[1:])):
-        loss_of(x, mine).backward()
-    assert (
-        sum("parameter of shape [4] that is of no module; its gradient stays" in line for line in said) == 1
-    )
-    twin(x + theirs).square().mean().backward()
-    torch.testing.assert_close(mine.grad, theirs.grad)
-    gradients_are_means(holder.model, twin)
-    return True
-
-
-def test_of_a_compiled_function_what_it_finds_in_modules_is_averaged():
-    assert run_ranks(in_a_function, 2, timeout=200) == [True, True]
-
-
 def sparse_beside(rank, world):
     for sharded in (True, False):
         torch.manual_seed(0)
@@ -478,41 +324,6 @@ def sparse_beside(rank, world):
 
 def test_sparse_gradients_are_refused_by_name():
     assert run_ranks(sparse_beside, 2, timeout=200) == [True, True]
-
-
-class Weighted(nn.Module):
-    """A loss with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, y):
-        return (y * self.weight).square().mean()
-
-
-def two_modules(rank, world):
-    for held in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        parts = [nn.Linear(4, 2), Weighted()]
-        twins = copy.deepcopy(parts)
-        model, loss = (None, None) if held else parts
-
-        @torch.compile(backend="zero", options={"compute": "aten"})
-        def loss_of(x, model=model, loss=loss, parts=parts):
-            return parts[1](parts[0](x)) if model is None else loss(model(x))
-
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-        loss_of(x).backward()
-        twins[1](twins[0](x)).backward()
-        for ours, theirs in zip(parts, twins, strict=True):
-            gradients_are_means(ours, theirs)
-    return True
-
-
-def test_all_modules_that_a_compiled_function_calls_are_averaged():
-    assert run_ranks(two_modules, 2, timeout=200) == [True, True]
 
 
 class Adapted(nn.Module):
@@ -548,3 +359,176 @@ def in_groups_that_overlap(rank, world):
 
 def test_models_are_numbered_apart_for_each_group():
     assert run_ranks(in_groups_that_overlap, 3, timeout=100) == [True] * 3
+
+
+def one_of_two_is_held_back(rank, world):
+    """zero.no_sync of a discriminator: the generator that the same function calls is averaged, and stepped."""
+    torch.manual_seed(0)
+    made, judged = nn.Linear(4, 4), nn.Linear(4, 1)
+    twins = copy.deepcopy((made, judged))
+
+    @torch.compile(backend="zero", options={"compute": "aten"})
+    def loss_of(x):
+        return square(judged(torch.tanh(made(x))))
+
+    both = nn.ModuleList([made, judged])
+    opts = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (made, twins[0])]
+    for step in range(2):
+        with zero.no_sync(judged):
+            with zero.no_sync(both):
+                pass  # and the rest is not held back any longer
+            loss_of(rows(rank, step)).backward()
+        square(twins[1](torch.tanh(twins[0](rows(rank, step))))).backward()
+        same_gradients(made, twins[0], f"step {step}, generator")
+        same_gradients(judged, twins[1], f"step {step}, discriminator", averaged=False)
+        for q in twins[0].parameters():
+            dist.all_reduce(q.grad)
+            q.grad /= world
+        for opt in opts:
+            opt.step()
+        for module in (made, judged, *twins):
+            module.zero_grad()
+    return True
+
+
+def test_no_sync_of_one_of_two_modules():
+    assert run_ranks(one_of_two_is_held_back, 2, timeout=200) == [True, True]
+
+
+def steps_differ(rank, world):
+    """A rank whose backward brought no gradient of these has stepped once more when it comes to its next average."""
+    torch.manual_seed(0)
+    holder = Parts(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(holder.parts[0].parameters(), lr=0.1)
+    square(holder.calls[0](rows(rank))).backward()
+    optimizer.step()
+    if rank == 1:
+        optimizer.step()  # of a batch in which nothing was to be learned
+    with pytest.raises(
+        RankMismatchError, match=r"rank 0 of 2 has stepped its optimizers 1 times and rank 1 of 2 2 tim"
+    ):
+        square(holder.calls[0](rows(rank))).backward()
+    return True
+
+
+def test_a_rank_that_missed_an_average():
+    assert run_ranks(steps_differ, 2, timeout=100) == [True, True]
+
+
+def out_of_memory(rank, world):
+    """A rank fails among the collectives of an average: the other ends with its reason, and soon; nobody steps."""
+    torch.manual_seed(0)
+    holder = Parts(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(holder.parts[0].parameters(), lr=0.1)
+    square(holder.calls[0](rows(rank))).backward()
+    optimizer.step()
+
+    def fails(grads, group):
+        raise MemoryError("no room for a bucket")
+
+    began = time.monotonic()
+    with mock.patch.object(
+        gradient_average, "_average_in_buckets", fails if rank else gradient_average._average_in_buckets
+    ):
+        with pytest.raises((MemoryError, ZeroError), match="no room for a bucket"):
+            square(holder.calls[0](rows(rank))).backward()
+    assert time.monotonic() - began < 20
+    with pytest.raises(GradientError, match="those of this rank alone"):
+        optimizer.step()
+    return True
+
+
+def test_an_average_that_fails_on_one_rank():
+    assert run_ranks(out_of_memory, 2, timeout=100, group_timeout=60) == [True, True]
+
+
+def swapped(rank, world):
+    """torch.utils.swap_tensors takes the hooks of a parameter along, and not what calls them."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.manual_seed(0)
+    ours = nn.Linear(4, 4)
+    twin = copy.deepcopy(ours).double()
+    call = compiled(ours)
+    ours.double()
+    for step in range(2):
+        square(call(rows(rank, step).double())).backward()
+        square(twin(rows(rank, step).double())).backward()
+        compare_and_clear(ours, twin, f"step {step}")
+    return True
+
+
+def test_parameters_that_were_swapped():
+    assert run_ranks(swapped, 2, timeout=200) == [True, True]
+
+
+def heads(rank, world):
+    """A backbone with a new head for each task: a model that one rank has let go of, and the other has not, is no
+    difference; and heads that are gone are not kept."""
+    backbone = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    twin = nn.Linear(4, 4)
+    backbone.load_state_dict(twin.state_dict())
+    kept, weights = [], []
+    for task in range(4):
+        torch.manual_seed(task)
+        model = nn.Sequential(backbone, nn.Linear(4, 2 + task))
+        reference = nn.Sequential(twin, copy.deepcopy(model[1]))
+        if rank == 1 and task < 2:
+            kept.append(model)
+        weights.append(weakref.ref(model[1].weight))
+        square(compiled(model)(rows(rank, task))).backward()
+        square(reference(rows(rank, task))).backward()
+        compare_and_clear(model, reference, f"task {task}")
+        del model
+        torch._dynamo.reset()
+        for _ in range(2):
+            gc.collect()
+    assert sum(ref() is not None for ref in weights) <= len(kept) + 1
+    return True
+
+
+def test_a_new_head_for_each_task():
+    assert run_ranks(heads, 2, timeout=200) == [True, True]
+
+
+class Kinds(nn.Module):
+    """Parameters of every form: a scalar, none at all, complex, half, transposed, with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.pairs = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.low = nn.Parameter(torch.randn(4).bfloat16())
+        self.transposed = nn.Parameter(torch.randn(4, 6).t())
+        self.conv = nn.Conv2d(1, 2, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        y = self.linear(x) * self.scalar + self.empty.sum() + self.low.float()
+        y = y + torch.view_as_real(self.pairs * self.pairs).sum(-1)
+        return square((y @ self.transposed.t()).sum(-1) + self.conv(x.reshape(1, 1, 3, 4)).square().sum())
+
+
+def of_every_kind(rank, world):
+    torch.manual_seed(0)
+    ours = Kinds()
+    steps(ours, compiled(ours), copy.deepcopy(ours), rank, "kinds")
+    return True
+
+
+def test_parameters_of_every_kind():
+    assert run_ranks(of_every_kind, 2, timeout=200) == [True, True]
+
+
+def halves(rank, world):
+    """A sum over ranks that is more than float16 holds, and a mean that is not."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).half()
+    compiled(model)(torch.full((1, 2), 40000.0).half()).sum().backward()
+    assert model.weight.grad.tolist() == [[40000.0, 40000.0]]
+    return True
+
+
+def test_a_mean_of_halves_does_not_overflow():
+    assert run_ranks(halves, 2, timeout=200) == [True, True]

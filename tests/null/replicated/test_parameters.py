@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zero_compiler as zero
-from zero_compiler.params.ddp_fallback import known_of
+from zero_compiler.replicated.parameters import known_of
 
 
 @pytest.mark.parametrize("change", ["shard", "assign", "module"])
