@@ -1,13 +1,17 @@
-"""Python's call stack: memory for it in one piece, where a function calls many others."""
+"""Python's call stack: memory for it in one piece, where a function calls many others; and the variables on it."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
+_OF_FRAME_ALONE = 3  # references to a dict: of its frame, of a variable, of the argument that counts
 _SLOTS = 1 << 17  # values on the stack of one function: 1 MiB, so that its piece is of 2 and leaves 1
 
 
@@ -29,3 +33,20 @@ def in_one_piece(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
     made: Any = call
     made.__code__ = made.__code__.replace(co_stacksize=_SLOTS)
     return call
+
+
+def locals_of(frame: types.FrameType) -> dict[str, Any]:
+    """The variables of a function that runs, none of which is kept by that.
+
+    Up to Python 3.12 ``frame.f_locals`` makes a dict that the frame then keeps until it ends: a model or a batch that
+    the function has let go of would live on in it. So it is emptied, unless another has it too (a debugger, or the
+    function itself, by ``locals()``). From 3.13 on it is a view.
+    """
+    variables = frame.f_locals
+    found = dict(variables)
+    of_function = bool(
+        frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    )  # else they are those of a module or class
+    if of_function and isinstance(variables, dict) and sys.getrefcount(variables) == _OF_FRAME_ALONE:
+        variables.clear()
+    return found

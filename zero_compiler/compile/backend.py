@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     RestartAnalysis,
@@ -30,7 +31,7 @@ from ..cost.transfer_costs import within_host_us
 from ..emit.no_sync_program import accumulating
 from ..emit.recordable import unrecordable
 from ..emit.segments import SegmentCompiler
-from ..errors import VerifyError, ZeroError
+from ..errors import CaptureError, VerifyError, ZeroError
 from ..ir import facts, ops
 from ..ir.program import Program
 from ..ir.recorded_phase import written_inputs
@@ -149,6 +150,11 @@ def _compile(
 ) -> Callable[..., object]:
     if mode is not None:  # torch.compile takes a mode or options, and not both
         options = {"mode": mode}
+    if torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
+        raise CaptureError(
+            'backend "zero" compiles the backward of a call with its forward, and does not go with compiled autograd, '
+            "which captures it anew: set torch._dynamo.config.compiled_autograd to False"
+        )
     guard_optimizers()
     call = compile_with(gm, example_inputs, options, EngineLoader())
     _watch_limit(gm, options)

@@ -102,7 +102,7 @@ def _called() -> str | None:
     frame, found = inspect.currentframe(), None
     while frame is not None:
         name = frame.f_code.co_name
-        if name in METHODS and "self" in frame.f_locals:
+        if name in METHODS and "self" in frame.f_code.co_varnames:
             found = name + "()"
         frame = frame.f_back
     return found

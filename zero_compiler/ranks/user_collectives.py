@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
+from ..call_stack import locals_of
+
 _OF_TORCH = frozenset({dist.distributed_c10d.__file__, dist.c10d_logger.__file__, collectives.__file__})
 # In these one rank may wait that another one has long left: they go from one rank or to one.
 _ONE_SIDED = frozenset(
@@ -56,7 +58,7 @@ def _collective_of(frame: types.FrameType | None, pg: object) -> str | None:
     if (
         outermost is None
         or _ONE_SIDED.intersection(names)
-        or not _is_over(outermost.f_locals.get("group"), pg)
+        or not _is_over(locals_of(outermost).get("group"), pg)
     ):
         return None
     return names[-1]

@@ -11,22 +11,39 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..call_stack import locals_of
 from ..errors import GradientError
 from ..ranks.group import Group
 from .end_of_backward import replicated_parameter
 from .parameters import at_rest, is_averaged, is_replicated, known_of, replicated_parameters, several_ranks
 
 log = logging.getLogger("zero_compiler")
-# A module that is averaged, and every module in it: what it is called there, and the ranks.
+# A module that is averaged, and every module in it: its _Place.
 _watched = WeakIdKeyDictionary()
 _CALL_MODULE = nn.Module._call_impl.__code__
 _said = WeakIdKeyDictionary()  # modules of which a warning has said that they train as stage 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module that is averaged stands.
+
+    Args:
+        prefix: of the names of its parameters in the outermost module.
+        group: the ranks; None: all.
+        root: stands for the outermost module.
+    """
+
+    prefix: str
+    group: Group | None
+    root: object
 
 
 def watched(
@@ -88,7 +105,7 @@ def _outermost_module() -> nn.Module | None:
         if frame.f_code is _CALL_MODULE:
             outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
-    module = None if outermost is None else outermost.f_locals["self"]
+    module = None if outermost is None else locals_of(outermost)["self"]
     return getattr(module, "_orig_mod", module)
 
 
@@ -119,14 +136,14 @@ def watch_compiled(is_ours: Callable[[object], bool], found: Callable[[], None])
         if torch.compiler.is_compiling() or not isinstance(module, nn.Module):
             return
         if (place := _watched.get(parent)) is not None:
-            _watch_module(module, f"{place[0]}{name}.", place[1])
+            _watch_module(module, f"{place.prefix}{name}.", place.group, place.root)
         # torch says of every module what it is registered in, and Dynamo's wrapper registers the model.
         if name != "_orig_mod" or not isinstance(parent, OptimizedModule):
             return
         made = sys._getframe(1)
         while made is not None and made.f_code is not OptimizedModule.__init__.__code__:
             made = made.f_back  # type: ignore[assignment]
-        callback = getattr(made.f_locals.get("dynamo_ctx"), "callback", None) if made is not None else None
+        callback = getattr(locals_of(made).get("dynamo_ctx"), "callback", None) if made is not None else None
         if callable(callback) and is_ours(innermost_backend(callback)):
             found()
             _watch_module(module, "", _largest(_groups_of(module)))
@@ -135,23 +152,26 @@ def watch_compiled(is_ours: Callable[[object], bool], found: Callable[[], None])
         if torch.compiler.is_compiling() or (place := _watched.get(parent)) is None:
             return
         if isinstance(param, nn.Parameter) and is_replicated(param):
-            _average(param, f"{place[0]}{name}", place[1])
+            _average(param, f"{place.prefix}{name}", place.root, place.group)
 
     torch.nn.modules.module.register_module_module_registration_hook(module_registered)
     torch.nn.modules.module.register_module_parameter_registration_hook(parameter_registered)
 
 
-def _average(param: nn.Parameter, name: str, group: Group | None) -> None:
+def _average(param: nn.Parameter, name: str, root: object, group: Group | None) -> None:
     if (known := replicated_parameter(param)) is not None:
-        known.average(name, group)
+        known.average(name, root, group)
 
 
-def _watch_module(module: nn.Module, prefix: str, group: Group | None) -> None:
+def _watch_module(module: nn.Module, prefix: str, group: Group | None, root: object = None) -> None:
     """Average the replicated parameters of ``module``, and those that it is given later, over ``group``."""
+    if root is None:
+        before = _watched.get(module)
+        root = object() if before is None or before.prefix else before.root
     for name, part in module.named_modules(prefix=prefix.rstrip(".")):
-        _watched[part] = f"{name}." if name else "", group
+        _watched[part] = _Place(f"{name}." if name else "", group, root)
     for name, param in replicated_parameters(module).items():
-        _average(param, f"{prefix}{name}", group)
+        _average(param, f"{prefix}{name}", root, group)
 
 
 def watch(
@@ -181,7 +201,7 @@ def watch(
     for one in models:
         _watch_module(one, "", _largest([*groups, *_groups_of(one)]))
     for param in others:
-        _average(param, names[id(param)], _largest(groups))
+        _average(param, names[id(param)], None, _largest(groups))
     if new or any(one not in _said for one in models):
         _say_averaged(models, others)
     for one in models:
@@ -210,7 +230,7 @@ def check_all_known(optimizer: torch.optim.Optimizer) -> None:
     left = [p for p in params if is_replicated(p) and p.grad is not None and not is_averaged(p)]
     if not left or not several_ranks(None):
         return
-    inside = {id(p): f"{place[0]}{name}" for m, place in _watched.items() for name, p in at_rest(m)}
+    inside = {id(p): f"{place.prefix}{name}" for m, place in _watched.items() for name, p in at_rest(m)}
     for p in left:
         if id(p) in inside:
             raise GradientError(
@@ -275,7 +295,7 @@ def _say_interrupted(frame: Any) -> None:
     """Of a function, nobody knows which modules its eager parts call; what a module calls is a part of it."""
     while frame is not None and "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back
-    if frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+    if frame is not None and not isinstance(locals_of(frame).get("self"), nn.Module):
         _say_interrupted_once(frame.f_code.co_name)
 
 
@@ -299,7 +319,7 @@ def _models_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
     owner: dict[int, nn.Module] = {}
     frame = sys._getframe(1)
     while frame is not None:
-        values = [v for v in frame.f_locals.values() if isinstance(v, nn.Module)]
+        values = [v for v in locals_of(frame).values() if isinstance(v, nn.Module)]
         modules = [getattr(v, "_orig_mod", v) for v in values if not isinstance(v, torch.fx.GraphModule)]
         held = [(module, [id(p) for _, p in at_rest(module)]) for module in modules]
         for module, ids in sorted(held, key=lambda each: len(each[1])):

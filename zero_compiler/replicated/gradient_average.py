@@ -9,7 +9,7 @@ called or kept before, which may be its own affair.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import broke_off, cannot_begin
 from ..ranks.group import Group
 from ..ranks.peer_waits import answered, wait
-from .matching import Described, find_like, match, names_agree, not_found, value_of
+from .matching import Described, Known, Matched, find_like, match, names_agree, not_found, value_of
 from .parameters import (
     AveragedParameters,
     ReplicatedParameter,
@@ -129,18 +129,20 @@ class GradientAverage:
             RankMismatchError: on every rank, naming the first parameter that differs, or is not found.
         """
         lists: list[Any] = [None] * self._everyone.world
+        near = never_averaged(among, self._pg)
         with answered(self._everyone, DOING):
-            dist.all_gather_object(lists, _described(new, never_averaged(among, self._pg)), group=self._pg)
+            dist.all_gather_object(lists, _described(new, near, among), group=self._pg)
         matched = match(lists)
         here = self._everyone.rank
         found: dict[int, ReplicatedParameter] = {
             i: new[m.at[here]] for i, m in enumerate(matched) if here in m.at
         }
-        others = [(known.name, known.param) for known in never_averaged(among, self._pg)]
+        others = [Known(k.name, k.param, k.root) for k in near]
         taken = set(found.values())
+        roots = _roots_here(lists, matched, found, among)
         for i, m in enumerate(matched):
             if i not in found:
-                known = known_of(find_like(m.described, others))
+                known = known_of(find_like(m.described, others, roots(m)))
                 if known is not None and known not in taken:
                     found[i] = known
                     taken.add(known)
@@ -207,9 +209,13 @@ class GradientAverage:
 
 
 def _described(
-    new: Sequence[ReplicatedParameter], never_averaged: Sequence[ReplicatedParameter]
+    new: Sequence[ReplicatedParameter],
+    never_averaged: Sequence[ReplicatedParameter],
+    among: AveragedParameters,
 ) -> list[Described]:
     """``new`` parameters of this rank, for others."""
+    companions = among.companions()
+    roots: dict[object, int] = {}
     by_form: dict[object, list[ReplicatedParameter]] = {}
     for known in never_averaged:
         by_form.setdefault((known.param.shape, known.param.dtype), []).append(known)
@@ -222,9 +228,44 @@ def _described(
         ]
         namesakes = [k for k in alike if k.name == known.name]
         shape, dtype = tuple(known.param.shape), str(known.param.dtype)
-        places = [(among.index(known), len(among)) for among in (namesakes, alike)]
-        out.append(Described(known.name, shape, dtype, value, *places))
+        out.append(
+            Described(
+                known.name,
+                shape,
+                dtype,
+                value,
+                among_namesakes=(namesakes.index(known), len(namesakes)),
+                among_alike=(alike.index(known), len(alike)),
+                root=roots.setdefault(known.root or known, len(roots)),
+                companion=companions.get(known.root),
+            )
+        )
     return out
+
+
+def _roots_here(
+    lists: Sequence[Sequence[Described]],
+    matched: Sequence[Matched],
+    found: Mapping[int, ReplicatedParameter],
+    among: AveragedParameters,
+) -> Callable[[Matched], set[object]]:
+    """In which modules of this rank that stands which stands in one module with a parameter elsewhere."""
+    of_modules: dict[tuple[int, int], set[object]] = {}
+    for i, known in found.items():
+        for rank, at in matched[i].at.items():
+            of_modules.setdefault((rank, lists[rank][at].root), set()).add(known.root)
+    averaged = among.found()
+
+    def roots(wanted: Matched) -> set[object]:
+        out: set[object] = set()
+        for rank, at in wanted.at.items():
+            described = lists[rank][at]
+            out |= of_modules.get((rank, described.root), set())
+            known = None if described.companion is None else averaged[described.companion]
+            out |= set() if known is None else {known.root}
+        return out - {None}
+
+    return roots
 
 
 def _partly_summed(name: str) -> GradientError:

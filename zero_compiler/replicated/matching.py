@@ -2,13 +2,13 @@
 
 Ranks run one script, and still may know a parameter by different names, have different ones in their first backward, or
 have compiled other code before. What tells one parameter from another is then its values, which all ranks began with,
-and the last parts of its name; of several that are equal in these, as two copies of a model are, the order in which
-their gradients came.
+and the last parts of its name; of several that are equal in these, as two copies of a model are, a parameter of the
+same module that is averaged already, or the order in which all ranks came to know of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,8 @@ class Described:
         among_namesakes: its place among those of its rank that are equal in all this and were never averaged, in the
             order in which they were found, and how many they are; (0, 1) for nearly all.
         among_alike: the same where names that agree count as equal (:func:`names_agree`).
+        root: stands for the module in which it has that name, on its rank.
+        companion: which of the parameters that these ranks average already stands in that module; None: none does.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Described:
     value: int
     among_namesakes: tuple[int, int] = (0, 1)
     among_alike: tuple[int, int] = (0, 1)
+    root: int = 0
+    companion: int | None = None
 
     def like(self, other: Described) -> bool:
         """Whether both may be one parameter, seen from two ranks."""
@@ -86,7 +90,8 @@ def match(lists: Sequence[Sequence[Described]]) -> list[Matched]:
         one_name = len({d.name for d in described}) == 1
         places = [d.among_namesakes if one_name else d.among_alike for d in described]
         # A rank that has but one has no choice.
-        if len({(place, count) for place, count in places if count > 1}) > 1:
+        chosen = {(place, count) for place, count in places if count > 1}
+        if len(chosen) > 1 and not (one_name and _in_one_module(described)):
             raise _ambiguous(each.described.name)
     return found
 
@@ -95,7 +100,8 @@ def _match_apart(lists: Sequence[Sequence[Described]]) -> list[Matched]:
     found: list[Matched] = []
     left = [list(range(len(one))) for one in lists]
     for rank, mine in enumerate(lists):
-        for i in left[rank]:
+        # What has a companion is told apart by it, and is no choice of another that has none.
+        for i in sorted(left[rank], key=lambda i: mine[i].companion is None):
             each = Matched(mine[i], {rank: i})
             for other in range(rank + 1, len(lists)):
                 j = _find(mine[i], [(j, lists[other][j]) for j in left[other]])
@@ -107,33 +113,61 @@ def _match_apart(lists: Sequence[Sequence[Described]]) -> list[Matched]:
     return found
 
 
+def _in_one_module(described: Sequence[Described]) -> bool:
+    """Whether each of them stands in one module with a parameter that is averaged already, the same one for all."""
+    return len({d.companion for d in described}) == 1 and described[0].companion is not None
+
+
 def _find(wanted: Described, among: Sequence[tuple[int, Described]]) -> int | None:
-    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it.
-
-    Of several that are alike on both ranks the order says nothing here, since the ranks have used different ones.
-    """
+    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it."""
     alike = [(j, other) for j, other in among if wanted.like(other)]
+    if not alike:
+        return None
     namesakes = [(j, other) for j, other in alike if wanted.name == other.name]
-    if len(namesakes) == 1 and min(wanted.among_namesakes[1], namesakes[0][1].among_namesakes[1]) == 1:
-        return namesakes[0][0]
-    if len(alike) > 1 or any(min(wanted.among_alike[1], other.among_alike[1]) > 1 for _, other in alike):
-        raise _ambiguous(wanted.name)
-    return alike[0][0] if alike else None
+    together = [j for j, other in namesakes if _in_one_module([wanted, other])]
+    if len(together) == 1:
+        return together[0]
+    mine = wanted.among_namesakes if namesakes else wanted.among_alike
+    theirs = [(j, o.among_namesakes if namesakes else o.among_alike) for j, o in namesakes or alike]
+    same_place = [j for j, place in theirs if place == mine]
+    if len(same_place) == 1:
+        return same_place[0]
+    if len(theirs) == 1 and min(mine[1], theirs[0][1][1]) == 1:
+        return theirs[0][0]
+    raise _ambiguous(wanted.name)
 
 
-def find_like(wanted: Described, known: Sequence[tuple[str, nn.Parameter]]) -> nn.Parameter | None:
-    """This rank's parameter that another one describes, of those that are ``known`` here and were never averaged; None:
-    there is none, or nothing says which."""
-    near = [
-        (name, p)
-        for name, p in known
-        if (tuple(p.shape), str(p.dtype)) == (wanted.shape, wanted.dtype) and names_agree(name, wanted.name)
+@dataclass(frozen=True)
+class Known:
+    """A parameter of this rank that was never averaged; see :class:`Described`."""
+
+    name: str
+    param: nn.Parameter
+    root: object = None
+
+
+def find_like(wanted: Described, known: Sequence[Known], roots: Collection[object]) -> nn.Parameter | None:
+    """This rank's parameter that another one describes, of those that are ``known`` here, in the order in which they
+    were found; None: there is none, or nothing says which.
+
+    Args:
+        roots: of this rank's parameters that stand in one module with the one that is wanted there.
+    """
+    alike = [
+        k
+        for k in known
+        if (tuple(k.param.shape), str(k.param.dtype)) == (wanted.shape, wanted.dtype)
+        and names_agree(k.name, wanted.name)
+        and value_of(k.param) == wanted.value
     ]
-    alike = [(name, p) for name, p in near if value_of(p) == wanted.value]
-    namesakes = [p for name, p in alike if name == wanted.name]
-    if len(namesakes) == 1 and wanted.among_namesakes[1] == 1:
-        return namesakes[0]
-    return alike[0][1] if len(alike) == 1 else None
+    namesakes = [k for k in alike if k.name == wanted.name]
+    together = [k for k in namesakes if k.root in roots]
+    if len(together) == 1:
+        return together[0].param
+    near, (place, count) = (namesakes, wanted.among_namesakes) if namesakes else (alike, wanted.among_alike)
+    if len(near) == count:
+        return near[place].param
+    return near[0].param if len(near) == 1 else None
 
 
 def _different_values(name: str) -> RankMismatchError:

@@ -42,6 +42,7 @@ class ReplicatedParameter:
         left: ``.grad`` as the last backward under zero.no_sync left it.
         sync: not within zero.no_sync.
         among: those it is averaged with; None before its first average.
+        root: stands for the module in which it has that name.
         number: in which order this process came to know them.
     """
 
@@ -57,6 +58,7 @@ class ReplicatedParameter:
         self.sync = True
         self.left: tuple[int, int] | None = None
         self.among: AveragedParameters | None = None
+        self.root: object = None
         trained = param.requires_grad
         try:
             # A hook outlasts freezing, and nothing would say that the parameter is trained again.
@@ -72,11 +74,14 @@ class ReplicatedParameter:
         # A parameter that is saved or copied takes no hooks and no other parameters along. torch.load knows sets.
         return (set, ())
 
-    def average(self, name: str, group: Group | None) -> None:
-        """Average it from now on over ``group``; None: all ranks. Of several groups the largest counts."""
+    def average(self, name: str, root: object, group: Group | None) -> None:
+        """Average it from now on over ``group``; None: all ranks. Of several groups the largest counts, and of several
+        names the longest, with its ``root``."""
         if not self.averaged:
             self.averaged, self.waiting = True, self.param.grad is not None
             _averaged.add(self)
+        if self.root is None or (root is not None and len(name) > len(self.name)):
+            self.root = root
         self.name = max(self.name, name, key=len)
         if group is not None and (self.group is None or group.world > self.group.world):
             if pg_of(group) is not pg_of(self.group):
@@ -159,6 +164,11 @@ class AveragedParameters:
     def found(self) -> list[ReplicatedParameter | None]:
         """They, on this rank; None for one that is gone here, or averaged with others by now."""
         return [slot.known(self) for slot in self.slots]
+
+    def companions(self) -> dict[object, int]:
+        """Of each root the first of them that stands in it."""
+        found = [(known.root, i) for i, known in enumerate(self.found()) if known is not None]
+        return {root: i for root, i in reversed(found) if root is not None}
 
     def add(self, name: str, known: ReplicatedParameter) -> None:
         known.among = self

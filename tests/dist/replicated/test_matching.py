@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 
 import pytest
 import torch
@@ -181,3 +183,40 @@ def other_values(rank, world):
 
 def test_the_same_numbers_in_other_places_are_other_values():
     assert run_ranks(other_values, 2, timeout=200) == [True, True]
+
+
+class Rare(nn.Module):
+    """One of its layers is used on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, rare):
+        y = self.layer(x)
+        return y + self.rare(y) if rare else y
+
+
+def copies_beside(rank, world):
+    """Copies that are evaluated: of one rank, of both; made of what is compiled, or compiled themselves."""
+    for how, here, rare_at in itertools.product(("copied", "compiled"), (rank == 0, True), (0, 1)):
+        torch.manual_seed(0)
+        ours = Rare()
+        twin, call = copy.deepcopy(ours), compiled(ours)
+        if here:
+            average = copy.deepcopy(call) if how == "copied" else compiled(copy.deepcopy(ours))
+            with torch.set_grad_enabled(how == "compiled"):
+                average(rows(0, 99), True)
+        for step in range(3):
+            rare = rank == 1 and step >= rare_at
+            square(call(rows(rank, step), rare)).backward()
+            square(twin(rows(rank, step), rare)).backward()
+            compare_and_clear(ours, twin, f"{how} {step}")
+        ours = call = average = None  # or the next ones would be equal to these
+        torch._dynamo.reset()
+        gc.collect()
+    return True
+
+
+def test_copies_that_are_only_evaluated():
+    assert run_ranks(copies_beside, 2) == [True, True]

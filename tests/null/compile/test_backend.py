@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import zero_compiler as zero
+from zero_compiler.errors import CaptureError
 from zero_compiler.params.modules import sharded_models_of
 
 ATEN = {"compute": "aten"}
@@ -226,3 +227,19 @@ def test_a_product_with_one_that_is_returned_is_memory_of_its_own(trained):
     storages = [t.untyped_storage().data_ptr() for t in (x, same, y, again)]
     assert len(set(storages)) == 4
     assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_compiled_autograd_is_refused(sharded):
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    if sharded:
+        zero.shard(model, stage=3, device="cpu")
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(CaptureError, match="set torch._dynamo.config.compiled_autograd to False"),
+    ):
+        call(torch.randn(2, 4))
+    torch._dynamo.reset()
+    call(torch.randn(2, 4)).sum().backward()

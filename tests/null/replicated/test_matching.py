@@ -13,6 +13,7 @@ from torch import nn
 from zero_compiler.errors import RankMismatchError
 from zero_compiler.replicated.matching import (
     Described,
+    Known,
     Matched,
     find_like,
     match,
@@ -63,13 +64,30 @@ def test_what_nothing_tells_apart_is_refused():
     zeros = [described("weight", place=(i, 2)) for i in range(2)]
     for lists in (
         [zeros[:1], zeros[1:]],  # each rank has used another one of two copies
-        [zeros[:1], zeros],  # or one of them both
         [[described("weight")], [described("0.weight"), described("1.weight")]],
         [zeros[:1], [described("norm.weight", place=(1, 2))]],
     ):
         with pytest.raises(RankMismatchError, match="several parameters 'weight'"):
             match(lists)
-    assert [each.at for each in match([zeros, zeros])] == [{0: 0, 1: 0}, {0: 1, 1: 1}]
+    for first in ([0, 1], [0], [1]):  # one rank has used them both, and they are the same
+        found = match([[zeros[i] for i in first], zeros])
+        assert [each.described for each in found if 0 in each.at] == [zeros[i] for i in first]
+        assert all(each.described == zeros[each.at[1]] for each in found)
+
+
+def test_copies_are_told_apart_by_what_is_averaged_already():
+    """Of a module that trains, one rank has a copy too, which never did."""
+    mine = Described("rare", (2,), "torch.float32", 0, (0, 1), (0, 1), companion=4)
+    copied = Described("rare", (2,), "torch.float32", 0, (1, 2), (1, 2), companion=None)
+    theirs = Described("rare", (2,), "torch.float32", 0, (0, 2), (0, 2), companion=4)
+    assert [each.at for each in match([[mine], [copied, theirs]])] == [{0: 0, 1: 1}, {1: 0}]
+    assert [each.at for each in match([[copied, theirs], [mine]])] == [{0: 1, 1: 0}, {0: 0}]
+    two = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    wanted = Described("rare", (2,), "torch.float32", value_of(two[0]))
+    known = [Known("rare", two[0], "copy"), Known("rare", two[1], "model")]
+    assert find_like(wanted, known, {"model"}) is two[1]
+    assert find_like(wanted, known, set()) is None
+    assert find_like(wanted, [Known("rare", p, "model") for p in two], {"model"}) is None
 
 
 def test_what_one_rank_alone_has_besides_makes_no_difference():
@@ -95,13 +113,14 @@ def test_the_error_of_one_that_is_not_found_says_why():
 
 def test_a_parameter_that_this_rank_knows():
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    known = [("a.bias", one), ("b.bias", other)]
-    assert find_like(described("b.bias", value_of(one)), known) is other
-    assert find_like(described("bias", value_of(one)), known) is None  # it may be either
-    assert find_like(described("a.bias", value_of(one) + 1), known) is None
-    assert find_like(described("a.bias", value_of(one), (3,)), known) is None
-    alike = [("bias", one), ("bias", other)]
-    assert find_like(described("bias", value_of(one), place=(1, 2)), alike) is None
+    known = [Known("a.bias", one), Known("b.bias", other)]
+    assert find_like(described("b.bias", value_of(one)), known, ()) is other
+    assert find_like(described("bias", value_of(one)), known, ()) is None  # it may be either
+    assert find_like(described("a.bias", value_of(one) + 1), known, ()) is None
+    assert find_like(described("a.bias", value_of(one), (3,)), known, ()) is None
+    alike = [Known("bias", one), Known("bias", other)]
+    assert find_like(described("bias", value_of(one), place=(1, 2)), alike, ()) is other
+    assert find_like(described("bias", value_of(one), place=(1, 3)), alike, ()) is None
 
 
 @settings(max_examples=200, deadline=None)

@@ -78,3 +78,15 @@ def test_modules_that_a_forward_makes_break_no_graph():
     call = torch.compile(model, backend="zero", fullgraph=True, options={"compute": "aten"})
     call(torch.ones(2, 4)).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((4,), 2.0))
+
+
+def test_a_function_that_lets_go_of_its_model_and_batch_frees_them():
+    torch._dynamo.reset()
+    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
+    call = torch.compile(model, backend="zero", options={"compute": "aten"})
+    call(batch).sum().backward()
+    kept = [weakref.ref(model), weakref.ref(batch)]
+    model = batch = call = None
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]

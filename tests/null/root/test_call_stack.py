@@ -1,13 +1,16 @@
-"""Calls in a loop ask the system for no memory, wherever on the stack the loop stands."""
+"""Calls in a loop ask the system for no memory, wherever on the stack the loop stands. Looks at variables keep none."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import resource
+import sys
+import weakref
 
 import pytest
 
-from zero_compiler.call_stack import in_one_piece
+from zero_compiler.call_stack import in_one_piece, locals_of
 
 CALLS = 200
 
@@ -47,3 +50,31 @@ def test_a_function_stays_what_it_is():
     assert list(inspect.signature(add).parameters) == ["a", "b"]
     with pytest.raises(ValueError, match="negative"):
         add(1, b=-1)
+
+
+class _Batch:
+    pass
+
+
+def _seen() -> dict[str, object]:
+    return locals_of(sys._getframe(1))
+
+
+def test_a_look_at_the_variables_of_a_function_keeps_none_of_them():
+    batch = _Batch()
+    kept = weakref.ref(batch)
+    assert _seen()["batch"] is batch
+    assert isinstance(batch, _Batch)  # it has its variables still
+    batch = None
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_look_at_variables_leaves_what_others_have_of_them():
+    batch = _Batch()
+    held = locals()
+    assert _seen()["batch"] is batch
+    assert held["batch"] is batch
+    of_a_module: dict[str, object] = {"look": _seen}
+    exec("found = look()\nafter = found is not None", of_a_module)
+    assert of_a_module["after"] is True
