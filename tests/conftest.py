@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dist.spawn import collect_seldom
 
-VARIANTS = 3  # of a slow test of one process
+VARIANTS = 2  # of a slow test of one process
 ROOT = Path(__file__).resolve().parents[1]
 
 

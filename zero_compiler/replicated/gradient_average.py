@@ -21,7 +21,7 @@ from ..ranks.failing import mark_known
 from ..ranks.failure_broadcast import broke_off, cannot_begin
 from ..ranks.group import Group
 from ..ranks.peer_waits import answered, wait
-from .matching import Described, Known, Matched, find_like, match, names_agree, not_found, value_of
+from .matching import Described, Matched, NeverAveraged, find_like, match, names_agree, not_found, value_of
 from .parameters import (
     AveragedParameters,
     ReplicatedParameter,
@@ -137,7 +137,7 @@ class GradientAverage:
         found: dict[int, ReplicatedParameter] = {
             i: new[m.at[here]] for i, m in enumerate(matched) if here in m.at
         }
-        others = [Known(k.name, k.param, k.root) for k in near]
+        others = [NeverAveraged(k.name, k.param, k.root) for k in near]
         taken = set(found.values())
         roots = _roots_here(lists, matched, found, among)
         for i, m in enumerate(matched):

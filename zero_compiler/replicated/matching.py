@@ -138,7 +138,7 @@ def _find(wanted: Described, among: Sequence[tuple[int, Described]]) -> int | No
 
 
 @dataclass(frozen=True)
-class Known:
+class NeverAveraged:
     """A parameter of this rank that was never averaged; see :class:`Described`."""
 
     name: str
@@ -146,7 +146,9 @@ class Known:
     root: object = None
 
 
-def find_like(wanted: Described, known: Sequence[Known], roots: Collection[object]) -> nn.Parameter | None:
+def find_like(
+    wanted: Described, known: Sequence[NeverAveraged], roots: Collection[object]
+) -> nn.Parameter | None:
     """This rank's parameter that another one describes, of those that are ``known`` here, in the order in which they
     were found; None: there is none, or nothing says which.
 

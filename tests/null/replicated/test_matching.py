@@ -13,8 +13,8 @@ from torch import nn
 from zero_compiler.errors import RankMismatchError
 from zero_compiler.replicated.matching import (
     Described,
-    Known,
     Matched,
+    NeverAveraged,
     find_like,
     match,
     names_agree,
@@ -84,10 +84,10 @@ def test_copies_are_told_apart_by_what_is_averaged_already():
     assert [each.at for each in match([[copied, theirs], [mine]])] == [{0: 1, 1: 0}, {0: 0}]
     two = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     wanted = Described("rare", (2,), "torch.float32", value_of(two[0]))
-    known = [Known("rare", two[0], "copy"), Known("rare", two[1], "model")]
+    known = [NeverAveraged("rare", two[0], "copy"), NeverAveraged("rare", two[1], "model")]
     assert find_like(wanted, known, {"model"}) is two[1]
     assert find_like(wanted, known, set()) is None
-    assert find_like(wanted, [Known("rare", p, "model") for p in two], {"model"}) is None
+    assert find_like(wanted, [NeverAveraged("rare", p, "model") for p in two], {"model"}) is None
 
 
 def test_what_one_rank_alone_has_besides_makes_no_difference():
@@ -113,12 +113,12 @@ def test_the_error_of_one_that_is_not_found_says_why():
 
 def test_a_parameter_that_this_rank_knows():
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    known = [Known("a.bias", one), Known("b.bias", other)]
+    known = [NeverAveraged("a.bias", one), NeverAveraged("b.bias", other)]
     assert find_like(described("b.bias", value_of(one)), known, ()) is other
     assert find_like(described("bias", value_of(one)), known, ()) is None  # it may be either
     assert find_like(described("a.bias", value_of(one) + 1), known, ()) is None
     assert find_like(described("a.bias", value_of(one), (3,)), known, ()) is None
-    alike = [Known("bias", one), Known("bias", other)]
+    alike = [NeverAveraged("bias", one), NeverAveraged("bias", other)]
     assert find_like(described("bias", value_of(one), place=(1, 2)), alike, ()) is other
     assert find_like(described("bias", value_of(one), place=(1, 3)), alike, ()) is None
 

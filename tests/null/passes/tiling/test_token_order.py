@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from harness import SimulatedModel
 from heads import VOCAB, WIDTH, Head, batch
-from marks import slow
+from marks import slow, thorough
 from null.graphs import aten, columns_first_graph
 from torch import nn
 
@@ -153,7 +153,7 @@ def test_in_tiles_of_the_vocabulary_too(of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", [smoothed, masked], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("of", [smoothed, *thorough(masked)], ids=lambda f: f.__name__)
 def test_compiled_segments_give_the_same(of):
     model = SimulatedModel(Head(of), 2, stage=3, tile_bytes=WHOLE, compute="inductor")
     model.check([batch(0, 32), batch(1, 32)], lambda out: 3 * out)

@@ -203,6 +203,7 @@ def test_half_precision_gives_what_whole_weights_give(world):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_tied_embedding_in_compiled_segments():
     model = SimulatedModel(Head(tied=True), 2, stage=3, tile_bytes=TILE, compute="inductor")
