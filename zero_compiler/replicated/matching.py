@@ -3,7 +3,7 @@
 Ranks run one script, and still may know a parameter by different names, have different ones in their first backward, or
 have compiled other code before. What tells one parameter from another is then its values, which all ranks began with,
 and the last parts of its name; of several that are equal in these, as two copies of a model are, a parameter of the
-same module that is averaged already, or the order in which all ranks came to know of them.
+same module that is averaged already, or the order in which their gradients came.
 """
 
 from __future__ import annotations
@@ -119,22 +119,20 @@ def _in_one_module(described: Sequence[Described]) -> bool:
 
 
 def _find(wanted: Described, among: Sequence[tuple[int, Described]]) -> int | None:
-    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it."""
+    """Where what is ``wanted`` stands among the parameters of another rank: by its whole name, if it is there by it.
+
+    Of several that are alike on both ranks the order says nothing here, since the ranks have used different ones.
+    """
     alike = [(j, other) for j, other in among if wanted.like(other)]
-    if not alike:
-        return None
     namesakes = [(j, other) for j, other in alike if wanted.name == other.name]
     together = [j for j, other in namesakes if _in_one_module([wanted, other])]
     if len(together) == 1:
         return together[0]
-    mine = wanted.among_namesakes if namesakes else wanted.among_alike
-    theirs = [(j, o.among_namesakes if namesakes else o.among_alike) for j, o in namesakes or alike]
-    same_place = [j for j, place in theirs if place == mine]
-    if len(same_place) == 1:
-        return same_place[0]
-    if len(theirs) == 1 and min(mine[1], theirs[0][1][1]) == 1:
-        return theirs[0][0]
-    raise _ambiguous(wanted.name)
+    if len(namesakes) == 1 and min(wanted.among_namesakes[1], namesakes[0][1].among_namesakes[1]) == 1:
+        return namesakes[0][0]
+    if len(alike) > 1 or any(min(wanted.among_alike[1], other.among_alike[1]) > 1 for _, other in alike):
+        raise _ambiguous(wanted.name)
+    return alike[0][0] if alike else None
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,8 @@ class NeverAveraged:
 def find_like(
     wanted: Described, known: Sequence[NeverAveraged], roots: Collection[object]
 ) -> nn.Parameter | None:
-    """This rank's parameter that another one describes, of those that are ``known`` here, in the order in which they
-    were found; None: there is none, or nothing says which.
+    """This rank's parameter that another one describes, of those that are ``known`` here; None: there is none, or
+    nothing says which.
 
     Args:
         roots: of this rank's parameters that stand in one module with the one that is wanted there.
@@ -166,10 +164,9 @@ def find_like(
     together = [k for k in namesakes if k.root in roots]
     if len(together) == 1:
         return together[0].param
-    near, (place, count) = (namesakes, wanted.among_namesakes) if namesakes else (alike, wanted.among_alike)
-    if len(near) == count:
-        return near[place].param
-    return near[0].param if len(near) == 1 else None
+    if len(namesakes) == 1 and wanted.among_namesakes[1] == 1:
+        return namesakes[0].param
+    return alike[0].param if len(alike) == 1 else None
 
 
 def _different_values(name: str) -> RankMismatchError:

@@ -255,13 +255,7 @@ def accumulating(rank, world):
             else:
                 backward(call, rare)
             backward(twin, rare)
-        for (name, p), q in zip(ours.named_parameters(), twin.named_parameters(), strict=True):
-            mean = torch.zeros_like(p) if q[1].grad is None else q[1].grad.clone()
-            dist.all_reduce(mean)
-            mine = torch.zeros_like(p) if p.grad is None else p.grad
-            torch.testing.assert_close(
-                mine, mean / world, msg=lambda m, n=name, o=order: f"{''.join(o)} {n}: {m}"
-            )
+        same_gradients(ours, twin, "".join(order))
     return True
 
 

@@ -198,8 +198,10 @@ class Rare(nn.Module):
 
 
 def copies_beside(rank, world):
-    """Copies that are evaluated: of one rank, of both; made of what is compiled, or compiled themselves."""
-    for how, here, rare_at in itertools.product(("copied", "compiled"), (rank == 0, True), (0, 1)):
+    """Copies that are evaluated: of one rank, of both; made of what is compiled, or compiled themselves. Where both have
+    one, the first average is of the same parameters on both."""
+    cases = [(rank == 0, 0), (rank == 0, 1), (True, 1)]
+    for how, (here, rare_at) in itertools.product(("copied", "compiled"), cases):
         torch.manual_seed(0)
         ours = Rare()
         twin, call = copy.deepcopy(ours), compiled(ours)
